@@ -36,6 +36,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # A server that is not there is asked as often as ever, without seconds between.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
+os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
 # Where it is set, as in many containers, each process would compile all sources again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

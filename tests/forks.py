@@ -37,7 +37,11 @@ _LOADING_S = 300.0
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}  # some tests train one when they are loaded
 _TASKS = "/proc/self/task"
 # What tests load when they run, slowly beside all else: wandb looks through all modules.
-_LOADED_LATER = ("scipy.signal", "wandb.sdk.launch.inputs.internal")
+_LOADED_LATER = (
+    "mlflow.server.fastapi_app",
+    "scipy.signal",
+    "wandb.sdk.launch.inputs.internal",
+)
 # jemalloc, in pyarrow, holds its locks during a fork; flytekit's loop is idle, one for a process.
 _ABLE_TO_FORK = ("jemalloc_bg_thd", "MainThread : loop-runner")
 _LOAD = "import sys; sys.path[:] = {path!r}; import forks; forks.run(forks.serve())"

@@ -6,15 +6,28 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from once import MakeOnce, OwnEntries
 
 # Ray's worker processes import the workers and rewards of `tiny_engine`.
 _HERE = str(Path(__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_HERE, os.environ.get("PYTHONPATH")]))
+
+
+_ssl_context = cache(httpx.create_ssl_context)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_ssl_context() -> Iterator[None]:
+    """httpx reads the certificates of all authorities for each client; here it does so once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("httpx._transports.default.create_ssl_context", _ssl_context)
+        yield
 
 
 @pytest.fixture

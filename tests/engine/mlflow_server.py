@@ -1,4 +1,4 @@
-"""A real `mlflow server` of the tests' own, over any database."""
+"""A real MLflow server of the tests' own, over any database."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from forks import interpreter
 
 from engine.errors import TrackingError
 from engine.tracking import Tracker
@@ -27,17 +28,26 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def mlflow_server(store: str, folder: Path) -> Iterator[str]:
-    """The server's address; it serves artifacts from `folder`, and ends with the block."""
+    """The server's address; it serves artifacts from `folder`, and ends with the block.
+
+    Its application is started as by `mlflow server --workers 1`, but without that command, which
+    would load MLflow once more, and without its job runners.
+    """
     port = free_port()
-    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", store, "--artifacts-destination", str(folder / "artifacts")]
+    command = [*interpreter(), "-m", "uvicorn", "--port", str(port)]
+    options = {  # of that command, as it hands them on
+        "_MLFLOW_SERVER_FILE_STORE": store,
+        "_MLFLOW_SERVER_REGISTRY_STORE": store,
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
+        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
+        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": str(folder / "artifacts"),
+    }
     log = folder / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            command,
+            [*command, "mlflow.server.fastapi_app:app"],
             cwd=folder,
-            # Without MLflow's job runners: seven processes that nobody here needs.
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            env=os.environ | options,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -13,21 +13,26 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = 12_000  # of one block, 48 MB
 ROUNDS = 10
-_ALLOCATE = f"""
-import ctypes, resource, threading
-import engine
+_C = """
+import ctypes, engine
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = libc.free.argtypes = (ctypes.c_size_t,)
 libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
+def allocate(count, size):
+    blocks = [libc.malloc(size) for _ in range(count)]
+    for block in blocks:
+        libc.memset(block, 1, size)
+    return blocks
+"""
+_ALLOCATE = f"""{_C}
+import resource, threading
+
 def use_and_free():
     for _ in range({ROUNDS}):
-        blocks = [libc.malloc({PAGES} * 4096 // 2) for _ in range(2)]
-        for block in blocks:
-            libc.memset(block, 1, {PAGES} * 4096 // 2)
-        for block in blocks:
+        for block in allocate(2, {PAGES} * 4096 // 2):
             libc.free(block)
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -61,19 +66,18 @@ def test_settings_of_the_environment_stay() -> None:
     assert page_faults(MALLOC_TRIM_THRESHOLD_="131072") > 0.8 * ROUNDS * PAGES
 
 
-_RELEASE = """
+_RELEASE = f"""{_C}
 import psutil
-import torch
 from engine.allocator import release_freed_memory
 
 def mb():
     return psutil.Process().memory_info().rss >> 20
 
-torch.ones(1).exp_()
 start = mb()
-blocks = [torch.ones(1 << 18) for _ in range(300)]
-last = torch.ones(1)  # above the blocks
-del blocks
+blocks = allocate(300, 1 << 20)
+last = libc.malloc(1 << 20)  # above the blocks
+for block in blocks:
+    libc.free(block)
 kept = mb() - start
 release_freed_memory()
 print(kept, mb() - start)

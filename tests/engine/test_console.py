@@ -73,12 +73,6 @@ def test_import_prints_nothing_and_quiet_keeps_errors() -> None:
     assert done.stderr == "ERROR:ray:a real error\nWARNING:engine:ours\n"
 
 
-def test_importing_the_noisy_libraries_after_quiet_is_silent() -> None:
-    code = "from engine.console import quiet; quiet(); import mlflow, ray, transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 def test_a_pipe_gets_lines_with_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(float(second) for second in range(1000))
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))

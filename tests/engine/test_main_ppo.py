@@ -56,6 +56,7 @@ def arguments(place: Path, model: Path, *more: str) -> list[str]:
         "actor_rollout_ref.rollout.n=4",
         "algorithm.adv_estimator=grpo",
         f"custom_reward_function.path={place / 'digits.py'}",
+        "rl.reward.isolation=none",
         "trainer.total_training_steps=2",
         f"trainer.default_local_dir={place / 'out'}",
         "trainer.placement=local",
@@ -88,6 +89,7 @@ def test_a_run_reports_validates_saves_and_records(
         "trainer.project_name=ops",
         "trainer.experiment_name=tiny",
         "trainer.timeline_steps=2",
+        "rl.reward.isolation=process",
     )
     assert main(arguments(place, tiny_folder, *more)) == 0
     out = capsys.readouterr().out
@@ -174,8 +176,8 @@ def test_adapters_alone_are_trained(place: Path, tiny_folder: Path) -> None:
         f"actor_rollout_ref.model.{setting}"
         for setting in ("lora_rank=4", "lora_alpha=8", "target_modules=[q_proj,v_proj]")
     ]
-    assert main(arguments(place, tiny_folder, *lora)) == 0
-    saved = place / "out" / "step_2"
+    assert main(arguments(place, tiny_folder, "trainer.total_training_steps=1", *lora)) == 0
+    saved = place / "out" / "step_1"
     adapter = json.loads((saved / "adapter" / "adapter_config.json").read_text())
     assert (adapter["r"], adapter["lora_alpha"]) == (4, 8)
     start = AutoModelForCausalLM.from_pretrained(tiny_folder).state_dict()
@@ -188,8 +190,6 @@ def test_adapters_alone_are_trained(place: Path, tiny_folder: Path) -> None:
 def test_the_same_command_again_goes_on_where_it_ended(
     place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = arguments(place, tiny_folder, f"trainer.default_local_dir={place / 'whole'}")
-    assert main([*whole, "trainer.total_training_steps=4"]) == 0
     parts = arguments(place, tiny_folder, "trainer.logger=['console','file']")
     assert main(parts) == 0
     capsys.readouterr()
@@ -203,15 +203,16 @@ def test_the_same_command_again_goes_on_where_it_ended(
     assert [name.step for name in folder.names() if name.split == "train"] == [1, 2, 4]
     sampled = [row["step"] for name in folder.names() for row in folder.read(name)[1]]
     assert sampled == [1, 2, 3, 4]
-    names = ("whole/step_4/model.safetensors", "out/step_4/model.safetensors")
-    first, second = ((place / name).read_bytes() for name in names)
-    assert first == second, "in two parts as in one"
     assert main([*parts, "trainer.total_training_steps=4"]) == 0
     assert "all 4 steps are done already; nothing to train" in capsys.readouterr().out
     assert main([*parts, "actor_rollout_ref.rollout.temperature=0.7"]) != 0
     assert "written under other settings" in capsys.readouterr().err
-    assert main([*parts, "trainer.resume_mode=disable"]) == 0
-    assert re.findall(r"^rl +(\d)/2", capsys.readouterr().out, re.M) == ["1", "2"]
+    shutil.move(place / "out" / "step_4", place / "resumed")
+    assert main([*parts, "trainer.total_training_steps=4", "trainer.resume_mode=disable"]) == 0
+    assert re.findall(r"^rl +(\d)/4", capsys.readouterr().out, re.M) == ["1", "2", "3", "4"]
+    names = ("out/step_4/model.safetensors", "resumed/model.safetensors")
+    first, second = ((place / name).read_bytes() for name in names)
+    assert first == second, "in two parts as in one"
 
 
 def test_epochs_become_steps(
@@ -236,7 +237,8 @@ def test_long_prompts_are_an_error_or_left_out(
     strict = arguments(place, tiny_folder, f"data.max_prompt_length={limit}", "data.val_files=null")
     assert main(strict) == 2
     assert "4 prompts are longer than" in capsys.readouterr().err
-    assert main([*strict, "data.filter_overlong_prompts=true"]) == 0
+    short = ("data.filter_overlong_prompts=true", "trainer.total_training_steps=1")
+    assert main([*strict, *short]) == 0
     assert "4 prompts (4 too long, left out)" in capsys.readouterr().out
 
 
@@ -359,7 +361,8 @@ def test_a_failed_run_is_one_sentence_with_the_tracebacks_in_a_file(
     place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "digits.py").write_text("def compute_score(*, solution_str, ground_truth, **k): 1/0\n")
-    assert main(arguments(place, tiny_folder, "data.val_files=null")) == 1
+    more = ("data.val_files=null", "rl.reward.isolation=process")
+    assert main(arguments(place, tiny_folder, *more)) == 1
     error = capsys.readouterr().err.rpartition("error: ")[2]
     assert "ZeroDivisionError" in error
     assert error.count("\n") == 1

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def trainer(model: Path, debug: dict[str, Any], **changes: Any) -> RLTrainer:
     values: dict[str, Any] = {
         "algorithm": {"adv_estimator": "gae", "use_kl_in_reward": True},
-        "actor": {"ppo_mini_batch_size": 5},
-        "critic": {"ppo_mini_batch_size": 5},
+        "actor": {"ppo_mini_batch_size": 10},
+        "critic": {"ppo_mini_batch_size": 10},
         "rollout": {"n": 4},
         "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
         "trainer": {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,24 @@ class Bench:
     data: DataConfig
     dataset: Path
     folder: Path = Path()  # the last promotion's artifact
+    made: dict[Any, Any] = field(default_factory=dict)  # by what it was made from
+
+    def copy(self) -> Bench:
+        """One that begins with what this one has made."""
+        return replace(self, made=dict(self.made))
+
+    def _once(self, make: Callable[..., Any], *given: Any) -> Any:
+        key = make.__name__, *given
+        if key not in self.made:
+            self.made[key] = make(*given)
+        return self.made[key]
 
     def model(self, seed: int, mlflow_run: str = "") -> Path:
         """Publish a model of its own, made in an MLflow run or, as fetched ones, in none."""
+        model: Path = self._once(self._model, seed, mlflow_run)
+        return model
+
+    def _model(self, seed: int, mlflow_run: str) -> Path:
         rows = pd.read_parquet(self.dataset / "test.parquet")
         texts = [message["content"] for prompt in rows["prompt"] for message in prompt]
         tokenizer = train_tokenizer(texts, 300)
@@ -71,15 +87,27 @@ class Bench:
         changed: settings that it says it was made with, other than these.
         hard_from: problems from this one on are of the evaluation set "hard".
         """
+        options = json.dumps([length, recorded, changed or {}, hard_from])
+        evidence: Path = self._once(
+            self._evaluation, model, correct, options, self.data.model_dump_json()
+        )
+        return evidence
+
+    def _answers(self) -> pd.DataFrame:
+        """Of some model, since it is our choice which are right."""
         test = pd.read_parquet(self.dataset / "test.parquet")
-        before = evaluate_model(
-            model, test, "warm_start", EVALUATE, max_response_length=4, seed=0
-        ).assign(greedy_correct=False)
-        names = ["test" if i < hard_from else "hard" for i in range(len(test))]
-        before = before.assign(response_length=4.0, dataset=names)
+        return evaluate_model(
+            self.model(seed=1), test, "warm_start", EVALUATE, max_response_length=4, seed=0
+        ).assign(greedy_correct=False, response_length=4.0)
+
+    def _evaluation(self, model: Path, correct: int, options: str, data: str) -> Path:
+        length, recorded, changed, hard_from = json.loads(options)
+        before = self._once(self._answers)
+        names = ["test" if i < hard_from else "hard" for i in range(len(before))]
+        before = before.assign(dataset=names)
         after = before.assign(
             model="rl",
-            greedy_correct=[i < correct for i in range(len(test))],
+            greedy_correct=[i < correct for i in range(len(before))],
             response_length=length,
         )
         known = dict.fromkeys(names, 0)
@@ -93,10 +121,10 @@ class Bench:
                 read_manifest(artifact).as_parent(name, artifact)
                 for name, artifact in (("dataset", self.dataset), ("policy", model))
             )
-            settings = comparable_settings(self.data, EVALUATE, 0)
+            settings = comparable_settings(DataConfig.model_validate_json(data), EVALUATE, 0)
             if not recorded:
                 del settings["data"]
-            config = settings | (changed or {})
+            config = settings | changed
             return publish(folder, Draft(kind="evaluation", parents=parents, config=config))
 
     def promote(

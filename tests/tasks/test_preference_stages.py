@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,18 +115,19 @@ def on_pairs(stages: Stages, pairs: Path, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[None]:
     torch.set_num_threads(1)
-    shutil.copy(mlflow_store, tmp_path / "mlflow.db")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "hybridflyte"))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    with contextlib.chdir(tmp_path):
+    folder = tmp_path_factory.mktemp("place")
+    shutil.copy(mlflow_store, folder / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
+        patch.setenv("HOME", str(folder))
+        patch.setenv("HYBRIDFLYTE_HOME", str(folder / "hybridflyte"))
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stages(place: None) -> Stages:
     run = new_run()
     prepare: Callable[..., Any] = preprocess.task_function

@@ -96,7 +96,7 @@ def test_a_verdict_is_read_from_the_decision(
 
 
 def test_the_report_of_a_run_names_the_verdict_the_model_and_its_lineage_page(
-    bench: Bench, tmp_path: Path
+    bench: Bench,
 ) -> None:
     model = bench.model(seed=1)
     evaluation = bench.evaluation(model, 20)
@@ -105,7 +105,7 @@ def test_the_report_of_a_run_names_the_verdict_the_model_and_its_lineage_page(
     before = verify(bench.folder), verify(evaluation)
     finalize(run=run, artifact=FlyteDirectory(str(bench.folder)))
     assert (verify(bench.folder), verify(evaluation)) == before, "an artifact was changed"
-    folder = tmp_path / "hybridflyte" / "runs" / run.run_id
+    folder = Path("hybridflyte") / "runs" / run.run_id
     page = html.unescape((folder / "report.html").read_text())
     assert "hybridflyte-policy version 1 is now champion" in page
     assert decision["reason"] in page

@@ -1,7 +1,7 @@
 """Running the main job in a place of its own: home, artifacts, MLflow store and working directory.
 
-`Place.pyflyte` is the command line in a process of its own, as a person has it; `Place.invoke` is
-the same command in this process, which saves ten seconds of imports.
+`Place.pyflyte` is the command line in a process of its own, as a person has it, or in a fork;
+`Place.invoke` is the same command in this process. Both of these save ten seconds of imports.
 """
 
 from __future__ import annotations
@@ -20,11 +20,22 @@ from typing import Any
 from unittest import mock
 
 from click.testing import CliRunner
+from forks import interpreter
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKFLOW = REPOSITORY / "workflows" / "rlhf.py"
 STAGES = ("dataset", "sft", "rl", "evaluation", "promotion")
 PYFLYTE = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
+FORKED = f"""
+import tempfile
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
+tempfile.tempdir = None  # what was loaded before has one of its own, and so has flytekit
+files = FileAccessProvider(tempfile.mkdtemp(), tempfile.mkdtemp())
+context = FlyteContextManager.current_context().with_file_access(files)
+with FlyteContextManager.with_context(context):
+    {PYFLYTE}
+"""
 
 TINY: dict[str, Any] = {
     "data": {"sft_size": 256, "train_size": 64, "validation_size": 16, "test_size": 32},
@@ -44,8 +55,26 @@ TINY: dict[str, Any] = {
     "promote": {"bootstrap": True},  # it learns next to nothing
 }
 SECRET = "hunter2hunter2"
+OURS = re.compile(
+    r"Running Execution on local\.|run \d{8}-\d{6}-\w{4}: |(dataset|sft|rl|evaluation|evaluate"
+    r"|promotion): |rl +\d+/\d+ · |RLHF run |[┏┃┡│└]|Both models are near 0|/.*/summary\.json$"
+)
 BY_DEFAULT = {"rl": {"trainer": {"placement": ""}}}
 ON_RAY = {"rl": {"trainer": {"placement": "ray"}}}
+ONE_STEP = {"rl": {"trainer": {"total_training_steps": 1}}}
+NO_WARM_START = {"sft": {"skip": True}, "model": {"dtype": "bfloat16"}}
+REQUIRED = {"promote": {"approval": "required"}}
+
+REWARD = '''
+"""A reward that fails as long as a file is there."""
+from pathlib import Path
+from typing import Any
+
+def score(prompts, completions, *, ground_truth, **columns):
+    if Path(__file__).with_name("broken").exists():
+        raise RuntimeError("the judge has no quota left")
+    return [float(len(text) % 2) for text in completions]
+'''
 
 
 @dataclass(frozen=True)
@@ -65,6 +94,11 @@ class Outcome:
         """The text of the error box, unwrapped to one line."""
         lines = [line for line in self.err.splitlines() if line.startswith("│")]
         return " ".join(line.strip("│ ") for line in lines)
+
+    @property
+    def foreign(self) -> list[str]:
+        """The lines that are not ours."""
+        return [line for line in self.text.splitlines() if not OURS.match(line)]
 
     @property
     def stages(self) -> list[str]:
@@ -111,11 +145,16 @@ class Place:
         return {**kept, **self.variables, "TMPDIR": str(self.root / "tmp"), **(more or {})}
 
     def pyflyte(
-        self, *arguments: str, variables: Mapping[str, str] | None = None, timeout: float = 600
+        self,
+        *arguments: str,
+        variables: Mapping[str, str] | None = None,
+        timeout: float = 600,
+        forked: bool = False,
     ) -> Outcome:
-        """Run `pyflyte …` in a process of its own."""
+        """Run `pyflyte …` in a process of its own, a fork of one that has loaded it if `forked`."""
+        program = [*interpreter(), "-c", FORKED] if forked else [sys.executable, "-c", PYFLYTE]
         done = subprocess.run(
-            [sys.executable, "-c", PYFLYTE, *arguments],
+            [*program, *arguments],
             env=self.environment({"RAY_TMPDIR": "/tmp", **(variables or {})}),
             cwd=self.root / "work",
             capture_output=True,
@@ -180,3 +219,23 @@ class Finished:
 
     def artifact(self, stage: str) -> Path:
         return Path(self.outcome.summary["artifacts"][stage])
+
+
+@dataclass(frozen=True)
+class TriedAgain:
+    """A run of which a stage failed, and the same command once more."""
+
+    start: Path  # the model that it began with
+    failed: Outcome
+    tracking_uri: str  # of MLflow's store as it was between them
+    half_written: list[Path]  # what was staged then
+    again: Outcome
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A run that asked a person, who consented."""
+
+    place: Place
+    start: Path  # the model that RL began with
+    outcome: Outcome

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flyte_runs import REPOSITORY
 from flyteidl.admin.launch_plan_pb2 import LaunchPlanSpec
 from flyteidl.core.tasks_pb2 import TaskTemplate
 from flyteidl.core.workflow_pb2 import WorkflowTemplate
@@ -23,7 +22,7 @@ PYTHON = "/opt/venv/bin/python"
 
 @dataclass(frozen=True)
 class Registered:
-    """Messages by kind and last part of the name."""
+    """Messages by kind and last part of the name; a workflow's own launch plan has all parts."""
 
     messages: dict[tuple[int, str], Any]
 
@@ -35,18 +34,6 @@ class Registered:
 
     def launch_plan(self, name: str) -> LaunchPlanSpec:
         return self.messages[3, name].spec
-
-
-def serialised() -> Registered:
-    """Serialise all of `workflows/`; a workflow's own launch plan has its dotted name."""
-    from workflows.packaging import kind_of, serialize
-
-    entities, _ = serialize(REPOSITORY, IMAGE, "p", "d", "v")
-    messages = {}
-    for entity in entities:
-        _, name, number = kind_of(entity)
-        messages[number, name if number == 3 else name.rsplit(".", 1)[-1]] = entity.to_flyte_idl()
-    return Registered(messages)
 
 
 def as_on(stage: Any, profile: Profile, folder: Path) -> TaskTemplate:

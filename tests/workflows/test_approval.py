@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-import pytest
-from flyte_runs import Outcome, Place, settings
+from flyte_runs import NO_WARM_START, ONE_STEP, REQUIRED, Asked, Outcome, Place, settings
 
 from engine.tracking import Tracker
 
-REQUIRED = {"promote": {"approval": "required"}}
-HARDER = {"rl": {"trainer": {"total_training_steps": 2}}, "promote": {"minimum_gain": 0.9}}
 NAME = "hybridflyte-policy"
 
 
-@pytest.fixture(scope="module")
-def asked(new_place: Callable[[], Place]) -> tuple[Place, Outcome]:
-    """A run whose first model waits for consent, and gets it."""
-    place = new_place()
-    return place, place.run("--config", settings(REQUIRED), answers="y\n")
+def run_again(asked: Asked, answers: str = "", **rules: Any) -> Outcome:
+    """The same run with other rules, of which only the promotion is not cached."""
+    config = settings(ONE_STEP, NO_WARM_START, REQUIRED, {"promote": rules})
+    outcome = asked.place.run("--model", str(asked.start), "--config", config, answers=answers)
+    assert outcome.stages == ["promotion"], outcome.text
+    return outcome
 
 
 def champion(place: Place, name: str = NAME) -> str | None:
@@ -26,29 +24,25 @@ def champion(place: Place, name: str = NAME) -> str | None:
     return found.version if found else None
 
 
-def test_with_consent_it_is_promoted(asked: tuple[Place, Outcome]) -> None:
-    place, outcome = asked
+def test_with_consent_it_is_promoted(asked: Asked) -> None:
+    outcome = asked.outcome
     assert outcome.code == 0, outcome.text
     assert f"make {NAME} version 1 the champion in place of version none" in outcome.out
     assert outcome.stages[-2:] == ["promotion", "promotion"]
     assert outcome.summary["promotion"]["promoted"]
-    assert champion(place) == "1"
+    assert champion(asked.place) == "1"
 
 
-def test_nobody_is_asked_where_another_rule_fails(asked: tuple[Place, Outcome]) -> None:
-    place, _ = asked
-    outcome = place.run("--config", settings(REQUIRED, HARDER))
+def test_nobody_is_asked_where_another_rule_fails(asked: Asked) -> None:
+    outcome = run_again(asked, model_name="no-better", bootstrap=False)
     assert outcome.code == 0, outcome.text
     assert "Approval Gate" not in outcome.text
-    assert outcome.stages[-1] == "promotion"
     assert not outcome.summary["promotion"]["promoted"]
-    assert champion(place) == "1"
+    assert champion(asked.place, "no-better") is None
 
 
-def test_without_consent_nothing_moves(asked: tuple[Place, Outcome]) -> None:
-    place, _ = asked
-    other = {"promote": {"model_name": "not-approved"}}
-    outcome = place.run("--config", settings(REQUIRED, other), answers="n\n")
+def test_without_consent_nothing_moves(asked: Asked) -> None:
+    outcome = run_again(asked, answers="n\n", model_name="not-approved")
     assert outcome.code != 0
     assert "did not approve" in outcome.text
-    assert champion(place, "not-approved") is None
+    assert champion(asked.place, "not-approved") is None

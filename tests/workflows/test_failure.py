@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from flyte_runs import STAGES, Outcome, Place, settings
+from flyte_runs import STAGES, Place, TriedAgain, settings
 from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import Literal, LiteralMap
@@ -24,55 +22,17 @@ from tasks import failure
 from tasks.failure import record_failure
 from tasks.inputs import RLHFConfig
 
-REWARD = '''
-"""A reward that fails as long as a file is there."""
-from pathlib import Path
-from typing import Any
 
-def score(prompts, completions, *, ground_truth, **columns):
-    if Path(__file__).with_name("broken").exists():
-        raise RuntimeError("the judge has no quota left")
-    return [float(len(text) % 2) for text in completions]
-'''
-
-
-@pytest.fixture(scope="module")
-def reward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A module `quota_reward`; the file beside it that breaks it is returned."""
-    folder = tmp_path_factory.mktemp("reward")
-    (folder / "quota_reward.py").write_text(REWARD)
-    sys.path.insert(0, str(folder))
-    yield folder / "broken"
-    sys.path.remove(str(folder))
-    sys.modules.pop("quota_reward", None)
-
-
-@pytest.fixture(scope="module")
-def config() -> str:
-    return settings({"rl": {"reward": {"name": "quota_reward:score", "on_error": "fail"}}})
-
-
-@pytest.fixture(scope="module")
-def failed(new_place: Callable[[], Place], reward: Path, config: str) -> tuple[Place, Outcome]:
-    """A run whose reward breaks in RL."""
-    place = new_place()
-    reward.touch()
-    try:
-        return place, place.run("--config", config)
-    finally:
-        reward.unlink()
-
-
-def runs_of(place: Place) -> dict[str, Run]:
+def runs_of(tracking_uri: str) -> dict[str, Run]:
     """The runs in MLflow by name; the parent is `rlhf`."""
-    client = MlflowClient(place.tracking_uri, place.tracking_uri)
+    client = MlflowClient(tracking_uri, tracking_uri)
     (experiment,) = [e for e in client.search_experiments() if e.name == "hybridflyte"]
     found = client.search_runs([experiment.experiment_id])
     return {run.info.run_name.split("-")[0]: run for run in found}
 
 
-def test_a_failed_stage_ends_in_one_sentence(failed: tuple[Place, Outcome]) -> None:
-    _, outcome = failed
+def test_a_failed_stage_ends_in_one_sentence(tried_again: TriedAgain) -> None:
+    outcome = tried_again.failed
     assert outcome.code == 1
     assert outcome.stages == ["dataset", "sft", "rl"]
     assert outcome.err.count("─ Error ─") == 1, outcome.text
@@ -80,9 +40,8 @@ def test_a_failed_stage_ends_in_one_sentence(failed: tuple[Place, Outcome]) -> N
     assert "Traceback" not in outcome.text
 
 
-def test_the_cause_is_in_mlflow_and_nothing_is_open(failed: tuple[Place, Outcome]) -> None:
-    place, outcome = failed
-    runs = runs_of(place)
+def test_the_cause_is_in_mlflow_and_nothing_is_open(tried_again: TriedAgain) -> None:
+    outcome, runs = tried_again.failed, runs_of(tried_again.tracking_uri)
     assert {name: run.info.status for name, run in runs.items()} == {
         "rlhf": "FAILED",
         "dataset": "FINISHED",
@@ -92,15 +51,11 @@ def test_the_cause_is_in_mlflow_and_nothing_is_open(failed: tuple[Place, Outcome
     parent = runs["rlhf"]
     assert "the judge has no quota left" in parent.data.tags[failure.CAUSE_TAG]
     assert f"failure: recorded in MLflow run {parent.info.run_id}" in outcome.out
-    assert list((place.artifacts / ".staging").glob("*")) == []
+    assert tried_again.half_written == []
 
 
-def test_the_stages_before_it_are_cached(
-    failed: tuple[Place, Outcome], reward: Path, config: str
-) -> None:
-    place, _ = failed
-    assert not reward.exists()
-    again = place.run("--config", config)
+def test_the_stages_before_it_are_cached(tried_again: TriedAgain) -> None:
+    again = tried_again.again
     assert again.code == 0, again.text
     assert again.stages == list(STAGES[2:])
     assert again.summary["cached"] == ["dataset", "sft"]
@@ -192,7 +147,7 @@ def test_a_killed_pod_is_recorded_by_the_registered_command(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (root / "out" / "outputs.pb").exists(), done.stdout + done.stderr
-    runs = runs_of(place)
+    runs = runs_of(place.tracking_uri)
     assert runs["rlhf"].info.run_id == killed
     assert {name: run.info.status for name, run in runs.items()} == {
         "rlhf": "FAILED",
@@ -206,7 +161,7 @@ def test_a_killed_pod_is_recorded_by_the_registered_command(
 def test_a_failure_before_the_run_was_opened_is_recorded_on_a_cluster(place: Place) -> None:
     with place.entered(FLYTE_INTERNAL_EXECUTION_ID="f5"):
         record_failure("evaluate_only", RLHFConfig(), None)
-    run = runs_of(place)["evaluate_only"]
+    run = runs_of(place.tracking_uri)["evaluate_only"]
     assert run.info.status == "FAILED"
     assert run.data.tags["flyte.execution"] == "f5"
     assert "Flyte gave no message" in run.data.tags[failure.CAUSE_TAG]

@@ -24,6 +24,8 @@ from workflows import launch_plans
 from workflows.launching import LAUNCH_PLANS, NOTIFY_VARIABLE, Launch, launch_plan, settings
 from workflows.rlhf import rlhf
 
+pytestmark = pytest.mark.usefixtures("without_drawings")
+
 FILE = str(REPOSITORY / "workflows" / "launch_plans.py")
 ON_PREFERENCES = ("preference_full", "reward_model_full", "classic_rlhf_full")
 OF_AGENTS = {

@@ -1,22 +1,16 @@
-"""What `pyflyte package` registers: caching, images, resources, the Ray cluster, the interface."""
+"""What a package registers: caching, images, resources, the Ray cluster, the interface."""
 
 from __future__ import annotations
 
-import tarfile
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from flyte_runs import REPOSITORY, WORKFLOW, Place
-from flyteidl.admin.launch_plan_pb2 import LaunchPlan
-from flyteidl.admin.task_pb2 import TaskSpec
-from flyteidl.admin.workflow_pb2 import WorkflowSpec
-from flyteidl.core.tasks_pb2 import Resources
+from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
+from protobufs import IMAGE, Registered
+from registration import read_archive
 
 from engine.data.column_types import EVALUATION_ROWS, RL_PROMPTS, SFT_PAIRS
 from tasks.preprocess import SPLITS
 
-IMAGE = "ghcr.io/x/y:1"
 ON_PREFERENCES = ("pairs", "reference_log_probs", "preference_training", "reward_model_training")
 # These write the stage of a profile.
 ON_MACHINES = {"sft", "rl", "evaluate", "promote", "reward_model_promotion", *ON_PREFERENCES}
@@ -40,39 +34,33 @@ AROUND = {
     ),
 }
 ALL = CACHED | HANDLERS | AROUND | ON_MACHINES | DECIDE
-MESSAGES: dict[str, Any] = {"1": TaskSpec, "2": WorkflowSpec, "3": LaunchPlan}
 
 
-def package(place: Place, image: str = IMAGE) -> dict[str, Any]:
-    """Package the workflows without a network; return the messages by kind and short name."""
+def package_by_pyflyte(place: Place) -> Registered:
+    """Package the workflows without a network."""
     target = place.root / "package.tgz"
     place.variables  # noqa: B018 (makes the folders)
     outcome = place.pyflyte(
-        "--pkgs", "workflows", "package", "--image", f"default={image}", "--output", str(target),
+        "--pkgs", "workflows", "package", "--image", f"default={IMAGE}", "--output", str(target),
         "-f", "--source", str(REPOSITORY),
     )  # fmt: skip
     assert outcome.code == 0, outcome.text
-    found = {}
-    with tarfile.open(target) as archive:
-        for member in archive.getmembers():
-            file = archive.extractfile(member)
-            stem, _, number = member.name.removesuffix(".pb").rpartition("_")
-            if file is None or number not in MESSAGES:
-                continue
-            message = MESSAGES[number].FromString(file.read())
-            found[f"{MESSAGES[number].__name__}:{stem.rsplit('.', 1)[-1]}"] = message
-    return found
+    return read_archive(target)
+
+
+# They differ in what turns entities into an archive, which tests/workflows/test_register.py is on.
+@pytest.fixture(scope="module", params=["ours", pytest.param("pyflyte", marks=pytest.mark.slow)])
+def packaged(request: pytest.FixtureRequest) -> Registered:
+    if request.param == "ours":
+        found: Registered = request.getfixturevalue("registered")
+        return found
+    return package_by_pyflyte(request.getfixturevalue("new_place")())
 
 
 @pytest.fixture(scope="module")
-def packaged(new_place: Callable[[], Place]) -> dict[str, Any]:
-    return package(new_place())
-
-
-@pytest.fixture(scope="module")
-def tasks(packaged: dict[str, Any]) -> dict[str, Any]:
+def tasks(packaged: Registered) -> dict[str, TaskTemplate]:
     """All tasks of ours, by short name."""
-    templates = [m.template for key, m in packaged.items() if key.startswith("TaskSpec:")]
+    templates = [m.template for (number, _), m in packaged.messages.items() if number == 1]
     ours = [template for template in templates if template.id.name.startswith("tasks.")]
     return {template.id.name.rsplit(".", 1)[-1]: template for template in ours}
 
@@ -81,11 +69,11 @@ def memory(resources: Resources) -> dict[int, str]:
     return {entry.name: entry.value for entry in resources.requests}
 
 
-def test_every_stage_is_registered(tasks: dict[str, Any]) -> None:
+def test_every_stage_is_registered(tasks: dict[str, TaskTemplate]) -> None:
     assert set(tasks) == ALL
 
 
-def test_stages_are_cached_by_content_code_and_image(tasks: dict[str, Any]) -> None:
+def test_stages_are_cached_by_content_code_and_image(tasks: dict[str, TaskTemplate]) -> None:
     for name, template in tasks.items():
         meta = template.metadata
         assert meta.discoverable == (name in CACHED), name
@@ -94,7 +82,7 @@ def test_stages_are_cached_by_content_code_and_image(tasks: dict[str, Any]) -> N
         assert bool(meta.discovery_version) == (name in CACHED), name
 
 
-def test_images_and_resources(tasks: dict[str, Any]) -> None:
+def test_images_and_resources(tasks: dict[str, TaskTemplate]) -> None:
     cpu, mem = Resources.ResourceName.CPU, Resources.ResourceName.MEMORY
     for name, template in tasks.items():
         assert template.container.image == IMAGE, name
@@ -103,7 +91,7 @@ def test_images_and_resources(tasks: dict[str, Any]) -> None:
         assert asked == ({cpu: "2", mem: "6Gi"} if large else {cpu: "1", mem: "2Gi"}), name
 
 
-def test_retries_deadlines_and_spot_machines(tasks: dict[str, Any]) -> None:
+def test_retries_deadlines_and_spot_machines(tasks: dict[str, TaskTemplate]) -> None:
     """Long stages may lose their machine and try again; what writes to the registry may not."""
     for name, template in tasks.items():
         meta = template.metadata
@@ -118,7 +106,7 @@ def test_retries_deadlines_and_spot_machines(tasks: dict[str, Any]) -> None:
     assert tasks["rl"].metadata.timeout.seconds == 18 * 86400, "all attempts at the stage"
 
 
-def test_the_deck_is_registered(tasks: dict[str, Any]) -> None:
+def test_the_deck_is_registered(tasks: dict[str, TaskTemplate]) -> None:
     """Of every stage; not of the pods around it that decide or record nothing of their own."""
     with_deck = {name for name, one in tasks.items() if one.metadata.generates_deck.value}
     around = {"plan", "plan_preferences", "trigger_retraining", "fetch", "report", "review"}
@@ -126,7 +114,7 @@ def test_the_deck_is_registered(tasks: dict[str, Any]) -> None:
     assert with_deck == around | {"preprocess", "ingest", *STAGES} - {"evaluate_part_stage"}
 
 
-def test_tables_are_typed(tasks: dict[str, Any]) -> None:
+def test_tables_are_typed(tasks: dict[str, TaskTemplate]) -> None:
     """Flyte's console shows columns of the dataset's splits and of both models' rows."""
     splits = tasks["preprocess"].interface.outputs.variables
     assert set(splits) == {"dataset", *SPLITS}
@@ -142,8 +130,8 @@ def test_tables_are_typed(tasks: dict[str, Any]) -> None:
         assert [one.name for one in kind.columns] == list(EVALUATION_ROWS)
 
 
-def test_the_interface_of_the_workflow(packaged: dict[str, Any]) -> None:
-    workflow = packaged["WorkflowSpec:rlhf"].template
+def test_the_interface_of_the_workflow(packaged: Registered) -> None:
+    workflow = packaged.workflow("rlhf")
     inputs = workflow.interface.inputs.variables
     assert set(inputs) == {"config", "source", "path", "model", "seed", "profile"}
     assert all(variable.description for variable in inputs.values())
@@ -151,12 +139,12 @@ def test_the_interface_of_the_workflow(packaged: dict[str, Any]) -> None:
         *("plan", "preprocess", "sft", "rl", "evaluate", "promotion", "report")
     ]
     assert workflow.failure_node.task_node.reference_id.name == "tasks.failure.rlhf_failed"
-    defaults = packaged["LaunchPlan:rlhf"].spec.default_inputs.parameters
+    defaults = packaged.launch_plan("workflows.rlhf.rlhf").default_inputs.parameters
     assert not any(parameter.required for parameter in defaults.values())
 
 
-def test_agents_has_the_stages_of_rlhf(packaged: dict[str, Any]) -> None:
-    both = [packaged[f"WorkflowSpec:{name}"].template for name in ("agents", "rlhf")]
+def test_agents_has_the_stages_of_rlhf(packaged: Registered) -> None:
+    both = [packaged.workflow(name) for name in ("agents", "rlhf")]
     nodes = [[node.metadata.name for node in one.nodes] for one in both]
     assert nodes[0] == nodes[1]
     assert all(one.description for one in both[0].interface.inputs.variables.values())
@@ -164,9 +152,9 @@ def test_agents_has_the_stages_of_rlhf(packaged: dict[str, Any]) -> None:
     assert handler == "tasks.failure.agents_failed"
 
 
-def test_the_workflows_of_preferences(packaged: dict[str, Any]) -> None:
+def test_the_workflows_of_preferences(packaged: Registered) -> None:
     nodes = {
-        name: [node.metadata.name for node in packaged[f"WorkflowSpec:{name}"].template.nodes]
+        name: [node.metadata.name for node in packaged.workflow(name).nodes]
         for name in OF_PREFERENCES
     }
     first, last = ["plan_preferences", "preprocess", "sft"], ["evaluate", "promotion", "report"]
@@ -176,14 +164,14 @@ def test_the_workflows_of_preferences(packaged: dict[str, Any]) -> None:
     assert nodes["classic_rlhf"] == [*first, *scorer, "rl", *last]
     assert nodes["make_pairs"] == ["plan_preferences", "fetch", "preprocess", "pairs", "finalize"]
     for name in OF_PREFERENCES:
-        template = packaged[f"WorkflowSpec:{name}"].template
+        template = packaged.workflow(name)
         assert all(one.description for one in template.interface.inputs.variables.values())
         handler = template.failure_node.task_node.reference_id.name
         assert handler == f"tasks.failure.{name}_failed"
 
 
-def test_ppo_of_classic_rlhf_gets_the_reward_model(packaged: dict[str, Any]) -> None:
-    template = packaged["WorkflowSpec:classic_rlhf"].template
+def test_ppo_of_classic_rlhf_gets_the_reward_model(packaged: Registered) -> None:
+    template = packaged.workflow("classic_rlhf")
     (ppo,) = [node for node in template.nodes if node.metadata.name == "rl"]
     (given,) = [one for one in ppo.inputs if one.var == "reward_model"]
     by_node = {node.id: node.metadata.name for node in template.nodes}

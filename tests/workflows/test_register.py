@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import json
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import tarfile
 import time
-from collections.abc import Iterator
-from importlib.util import cache_from_source
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,55 +21,23 @@ import pytest
 from admin_server import Cluster, running, tasks_in
 from click.testing import CliRunner
 from flyte_runs import PYFLYTE, REPOSITORY
-from flyteidl.admin.launch_plan_pb2 import LaunchPlan
-from flyteidl.admin.task_pb2 import TaskSpec
-from test_rlhf_caching import tracked_files
+from flyteidl.core.identifier_pb2 import Identifier
+from flyteidl.core.literals_pb2 import KeyValuePair
+from flytekit.configuration import SERIALIZED_CONTEXT_ENV_VAR
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
+from protobufs import IMAGE
+from registration import CUDA, MESSAGES, git, pack, read_archive, register, run
 
 from engine.errors import ConfigError
-from workflows.register import main
+from workflows import packaging
+from workflows.packaging import kind_of
+from workflows.register import RegistrationError, _connect, _register, _send, _sentences, main
 from workflows.versioning import SOURCES, image_digest, images_digest, version_of
 
 DIGEST = "a" * 64
-IMAGE = f"ghcr.io/x/y@sha256:{DIGEST}"
-CUDA = f"ghcr.io/x/y-cuda@sha256:{'b' * 64}"
 IMAGES = {"default": IMAGE, "cuda": IMAGE, "rocm": IMAGE}
-TIME = "2026-01-01T00:00:00+00:00"
-
-
-def git(folder: Path, *arguments: str) -> str:
-    settings = ["-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *settings, *arguments],
-        env={**os.environ, "GIT_AUTHOR_DATE": TIME, "GIT_COMMITTER_DATE": TIME},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return done.stdout.strip()
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A committed copy of the sources, which no one edits meanwhile."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in (*tracked_files(), "Dockerfile", "pyproject.toml"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPOSITORY / name, folder / name)
-        _copy_compiled(REPOSITORY / name, folder / name)
-    (folder / ".gitignore").write_text("__pycache__/\n")
-    git(folder, "init", "-q")
-    git(folder, "add", "-A")
-    git(folder, "commit", "-q", "-m", "all")
-    return folder
-
-
-def _copy_compiled(source: Path, copy: Path) -> None:
-    """Take the source's bytecode along, so that no process compiles it once more."""
-    if source.suffix == ".py" and (code := Path(cache_from_source(source))).exists():
-        copy_of_code = Path(cache_from_source(copy))
-        copy_of_code.parent.mkdir(exist_ok=True)
-        shutil.copy2(code, copy_of_code)
+WHERE = ("hybridflyte", "development")
 
 
 @pytest.fixture
@@ -81,25 +50,6 @@ def small(tmp_path: Path) -> Path:
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-q", "-m", "all")
     return tmp_path
-
-
-def run(folder: Path, arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLYTE_", "HYBRIDFLYTE_"))}
-    own = {"PYTHONPATH": str(folder), "HOME": str(folder.parent), **variables}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**kept, **own},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-
-
-def register(
-    folder: Path, *options: str, image: str = IMAGE, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return run(folder, ["-m", "workflows.register", "--image", image, *options], **variables)
 
 
 # Versions
@@ -164,9 +114,9 @@ def version(checkout: Path, cluster: Cluster) -> str:
     config = cluster.config(checkout.parent)
     done = register(
         checkout,
-        *("--cuda-image", CUDA, "--config", str(config), "--activate"),
+        *("--config", str(config), "--activate"),
         *("--notify", "team@example.com"),
-        *("--secret", "MLFLOW_TRACKING_TOKEN=team/mlflow", "--secret", "WANDB_API_KEY=team/wandb"),
+        PYTHONHASHSEED="1",
         HYBRIDFLYTE_NOTIFY="night@example.com",  # the option counts
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -256,8 +206,6 @@ def test_a_client_fetches_and_launches(
 
 def of_workflow(entities: list[Any], name: str) -> list[Any]:
     """A workflow's entities: its tasks, itself and its launch plan."""
-    from workflows.packaging import kind_of
-
     (workflow,) = [one for one in entities if kind_of(one)[:2] == ("workflow", name)]
     names = {name} | {ident.name for ident in tasks_in(workflow.to_flyte_idl())}
     found = [one for one in entities if kind_of(one)[1] in names]
@@ -265,28 +213,62 @@ def of_workflow(entities: list[Any], name: str) -> list[Any]:
     return found
 
 
+@dataclass(frozen=True)
+class DryRun:
+    """What it prints, and what it has serialised."""
+
+    printed: str
+    entities: list[Any]
+    settings: Any
+
+
+@pytest.fixture(scope="module")
+def dry_run() -> DryRun:
+    """A dry run, which is refused the network."""
+    serialised: list[Any] = []
+    serialize = packaging.serialize
+
+    def keep(*given: Any) -> Any:
+        serialised.extend(serialize(*given))
+        return serialised
+
+    def refuse(*given: object) -> None:
+        raise AssertionError(f"a dry run asked the network: {given}")
+
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(packaging, "serialize", keep)
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        _register(None, REPOSITORY, IMAGE, "v1", WHERE, activate=False)
+    return DryRun(printed.getvalue(), *serialised)
+
+
+def test_a_dry_run_touches_no_network(dry_run: DryRun) -> None:
+    assert "launch plan  rlhf_smoke" in dry_run.printed
+
+
 def test_registering_again_changes_nothing_and_other_content_is_refused(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dry_run: DryRun, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workflows.packaging import serialize
-    from workflows.register import RegistrationError, _connect, _send
-
     monkeypatch.setenv("HOME", str(tmp_path))
-    remote = _connect(str(cluster.config(tmp_path)), "hybridflyte", "development")
-    entities, settings = serialize(REPOSITORY, IMAGE, "hybridflyte", "development", "v1")
-    few = of_workflow(entities, "workflows.rollback.rollback")
-    _send(remote, few, settings, "v1")
+    remote = _connect(str(cluster.config(tmp_path)), *WHERE)
+    few = of_workflow(dry_run.entities, "workflows.rollback.rollback")
+    _send(remote, few, dry_run.settings, "v1")
     known = list(cluster.admin.created)
-    _send(remote, few, settings, "v1")
+    assert {key[3] for key in known} >= {"v1"}
+    _send(remote, few, dry_run.settings, "v1")
     assert cluster.admin.created == known
-    other, settings = serialize(REPOSITORY, CUDA, "hybridflyte", "development", "v1")
+    (other,) = [copy.deepcopy(one) for one in few if kind_of(one)[1] == "tasks.rollback.rollback"]
+    other.template.container._image = CUDA
     with pytest.raises(RegistrationError, match=r"different structure.*register another commit"):
-        _send(remote, other, settings, "v1")
+        _send(remote, [other], dry_run.settings, "v1")
 
 
-def test_a_refusal_is_one_sentence(checkout: Path) -> None:
-    done = register(checkout, image="ghcr.io/x/y:1")
-    assert done.returncode == 1
+def test_a_refusal_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYTE_SDK_LOGGING_LEVEL", "40")  # the command sets it for good
+    done = CliRunner().invoke(main, ["--image", "ghcr.io/x/y:1"])
+    assert done.exit_code == 1
     assert done.stderr.count("─ Error ─") == 1
     assert "is not by digest" in done.stderr
     assert "Traceback" not in done.stderr
@@ -300,8 +282,6 @@ def test_a_refusal_is_one_sentence(checkout: Path) -> None:
     ],
 )
 def test_a_flyte_that_is_not_there(tmp_path: Path, text: str | None, words: str) -> None:
-    from workflows.register import RegistrationError, _connect
-
     config = tmp_path / "flyte.yaml"
     if text is not None:
         config.write_text(text)
@@ -326,23 +306,7 @@ def test_an_archive_refuses_what_it_would_leave_out(
     assert not target.exists()
 
 
-def test_a_dry_run_touches_no_network(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from workflows.register import _register
-
-    def refuse(*given: object) -> None:
-        raise AssertionError(f"a dry run asked the network: {given}")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    _register(None, REPOSITORY, IMAGE, "v1", ("hybridflyte", "development"), activate=False)
-    assert "launch plan  rlhf_smoke" in capsys.readouterr().out
-
-
 def test_ctrl_c_ends_with_130() -> None:
-    from workflows.register import _sentences
-
     with pytest.raises(SystemExit) as stop, _sentences():
         raise KeyboardInterrupt
     assert stop.value.code == 130
@@ -351,75 +315,77 @@ def test_ctrl_c_ends_with_130() -> None:
 # The package
 
 
-@pytest.fixture(scope="module")
-def packages(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """Packed in two folders, at two times, by two users' habits, under two hash seeds."""
-    made = []
-    for number, umask in enumerate((0o022, 0o077)):
-        place = tmp_path_factory.mktemp("elsewhere") / f"deep{'er' * number}"
-        shutil.copytree(checkout, place)
-        for file in place.rglob("*.py"):
-            os.utime(file, (1e9 + number, 1e9 + number))
-        target = place.parent / f"package{number}.tgz"
-        before = os.umask(umask)
-        try:
-            done = register(
-                place,
-                *("--cuda-image", CUDA, "--package", str(target)),
-                PYTHONHASHSEED=str(number),
-                HYBRIDFLYTE_NOTIFY="night@example.com",
-            )
-        finally:
-            os.umask(before)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert f"flytectl register files --archive {target}" in done.stdout
-        made.append(target.read_bytes())
-    return made
-
-
-def test_the_address_of_the_environment_is_told_where_no_other_is_given(
-    packages: list[bytes],
-) -> None:
-    _, contents = unpacked(packages[0])
-    (name,) = [n for n in contents if n.endswith("_rlhf_full_3.pb") and "classic" not in n]
-    plan = LaunchPlan.FromString(contents[name])
-    (notification,) = plan.spec.entity_metadata.notifications
+def test_the_address_of_the_environment_is_told_where_no_other_is_given(package: Path) -> None:
+    plan = read_archive(package).launch_plan("rlhf_full")
+    (notification,) = plan.entity_metadata.notifications
     assert list(notification.email.recipients_email) == ["night@example.com"]
 
 
-def unpacked(package: bytes) -> tuple[list[tarfile.TarInfo], dict[str, bytes]]:
-    """An archive's entries, and their contents by name."""
-    contents = {}
-    with tarfile.open(fileobj=io.BytesIO(package)) as archive:
-        members = archive.getmembers()
-        for member in members:
+def test_a_package_holds_what_is_registered(package: Path, cluster: Cluster, version: str) -> None:
+    """In the same order and byte for byte, though made in another folder under another hash seed.
+
+    Only who is told differs, and the package leaves open where and as which version it will be.
+    """
+    admin = cluster.admin
+    tables: dict[int, Any] = {1: admin.tasks, 2: admin.workflows, 3: admin.launch_plans}
+    registered = [key for key in admin.created if key[3] == version]
+    with tarfile.open(package) as archive:
+        members = sorted(archive.getmembers(), key=lambda member: member.name[-4])
+        for member, key in zip(members, registered, strict=True):
+            number = int(member.name[-4])
+            assert member.name.partition("_")[2] == f"{key[2]}_{number}.pb"
             file = archive.extractfile(member)
-            assert file is not None, member.name
-            contents[member.name] = file.read()
-    return members, contents
+            assert file is not None
+            content = file.read()
+            packed = MESSAGES[number].FromString(content)
+            assert content == packed.SerializeToString(deterministic=True), "its maps are in order"
+            specification = packed.spec if number == 3 else packed
+            assert plain(specification) == plain(tables[number][key]), key[2]
 
 
-def test_a_package_is_the_same_byte_for_byte(packages: list[bytes]) -> None:
-    (first, contents), (second, others) = (unpacked(package) for package in packages)
-    assert [entry.name for entry in first] == [entry.name for entry in second]
-    assert [name for name in contents if contents[name] != others[name]] == []
-    assert packages[0] == packages[1]
+def plain(message: Any) -> bytes:
+    """A specification's bytes without those to be told, project, domain and version."""
+    message = copy.deepcopy(message)
+    if "entity_metadata" in message.DESCRIPTOR.fields_by_name:
+        message.entity_metadata.ClearField("notifications")
+    for part in parts(message):
+        if isinstance(part, Identifier):
+            for field in ("project", "domain", "version"):
+                part.ClearField(field)
+        elif isinstance(part, KeyValuePair) and part.key == SERIALIZED_CONTEXT_ENV_VAR:
+            part.ClearField("value")
+    content: bytes = message.SerializeToString(deterministic=True)
+    return content
 
 
-def test_a_package_holds_what_is_registered(
-    packages: list[bytes], cluster: Cluster, version: str
-) -> None:
-    members, contents = unpacked(packages[0])
-    registered = [key for key in cluster.admin.created if key[3] == version]
-    assert len(members) == len(registered)
-    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in members} == {
-        (0, 0, 0, "", "", 0o644)
-    }
-    (name,) = [name for name in contents if name.endswith("_tasks.sft.sft_stage_1.pb")]
-    packed = TaskSpec.FromString(contents[name]).template
-    here = task(cluster, version, "tasks.sft.sft_stage")
-    assert packed.metadata.discovery_version == here.metadata.discovery_version
-    assert packed.container.image == here.container.image
+def parts(message: Message) -> Iterator[Message]:
+    """The messages in a message, at every depth, but not those of JSON."""
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            continue
+        several = value if field.is_repeated else [value]
+        for part in several.values() if isinstance(several, Mapping) else several:
+            if isinstance(part, Message) and not isinstance(part, Struct):
+                yield from parts(part)
+
+
+def test_an_archive_holds_no_time_and_no_user(package: Path) -> None:
+    with tarfile.open(package) as archive:
+        assert {
+            (m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in archive.getmembers()
+        } == {(0, 0, 0, "", "", 0o644)}
+    assert package.read_bytes()[3:8] == bytes(5), "gzip's flags and time"
+
+
+@pytest.mark.slow
+def test_a_package_is_the_same_byte_for_byte(package: Path, checkout: Path, tmp_path: Path) -> None:
+    """Packed in another folder, at another time, by another user's habits and hash seed."""
+    copied = tmp_path / "copy"
+    shutil.copytree(checkout, copied)
+    for file in copied.rglob("*.py"):
+        os.utime(file, (1e9, 1e9))
+    assert pack(copied, tmp_path / "package.tgz", seed=2, umask=0o022) == package.read_bytes()
 
 
 def test_cache_keys_hold_code_and_image(checkout: Path, cluster: Cluster, version: str) -> None:
@@ -428,10 +394,10 @@ def test_cache_keys_hold_code_and_image(checkout: Path, cluster: Cluster, versio
     shutil.copytree(checkout, edited)
     source = edited / "engine" / "algorithms" / "masked.py"
     source.write_text(source.read_text() + "# edited\n")
-    same, *others = cache_keys((checkout, IMAGE), (edited, IMAGE), (checkout, CUDA))
-    assert len(same) == 4
-    for name, key in same.items():
-        assert key == task(cluster, version, name).metadata.discovery_version
+    others = cache_keys((edited, IMAGE), (checkout, CUDA))
+    assert len(others[0]) == 4
+    for name in others[0]:
+        key = task(cluster, version, name).metadata.discovery_version
         assert len({key, *(other[name] for other in others)}) == 3, name
 
 

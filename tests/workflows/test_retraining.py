@@ -27,6 +27,8 @@ from engine.storage.hashing import hash_file
 from engine.storage.manifest import read_manifest
 from engine.tracking import Tracker
 
+pytestmark = pytest.mark.usefixtures("without_drawings")
+
 WORKFLOW = str(REPOSITORY / "workflows" / "retraining.py")
 FIRST_DAY = datetime(2026, 11, 2, 2, tzinfo=UTC)
 MINIMUM = 8
@@ -271,7 +273,8 @@ def test_replay_is_its_share_and_no_held_out_problem_is_trained_on(calendar: Cal
     leaked.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
     os.utime(leaked, (FIRST_DAY.timestamp(),) * 2)
     calendar.written["2026-11-01/leaked.jsonl"] = (FIRST_DAY, 1)
-    outcome = calendar.run(1, {"retrain": {"replay": 0.5}})
+    briefly = {"trainer": {"total_training_steps": 1}}  # what it learns is not looked at
+    outcome = calendar.run(1, {"retrain": {"replay": 0.5}, "rl": briefly})
     rows = pd.read_parquet(dataset(outcome) / "train.parquet")
     assert len(rows) == 24
     assert len(training_rows(outcome)) == 12

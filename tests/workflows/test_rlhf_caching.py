@@ -31,6 +31,7 @@ def test_a_changed_rl_setting_keeps_data_and_warm_start(finished: Finished) -> N
     assert outcome.code == 0, outcome.text
     assert "rl: grpo on local" in finished.outcome.out
     assert "rl: grpo on ray" in outcome.out
+    assert [line for line in outcome.foreign if not line.startswith("plan: ")] == []
     assert outcome.stages == ["rl", "evaluation", "promotion"]
     assert outcome.summary["cached"] == ["dataset", "sft"]
     assert outcome.summary["digests"]["sft"] == finished.outcome.summary["digests"]["sft"]

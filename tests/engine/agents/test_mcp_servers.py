@@ -7,15 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import interpreter
 
 from engine.agents import Action, EnvironmentPool, ToolCall, make_environment, tool_schemas
 from engine.errors import ConfigError
 
 pytest.importorskip("mcp")
-SERVER = str(Path(__file__).parent / "mcp_words.py")
+COMMAND, *ARGUMENTS = [*interpreter(), str(Path(__file__).parent / "mcp_words.py")]
 OPTIONS = {
     "tools": ["calculator"],
-    "mcp_servers": {"words": {"command": sys.executable, "args": [SERVER]}},
+    "mcp_servers": {"words": {"command": COMMAND, "args": ARGUMENTS}},
 }
 
 

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from s3_server import environment
+from thorough import and_slow
 
 from engine.checkpoint import CheckpointStore, find_latest, open_checkpoint
 from engine.checkpoint.format import Marker, rank_file_prefix, verify, write_state
@@ -23,7 +24,8 @@ from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.folder import Folder
 
 
-@pytest.fixture(params=["disk", "memory", "s3"])
+# Memory is an object store as S3 is, to all but the requests.
+@pytest.fixture(params=and_slow(["disk", "memory"], ["s3"]))
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "disk":
         return str(tmp_path / "run")
@@ -84,6 +86,7 @@ def delete(folder: str, name: str) -> None:
 SHARD = "actor-00001-of-00002.model.safetensors"
 
 
+@pytest.mark.parametrize("root", ["disk", "memory", "s3"], indirect=True)
 def test_what_was_saved_is_found_and_read(root: str) -> None:
     store = CheckpointStore(root, keep_last=2)
     assert store.latest() is None
@@ -125,7 +128,18 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+ON_S3 = ("flipped shard", "no marker")
+
+
+@pytest.mark.parametrize(
+    ("root", "damage"),
+    and_slow(
+        [*((where, damage) for where in ("disk", "memory") for damage in DAMAGE)]
+        + [("s3", damage) for damage in ON_S3],
+        [("s3", damage) for damage in DAMAGE if damage not in ON_S3],
+    ),
+    indirect=["root"],
+)
 def test_damage_falls_back_to_the_one_before_with_a_warning(
     root: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:

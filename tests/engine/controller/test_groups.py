@@ -364,11 +364,11 @@ def test_a_local_call_has_a_deadline_and_ends_with_its_host() -> None:
         behind.result()
 
 
-def test_local_calls_that_wait_for_another_end_with_it() -> None:
+def test_local_calls_that_wait_for_another_end_with_it(tmp_path: Path) -> None:
     pools = (Pool(("probe",)), Pool(("other",)))
     specs = [RoleSpec(role, Probe) for role in ROLES]
     roles = launch(Placement(pools, kind="local"), specs, threads=1)
-    roles.other.nap(roles.probe.spin(60.0))
+    roles.other.nap(roles.probe.meet(str(tmp_path)))  # nobody else comes
     start = time.monotonic()
     roles.close()
     assert time.monotonic() - start < 6.0, "the grace, and no more"

@@ -14,6 +14,7 @@ import ray
 import torch
 from probe_worker import Probe
 from ray.util.placement_group import placement_group, remove_placement_group
+from thorough import and_slow
 
 from engine.batch import Batch
 from engine.controller.launch import Placement, Pool, launch
@@ -54,19 +55,6 @@ def wait_for_free_cpus() -> None:
     while cpus_in_use() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert cpus_in_use() == 0
-
-
-def test_close_ends_the_processes_and_frees_the_cluster() -> None:
-    wait_for_free_cpus()
-    with launch(placed(), [PROBE]) as roles:
-        pid = roles.probe.whoami().result()[3]
-        assert pid != os.getpid()
-        [name] = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
-        assert re.fullmatch(r"hybridflyte-[0-9a-f]{6}/probe/0", name)
-        assert cpus_in_use() == 0.5
-    wait_until_gone(pid)
-    wait_for_free_cpus()
-    roles.close()
 
 
 def two_ranks(call_timeout_s: float = 60.0) -> Placement:
@@ -125,10 +113,15 @@ def test_a_stopped_process_ends_in_an_error_and_does_not_outlive_the_run() -> No
     wait_for_free_cpus()
 
 
-def test_a_stopped_node_is_noticed_by_the_deadline() -> None:
+def test_a_stopped_node_is_noticed_by_the_deadline_and_close_frees_the_cluster() -> None:
     """Ray itself would wait for ever to store the batch."""
+    wait_for_free_cpus()
     with launch(placed(call_timeout_s=1.0), [PROBE]) as roles:
-        roles.probe.whoami().result()
+        [pid] = pids_of(roles, "probe")
+        assert pid != os.getpid()
+        [name] = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+        assert re.fullmatch(r"hybridflyte-[0-9a-f]{6}/probe/0", name)
+        assert cpus_in_use() == 0.5
         mine = psutil.Process().children(recursive=True)
         [raylet] = [process for process in mine if process.name() == "raylet"]
         raylet.suspend()
@@ -141,6 +134,9 @@ def test_a_stopped_node_is_noticed_by_the_deadline() -> None:
             assert time.monotonic() - start < 5
         finally:
             raylet.resume()
+    wait_until_gone(pid)
+    wait_for_free_cpus()
+    roles.close()
 
 
 class Unknown(Worker):
@@ -156,7 +152,7 @@ def test_a_class_that_the_workers_can_t_import_is_named() -> None:
     wait_for_free_cpus()
 
 
-@pytest.mark.parametrize("kind", ["ray", "local"])
+@pytest.mark.parametrize("kind", and_slow(["local"], ["ray"]))
 def test_a_role_that_can_t_be_built(kind: Literal["ray", "local"]) -> None:
     wait_for_free_cpus()
     placement = Placement((Pool(("probe",), cpus=0.5),), kind)

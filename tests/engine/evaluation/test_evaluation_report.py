@@ -56,6 +56,17 @@ def render(before, after):
     return call
 
 
+@pytest.fixture
+def plain(render):
+    """The page of the two models and nothing else, made once for all tests."""
+    if not _plain:
+        _plain.append(render())
+    return _plain[0]
+
+
+_plain = []
+
+
 def test_page_tells_the_numbers(render):
     text = Page(render(facts={"run": "r-17"})).text
     assert "The RL model can't be told from the warm start" in text
@@ -68,8 +79,8 @@ def test_page_tells_the_numbers(render):
         assert row in text
 
 
-def test_verdict_and_links_are_named(render):
-    assert 'class="verdict' not in render()
+def test_verdict_and_links_are_named(render, plain):
+    assert 'class="verdict' not in plain
     facts = {"lineage": Link("the <page>", "lineage.html")}
     verdict = Verdict(False, "Not promoted: policy version 3", "the gain <0 is too small")
     page = render(facts=facts, verdict=verdict)
@@ -112,12 +123,12 @@ def test_letters_of_a_picture_are_readable_on_a_phone(render):
     assert all(8 * 358 / width > 8.5 for width in widths)
 
 
-def test_tables_show_that_they_scroll(render):
-    parsed = Page(render())
+def test_tables_show_that_they_scroll(plain):
+    parsed = Page(plain)
     boxes = [name for name, value in parsed.attributes if (name, value) == ("class", "scroll")]
     assert len(boxes) == parsed.tags.count("table") == 2
     assert parsed.text.count("scroll sideways") == 2
-    css = re.search(r"<style>(.*?)</style>", render(), re.DOTALL)[1]
+    css = re.search(r"<style>(.*?)</style>", plain, re.DOTALL)[1]
     assert "no-repeat scroll" in css, "a shadow at the edge"
     hint = css[css.index("@media") :]
     assert re.search(r"\.hint \{\s*display: block", hint), "words on a narrow screen"
@@ -130,8 +141,8 @@ def test_headline_follows_the_interval(render, make_rows, after):
     assert "The warm start is worse than the RL model" in render(every, none)
 
 
-def test_examples_of_each_kind_and_no_more_than_asked(render):
-    text = Page(render()).text
+def test_examples_of_each_kind_and_no_more_than_asked(render, plain):
+    text = Page(plain).text
     assert "Fixed: 3 of 6 problems" in text
     assert "Broken: 1 of 6 problems" in text
     assert "Still wrong: 1 of 6 problems" in text
@@ -176,8 +187,8 @@ def test_ids_are_unique_and_every_reference_resolves(render):
     assert {a or b for a, b in references} <= set(ids)
 
 
-def test_style_touches_nothing_but_the_report(render):
-    css = re.search(r"<style>(.*?)</style>", render(), re.DOTALL)[1]
+def test_style_touches_nothing_but_the_report(plain):
+    css = re.search(r"<style>(.*?)</style>", plain, re.DOTALL)[1]
     selectors = [s for block in re.findall(r"([^{}]+)\{", css) for s in block.split(",")]
     assert selectors
     assert all(s.strip().startswith((".evaluation", "@media")) for s in selectors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import importlib.util
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from thorough import and_slow
 
 import engine.health.libraries
 from engine.health import Expectation
@@ -23,6 +25,12 @@ from engine.health.libraries import check_devices, check_imports, check_versions
 from engine.health.report import HealthFinding
 from engine.health.service_checks import mlflow, output_folder, s3, shared_memory
 
+TORCH = """
+class version:
+    hip = cuda = None
+class cuda:
+    device_count = int
+"""
 GPU = {"name": "NVIDIA H100 80GB HBM3", "fault": ""}
 
 
@@ -67,19 +75,20 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_this_environment_is_healthy_and_the_report_names_all(tmp_path: Path) -> None:
-    """The command itself, with every import, in a process of its own."""
+@pytest.mark.parametrize(
+    "not_loaded", and_slow([("ray", "transformers", "mlflow", "vllm", "bitsandbytes")], [((),)])
+)
+def test_this_environment_is_healthy_and_the_report_names_all(
+    not_loaded: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The command itself, in a process of its own; the slow test has it load every library."""
+    code = (
+        "import runpy; from engine.health import libraries; "
+        f"libraries.NEVER_LOADED += {not_loaded}; "
+        "runpy.run_module('engine.health', run_name='__main__', alter_sys=True)"
+    )
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "engine.health",
-            "--json",
-            "--shm-gib",
-            "0",
-            "--require",
-            "flytekit",
-        ],
+        [sys.executable, "-c", code, "--json", "--shm-gib", "0", "--require", "flytekit"],
         capture_output=True,
         text=True,
         timeout=240,
@@ -89,6 +98,8 @@ def test_this_environment_is_healthy_and_the_report_names_all(tmp_path: Path) ->
     assert (done.returncode, report["healthy"]) == (HEALTHY, True), done.stdout + done.stderr
     assert {"torch", "ray", "transformers", "devices", "/dev/shm", "MLflow"} <= findings.keys()
     assert "2.13" in findings["torch"]["found"]
+    installed = [name for name in not_loaded if findings[name]["found"] != "not installed"]
+    assert all(map(importlib.util.find_spec, installed)), "one is imported by another name"
     assert findings["MLflow"]["found"] == f"sqlite:///{tmp_path}/mlflow.db"
     assert list(tmp_path.iterdir()) == [], "a look leaves nothing behind"
 
@@ -139,8 +150,9 @@ def broken_library(
     names: tuple[str, ...] = ("torch", "ray"),
     deadline_s: float = 60.0,
 ) -> list[HealthFinding]:
-    """What the check finds with this code in place of ray."""
+    """What the check finds with this code in place of ray, and little in place of torch."""
     (folder / "ray.py").write_text(code)
+    (folder / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setattr(engine.health.libraries, "NEEDED", names)
     monkeypatch.setattr(engine.health.libraries, "OPTIONAL", ())

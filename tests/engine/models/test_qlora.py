@@ -147,7 +147,8 @@ def test_nf4_is_the_paper_s_whatever_the_shape(rows: int, columns: int) -> None:
         for block in flat.split(64)
         for scale in [block.abs().max()]
     ]
-    got = QuantizedLinear(linear, "nf4").dense()
+    with torch.compiler.set_stance("force_eager"):  # bitsandbytes compiles its way for odd sizes
+        got = QuantizedLinear(linear, "nf4").dense()
     wanted = torch.cat(blocks).view(rows, columns)
     # Scales are rounded to 8 bits in their turn, which is all that may differ.
     assert (got - wanted).norm() / wanted.norm() < 0.01

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from thorough import and_slow
 from tiny_engine import tiny_model
 from torch import Tensor, nn
 from transformers import (
@@ -126,8 +127,13 @@ def test_filled_it_is_what_transformers_loads(tmp_path: Path, name: str, dtype: 
     assert torch.equal(found(ids).logits, whole(ids).logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "a tied head", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    and_slow(
+        [("llama", "float32"), ("a tied head", "bfloat16"), ("gpt2", "float32")],
+        [("llama", "bfloat16"), ("a tied head", "float32"), ("gpt2", "bfloat16")],
+    ),
+)
 def test_adapters_come_with_their_values(tmp_path: Path, name: str, dtype: str) -> None:
     base, adapter, lora = tmp_path / "base", tmp_path / "adapter", LoRAConfig(rank=2, dropout=0.1)
     random_model(name).save_pretrained(base)

@@ -126,9 +126,9 @@ def layouts(draw: st.DrawFn, most: int = 16) -> Layout:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Layout, RolloutLayout, ShardMap, ShardMap]:
+def cases(draw: st.DrawFn, most: int = 16) -> tuple[Layout, RolloutLayout, ShardMap, ShardMap]:
     """A training layout, a rollout layout of the same ranks, and what both hold."""
-    model, layout = draw(model_shapes()), draw(layouts())
+    model, layout = draw(model_shapes()), draw(layouts(most))
     pp = draw(st.sampled_from([n for n in (1, 2, 4) if layout.pp % n == 0]))
     tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n * layout.pp <= layout.world_size]))
     if tp > 2 * model.kv_heads or model.heads % tp:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gloo_ranks import RankError, run_ranks
 from live_layouts import storages, tiny, trained, wrong
 from reshard_cases import contiguous, merge_stages, renumber, shards_of_rank, training_shard_map
+from thorough import and_slow
 from torch import Tensor, nn
 
 from engine.errors import ConfigError, ModelError, RolloutError
@@ -113,7 +114,10 @@ CASES = {  # layout, p_g, t_g, dtype, fused, vocabulary, tied, share of the mode
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+MORE = ["tp4-tp2", "pp2-tp2-to-tp2", "pp2-tp2-to-tp1", "fsdp2-tp2-to-tp2"]
+
+
+@pytest.mark.parametrize("case", and_slow([c for c in CASES if c not in MORE], MORE))
 def test_rollout_gets_the_trainer_s_weights(case: str) -> None:
     layout, pp, tp, dtype, fused, vocabulary, tied, share = CASES[case]
     bucket = 4096

@@ -15,24 +15,28 @@ from engine.errors import WorkerError
 from engine.parallel.layout import AXES, Layout
 from engine.parallel.process_groups import Ranks, init_process_group
 
+CHOICES = [("dp", "fsdp"), ("fsdp", "sp"), ("tp",), ("pp",), AXES]
 
-def members(layout: Layout, axes: tuple[str, ...]) -> tuple[list[int], int, int]:
-    """Who this rank sums with, its number among them, and the largest of their ranks."""
-    ranks = Ranks.form(layout)
-    mine = torch.zeros(layout.world_size)
-    mine[ranks.rank] = 1
-    together = ranks.sum_over(mine, axes)
-    assert mine.sum() == 1  # what went in is as it was
-    who = together.nonzero().flatten().tolist()
-    return who, ranks.index(*axes), ranks.max_over(ranks.rank, axes)
+
+def members(layout: Layout) -> list[tuple[list[int], int, int]]:
+    """For each choice of axes: who this rank sums with, its number among them, and the largest of
+    their ranks."""
+    ranks, found = Ranks.form(layout), []
+    for axes in CHOICES:
+        mine = torch.zeros(layout.world_size)
+        mine[ranks.rank] = 1
+        together = ranks.sum_over(mine, axes)
+        assert mine.sum() == 1  # what went in is as it was
+        who = together.nonzero().flatten().tolist()
+        found.append((who, ranks.index(*axes), ranks.max_over(ranks.rank, axes)))
+    return found
 
 
 @pytest.mark.parametrize("layout", [Layout(fsdp=2, tp=2), Layout(pp=2, dp=2), Layout(dp=2, sp=2)])
 def test_groups_are_those_of_the_layout(layout: Layout) -> None:
-    for axes in [("dp", "fsdp"), ("fsdp", "sp"), ("tp",), ("pp",), AXES]:
-        expected = {rank: group for group in layout.groups(*axes) for rank in group}
-        for rank, (who, index, largest) in enumerate(run_ranks(4, members, layout, axes)):
-            assert who == expected[rank]
+    for rank, found in enumerate(run_ranks(4, members, layout)):
+        for axes, (who, index, largest) in zip(CHOICES, found, strict=True):
+            assert who == next(group for group in layout.groups(*axes) if rank in group)
             assert who[index] == rank
             assert largest == max(who)
 

@@ -30,9 +30,9 @@ from engine.parallel.process_groups import Ranks
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds
 
-VOCABULARY, STEPS = 25, 3  # shards of the vocabulary are never equal
+VOCABULARY, STEPS = 25, 2  # shards of the vocabulary are never equal
 ROWS = ("o_proj", "down_proj", "dense", "fc2", "dense_4h_to_h", "c_proj")
-LENGTHS = (7, 4, 9)  # of each step's rows; 2 and 4 divide one of them
+LENGTHS = (9, 4)  # of each step's rows; 2 and 4 divide one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ Trained = tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
 def train(case: Case) -> Trained:
-    """Losses and gradient norms of some AdamW steps, first gradients and last weights, whole."""
+    """Losses and gradient norms of some steps, first gradients and last weights, whole."""
     ranks = Ranks.form(Layout(dp=case.dp, tp=case.tp))
     model = model_of(case)
     statistics = VocabParallelStatistics(0, VOCABULARY, None)
@@ -107,14 +107,13 @@ def train(case: Case) -> Trained:
         statistics = VocabParallelStatistics.of(VOCABULARY, mesh)
         check_parameters(model, model_of(case), mesh)
     trained = [p for p in model.parameters() if p.requires_grad]
-    # A large eps: AdamW would make steps of gradients that are all rounding.
-    optimizer = torch.optim.AdamW(trained, lr=0.01, eps=1e-4, foreach=False)
+    optimizer = torch.optim.SGD(trained, lr=0.3, foreach=False)
     losses, norms = [], []
     first: dict[str, Tensor] = {}
     for step in range(STEPS):
         mine = rows(step)[ranks.index(*DATA_AXES) :: ranks.size(*DATA_AXES)]
         total = torch.zeros(())
-        for part in mine.split(1):  # gradients of several passes add up
+        for part in mine.chunk(2):  # gradients of several passes add up
             loss = loss_of(model, part, statistics)
             loss.backward()
             total += loss.detach()
@@ -165,14 +164,14 @@ def alone(case: Case) -> Trained:
 
 
 CASES = [
-    Case("qwen2", tied=True),
     Case("llama", tied=True, sequence_parallel=False),
-    Case("mistral"),
     Case("qwen3", tp=4),
     Case("qwen2", lora=True),
-    Case("qwen2", tied=True, dp=2),
 ]
 MORE = [
+    Case("qwen2", tied=True, dp=2),
+    Case("qwen2", tied=True),
+    Case("mistral"),
     Case("qwen2", sequence_parallel=False),
     Case("qwen3"),
     Case("qwen3", tied=True, sequence_parallel=False),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import and_slow
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -133,7 +134,7 @@ def many_cases() -> None:
         vocab._CHUNK_TOKENS = 512
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", and_slow([1, 2], [4]))
 def test_shards_together_give_the_whole_vocabularys_statistics(ranks: int) -> None:
     run_ranks(ranks, many_cases)
 

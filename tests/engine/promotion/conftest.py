@@ -1,11 +1,13 @@
-"""Models registered with a real MLflow server."""
+"""Models registered with MLflow: in a database, and where a test asks for it, with a server."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from thorough import and_slow
 
 from engine.storage.artifacts import publish, staging
 from engine.storage.manifest import Draft
@@ -18,19 +20,33 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-@pytest.fixture
-def tracker(mlflow_address: str) -> Tracker:
-    return Tracker(mlflow_address, experiment="promotion")
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> str:
+    store = tmp_path_factory.mktemp("store") / "mlflow.db"
+    shutil.copy(mlflow_store, store)
+    return f"sqlite:///{store}"
+
+
+@pytest.fixture(params=and_slow(["database"], ["mlflow_address"]))
+def tracker(request: pytest.FixtureRequest) -> Tracker:
+    return Tracker(request.getfixturevalue(request.param), experiment="promotion")
 
 
 @pytest.fixture
-def model(tracker: Tracker, request: pytest.FixtureRequest) -> str:
+def empty_model(tracker: Tracker, request: pytest.FixtureRequest) -> str:
+    """The name of a registered model without versions."""
+    name: str = request.function.__name__
+    tracker.client.create_registered_model(name)
+    return name
+
+
+@pytest.fixture
+def model(tracker: Tracker, empty_model: str) -> str:
     """The name of a registered model with versions 1 to 3, no alias."""
-    name = request.node.name.replace("/", "_")
     run = tracker.start_pipeline("models")
     for text in ("one", "two", "three"):
-        tracker.register_model(make_model(name + text), name, run)
-    return name
+        tracker.register_model(make_model(empty_model + text), empty_model, run)
+    return empty_model
 
 
 def make_model(text: str) -> Path:

@@ -1,4 +1,4 @@
-"""Moves of an alias on a real MLflow server: one winner, a way back, and no half-made move."""
+"""Moves of an alias in a real registry: one winner, a way back, and no half-made move."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ PointsTo = Callable[[], str | None]
 QUICK = LockTimeouts(lease=20, wait=60, skew=0)
 
 
+def on_a_server(test: Callable[..., None]) -> Callable[..., None]:
+    """Let a test run with a server's registry alone, in the quick tests as well."""
+    choose = pytest.mark.parametrize("tracker", ["mlflow_address"], indirect=True)
+    return pytest.mark.usefixtures("mlflow_address")(choose(test))
+
+
 @pytest.fixture
 def champions(tracker: Tracker, model: str) -> Champions:
     return Champions(tracker, model, timeouts=QUICK)
@@ -41,6 +47,7 @@ def promoter(uri: str, model: str, version: str, start: float, results: Queue[st
 
 
 @pytest.mark.slow
+@on_a_server
 def test_of_two_promoters_at_once_one_wins_and_the_other_learns_who(
     mlflow_address: str, model: str, champions: Champions, points_to: PointsTo
 ) -> None:
@@ -190,6 +197,7 @@ def test_an_alias_moved_by_hand_is_seen(
     assert [m.action for m in champions.history()] == ["promote", "by hand", "rollback"]
 
 
+@on_a_server
 def test_a_damaged_copy_is_not_restored(
     tmp_path: Path, champions: Champions, tracker: Tracker, model: str, points_to: PointsTo
 ) -> None:
@@ -206,21 +214,22 @@ def test_a_damaged_copy_is_not_restored(
     assert champions.rollback("in need", verify=False).version == "1"
 
 
+@on_a_server
 def test_a_dead_holder_is_outlived_and_a_live_one_is_waited_for_and_named(
-    tracker: Tracker, model: str
+    tracker: Tracker, empty_model: str
 ) -> None:
     with (
-        lock_model(tracker, model, LockTimeouts(lease=1000)) as lock,
+        lock_model(tracker, empty_model, LockTimeouts(lease=1000)) as lock,
         pytest.raises(
             TrackingError, match=rf"{lock.owner} \(until .* holds the lock .* nothing was moved"
         ),
-        lock_model(tracker, model, LockTimeouts(wait=0.2)),
+        lock_model(tracker, empty_model, LockTimeouts(wait=0.2)),
     ):
         raise AssertionError("two hold the lock")
-    dead = lock_model(tracker, model, LockTimeouts(lease=1.0, skew=0))
+    dead = lock_model(tracker, empty_model, LockTimeouts(lease=1.0, skew=0))
     late = dead.__enter__()
     started = time.monotonic()
-    with lock_model(tracker, model, LockTimeouts(skew=0)) as next_:
+    with lock_model(tracker, empty_model, LockTimeouts(skew=0)) as next_:
         assert time.monotonic() - started < 30
         with pytest.raises(TrackingError, match="ran out"):
             late.check()
@@ -229,26 +238,27 @@ def test_a_dead_holder_is_outlived_and_a_live_one_is_waited_for_and_named(
         next_.check()
         with (
             pytest.raises(TrackingError, match=next_.owner),
-            lock_model(tracker, model, LockTimeouts(wait=0.2)),
+            lock_model(tracker, empty_model, LockTimeouts(wait=0.2)),
         ):
             raise AssertionError("two hold the lock")
-        models = tracker.client.search_registered_models(f"name LIKE '{model}%'")
-        assert [m.name for m in models] == [model], "a lock is listed as a registered model"
-    tags = tracker.client.get_registered_model(model).tags
+        models = tracker.client.search_registered_models(f"name LIKE '{empty_model}%'")
+        assert [m.name for m in models] == [empty_model], "a lock is listed as a registered model"
+    tags = tracker.client.get_registered_model(empty_model).tags
     assert not [key for key in tags if key.startswith(TAG_PREFIX)], "a lock was left"
 
 
+@on_a_server
 def test_of_many_that_claim_a_lock_at_once_one_at_a_time_holds_it(
-    tracker: Tracker, model: str
+    tracker: Tracker, empty_model: str
 ) -> None:
     holders: list[str] = []
     most: list[int] = []
 
     def hold(_: int) -> None:
-        with lock_model(tracker, model, LockTimeouts(lease=60, wait=60, skew=0)) as lock:
+        with lock_model(tracker, empty_model, LockTimeouts(lease=60, wait=60, skew=0)) as lock:
             holders.append(lock.owner)
             most.append(len(holders))
-            time.sleep(0.02)
+            time.sleep(0.1)
             holders.remove(lock.owner)
 
     with ThreadPoolExecutor(3) as pool:
@@ -256,20 +266,20 @@ def test_of_many_that_claim_a_lock_at_once_one_at_a_time_holds_it(
     assert most == [1] * 3
 
 
-def test_a_lock_that_was_edited_is_named(tracker: Tracker, model: str) -> None:
-    tracker.client.set_registered_model_tag(model, f"{TAG_PREFIX}somebody", "soon")
+def test_a_lock_that_was_edited_is_named(tracker: Tracker, empty_model: str) -> None:
+    tracker.client.set_registered_model_tag(empty_model, f"{TAG_PREFIX}somebody", "soon")
     with (
         pytest.raises(TrackingError, match=r"was edited; delete it when nobody promotes"),
-        lock_model(tracker, model, QUICK),
+        lock_model(tracker, empty_model, QUICK),
     ):
         raise AssertionError("an unreadable lock was taken")
 
 
 def test_the_command(
-    mlflow_address: str, model: str, champions: Champions, points_to: PointsTo,
+    tracker: Tracker, model: str, champions: Champions, points_to: PointsTo,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_address)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracker.uri)
     champions.promote("1", None, "first", request="a")
     words = ["rollback", "--model", model, "--reason", "drift", "--from", "2"]
     assert main(words) == 1

@@ -82,12 +82,14 @@ def test_no_hostile_program_passes_or_does_harm(
     """All of them side by side, as the completions of a batch are."""
     monkeypatch.setenv("SECRET", "hush")
     port, called = calls
+    spinning = {HOSTILE[name] for name in ("spins", "spins_in_c", "huge_integer")}
+    spinning.add(HOSTILE["closes_its_output"])  # nothing is left for it to answer with
     before = {process.pid for process in psutil.process_iter()}
     free = psutil.virtual_memory().available
 
     def passes(text: str) -> list[bool]:
         placed = text.replace("PORT", str(port)).replace("MARK", str(mark))
-        return judge(WANTS_42, placed, seconds=1.5)
+        return judge(WANTS_42, placed, seconds=0.5 if text in spinning else 1.5)
 
     with ThreadPoolExecutor(8) as threads:
         results = dict(zip(HOSTILE, threads.map(passes, HOSTILE.values()), strict=True))
@@ -129,9 +131,12 @@ def is_left(process: psutil.Process, before: set[int]) -> bool:
 
 def test_no_cheat_passes() -> None:
     forms: list[Any] = ["assert f(41) == 42", {"fn_name": "f", "inputs": [[41]], "outputs": [42]}]
-    cases = [(form, text) for form in forms for text in CHEATS.values()]
+    spins = CHEATS["spins"]
+    cases = [
+        (form, text, 0.5 if text is spins else 3.0) for form in forms for text in CHEATS.values()
+    ]
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda case: judge(*case, seconds=3.0), cases))
+        found = list(threads.map(lambda case: judge(*case), cases))
     assert [case for case, passed in zip(cases, found, strict=True) if any(passed)] == []
     for form in forms:
         assert judge(form, "def f(x): return x + 1", seconds=20) == [True]
@@ -246,8 +251,11 @@ def test_the_reward_scores_in_its_pool() -> None:
     truths = [{"inputs": ["1", "2"], "outputs": ["2", "3"]}] * 3
     texts = [f"```python\n{HARMLESS}\n```", "```\nprint(2)\n```", "no idea"]
     columns = {"ground_truth": truths}
-    for options, wanted in (({}, [1.0, 0.0, 0.0]), ({"partial": True}, [1.0, 0.5, 0.0])):
-        reward = open_reward("code", options, processes=2, sample_timeout_s=30)
+    for processes, options, wanted in (
+        (2, {}, [1.0, 0.0, 0.0]),
+        (1, {"partial": True}, [1.0, 0.5, 0.0]),
+    ):
+        reward = open_reward("code", options, processes=processes, sample_timeout_s=30)
         try:
             scores = score(reward, texts, texts, columns, 60.0)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import pytest
 from rollout_models import CONTEXT, FAMILIES, GENERIC, Subject, build
 from rollout_subjects import subject
 
@@ -21,4 +22,6 @@ def _open(family: str) -> Iterator[Subject]:
 
 
 for _family in FAMILIES + GENERIC:
-    subject(f"native-{_family}")(partial(_open, _family))
+    # What these two have of their own, other tests of the engine decode with.
+    _marks = (pytest.mark.slow,) if _family in ("llama", "mistral") else ()
+    subject(f"native-{_family}", marks=_marks)(partial(_open, _family))

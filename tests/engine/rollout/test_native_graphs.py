@@ -13,6 +13,7 @@ import pytest
 import torch
 from rollout_models import build, make_prompts, reference_log_probs
 from stream_checks import drain, generated, texts, update, weights_of, with_n, worst_error
+from thorough import and_slow
 from torch import Tensor
 
 from engine.rollout.native import NativeEngine, cuda_graphs, model_handle
@@ -51,8 +52,13 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return outputs
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize(("n", "slots"), [(1, 9), (3, 9), (4, 64)])
+@pytest.mark.parametrize(
+    ("n", "slots", "family"),
+    and_slow(
+        [(1, 9, "qwen2"), (3, 9, "llama"), (4, 64, "qwen2")],
+        [(1, 9, "llama"), (3, 9, "qwen2"), (4, 64, "llama")],
+    ),
+)
 def test_tokens_are_those_of_plain_steps(
     family: str, n: int, slots: int, captures: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from engine.rollout.native import NativeEngine, TPModelShard
 from engine.rollout.protocol import Completion, SamplingParams
 
-SAMPLED = SamplingParams(n=3, max_new_tokens=20, seed=4, stop_token_ids=STOP)
+SAMPLED = SamplingParams(n=3, max_new_tokens=12, seed=4, stop_token_ids=STOP)
 
 
 def roll_out(
-    family: str, changes: dict[str, Any], dtype: torch.dtype, params: SamplingParams
-) -> list[Completion]:
+    family: str, changes: dict[str, Any], dtype: torch.dtype, *params: SamplingParams
+) -> list[list[Completion]]:
     engine = NativeEngine(tp_shard(model_of(family, **changes).to(dtype)), max_num_seqs=8)
-    return engine.generate(make_prompts(7), params)
+    return [engine.generate(make_prompts(7), each) for each in params]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_tokens_and_log_probs_are_those_of_one_rank(
     size: int, family: str, changes: dict[str, Any]
 ) -> None:
     engine = NativeEngine(model_of(family, **changes), max_num_seqs=8)
-    for params in (SAMPLED, GREEDY):
-        expected = engine.generate(make_prompts(7), params)
-        for found in run_ranks(size, roll_out, family, changes, torch.float32, params):
+    whole = [engine.generate(make_prompts(7), params) for params in (SAMPLED, GREEDY)]
+    for ranks in run_ranks(size, roll_out, family, changes, torch.float32, SAMPLED, GREEDY):
+        for found, expected in zip(ranks, whole, strict=True):
             assert [c.token_ids for c in found] == [c.token_ids for c in expected]
             assert [c.finish_reason for c in found] == [c.finish_reason for c in expected]
             for ours, theirs in zip(found, expected, strict=True):
@@ -55,8 +55,8 @@ def test_tokens_and_log_probs_are_those_of_one_rank(
 
 
 def test_every_rank_draws_the_same_in_bfloat16() -> None:
-    first, *others = run_ranks(2, roll_out, "qwen2", {}, torch.bfloat16, SAMPLED)
-    assert first == others[0]
+    (first,), (other,) = run_ranks(2, roll_out, "qwen2", {}, torch.bfloat16, SAMPLED)
+    assert first == other
     assert len({tuple(c.token_ids) for c in first}) > 10
 
 

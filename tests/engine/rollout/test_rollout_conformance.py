@@ -12,10 +12,10 @@ from rollout_models import (
     Subject,
     build,
     make_prompts,
-    reference_log_probs,
     reference_logits,
     train,
 )
+from thorough import and_slow
 
 from engine.errors import RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
@@ -39,10 +39,19 @@ def check_log_probs(
 def log_prob_errors(
     subject: Subject, prompts: list[list[int]], completions: list[Completion]
 ) -> torch.Tensor:
+    rows = [prompts[c.prompt_index] + c.token_ids for c in completions]
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for row, tokens in enumerate(rows):  # what follows a row's end changes nothing before it
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+    with torch.no_grad():
+        training = subject.model.training
+        scored = subject.model.eval()(input_ids=ids).logits.float().log_softmax(-1)
+        subject.model.train(training)
+    scored = scored[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
     errors = [
-        reference_log_probs(subject.model, prompts[c.prompt_index], c.token_ids)
+        scored[row, len(tokens) - len(c.token_ids) - 1 : len(tokens) - 1]
         - torch.tensor(c.log_probs)
-        for c in completions
+        for row, (tokens, c) in enumerate(zip(rows, completions, strict=True))
     ]
     return torch.cat(errors).abs()
 
@@ -118,7 +127,8 @@ def test_same_seed_same_tokens_whatever_shares_the_batch(subject: Subject) -> No
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.6, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.7), (1.3, 9, 0.8)]
+    ("temperature", "top_k", "top_p"),
+    and_slow([(1.3, 9, 0.8)], [(0.6, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.7)]),
 )
 def test_samples_follow_the_truncated_distribution(
     subject: Subject, temperature: float, top_k: int, top_p: float
@@ -133,19 +143,28 @@ def test_samples_follow_the_truncated_distribution(
         ranked[top_k:] = 0
         ranked = ranked / ranked.sum()
     keep = int((ranked.cumsum(0) < top_p).sum()) + 1
-    ranked[keep:] = 0
-    expected = torch.zeros_like(expected).scatter_(0, order, ranked / ranked.sum())
+    places = torch.arange(len(ranked))
+
+    def kept(mask: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(ranked).scatter_(0, order, ranked * mask / (ranked * mask).sum())
+
+    expected = kept(places < keep)
     drawn = subject.engine.generate([prompt], params)
-    seen = torch.zeros_like(expected)
-    for c in drawn:
-        token = c.token_ids[0]
-        seen[token] += 1 / count
-        if subject.exact:  # else rounding may move the last token kept in or out of the set
-            assert expected[token] > 0, "a token outside the kept set was drawn"
-            assert c.log_probs[0] == pytest.approx(float(expected[token].log()), abs=1e-4)
+    tokens = torch.tensor([c.token_ids[0] for c in drawn])
+    seen = tokens.bincount(minlength=len(expected)) / count
+    possible = [expected]
+    if not subject.exact:  # rounding may leave the last token kept out, or take the next one
+        last, following = places == keep - 1, places == keep
+        sure = (places < keep) & ~last
+        possible += [kept(mask) for mask in (sure, sure | following, sure | last | following)]
+    else:
+        assert (expected[tokens] > 0).all(), "a token outside the kept set was drawn"
+        errors = torch.tensor([c.log_probs[0] for c in drawn]) - expected[tokens].log()
+        assert errors.abs().max() < 1e-4
     # Total variation of `count` draws from V outcomes is about sqrt(V / (2·pi·count)).
     support = int((expected > 0).sum())
-    assert float((seen - expected).abs().sum()) / 2 < 2.5 * (support / (6.3 * count)) ** 0.5
+    distance = min(float((seen - each).abs().sum()) / 2 for each in possible)
+    assert distance < 2.5 * (support / (6.3 * count)) ** 0.5
 
 
 @pytest.mark.parametrize("most", [8, 10**9])  # the latter: as many as there is room for

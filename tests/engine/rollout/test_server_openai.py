@@ -30,7 +30,7 @@ def bodies(fake: FakeServer) -> list[dict[str, Any]]:
 
 
 def test_groups_are_cut_into_requests_and_put_together_in_order(fake: FakeServer) -> None:
-    engine = connect(fake, build("qwen2"), completions_per_request=2, concurrency=1)
+    engine = connect(fake, build("qwen2"), weights="none", completions_per_request=2, concurrency=1)
     progress: list[int] = []
     params = SamplingParams(n=5, max_new_tokens=4, temperature=0.8, top_k=7, top_p=0.9, seed=1)
     done = engine.generate(PROMPTS, params, progress.append)
@@ -59,7 +59,7 @@ def test_no_more_requests_at_once_than_allowed(fake: FakeServer) -> None:
             counts["now"] -= 1
         return False
 
-    engine = connect(fake, build("qwen2"), concurrency=3, completions_per_request=1)
+    engine = connect(fake, build("qwen2"), weights="none", concurrency=3, completions_per_request=1)
     fake.always = count
     engine.generate(PROMPTS, SamplingParams(n=5, max_new_tokens=2))
     assert counts["most"] == 3
@@ -67,7 +67,7 @@ def test_no_more_requests_at_once_than_allowed(fake: FakeServer) -> None:
 
 
 def test_a_later_prompt_number_draws_what_it_would_among_all(fake: FakeServer) -> None:
-    engine = connect(fake, build("qwen2"))
+    engine = connect(fake, build("qwen2"), weights="none")
     params = SamplingParams(n=2, max_new_tokens=5, seed=9)
     whole = engine.generate(PROMPTS, params)
     rest = engine.generate(
@@ -80,7 +80,7 @@ def test_a_later_prompt_number_draws_what_it_would_among_all(fake: FakeServer) -
 def test_tokens_come_by_name_where_ids_are_not_given(fake: FakeServer) -> None:
     fake.token_ids = False
     model = build("qwen2")
-    engine = connect(fake, model)
+    engine = connect(fake, model, weights="none")
     for c in engine.generate(PROMPTS, SamplingParams(max_new_tokens=5)):
         expected = reference_log_probs(model, PROMPTS[c.prompt_index], c.token_ids)
         assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
@@ -124,7 +124,7 @@ def only_words(choice: dict[str, Any]) -> None:
 def test_answers_that_are_no_whole_completions(
     fake: FakeServer, edit: Callable[[Any], Any], message: str
 ) -> None:
-    engine = connect(fake, build("qwen2"))
+    engine = connect(fake, build("qwen2"), weights="none")
     fake.edit = edit
     with pytest.raises(RolloutError, match=message):
         engine.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=6))

@@ -44,12 +44,13 @@ def engine(fakes: list[FakeServer]) -> Iterator[ServerEngine]:
     engine.close()
 
 
-@pytest.fixture
-def expected(fakes: list[FakeServer]) -> list[Completion]:
+@pytest.fixture(scope="module")
+def expected() -> list[Completion]:
     """What one server gives."""
-    alone = connect(fakes[0], build("qwen2"))
-    done = alone.generate(PROMPTS, PARAMS)
-    alone.close()
+    with serving(FakeServer(build("qwen2"))) as fake:
+        alone = connect(fake, build("qwen2"), weights="none")
+        done = alone.generate(PROMPTS, PARAMS)
+        alone.close()
     return done
 
 

@@ -48,9 +48,13 @@ def test_a_sample_is_told_once() -> None:
 
 def test_curves_have_each_step_once_and_their_last_point() -> None:
     data = PageData()
+    table = as_table(
+        pick(step_batch({"2+2=": ["4"]}, [0.0]), 1, "train", 9), TokenTexts(tokenizer())
+    )
     for step in range(1, 1001):
         rare = {"validation/reward": 0.5} if step % 500 == 0 else {}
-        add(data, step, ["4"], **{"reward/mean": step / 1000}, **rare)
+        row = {"step": float(step), "reward/mean": step / 1000}
+        data.add(SampleName(step, "train"), table, [row | rare])
     curves = shown(data)["curves"]
     assert "step" not in curves
     steps, values = curves["reward/mean"]

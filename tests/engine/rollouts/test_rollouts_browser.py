@@ -28,10 +28,11 @@ def page() -> Iterator[Page]:
         yield opened
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page of a run of three samples; the prompt 2+2= is in each."""
-    with RolloutLog(tmp_path / "rollouts", tokenizer, every=5, rows=9, last_step=10) as log:
+    folder = tmp_path_factory.mktemp("run") / "rollouts"
+    with RolloutLog(folder, tokenizer, every=5, rows=9, last_step=10) as log:
         history = []
         for step in range(1, 11):
             groups = {"2+2=": [f"four at {step}", "5"], f"{step}*1=": [NASTY]}
@@ -39,8 +40,14 @@ def file(tmp_path: Path) -> Path:
             log.rollouts("train", step, batch)
             history.append({"step": float(step), "reward/mean": step / 10, "a<b>": 1.0})
             log.step_done(history)
+    return page_of(SampleFolder(folder))
+
+
+@pytest.fixture
+def file(text: str, tmp_path: Path) -> Path:
+    """The page in a file of the test's own: what is chosen on a page is kept by its address."""
     path = tmp_path / "page.html"
-    path.write_text(page_of(SampleFolder(tmp_path / "rollouts")))
+    path.write_text(text)
     return path
 
 

@@ -88,7 +88,7 @@ def serve_process(
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         finally:
             process.kill()
 
@@ -105,8 +105,16 @@ def await_status(process: subprocess.Popen[str], url: str, status: int, seconds:
     raise AssertionError(f"no status {status}; the process is {process.poll()}")
 
 
+def await_text(log: Path, text: str, seconds: float = 60.0) -> None:
+    """Wait until a process has written it."""
+    deadline = time.monotonic() + seconds
+    while text not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+
+
 def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, float]:
     """Send a signal; return the exit status and how many seconds it took."""
     started = time.monotonic()
     process.send_signal(number)
-    return process.wait(30), time.monotonic() - started
+    return process.wait(120), time.monotonic() - started

@@ -13,6 +13,7 @@ from mlflow_server import free_port
 from served import (
     NAME,
     await_status,
+    await_text,
     chat_tokens,
     end,
     greedy_reference,
@@ -25,6 +26,7 @@ from engine.serve.__main__ import main
 from engine.storage.manifest import read_manifest
 
 START_S = 300.0  # on a busy machine
+END_S = 60.0  # likewise; an idle one takes 4 s at most
 
 
 def test_a_champion_is_served_until_sigterm(registry: Path, model_folder: Path) -> None:
@@ -42,10 +44,11 @@ def test_a_champion_is_served_until_sigterm(registry: Path, model_folder: Path) 
         body = {"prompt": "1+1=", "max_tokens": 100, "n": 64, "seed": 1}
         asking = threading.Thread(target=ask, args=(f"{url}/v1/completions", body), daemon=True)
         asking.start()
+        await_text(log, "served by native")
         status, seconds = end(process, signal.SIGTERM)
         assert status == 143
-        assert seconds < 8
-        asking.join(20)
+        assert seconds < END_S
+        asking.join(60)
     text = log.read_text()
     assert f"{url}/v1: {NAME} version 1, content {manifest.digest}, served by native" in text
     assert text.rstrip().endswith("terminated; the server has stopped")
@@ -66,7 +69,7 @@ def test_ctrl_c_while_the_model_is_loaded_is_130(model_folder: Path, tmp_path: P
         await_status(process, f"http://127.0.0.1:{port}", 503, START_S)
         status, seconds = end(process, signal.SIGINT)
         assert status == 130
-        assert seconds < 8
+        assert seconds < END_S
     assert log.read_text() == "interrupted; the server has stopped\n"
 
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 import torch
+from huggingface_hub import close_session, constants, hf_api
 from transformers import AutoModelForCausalLM
 
+from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ModelError
-from engine.models import text_config
+from engine.models import load_policy_model, text_config, vocabulary_and_context
+from engine.models.load import adapter_base_path
+from engine.models.lora import save_adapter
 from engine.storage.hub import is_hub_id, pin_revision, split_revision
 
 FIRST, SECOND = (hashlib.sha1(name).hexdigest() for name in (b"first", b"second"))
@@ -98,81 +97,58 @@ def hub(tiny_folder: Path, tmp_path: Path) -> Iterator[Hub]:
     server.server_close()
 
 
-PIN = """
-import sys
-from engine.errors import ModelError
-from engine.storage.hub import pin_revision
-for name in sys.stdin:
-    try:
-        print(pin_revision(name.strip()), flush=True)
-    except ModelError as error:
-        print("ModelError", error, flush=True)
-"""
-LOAD = """
-import sys
-from engine.config import LoRAConfig
-from engine.data.tokenizer import load_tokenizer
-from engine.models import load_policy_model, vocabulary_and_context
-from engine.models.load import adapter_base_path
-from engine.models.lora import save_adapter
-from pathlib import Path
-path, out = sys.stdin.readline().strip(), Path(sys.argv[1])
-model = load_policy_model(path, "float32", LoRAConfig(rank=2))
-save_adapter(model, out)
-assert vocabulary_and_context(path)[0] == model.config.vocab_size
-assert len(load_tokenizer(path)) > 0
-norm = next(p for n, p in model.named_parameters() if "norm" in n)
-print(adapter_base_path(out), norm.mean().item(), flush=True)
-"""
-Ask = Callable[[str], str]
+Use = Callable[[str, Path], None]
 
 
-@contextlib.contextmanager
-def asking(code: str, endpoint: str, cache: Path, *arguments: str) -> Iterator[Ask]:
-    """`ask(line)` of a process of its own: the hub's client reads its address when imported."""
-    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, "-c", code, *arguments]
-    with subprocess.Popen(command, env=env, stdin=PIPE, stdout=PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        to, answers = process.stdin, process.stdout
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
+    """`use(endpoint, cache)`: the hub's client, which reads both when imported, asks there."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
-        def ask(line: str) -> str:
-            print(line, file=to, flush=True)
-            return answers.readline().strip()
+    def use(endpoint: str, cache: Path) -> None:
+        close_session()  # which has read the proxies
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(hf_api.api, "endpoint", endpoint)
 
-        yield ask
-        to.close()
-        assert process.wait(400) == 0
+    yield use
+    close_session()
 
 
-def test_a_name_has_the_commit_of_its_branch_and_that_is_loaded(hub: Hub, tmp_path: Path) -> None:
-    cache, out = tmp_path / "cache", tmp_path / "adapter"
-    with asking(PIN, hub.endpoint, cache) as pinned:
-        first = pinned("team/tiny")
-        assert first == f"team/tiny@{FIRST}"
-        hub.main = SECOND  # a push
-        assert pinned("team/tiny@main") == f"team/tiny@{SECOND}"
-    with asking(LOAD + PIN, hub.endpoint, cache, str(out)) as loaded_then_pinned:
-        base, mean = loaded_then_pinned(first).split()
-        assert base == first, "adapters name the commit that they belong to"
-        assert float(mean) == pytest.approx(1.0), "not what the branch has now"
-        assert loaded_then_pinned(first) == first
+def test_a_name_has_the_commit_of_its_branch_and_that_is_loaded(
+    hub: Hub, use: Use, tmp_path: Path
+) -> None:
+    out = tmp_path / "adapter"
+    use(hub.endpoint, tmp_path / "cache")
+    first = pin_revision("team/tiny")
+    assert first == f"team/tiny@{FIRST}"
+    hub.main = SECOND  # a push
+    assert pin_revision("team/tiny@main") == f"team/tiny@{SECOND}"
+    model = load_policy_model(first, "float32", LoRAConfig(rank=2))
+    norm = next(weight for name, weight in model.named_parameters() if "norm" in name)
+    assert float(norm.mean()) == pytest.approx(1.0), "not what the branch has now"
+    save_adapter(model, out)
+    assert adapter_base_path(out) == first, "adapters name the commit that they belong to"
+    assert vocabulary_and_context(first)[0] == model.config.vocab_size
+    assert len(load_tokenizer(first)) > 0
+    assert pin_revision(first) == first
 
 
-def test_without_the_hub_its_cache_says_which(hub: Hub, tmp_path: Path) -> None:
-    with asking(PIN, hub.endpoint, tmp_path / "cache") as pinned:
-        first = pinned("team/tiny")
-        assert pinned("team/nothing").startswith("ModelError model.path='team/nothing'")
+def test_without_the_hub_its_cache_says_which(hub: Hub, use: Use, tmp_path: Path) -> None:
+    use(hub.endpoint, tmp_path / "cache")
+    first = pin_revision("team/tiny")
+    with pytest.raises(ModelError, match=r"^model\.path='team/nothing' is no folder"):
+        pin_revision("team/nothing")
     nowhere = "http://127.0.0.1:9"
-    with asking(PIN, nowhere, tmp_path / "cache") as pinned:
-        assert pinned("team/tiny") == first
-    with asking(PIN, nowhere, tmp_path / "empty") as pinned:
-        said = pinned("team/tiny")
-    assert said.startswith(
-        "ModelError model.path='team/tiny' is no folder, and neither the Hugging"
-    )
-    assert "check the name, the network and HF_TOKEN, or give a folder" in said
+    use(nowhere, tmp_path / "cache")
+    assert pin_revision("team/tiny") == first
+    use(nowhere, tmp_path / "empty")
+    with pytest.raises(ModelError, match=r"^model\.path='team/tiny' is no folder, and") as caught:
+        pin_revision("team/tiny")
+    assert "neither the Hugging" in str(caught.value)
+    assert "check the name, the network and HF_TOKEN, or give a folder" in str(caught.value)
 
 
 def test_folders_are_no_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

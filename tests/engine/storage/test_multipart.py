@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import moto.s3.models
 import pytest
 import s3fs
 from faulty_s3 import Faults, faulty_s3
@@ -20,13 +21,14 @@ from engine.storage.hashing import FileEntry, HashedChunks
 from engine.storage.multipart import Uploader
 from engine.storage.objects import Objects
 
-PART = 5 << 20  # S3's least, but for the last
+PART = 1 << 16
 
 
 @pytest.fixture(autouse=True)
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     monkeypatch.setattr(filesystem, "BACKOFF_SECONDS", 0.02)
     monkeypatch.setattr(multipart, "PART", PART)
+    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", PART)  # S3's is 5 MiB
     with faulty_s3("stream") as made:
         yield made
 

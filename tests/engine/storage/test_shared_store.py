@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import moto.s3.models
 import pytest
 import s3fs
 from faulty_s3 import Faults, faulty_s3
@@ -20,7 +21,7 @@ from forks import interpreter
 
 from engine.errors import ConfigError, LineageError, StorageError
 from engine.lineage.__main__ import main
-from engine.storage import artifact_store, filesystem
+from engine.storage import artifact_store, filesystem, multipart
 from engine.storage.artifacts import local_path, publish, share, staging
 from engine.storage.filesystem import Timeouts
 from engine.storage.hashing import hash_file
@@ -171,12 +172,13 @@ def test_nobody_s_manifest_is_replaced(machine: Machine) -> None:
     assert objects(uri)["manifest.json"] == other
 
 
+PART = 1 << 16
 PUBLISH = (
     "import sys\n"
     "from engine.storage.artifacts import publish, staging\n"
     "from engine.storage.manifest import Draft\n"
     "from engine.storage import multipart, transfer\n"
-    "transfer.PARALLEL = 1\n"
+    f"transfer.PARALLEL, multipart.PART = 1, {PART}\n"
     "with staging('rl') as folder:\n"
     "    for number in range(6):\n"
     "        (folder / f'shard-{number}').write_bytes(bytes([number]) * 1000)\n"
@@ -187,8 +189,14 @@ PUBLISH = (
 
 @pytest.mark.parametrize("seen", ["shard-2", "shard-9", "manifest.json"])
 def test_killed_in_the_middle_nothing_looks_complete_and_the_next_call_ends_it(
-    faults: Faults, machine: Machine, seen: str, capsys: pytest.CaptureFixture[str]
+    faults: Faults,
+    machine: Machine,
+    seen: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(multipart, "PART", PART)
+    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", PART)  # S3's is 5 MiB
     faults.pause_s = 0.2  # before each answer: what was seen has not been written yet
     first = subprocess.Popen([*interpreter(), "-c", PUBLISH])
     deadline = time.monotonic() + 120

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import moto.s3.models
 import pytest
 import s3fs
 from faulty_s3 import Faults, faulty_s3
@@ -21,13 +22,14 @@ from engine.storage.hashing import FileEntry
 from engine.storage.objects import SHA256_KEY, CompletedPart, Objects
 from engine.storage.transfer import download, upload
 
-PART = 5 << 20  # the least that S3 takes
+PART = 1 << 16
 
 
 @pytest.fixture(autouse=True)
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     monkeypatch.setattr(filesystem, "BACKOFF_SECONDS", 0.02)
     monkeypatch.setattr(multipart, "PART", PART)
+    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", PART)  # S3's is 5 MiB
     monkeypatch.setattr(transfer, "RANGE", PART)
     with faulty_s3("transfer") as made:
         yield made
@@ -174,15 +176,18 @@ def test_missing_short_and_forged_files_are_sentences(uri: str, tmp_path: Path) 
 def test_what_is_large_shows_how_far_it_is(
     uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = write(tmp_path / "a", big=2 * PART)
+    mib = 1 << 20
+    monkeypatch.setattr(multipart, "PART", mib)
+    monkeypatch.setattr(transfer, "RANGE", mib)
+    files = write(tmp_path / "a", big=2 * mib)
     upload(tmp_path / "a", f"{uri}/quiet", files)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(transfer, "LARGE", PART)
+    monkeypatch.setattr(transfer, "LARGE", mib)
     upload(tmp_path / "a", uri, files, "upload rl")
-    assert "upload rl: 10/10 (100 %)" in capsys.readouterr().err
+    assert "upload rl: 2/2 (100 %)" in capsys.readouterr().err
     download(uri, tmp_path / "b", files, "download rl")
     said = capsys.readouterr().err
-    assert "download rl: 10/10 (100 %)" in said
+    assert "download rl: 2/2 (100 %)" in said
     assert "MiB/s" in said
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from thorough import and_slow
 from tiny_engine import arithmetic_rows, random_completions, tiny_model, training_batch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -239,7 +240,7 @@ def test_local_and_ray_give_equal_runs(start_folder: Path) -> None:
     assert histories[0] == histories[1]
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+@pytest.mark.parametrize("mode", and_slow(["one_step_off"], ["async"]))
 def test_rollout_ahead_learns_with_adapters(start_folder: Path, mode: str) -> None:
     with trainer(start_folder, trainer={"mode": mode}) as subject:
         subject.fit()
@@ -252,15 +253,15 @@ def test_rollout_ahead_learns_with_adapters(start_folder: Path, mode: str) -> No
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     start_folder: Path, tmp_path: Path
 ) -> None:
-    changes = {"algorithm": {"adv_estimator": "gae"}, "trainer": {"total_training_steps": 4}}
-    changes["trainer"] |= {"train_batch_size": 4, "save_freq": 2}
+    changes = {"algorithm": {"adv_estimator": "gae"}, "trainer": {"total_training_steps": 2}}
+    changes["trainer"] |= {"train_batch_size": 4, "save_freq": 1}
     histories = []
     with trainer(start_folder, **changes) as whole:
         whole.fit()
         whole.save(tmp_path / "whole")
         histories.append(whole.history)
     with trainer(start_folder, **changes) as first:
-        first.fit(2, checkpoint_dir=tmp_path / "ckpt")
+        first.fit(1, checkpoint_dir=tmp_path / "ckpt")
     with trainer(start_folder, **changes) as second:
         second.fit(checkpoint_dir=tmp_path / "ckpt")
         second.save(tmp_path / "resumed")
@@ -289,7 +290,7 @@ def test_the_warm_start_trains_adapters() -> None:
     base = copies(model)
     rows = [SFTExample(p, r) for p, r in zip(*random_completions(6), strict=True)]
     settings = SFTConfig.model_validate(
-        {"threads": 1, "max_steps": 60, "train_batch_size": 6, "optim": {"lr": 3e-2}}
+        {"threads": 1, "max_steps": 25, "train_batch_size": 6, "optim": {"lr": 3e-2}}
     )
     losses: list[float] = []
     subject = SFTTrainer(model, 0, settings, seed=0)

@@ -193,7 +193,9 @@ def test_kto_is_that_of_the_paper_in_float64() -> None:
 @pytest.mark.parametrize(("loss", "rows"), [("sigmoid", pairs), ("kto", labels), ("orpo", pairs)])
 def test_it_learns_to_prefer(loss: str, rows: Callable[..., list[PreferenceExample]]) -> None:
     history: list[dict[str, float]] = []
-    subject = trainer(tiny_model("qwen2"), loss=loss, max_steps=40, train_batch_size=8)
+    subject = trainer(
+        tiny_model("qwen2"), loss=loss, max_steps=16, train_batch_size=8, optim={"lr": 3e-3}
+    )
     subject.on_step = lambda step, total, metrics: history.append(metrics)
     final = subject.fit(rows(8), rows(4, seed=9))
     gap = [m["preference/rewards/chosen"] - m["preference/rewards/rejected"] for m in history]

@@ -119,12 +119,12 @@ def result(row: dict[str, float]) -> dict[str, float]:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(start_folder: Path, tmp_path: Path) -> None:
-    changes = {"save_freq": 2, "total_training_steps": 4}
+    changes = {"save_freq": 1, "total_training_steps": 2}
     with trainer(start_folder, lora("nf4"), **changes) as whole:
         whole.fit()
         whole.save(tmp_path / "whole")
     with trainer(start_folder, lora("nf4"), **changes) as first:
-        first.fit(2, checkpoint_dir=tmp_path / "ckpt")
+        first.fit(1, checkpoint_dir=tmp_path / "ckpt")
     found = find_latest(tmp_path / "ckpt")
     assert found is not None
     [saved] = read_role_states(found.folder, "actor")
@@ -162,7 +162,7 @@ def test_the_warm_start_trains_adapters_on_a_quantised_base(
     before = base_of(model)
     rows = [SFTExample(p, r) for p, r in zip(*random_completions(6), strict=True)]
     config = SFTConfig.model_validate(
-        {"threads": 1, "max_steps": 40, "train_batch_size": 6, "optim": {"lr": 3e-2}}
+        {"threads": 1, "max_steps": 16, "train_batch_size": 6, "optim": {"lr": 3e-2}}
     )
     losses: list[float] = []
     subject = SFTTrainer(model, 0, config, seed=0)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from probe_worker import Probe
 from refused_commits import refuse_commits
+from thorough import and_slow
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
@@ -60,8 +61,8 @@ def trainer(
             "use_kl_in_reward": True,
             "kl_ctrl": {"type": "adaptive", "target_kl": 0.1, "horizon": 100},
         },
-        "actor": {"optim": {"lr": 5e-3}, "ppo_mini_batch_size": 5},
-        "critic": {"ppo_mini_batch_size": 5},
+        "actor": {"optim": {"lr": 5e-3}, "ppo_mini_batch_size": 10},
+        "critic": {"ppo_mini_batch_size": 10, "ppo_epochs": 1},
         "rollout": {"n": 4},
         "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
     }
@@ -105,23 +106,24 @@ LIVE = SamplingConfig(pass_rate=(0.2, 1.0), pass_rate_recheck=0)
 
 
 @pytest.mark.parametrize(
-    ("mode", "sampling"), [("sync", None), ("one_step_off", None), ("sync", LIVE)]
+    ("mode", "sampling", "steps"),
+    and_slow([("one_step_off", None, 4), ("sync", LIVE, 6)], [("sync", None, 6)]),
 )
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
-    tiny_folder: Path, tmp_path: Path, mode: str, sampling: SamplingConfig | None
+    tiny_folder: Path, tmp_path: Path, mode: str, sampling: SamplingConfig | None, steps: int
 ) -> None:
-    run = {"mode": mode}
+    run = {"mode": mode, "total_training_steps": steps}
     with trainer(tiny_folder, sampling=sampling, trainer=run) as whole:
         whole.fit(checkpoint_dir=tmp_path / "a")
         whole.save(tmp_path / "whole")
     with trainer(tiny_folder, sampling=sampling, trainer=run) as first:
-        first.on_step = _stop_after(5)
+        first.on_step = _stop_after(steps - 1)
         with pytest.raises(KeyboardInterrupt):
             first.fit(checkpoint_dir=tmp_path / "b")
     with trainer(tiny_folder, sampling=sampling, trainer=run) as second:
         second.fit(checkpoint_dir=tmp_path / "b")
         second.save(tmp_path / "resumed")
-        assert second.step == 6
+        assert second.step == steps
     assert facts(second) == facts(whole)
     assert_same(tmp_path / "whole", tmp_path / "resumed")
 
@@ -130,11 +132,15 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
 def test_rollout_ahead_resumes_without_losing_a_prompt(
     tiny_folder: Path, tmp_path: Path, mode: str
 ) -> None:
-    """What was sampled ahead and is whole is in the checkpoint; every prompt is seen once."""
+    """What was sampled ahead and is whole is in the checkpoint; every prompt is seen once.
+
+    An attempt in between that ends before its own first save hands on all that it was given.
+    """
     seen: list[str] = []
+    run = {"mode": mode, "total_training_steps": 4}
 
     def watched() -> RLTrainer:
-        subject = trainer(tiny_folder, trainer={"mode": mode, "total_training_steps": 4})
+        subject = trainer(tiny_folder, trainer=run)
         step = subject.dataflow.step
 
         def record(roles: Any, prompts: Any, algo: Any) -> Any:
@@ -147,11 +153,21 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
     with watched() as first:
         first.on_step = _stop_after(3)
         with pytest.raises(KeyboardInterrupt):
-            first.fit(checkpoint_dir=tmp_path)
+            first.fit(checkpoint_dir=tmp_path / "a")
     assert len(seen) == 12
     del seen[8:]  # step 3 came after the last checkpoint
+    with trainer(tiny_folder, trainer=run) as short:
+        short.on_step = _stop_after(3)
+        with pytest.raises(KeyboardInterrupt):
+            short.fit(checkpoint_dir=tmp_path / "b", resume_from=tmp_path / "a")
+    given, copied = find_latest(tmp_path / "a"), find_latest(tmp_path / "b")
+    assert given is not None
+    assert copied is not None
+    assert copied.step == 2
+    for name in ("queue", "prompts"):
+        assert _plain(copied.state[name]) == _plain(given.state[name])
     with watched() as second:
-        second.resume(tmp_path)
+        second.resume(tmp_path / "b")
         state = second.source.state_dict()
         kept = [Rollout.from_tree(tree).completions for tree in state["queue"]]
         again = [
@@ -165,32 +181,9 @@ def test_rollout_ahead_resumes_without_losing_a_prompt(
         else:  # whole groups, the versions of their tokens with them
             assert all(len(done) == 4 and "token_versions" in done for done in kept)
             assert all(partial is not None and len(partial.completions) == 4 for partial in again)
-        second.fit(checkpoint_dir=tmp_path)
+        second.fit(checkpoint_dir=tmp_path / "b")
         assert second.step == 4
     assert sorted(seen) == sorted(row["prompt"][0]["content"] for row in arithmetic_rows(16))
-
-
-@pytest.mark.parametrize("mode", ["one_step_off", "async"])
-def test_a_copied_checkpoint_keeps_what_was_sampled_ahead(
-    tiny_folder: Path, tmp_path: Path, mode: str
-) -> None:
-    """An attempt that ends before its own first save hands on all that it was given."""
-    run = {"mode": mode, "total_training_steps": 4}
-    with trainer(tiny_folder, trainer=run) as first:
-        first.on_step = _stop_after(3)
-        with pytest.raises(KeyboardInterrupt):
-            first.fit(checkpoint_dir=tmp_path / "a")
-    with trainer(tiny_folder, trainer=run) as second:
-        second.on_step = _stop_after(3)
-        with pytest.raises(KeyboardInterrupt):
-            second.fit(checkpoint_dir=tmp_path / "b", resume_from=tmp_path / "a")
-    given, copied = find_latest(tmp_path / "a"), find_latest(tmp_path / "b")
-    assert given is not None
-    assert copied is not None
-    assert copied.step == 2
-    for name in ("queue", "prompts"):
-        assert _plain(copied.state[name]) == _plain(given.state[name])
-    assert mode == "async" or len(copied.state["queue"]) == 1
 
 
 def _plain(tree: Any) -> Any:
@@ -281,42 +274,37 @@ def _stop_after(step: int) -> Any:
 def test_dynamic_sampling_resumes_where_its_refills_ended(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    flow = {
+    flow: dict[str, Any] = {
         "algorithm": {
             "adv_estimator": "grpo",
             "filter_groups": {"enable": True, "max_num_gen_batches": 3},
         },
-        "critic": {"ppo_mini_batch_size": 0},
+        "critic": {"ppo_mini_batch_size": 0, "ppo_epochs": 2},  # the defaults: there is none
         "reward": {"name": "tiny_engine:sometimes_right", "isolation": "none"},
+        "trainer": {"total_training_steps": 4},
     }
     with trainer(tiny_folder, **flow) as whole:
         whole.fit(checkpoint_dir=tmp_path / "a")
     with trainer(tiny_folder, **flow) as first:
-        first.fit(4, checkpoint_dir=tmp_path / "b")
+        first.fit(2, checkpoint_dir=tmp_path / "b")
     with trainer(tiny_folder, **flow) as second:
         second.fit(checkpoint_dir=tmp_path / "b")
     assert any(row["sampling/rollouts"] > 1 for row in facts(whole))
     assert facts(second) == facts(whole)
 
 
+EACH_STEP = {"save_freq": 1}
+
+
 def test_load_checkpoint_and_go_on(tiny_folder: Path, tmp_path: Path) -> None:
-    with trainer(tiny_folder) as whole:
-        whole.fit(4, checkpoint_dir=tmp_path)
+    with trainer(tiny_folder, trainer=EACH_STEP) as whole:
+        whole.fit(3, checkpoint_dir=tmp_path)
         wanted = facts(whole)
-    with trainer(tiny_folder) as subject:
+    with trainer(tiny_folder, trainer=EACH_STEP) as subject:
         subject.load_checkpoint(tmp_path / "step_2")
         assert subject.step == 2
-        subject.fit(num_steps=2)
+        subject.fit(num_steps=1)
         assert facts(subject) == wanted
-
-
-def test_a_finished_run_trains_no_more(tiny_folder: Path, tmp_path: Path) -> None:
-    with trainer(tiny_folder) as whole:
-        whole.fit(checkpoint_dir=tmp_path)
-    with trainer(tiny_folder) as again:
-        again.on_step = _stop_after(7)
-        assert again.fit(checkpoint_dir=tmp_path) == {}
-        assert facts(again) == facts(whole)
 
 
 def test_a_setting_that_an_older_version_did_not_have_counts_with_its_default(
@@ -328,10 +316,10 @@ def test_a_setting_that_an_older_version_did_not_have_counts_with_its_default(
 
     with monkeypatch.context() as older, trainer(tiny_folder) as first:
         older.setattr(RLTrainer, "_settings", without_top_p)
-        first.fit(2, checkpoint_dir=tmp_path)
+        first.fit(1, checkpoint_dir=tmp_path)
     with trainer(tiny_folder) as later:
         assert later.resume(tmp_path) is not None
-        assert (later.step, later.changed_settings) == (2, [])
+        assert (later.step, later.changed_settings) == (1, [])
     with (
         trainer(tiny_folder, rollout={"top_p": 0.9}) as other,
         pytest.raises(CheckpointError, match=r"rl.rollout.top_p is 1.0 there and 0.9 here"),
@@ -341,18 +329,12 @@ def test_a_setting_that_an_older_version_did_not_have_counts_with_its_default(
 
 def test_a_checkpoint_of_other_settings_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     with trainer(tiny_folder) as first:
-        first.fit(2, checkpoint_dir=tmp_path)
+        first.fit(1, checkpoint_dir=tmp_path)
+    words = r"other settings: data.max_response_length is 6 there and 5 here, "
+    words += r"rl.rollout.temperature is 1.0 there and 0.9 here; resume with"
     with (
-        trainer(tiny_folder, rollout={"temperature": 0.9}) as other,
-        pytest.raises(
-            CheckpointError,
-            match=r"other settings: rl.rollout.temperature is 1.0 there and 0.9 here; resume with",
-        ),
-    ):
-        other.fit(checkpoint_dir=tmp_path)
-    with (
-        trainer(tiny_folder, longest=5) as other,
-        pytest.raises(CheckpointError, match=r"data.max_response_length is 6 there and 5 here;"),
+        trainer(tiny_folder, longest=5, rollout={"temperature": 0.9}) as other,
+        pytest.raises(CheckpointError, match=words),
     ):
         other.fit(checkpoint_dir=tmp_path)
 
@@ -387,29 +369,31 @@ def test_a_diverged_run_is_not_saved_and_goes_on_with_a_lower_learning_rate(
     assert "rl.actor.optim.lr is 0.005 there and 0.0001 here" in caplog.text
 
 
-@pytest.mark.parametrize("named", ["", "step_2"])
 def test_a_run_goes_on_from_another_runs_checkpoint_that_it_is_told(
-    tiny_folder: Path, tmp_path: Path, named: str
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
-    with trainer(tiny_folder) as first:
-        first.fit(2, checkpoint_dir=tmp_path / "a")
-    told = {"resume_from": str(tmp_path / "a" / named), "total_training_steps": 3}
-    resumed: list[str] = []
-    for _ in range(2):  # then from its own, whatever became of the other
-        with trainer(tiny_folder, trainer=told) as second:
-            started: list[int] = []
-            second.on_step = lambda step, total, metrics, told=started: told.append(step)
-            second.on_resume = lambda folder, step: resumed.append(folder)
-            second.fit(checkpoint_dir=tmp_path / "b")
-        assert started in ([3], [])
-        shutil.rmtree(tmp_path / "a", ignore_errors=True)
-    assert second.step == 3
-    assert resumed == [f"{tmp_path}/a/step_2", f"{tmp_path}/b/step_3"]
-    with (
-        trainer(tiny_folder, trainer=told) as third,
-        pytest.raises(CheckpointError, match=r"is no complete checkpoint and holds none; name a"),
-    ):
-        third.fit(checkpoint_dir=tmp_path / "c")
+    """It is told the checkpoint or the folder of several."""
+    with trainer(tiny_folder, trainer=EACH_STEP) as first:
+        first.fit(1, checkpoint_dir=tmp_path / "a")
+    events: list[tuple[str, int]] = []
+
+    def go_on(told: Path, own: Path) -> None:
+        run = {"resume_from": str(told), "total_training_steps": 2} | EACH_STEP
+        with trainer(tiny_folder, trainer=run) as second:
+            second.on_step = lambda step, total, metrics: events.append(("trained", step))
+            second.on_resume = lambda folder, step: events.append((folder, step))
+            second.fit(checkpoint_dir=own)
+            assert second.step == 2
+
+    for told, own in (("a/step_1", "b"), ("a", "c")):
+        go_on(tmp_path / told, tmp_path / own)
+        assert events == [(f"{tmp_path}/a/step_1", 1), ("trained", 2)]
+        events.clear()
+    shutil.rmtree(tmp_path / "a")
+    go_on(tmp_path / "a", tmp_path / "c")  # from its own, whatever became of the other
+    assert events == [(f"{tmp_path}/c/step_2", 2)]
+    with pytest.raises(CheckpointError, match=r"is no complete checkpoint and holds none; name a"):
+        go_on(tmp_path / "a", tmp_path / "d")
 
 
 def test_a_second_run_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -436,7 +420,7 @@ def test_a_checkpoint_of_another_start_model_is_refused(tiny_folder: Path, tmp_p
     start = tmp_path / "start"
     shutil.copytree(tiny_folder, start)
     with trainer(start) as first:
-        first.fit(2, checkpoint_dir=tmp_path / "run")
+        first.fit(1, checkpoint_dir=tmp_path / "run")
     model = AutoModelForCausalLM.from_pretrained(start)
     with torch.no_grad():
         for weight in model.parameters():
@@ -450,25 +434,26 @@ def test_a_save_that_fails_costs_no_training(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "blocked").write_text("a file where the folder should be")
-    with trainer(tiny_folder) as subject, caplog.at_level(logging.WARNING):
+    run = {"total_training_steps": 2} | EACH_STEP
+    with trainer(tiny_folder, trainer=run) as subject, caplog.at_level(logging.WARNING):
         subject.fit(checkpoint_dir=tmp_path / "blocked")
-        assert subject.step == 6
-    assert "no checkpoint at step" in caplog.text
+        assert subject.step == 2
+    assert "no checkpoint at step 1" in caplog.text
 
 
-@pytest.mark.parametrize("refused", [[2], [4], [4, 4]], ids=str)
+@pytest.mark.parametrize("refused", [[1], [2], [2, 2]], ids=str)
 def test_a_refused_commit_costs_its_own_step_at_most(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: list[int]
 ) -> None:
     left = list(refused)
     refuse_commits(monkeypatch, left)
-    with trainer(tiny_folder, trainer={"total_training_steps": 4}) as subject:
+    with trainer(tiny_folder, trainer={"total_training_steps": 2} | EACH_STEP) as subject:
         assert subject.fit(checkpoint_dir=tmp_path / "run")
         subject.save(tmp_path / "model")
     assert not left
     found = find_latest(tmp_path / "run")
     assert found is not None
-    assert found.step == (2 if refused == [4, 4] else 4)
+    assert found.step == (1 if refused == [2, 2] else 2)
 
 
 def test_a_save_is_durable_when_the_interrupt_after_it_arrives(
@@ -602,13 +587,13 @@ def test_prompts_come_again_in_order(tiny_folder: Path) -> None:
 def test_a_finished_run_says_so_and_trains_no_more(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = {"total_training_steps": 2}
+    run = {"total_training_steps": 1}
     with trainer(tiny_folder, trainer=run) as first:
         first.fit(checkpoint_dir=tmp_path)
     with trainer(tiny_folder, trainer=run) as second, caplog.at_level(logging.WARNING):
         second.on_step = lambda *facts: pytest.fail("trained again")
-        second.fit(checkpoint_dir=tmp_path)
-    assert "at step 2 of 2 already; nothing to train" in caplog.text
+        assert second.fit(checkpoint_dir=tmp_path) == {}
+    assert "at step 1 of 1 already; nothing to train" in caplog.text
     assert facts(second) == facts(first)
 
 
@@ -618,22 +603,23 @@ def test_sigterm_saves_the_step_and_another_folder_goes_on_from_it(
     """As a pre-empted Flyte task and its next attempt, which has a checkpoint folder of its own."""
 
     def strike(step: int, total: int, metrics: dict[str, float]) -> None:
-        if step == 3:
+        if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with trainer(tiny_folder) as whole:
+    run = {"save_freq": 100, "total_training_steps": 4}
+    with trainer(tiny_folder, trainer=run) as whole:
         whole.fit()
-    with trainer(tiny_folder, trainer={"save_freq": 100}) as first:
+    with trainer(tiny_folder, trainer=run) as first:
         first.on_step = strike
-        with pytest.raises(PreemptedError, match=r"after step 3; .*a/step_3"):
+        with pytest.raises(PreemptedError, match=r"after step 2; .*a/step_2"):
             first.fit(checkpoint_dir=tmp_path / "a")
-    with trainer(tiny_folder, trainer={"save_freq": 100}) as second:
+    with trainer(tiny_folder, trainer=run) as second:
         started: list[int] = []
         second.on_step = lambda step, total, metrics: started.append(step)
         resumed: list[tuple[str, int]] = []
         second.on_resume = lambda folder, step: resumed.append((folder, step))
         second.fit(checkpoint_dir=tmp_path / "b", resume_from=tmp_path / "a")
-        assert started == [4, 5, 6]
-        assert resumed == [(str(tmp_path / "a" / "step_3"), 3)]
+        assert started == [3, 4]
+        assert resumed == [(str(tmp_path / "a" / "step_2"), 2)]
         assert facts(second) == facts(whole)
-    assert {p.name for p in (tmp_path / "b").iterdir()} == {"step_3", "step_6"}
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {"step_2", "step_4"}

@@ -65,7 +65,7 @@ def run(folder: Path, out: Path, settings: RLConfig) -> tuple[list[dict[str, flo
 
 @pytest.mark.parametrize("name", and_slow(["grpo"], ["gae"]))
 def test_local_and_ray_give_equal_runs(tiny_folder: Path, tmp_path: Path, name: str) -> None:
-    changes = {"algorithm": {"adv_estimator": name}, "actor": {"ppo_mini_batch_size": 5}}
+    changes = {"algorithm": {"adv_estimator": name}, "actor": {"ppo_mini_batch_size": 10}}
     local, here = run(tiny_folder, tmp_path / "local", config("local", **changes))
     remote, there = run(tiny_folder, tmp_path / "ray", config("ray", **changes))
     assert local == remote
@@ -82,10 +82,10 @@ def test_local_and_ray_give_equal_runs(tiny_folder: Path, tmp_path: Path, name: 
 def test_reward_goes_up(tiny_folder: Path, name: str) -> None:
     settings = config(
         algorithm={"adv_estimator": name},
-        actor={"optim": {"lr": 1e-2, "weight_decay": 0.0, "warmup_ratio": 0.0}},
+        actor={"optim": {"lr": 2e-2, "weight_decay": 0.0, "warmup_ratio": 0.0}},
         rollout={"n": 8},
         trainer={
-            "total_training_steps": 15,
+            "total_training_steps": 9,
             "train_batch_size": 8,
             "placement": "local",
             "threads": 1,

@@ -23,7 +23,7 @@ from engine.parallel.layout import Layout
 from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
 
-ROWS, STEPS = 12, 2
+ROWS, STEPS = 6, 2
 
 
 def course(folder: str, parallel: dict[str, Any], lora: int = 0) -> dict[str, Any]:

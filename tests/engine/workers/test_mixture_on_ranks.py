@@ -27,7 +27,7 @@ from engine.runtime.rollout_weights import rollout_weights
 from engine.workers.actor import ActorWorker
 from engine.workers.base import WorkerContext
 
-ROWS, STEPS = 8, 2
+ROWS, STEPS = 4, 2
 
 
 def worker(folder: str, parallel: dict[str, Any], **changes: Any) -> ActorWorker:
@@ -69,7 +69,7 @@ def courses(folder: str, layouts: list[dict[str, Any]], out: str) -> list[dict[s
         served = rollout_weights(one.sharded, 1, lambda: load_model(folder))
         served.refresh()
         engine = NativeEngine(served.model)
-        done = engine.generate([[5, 6, 7], [8]], SamplingParams(n=2, max_new_tokens=6, seed=3))
+        done = engine.generate([[5, 6, 7], [8]], SamplingParams(n=2, max_new_tokens=4, seed=3))
         one.save(f"{out}/{number}")
         kept = [p for p in one.sharded.module.parameters() if isinstance(p, DTensor)]
         found.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -69,10 +70,16 @@ def course(folder: str, parallel: dict[str, int], pairs: int) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights}
 
 
-@pytest.mark.parametrize("pairs", [3, 1])
 @pytest.mark.parametrize(
-    "parallel",
-    and_slow([{"dp": 2}, {"fsdp": 2}], [{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"fsdp": 4}]),
+    ("parallel", "pairs"),
+    and_slow(
+        [({"dp": 2}, 3), ({"fsdp": 2}, 1)],
+        [
+            ({"dp": 2}, 1),
+            ({"fsdp": 2}, 3),
+            *product([{"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"fsdp": 4}], [3, 1]),
+        ],
+    ),
     ids=str,
 )
 def test_pairs_train_as_on_one_rank(

@@ -28,7 +28,7 @@ from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.rollout import RolloutWorker
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 9], [21, 22], [7, 7, 7]]
-ROWS = 12
+ROWS = 4
 
 
 def course(
@@ -58,7 +58,7 @@ def course(
     rollout = RolloutWorker(
         WorkerContext("rollout", rank, world, process, sampling),
         config=RolloutConfig.model_validate({"n": 2, "tensor_parallel_size": tp} | (options or {})),
-        max_response_length=8,
+        max_response_length=5,
         max_model_len=32,
         **common,
     )
@@ -144,11 +144,17 @@ def test_other_families_sample_what_one_rank_samples(tmp_path: Path) -> None:
         same(rows(list(results)), rows([wanted[number]]))
 
 
-def test_adapters_of_a_sharded_policy_are_gathered_for_rollout(folder: str) -> None:
-    one = run_ranks(1, course, folder, {}, 1, 4)
+@pytest.fixture(scope="module")
+def alone_with_adapters(folder: str) -> list[Any]:
+    return rows(run_ranks(1, course, folder, {}, 1, 4))
+
+
+def test_adapters_of_a_sharded_policy_are_gathered_for_rollout(
+    folder: str, alone_with_adapters: list[Any]
+) -> None:
     two = run_ranks(2, course, folder, {"fsdp": 2}, 1, 4)
     assert {result["kind"] for result in two} == {AdapterWeights}
-    same(rows(two), rows(one))
+    same(rows(two), alone_with_adapters)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +162,12 @@ def test_adapters_of_a_sharded_policy_are_gathered_for_rollout(folder: str) -> N
     and_slow([{"tp": 2}], [{"fsdp": 2}, {"dp": 2}, {"pp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}]),
     ids=str,
 )
-def test_ranks_decode_adapters_together(folder: str, parallel: dict[str, Any]) -> None:
-    one = run_ranks(1, course, folder, {}, 1, 4)
+def test_ranks_decode_adapters_together(
+    folder: str, alone_with_adapters: list[Any], parallel: dict[str, Any]
+) -> None:
     found = run_ranks(Layout(**parallel).world_size, course, folder, parallel, 2, 4)
     assert {result["kind"] for result in found} == {MergedWeights}
-    same(rows(found), rows(one))
+    same(rows(found), alone_with_adapters)
 
 
 @pytest.fixture(scope="module")
