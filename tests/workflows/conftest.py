@@ -52,7 +52,7 @@ def finished_run(make_once: MakeOnce, mlflow_store: Path) -> Finished:
         shutil.copy(mlflow_store, folder / "mlflow.db")
         started = time.monotonic()
         command = ("run", str(WORKFLOW), "rlhf", "--config", config)
-        outcome = Place(folder).pyflyte(*command, variables=secrets, forked=True)
+        outcome = Place(folder).pyflyte(*command, variables=secrets)
         assert outcome.code == 0, outcome.text
         facts = asdict(outcome) | {"seconds": time.monotonic() - started}
         folder.with_suffix(".json").write_text(json.dumps(facts))

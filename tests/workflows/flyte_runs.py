@@ -1,7 +1,7 @@
 """Running the main job in a place of its own: home, artifacts, MLflow store and working directory.
 
-`Place.pyflyte` is the command line in a process of its own, as a person has it, or in a fork;
-`Place.invoke` is the same command in this process. Both of these save ten seconds of imports.
+`Place.pyflyte` is the command line in a process of its own, as a person has it; `Place.invoke` is
+the same command in this process, which saves ten seconds of imports.
 """
 
 from __future__ import annotations
@@ -20,22 +20,11 @@ from typing import Any
 from unittest import mock
 
 from click.testing import CliRunner
-from forks import interpreter
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKFLOW = REPOSITORY / "workflows" / "rlhf.py"
 STAGES = ("dataset", "sft", "rl", "evaluation", "promotion")
 PYFLYTE = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
-FORKED = f"""
-import tempfile
-from flytekit.core.context_manager import FlyteContextManager
-from flytekit.core.data_persistence import FileAccessProvider
-tempfile.tempdir = None  # what was loaded before has one of its own, and so has flytekit
-files = FileAccessProvider(tempfile.mkdtemp(), tempfile.mkdtemp())
-context = FlyteContextManager.current_context().with_file_access(files)
-with FlyteContextManager.with_context(context):
-    {PYFLYTE}
-"""
 
 TINY: dict[str, Any] = {
     "data": {"sft_size": 256, "train_size": 64, "validation_size": 16, "test_size": 32},
@@ -145,16 +134,11 @@ class Place:
         return {**kept, **self.variables, "TMPDIR": str(self.root / "tmp"), **(more or {})}
 
     def pyflyte(
-        self,
-        *arguments: str,
-        variables: Mapping[str, str] | None = None,
-        timeout: float = 600,
-        forked: bool = False,
+        self, *arguments: str, variables: Mapping[str, str] | None = None, timeout: float = 600
     ) -> Outcome:
-        """Run `pyflyte …` in a process of its own, a fork of one that has loaded it if `forked`."""
-        program = [*interpreter(), "-c", FORKED] if forked else [sys.executable, "-c", PYFLYTE]
+        """Run `pyflyte …` in a process of its own."""
         done = subprocess.run(
-            [*program, *arguments],
+            [sys.executable, "-c", PYFLYTE, *arguments],
             env=self.environment({"RAY_TMPDIR": "/tmp", **(variables or {})}),
             cwd=self.root / "work",
             capture_output=True,
