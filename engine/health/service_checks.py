@@ -134,7 +134,7 @@ def _ask(url: str, deadline_s: float, arguments: dict[str, Any]) -> tuple[int | 
 
     try:
         return _within(deadline_s, get), ""
-    except TimeoutError:
+    except (TimeoutError, httpx.TimeoutException):  # whichever comes first
         return None, f"no answer in {deadline_s:g} s"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
         return None, cause(error)
