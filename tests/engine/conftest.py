@@ -75,7 +75,7 @@ def ray_cluster(_ray_stopped_at_the_end: None) -> None:
 
 @pytest.fixture(scope="session")
 def mlflow_address(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
-    """The address of `mlflow server` over SQLite; it answers on many threads at once."""
+    """The address of an MLflow server over SQLite; it answers on many threads at once."""
     from mlflow_server import mlflow_server
 
     folder = tmp_path_factory.mktemp("server")
