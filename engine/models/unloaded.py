@@ -261,7 +261,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, own = name.rpartition(".")
         model.get_submodule(owner)._buffers[own] = torch.empty_like(buffer, device="cpu")
-    for parameter in model.parameters():  # without storage: to draw its values takes time for none
+    for parameter in model.parameters():  # it has no storage: values would be drawn for nothing
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
 

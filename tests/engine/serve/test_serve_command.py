@@ -26,7 +26,7 @@ from engine.serve.__main__ import main
 from engine.storage.manifest import read_manifest
 
 START_S = 300.0  # on a busy machine
-END_S = 60.0  # likewise; an idle one takes 4 s at most
+END_S = 60.0  # on a busy machine; an idle one takes 4 s at most
 
 
 def test_a_champion_is_served_until_sigterm(registry: Path, model_folder: Path) -> None:
