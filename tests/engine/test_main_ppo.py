@@ -457,7 +457,7 @@ def on_ray_of_its_own(place: Path, model: Path, ray_home: Path) -> Iterator[subp
 
 
 def suspend(process: subprocess.Popen[str], ray_home: Path, name: str) -> int:
-    """Suspend the first process of its Ray with that name; return its pid."""
+    """Suspend the first process of its Ray with that name, and wait until it is; return its pid."""
     assert process.stderr is not None
     deadline = time.monotonic() + 300
     while True:
@@ -466,6 +466,9 @@ def suspend(process: subprocess.Popen[str], ray_home: Path, name: str) -> int:
                 running = found.status() != psutil.STATUS_STOPPED
                 if running and name in " ".join(found.cmdline()[:3]):
                     found.suspend()
+                    while found.status() != psutil.STATUS_STOPPED:
+                        assert time.monotonic() < deadline
+                        time.sleep(0.01)
                     return found.pid
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
@@ -480,7 +483,7 @@ def test_a_ray_that_does_not_start_in_time_is_one_sentence(
         for _ in range(2):  # it is tried twice
             suspend(process, ray_home, "raylet/raylet")  # before it has told Ray that it is there
         _, errors = process.communicate(timeout=300)
-    assert process.returncode == 1
+    assert process.returncode == 1, errors
     assert "Traceback" not in errors
     sentences = [line for line in errors.splitlines() if "Ray could not be started" in line]
     assert len(sentences) == 1
