@@ -61,27 +61,3 @@ def shared_prompt_batches(
             room -= cost
             fresh = False
     return batches
-
-
-def prefix_tree_batches(
-    order: Sequence[int], shared: Sequence[int], lengths: Sequence[int], max_tokens: int
-) -> list[list[int]]:
-    """Cut rows, in an order in which each shares its first tokens with the one before, in batches.
-
-    `order` are the rows, `shared` the tokens that each has in common with the one before it in the
-    order, which count once in a batch of at most `max_tokens`; `lengths` [B] are by row. A single
-    row above the budget is a batch of its own.
-
-    >>> prefix_tree_batches([2, 0, 1], [0, 4, 0], lengths=[6, 5, 5], max_tokens=8)
-    [[2, 0], [1]]
-    """
-    batches: list[list[int]] = []
-    room = 0
-    for row, common in zip(order, shared, strict=True):
-        cost = lengths[row] - common
-        if cost > room or not batches:
-            batches.append([])
-            room, cost = max_tokens, lengths[row]
-        batches[-1].append(row)
-        room -= cost
-    return batches

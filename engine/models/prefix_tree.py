@@ -65,16 +65,52 @@ def prefix_tree(
     """
     rows = [row[:end] for row, end in zip(ids.cpu().numpy(), lengths, strict=True)]
     order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
-    shared, depths = [0], [0]  # depths: where the pieces of the row before end
     alike = _common(ids.cpu().numpy(), lengths, order)
+    return PrefixTree(tuple(order), tuple(_shared(order, alike, prompts, least)))
+
+
+def prefix_tree_batches(
+    tree: PrefixTree,
+    ids: Tensor,
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    max_tokens: int,
+    least: int = LEAST,
+) -> list[list[int]]:
+    """Cut the rows of `prefix_tree(ids, lengths, prompts, least)` in batches, in the tree's order.
+
+    A batch has at most `max_tokens`, in a tree of its own: what two rows have in common may be a
+    piece only because of a third one. A single row above the budget is a batch of its own.
+    """
+    alike = _common(ids.cpu().numpy(), lengths, tree.order)
+    batches: list[list[int]] = []
+    start = 0
+    while start < len(tree.order):
+        batches.append([])
+        room, order = max_tokens, tree.order[start:]
+        for row, shared in zip(order, _shared(order, alike[start:], prompts, least), strict=False):
+            room -= lengths[row] - shared
+            if batches[-1] and room < 0:
+                break
+            batches[-1].append(row)
+        start += len(batches[-1])
+    return batches
+
+
+def _shared(
+    order: Sequence[int], alike: Sequence[int], prompts: Sequence[int], least: int
+) -> Iterator[int]:
+    """What each row shares with the one before it, with which `alike` [B-1] tokens are the same."""
+    if order:
+        yield 0
+    depths = [0]  # where the pieces of the row before end
     for (before, row), common in zip(itertools.pairwise(order), alike, strict=True):
         same = prompts[before] == prompts[row] <= common
         while depths[-1] > common:
             depths.pop()
         if common - depths[-1] >= least or (same and depths[-1] < prompts[row]):
             depths.append(common)
-        shared.append(depths[-1])
-    return PrefixTree(tuple(order), tuple(shared[: len(order)]))
+        yield depths[-1]
 
 
 def _common(ids: np.ndarray, lengths: Sequence[int], order: Sequence[int]) -> list[int]:

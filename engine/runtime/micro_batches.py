@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import FIELDS, Batch
-from engine.data.bucketing import (
-    prefix_tree_batches,
-    shared_prompt_batches,
-    token_budget_batches,
-)
+from engine.data.bucketing import shared_prompt_batches, token_budget_batches
 from engine.models.alignment import left_align
 from engine.models.packing import (
     Packing,
@@ -20,7 +16,7 @@ from engine.models.packing import (
     same_prompts,
     worthwhile_tree,
 )
-from engine.models.prefix_tree import prompt_tree
+from engine.models.prefix_tree import prefix_tree_batches, prompt_tree
 
 
 def micro_batches(
@@ -52,7 +48,7 @@ def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:
     positions = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
     tree = worthwhile_tree(ids, lengths, prompt_lengths, by_prompt)
     if tree is not None and is_worthwhile(packing, tree.size(lengths), positions):
-        return prefix_tree_batches(tree.order, tree.shared, lengths, max_tokens)
+        return prefix_tree_batches(tree, ids, lengths, prompt_lengths, max_tokens)
     if not is_worthwhile(packing, by_prompt.size(lengths), positions):
         return padded
     return shared_prompt_batches(groups, lengths, prompt_lengths, max_tokens)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_engine import branches_batch, shared_prompts_batch, tiny_model
 from torch import Tensor
 
-from engine.data.bucketing import prefix_tree_batches
 from engine.models import alignment, packed_attention
 from engine.models.forward import response_log_probs
 from engine.models.packing import apply_packing, pack_rows, same_prompts, worthwhile_tree
-from engine.models.prefix_tree import prefix_tree, prompt_tree
+from engine.models.prefix_tree import prefix_tree, prefix_tree_batches, prompt_tree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,6 +27,14 @@ def rows_of_few_tokens(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int]]:
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row)
     return ids, lengths, [draw(st.integers(1, length)) for length in lengths]
+
+
+# That (1, 1, 2) and (1, 2) share a piece is due to the first two rows, of one prompt.
+PIECE_OF_OTHER_ROWS = (
+    torch.tensor([[1, 0, 0], [1, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 0]]),
+    [1, 1, 3, 3, 2],
+    [1, 1, 1, 2, 1],
+)
 
 
 @given(rows_of_few_tokens(), st.integers(1, 4))
@@ -60,12 +67,13 @@ def test_every_token_sees_its_row_and_common_beginnings_come_once(
 
 
 @given(rows_of_few_tokens(), st.integers(1, 30))
+@example(PIECE_OF_OTHER_ROWS, 4)
 def test_batches_of_a_tree_stay_within_their_budget(
     case: tuple[Tensor, list[int], list[int]], budget: int
 ) -> None:
     ids, lengths, prompts = case
     tree = prefix_tree(ids, lengths, prompts, 2)
-    batches = prefix_tree_batches(tree.order, tree.shared, lengths, budget)
+    batches = prefix_tree_batches(tree, ids, lengths, prompts, budget, least=2)
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     for batch in batches:
         own = prefix_tree(ids[batch], [lengths[i] for i in batch], [prompts[i] for i in batch], 2)
