@@ -79,8 +79,10 @@ def prefix_tree_batches(
 ) -> list[list[int]]:
     """Cut the rows of `prefix_tree(ids, lengths, prompts, least)` in batches, in the tree's order.
 
-    A batch has at most `max_tokens`, in a tree of its own: what two rows have in common may be a
-    piece only because of a third one. A single row above the budget is a batch of its own.
+    `ids` [B, L], `lengths` [B] and `prompts` [B] are those of the tree. Returns row numbers by
+    batch. Each batch has at most `max_tokens` tokens in the tree of its rows alone: what two rows
+    have in common may be a piece only because of a third one. A single row above the budget is a
+    batch of its own.
     """
     alike = _common(ids.cpu().numpy(), lengths, tree.order)
     batches: list[list[int]] = []
