@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,13 +62,13 @@ def carry(
     filled = storages(target, rank, pad=5)
     source = local_tensors(model, whole_name)
     exchange = Exchange(planned.for_rank(rank), source, filled, bucket_bytes=bucket_bytes)
-    on_the_wire = counted()
-    stats = exchange.run()
-    mistakes = wrong(target, rank, filled, whole)
-    with torch.no_grad():
-        for tensor in source.values():
-            tensor.mul_(2)
-    exchange.run()
+    with counted() as on_the_wire:
+        stats = exchange.run()
+        mistakes = wrong(target, rank, filled, whole)
+        with torch.no_grad():
+            for tensor in source.values():
+                tensor.mul_(2)
+        exchange.run()
     mistakes += wrong(target, rank, filled, {name: 2 * t for name, t in whole.items()})
     return {
         **asdict(stats),
@@ -87,8 +89,9 @@ def shard_map(shard_map: ShardMap) -> dict[str, set[tuple[Box, int]]]:
     }
 
 
-def counted() -> list[int]:
-    """Bytes that collectives bring to this rank from others from now on."""
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Bytes that all-to-alls bring to this rank from others meanwhile."""
     real, total = dist.all_to_all_single, [0]
 
     def count(output: Tensor, input: Tensor, *splits: Any, **more: Any) -> Any:
@@ -96,8 +99,8 @@ def counted() -> list[int]:
         assert splits[0][dist.get_rank()] == splits[1][dist.get_rank()] == 0, "sent to itself"
         return real(output, input, *splits, **more)
 
-    dist.all_to_all_single = count
-    return total
+    with patch.object(dist, "all_to_all_single", count):
+        yield total
 
 
 CASES = {  # layout, p_g, t_g, dtype, fused, vocabulary, tied, share of the model that a rank gets

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -195,11 +196,10 @@ ADAPTERS = 4 * 4 * 2 * (4 * 2 * 128 + 3 * (128 + 256))  # of rank 2
 
 def peaks(folder: str, cases: list[Sizes], lora: LoRAConfig | None = None) -> list[tuple[int, int]]:
     """Of each layout the most bytes of tensors while it is loaded, and those that stay."""
-    weight_files.BUCKET_BYTES = BUCKET
     found = []
     for ranks, config in layouts(cases):
         source = open_policy_model(folder, "float32", lora)
-        with LiveBytes() as live:
+        with patch.object(weight_files, "BUCKET_BYTES", BUCKET), LiveBytes() as live:
             model = ShardedModel(source, ranks, config)
         tensors = map(local_tensor, named_tensors(model.module).values())
         found.append((live.peak, sum({t.data_ptr(): t.nbytes for t in tensors}.values())))
@@ -327,7 +327,6 @@ def written(folder: str, out: str, sizes: Sizes, lora: LoRAConfig | None) -> Non
     from engine.runtime.policy_runtime import PolicyRuntime
     from engine.runtime.save_policy import StartModel, save_ranks
 
-    weight_files.FILE_BYTES = 4000
     config = ParallelConfig.model_validate(sizes)
     start = StartModel(folder, "bfloat16", lora)
     policy = PolicyRuntime(start.open(), Ranks.form(Layout.of(config)), config)
@@ -335,7 +334,8 @@ def written(folder: str, out: str, sizes: Sizes, lora: LoRAConfig | None) -> Non
     for name, parameter in policy.module.named_parameters():
         if ".lora_B" in name:
             local_tensor(parameter.data).fill_(0.25)
-    save_ranks(policy, start, Path(out))
+    with patch.object(weight_files, "FILE_BYTES", 4000):
+        save_ranks(policy, start, Path(out))
 
 
 def others_and_weights(folder: Path) -> tuple[dict[str, bytes], dict[str, Tensor]]:

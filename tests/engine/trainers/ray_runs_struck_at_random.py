@@ -163,7 +163,10 @@ def strike_once(
     target = rng.choice([*sorted(driver.pids), *sorted(driver.pids), "node", "driver"])
     what = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
     pid = {"node": cluster.raylet(), "driver": driver.pid}.get(target) or driver.pids[target]
-    os.kill(pid, what)
+    try:
+        os.kill(pid, what)
+    except ProcessLookupError:  # the run had few steps left, and its actors have ended
+        return ended(driver), {"error": driver.error, "steps": driver.steps}
     struck = time.monotonic()
     report: dict[str, Any] = {"run": number, "target": target, "signal": what.name}
     if target == "driver" and what is signal.SIGSTOP:
