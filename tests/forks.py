@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -198,16 +199,26 @@ class _Threads:
         if (pid := os.fork()) == 0:  # OpenBLAS ends its threads before a fork
             os._exit(0)
         os.waitpid(pid, 0)
-        of_python = {str(thread.native_id): thread.name for thread in threading.enumerate()}
-        for thread in os.listdir(_TASKS):
-            with open(f"{_TASKS}/{thread}/comm") as file:
-                name = of_python.get(thread) or file.read().strip()
-            if thread != str(os.getpid()) and name not in _ABLE_TO_FORK:
-                sys.exit(
-                    f"loading {self.started_by.get(thread) or 'conftest.py'} starts a thread, "
-                    f"{name}, and what is loaded is forked to run the tests: start it in a test, "
-                    "or run pytest with -n0"
-                )
+        deadline = time.monotonic() + 2.0
+        while (found := _unable_to_fork()) and time.monotonic() < deadline:
+            time.sleep(0.01)  # one that has been told to end, as faulthandler's, may be there still
+        if found:
+            thread, name = next(iter(found.items()))
+            sys.exit(
+                f"loading {self.started_by.get(thread) or 'conftest.py'} starts a thread, "
+                f"{name}, and what is loaded is forked to run the tests: start it in a test, "
+                "or run pytest with -n0"
+            )
+
+
+def _unable_to_fork() -> dict[str, str]:
+    """Names of this process's other threads by their ids, but for those of `_ABLE_TO_FORK`."""
+    of_python = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    names = {}
+    for thread in set(os.listdir(_TASKS)) - {str(os.getpid())}:
+        with contextlib.suppress(OSError), open(f"{_TASKS}/{thread}/comm") as file:  # it has ended
+            names[thread] = of_python.get(thread) or file.read().strip()
+    return {thread: name for thread, name in names.items() if name not in _ABLE_TO_FORK}
 
 
 def _read_constants() -> None:

@@ -14,7 +14,7 @@ from forks import interpreter, start_loader
 
 STARTS_A_THREAD = """
 import threading, time
-threading.Thread(target=time.sleep, args=(60,), name="sleepy", daemon=True).start()
+threading.Thread(target=time.sleep, args=({},), name="sleepy", daemon=True).start()
 """
 
 CRASHES = """
@@ -65,7 +65,7 @@ def test_a_fork_ends_as_an_interpreter_does(loader: subprocess.Popen[bytes]) -> 
 def test_what_is_loaded_may_not_have_started_a_thread(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "test_sleepy.py").write_text(STARTS_A_THREAD)
+    (folder / "test_sleepy.py").write_text(STARTS_A_THREAD.format(60))
     started = start_loader([str(folder), "-p", "no:cacheprovider"], folder)
     done = run("")
     assert done.returncode == 1
@@ -73,6 +73,14 @@ def test_what_is_loaded_may_not_have_started_a_thread(
     started.communicate(timeout=60)
     assert started.returncode == 1
     assert "test_sleepy.py starts a thread, sleepy, and" in capfd.readouterr().err
+
+
+def test_a_thread_that_is_about_to_end_is_waited_for(folder: Path) -> None:
+    (folder / "test_sleepy.py").write_text(STARTS_A_THREAD.format(1.5))
+    started = start_loader([str(folder), "-p", "no:cacheprovider"], folder)
+    done = run("print('forked')")
+    started.communicate(timeout=60)
+    assert (done.returncode, done.stdout) == (0, "forked\n"), done.stderr
 
 
 def test_what_a_crashed_process_of_the_tests_wrote_is_shown_at_the_end(folder: Path) -> None:
@@ -83,7 +91,7 @@ def test_what_a_crashed_process_of_the_tests_wrote_is_shown_at_the_end(folder: P
     (folder / "test_crash.py").write_text(CRASHES)
     command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", "--rootdir"]
     ended = subprocess.run([*command, folder, folder], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1
+    assert ended.returncode == 1, ended.stderr
     said = ended.stdout.partition("stderr of gw0, which crashed")[2]
     assert "Fatal Python error: Segmentation fault" in said
     assert 'test_crash.py", line 4 in test_it' in said
