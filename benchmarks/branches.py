@@ -26,10 +26,10 @@ from engine.data.collate import collate_completions
 from engine.data.tokenizer import train_tokenizer
 from engine.models import save_model
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.role import WorkerContext
 
 WAYS = ("row by row", "prompt once", "tree")
-ROOMS = ("engine.models.alignment", "engine.runtime.micro_batches")
+ROOMS = ("engine.models.packing", "engine.runtime.sharded_model")
 
 
 def episodes(args: argparse.Namespace, vocabulary: int) -> Batch:

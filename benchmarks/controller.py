@@ -18,10 +18,11 @@ import torch
 from training_case import make_trainer, quiet, write_model
 
 from engine.batch import Batch
-from engine.controller.launch import Placement, Pool, launch
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
 from engine.controller.timeline import CONTROLLER, Span
 from engine.controller.worker_host import RoleSpec
-from engine.workers.base import Dispatch, Worker, dispatch
+from engine.workers.role import Dispatch, Worker, dispatch
 
 
 def main() -> None:

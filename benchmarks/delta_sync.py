@@ -28,14 +28,14 @@ import torch
 from rollout import SIZES, build_model
 from transformers.utils import logging as transformers_logging
 
+from engine import weight_transfer
 from engine.batch import Batch
 from engine.config import ActorConfig
 from engine.data.collate import collate_completions
 from engine.models import load_model
-from engine.weight_transfer import delta
-from engine.weight_transfer.weight_sync import WeightReceiver, WeightSender
+from engine.weight_transfer import WeightReceiver, WeightSender
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.role import WorkerContext
 
 DTYPES = ("float32", "bfloat16")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -127,7 +127,9 @@ class Copy:
     def follow(self, actor: ActorWorker, measured: bool) -> None:
         """Bring both up to date; the first time both get the whole."""
         whole, by_delta = (dict(model.named_parameters()) for model in self.models)
-        before = torch.cat([delta.integer_view(p.detach()).clone() for p in by_delta.values()])
+        before = torch.cat(
+            [weight_transfer.integer_view(p.detach()).clone() for p in by_delta.values()]
+        )
         send_s, sent = self.timed(lambda: actor.policy.pack_weights(self.senders[0]))
         load_s, _ = self.timed(lambda: self.receivers[0].load(whole, sent))
 
@@ -138,8 +140,8 @@ class Copy:
         load_delta_s, _ = self.timed(
             lambda: self.receivers[1].load(by_delta, changes if "delta" in changes else first)
         )
-        after = torch.cat([delta.integer_view(p.detach()) for p in by_delta.values()])
-        wanted = torch.cat([delta.integer_view(p.detach()) for p in whole.values()])
+        after = torch.cat([weight_transfer.integer_view(p.detach()) for p in by_delta.values()])
+        wanted = torch.cat([weight_transfer.integer_view(p.detach()) for p in whole.values()])
         assert torch.equal(after, wanted), "the delta brought other weights than the whole"
         if measured:
             self.figured.append(

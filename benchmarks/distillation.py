@@ -27,8 +27,8 @@ from engine.console import quiet
 from engine.data.sources import Splits, load_splits
 from engine.data.tokenizer import load_tokenizer
 from engine.models import build_model, load_model, save_model
-from engine.models.layer_selection import keep_layers
-from engine.trainers.sft import SFTTrainer
+from engine.models.small_models import keep_layers
+from engine.trainers.offline import SFTTrainer
 
 MODEL = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2}
 RL = {

@@ -29,8 +29,8 @@ import torch
 from episodes import Answers, Timed
 from rollout import SIZES, build_model
 
-from engine.agents.protocol import Action, Observation
-from engine.agents.rollout import EpisodePlayer
+from engine.agents.agent_loop import EpisodePlayer
+from engine.agents.environment_protocol import Action, Observation
 from engine.config import AgentConfig, RLConfig
 from engine.console import quiet
 from engine.data.loader import PromptLoader
@@ -135,10 +135,8 @@ def share_of_step(folder: Path, processes: int, args: argparse.Namespace) -> str
 
     with (
         mock.patch.object(EpisodePlayer, "step", lambda *given: clock.step(*given)),
-        mock.patch("engine.agents.rollout.SimpleQueue", new=new_queue),
-        mock.patch(
-            "engine.workers.agent_rollout.open_stream", lambda *a, **b: clock.stream(*a, **b)
-        ),
+        mock.patch("engine.agents.agent_loop.SimpleQueue", new=new_queue),
+        mock.patch("engine.rollout.stream.open_stream", lambda *a, **b: clock.stream(*a, **b)),
         RLTrainer(
             folder,
             RLConfig.model_validate(config),

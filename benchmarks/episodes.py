@@ -17,10 +17,9 @@ import torch
 from rollout import SIZES, build_model
 from transformers import PreTrainedTokenizerBase
 
+from engine.agents.agent_loop import EpisodePlayer, LocalEnvironments
+from engine.agents.environment_protocol import Action, Observation
 from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
-from engine.agents.local_environments import LocalEnvironments
-from engine.agents.protocol import Action, Observation
-from engine.agents.rollout import EpisodePlayer
 from engine.data.templates import encode_prompt
 from engine.data.tokenizer import train_tokenizer
 from engine.rollout.native import NativeEngine

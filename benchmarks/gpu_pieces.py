@@ -28,9 +28,9 @@ import switch
 import torch
 from gpu_report import Figure, write_figures
 
+from engine.cli.commands.health import check, expectation
 from engine.console import quiet
 from engine.errors import EngineError
-from engine.health.__main__ import check, expectation
 from engine.rollout.protocol import create_engine
 from engine.runtime.policy_runtime import SleepingEngine
 

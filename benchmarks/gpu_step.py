@@ -32,14 +32,13 @@ from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.rows import rl_row
 from engine.parallel.layout import Layout, ModelShape
-from engine.planner.elements import sizes
-from engine.planner.hardware import gpu
 from engine.planner.memory import estimate
-from engine.planner.workload import Candidate, Workload
+from engine.planner.resources import gpu
+from engine.planner.sizes import Candidate, Workload, sizes
 from engine.trainers.rl import RLTrainer
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
-from engine.workers.rollout import RolloutWorker
+from engine.workers.role import WorkerContext
+from engine.workers.rollout_worker import RolloutWorker
 
 MICRO_TOKENS = 16384
 STEPS = 3  # the first is not counted

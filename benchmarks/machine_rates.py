@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from vs_trl_cases import Size
 
-from engine.models.products import input_gradient, linear, weight_gradient
+from engine.kernels.training_ops import input_gradient, linear, weight_gradient
 
 
 @dataclass(frozen=True, slots=True)

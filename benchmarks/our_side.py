@@ -159,7 +159,7 @@ def phases(trainer: RLTrainer, step: int) -> dict[str, float]:
 
 def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype: str) -> None:
     """Steps of the warm start, `case.steps` of them a turn."""
-    from engine.trainers.sft import SFTExample, SFTTrainer
+    from engine.trainers.offline import SFTExample, SFTTrainer
 
     model = folder / "model"
     tokenizer = load_tokenizer(model)
@@ -184,10 +184,10 @@ def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtyp
 
 def run_pairs(folder: Path, case: Case, settings: dict[str, Any], dtype: str) -> None:
     """Steps of DPO or of a reward model, `case.steps` of them a turn, and the last one's loss."""
-    from engine.data.preference_examples import read_preferences, read_reward_pairs
-    from engine.runtime.save_policy import StartModel
-    from engine.trainers.preference import PreferenceTrainer
-    from engine.trainers.reward_model import RewardModelTrainer
+    from engine.data.training_examples import read_preferences, read_reward_pairs
+    from engine.runtime.policy_runtime import StartModel
+    from engine.trainers.preference_learning import PreferenceTrainer
+    from engine.trainers.reward_training import RewardModelTrainer
 
     model, pairs = folder / "model", str(folder / "rows.jsonl")
     tokenizer = load_tokenizer(model)

@@ -20,10 +20,10 @@ from engine.data.tokenizer import load_tokenizer
 from engine.evaluation.decode import decode
 from engine.evaluation.metrics import paired_bootstrap, wilson_interval
 from engine.models import saved_dtype
-from engine.rewards.answer_match import answer_match
-from engine.runtime.save_policy import StartModel
+from engine.rewards.answers import answer_match
+from engine.runtime.policy_runtime import StartModel
+from engine.trainers.offline import SFTExample
 from engine.trainers.rl import OnStep, RLTrainer
-from engine.trainers.sft import SFTExample
 
 DEFAULTS = PipelineConfig()
 LONGEST = DEFAULTS.data.max_response_length

@@ -46,16 +46,14 @@ from engine.config import (
 )
 from engine.config.base import Section
 from engine.console import quiet
-from engine.data.preference_examples import read_preferences, read_reward_pairs
 from engine.data.preference_rows import Kind
 from engine.data.sources import Splits, load_splits
 from engine.data.tokenizer import load_tokenizer
-from engine.evaluation.overoptimisation import MODEL_REWARD
-from engine.preferences.from_rollouts import ScoredRollouts, score_rollouts
-from engine.preferences.learned_reward import by_reward_model
-from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
-from engine.trainers.preference import PreferenceTrainer
-from engine.trainers.reward_model import RewardModelTrainer
+from engine.data.training_examples import read_preferences, read_reward_pairs
+from engine.evaluation.policy_steps import MODEL_REWARD
+from engine.preferences import ScoredRollouts, by_reward_model, score_rollouts
+from engine.trainers.preference_learning import PreferenceTrainer
+from engine.trainers.reward_training import LikelihoodRewardTrainer, RewardModelTrainer
 
 TASKS = ("reward", "dpo", "kto", "ppo")
 SECTIONS = (*TASKS, "pairs")  # which the command line sets

@@ -31,18 +31,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from engine.config import ParallelConfig
-from engine.parallel.boxes import Box, chunk
 from engine.parallel.exchange import Exchange, view
 from engine.parallel.fsdp import shard_model
-from engine.parallel.gather import gather_full_tensors
-from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.module_shards import gather_shard_map, local_tensors
-from engine.parallel.pipeline_stages import extract_stage, layers_by_stage
+from engine.parallel.layout import Layout, ModelShape, RolloutLayout, rollout_layout
+from engine.parallel.module_shards import gather_full_tensors, gather_shard_map, local_tensors
+from engine.parallel.pipeline_parallel import extract_stage, layers_by_stage
 from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import RankPlan, ReshardPlan, plan_reshard
-from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
-from engine.parallel.shard_map import Shard, ShardMap
-from engine.parallel.sharding_specs import rollout_shard_map
+from engine.parallel.shard_maps import Box, Shard, ShardMap, chunk, rollout_shard_map
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 
 WORLD = 4

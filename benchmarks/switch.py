@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine import HybridActor, measure_switch_overhead
 from engine.rollout.protocol import create_engine
-from engine.runtime.switch_overhead import StorageCounter
+from engine.runtime.hybrid_actor import StorageCounter
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from engine.data.sources import Splits, load_splits
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
 from engine.models import build_model, save_model
-from engine.trainers.sft import SFTTrainer
+from engine.trainers.offline import SFTTrainer
 
 
 @dataclass(slots=True)

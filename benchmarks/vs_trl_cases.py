@@ -30,10 +30,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from engine.config import DataConfig
-from engine.data.arithmetic import bare_answer, slip_answer, worked_answer
 from engine.data.sources import load_splits
 from engine.data.tokenizer import ASSISTANT, CHAT_TEMPLATE, END, PAD, USER, train_tokenizer
-from engine.data.word_problems import deal_problems
+from engine.data.word_problems import bare_answer, deal_problems, slip_answer, worked_answer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?!+-*/=()"
 MEAN = 79  # tokens of a completion, were there no limit

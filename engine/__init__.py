@@ -9,8 +9,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from engine.allocator import keep_freed_memory
-from engine.imports import skip_optional_imports
+from engine.process_setup import keep_freed_memory, skip_optional_imports
 
 # OpenMP threads wait for each other by spinning. On a busy machine that turns milliseconds into
 # seconds; with a short spin they sleep soon, at no cost on an idle machine. Read when torch is
@@ -20,22 +19,23 @@ skip_optional_imports()
 keep_freed_memory()
 
 __version__ = "0.1.0"
+# The commands of `python -m engine.NAME`, and verl's published module names.
+__path__.append(os.path.join(os.path.dirname(__file__), "cli", "commands"))
 
 if TYPE_CHECKING:
-    from engine.compat.device_mesh import DeviceMesh
     from engine.compat.hf_trainer import Trainer
-    from engine.compat.pipeline import DataPipeline
-    from engine.compat.rl_trainer import RLTrainer
+    from engine.compat.rl_trainer import DataPipeline, DeviceMesh, RLTrainer
     from engine.data.loader import make_rl_data_loader
-    from engine.data.preference_examples import read_preferences, read_reward_pairs
-    from engine.data.step_examples import read_steps
+    from engine.data.training_examples import read_preferences, read_reward_pairs, read_steps
     from engine.models import create_critic_model
     from engine.runtime import HybridActor, measure_switch_overhead
-    from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
-    from engine.trainers.preference import PreferenceTrainer
-    from engine.trainers.process_reward import ProcessRewardTrainer
-    from engine.trainers.reward_model import RewardModelTrainer
-    from engine.trainers.sft import SFTTrainer
+    from engine.trainers.offline import SFTTrainer
+    from engine.trainers.preference_learning import PreferenceTrainer
+    from engine.trainers.reward_training import (
+        LikelihoodRewardTrainer,
+        ProcessRewardTrainer,
+        RewardModelTrainer,
+    )
 
 __all__ = [
     "DataPipeline",
@@ -58,22 +58,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DataPipeline": "engine.compat.pipeline",
-    "DeviceMesh": "engine.compat.device_mesh",
+    "DataPipeline": "engine.compat.rl_trainer",
+    "DeviceMesh": "engine.compat.rl_trainer",
     "HybridActor": "engine.runtime",
-    "LikelihoodRewardTrainer": "engine.trainers.likelihood_reward",
-    "PreferenceTrainer": "engine.trainers.preference",
-    "ProcessRewardTrainer": "engine.trainers.process_reward",
+    "LikelihoodRewardTrainer": "engine.trainers.reward_training",
+    "PreferenceTrainer": "engine.trainers.preference_learning",
+    "ProcessRewardTrainer": "engine.trainers.reward_training",
     "RLTrainer": "engine.compat.rl_trainer",
-    "RewardModelTrainer": "engine.trainers.reward_model",
-    "SFTTrainer": "engine.trainers.sft",
+    "RewardModelTrainer": "engine.trainers.reward_training",
+    "SFTTrainer": "engine.trainers.offline",
     "Trainer": "engine.compat.hf_trainer",
     "create_critic_model": "engine.models",
     "make_rl_data_loader": "engine.data.loader",
     "measure_switch_overhead": "engine.runtime",
-    "read_preferences": "engine.data.preference_examples",
-    "read_reward_pairs": "engine.data.preference_examples",
-    "read_steps": "engine.data.step_examples",
+    "read_preferences": "engine.data.training_examples",
+    "read_reward_pairs": "engine.data.training_examples",
+    "read_steps": "engine.data.training_examples",
 }
 
 

@@ -1,8 +1,6 @@
-"""Named entries with declared options: the one registry type of every extension point.
+"""The one registry type of every extension point, and the import of users' modules.
 
-An entry is registered by a decorator. The modules of the registry's own package are imported when
-a name is looked up, so a new entry there is a new file; code from outside is imported by the
-configuration's `plugins`, or named in place as `package.module:attribute`.
+Each room has its own registry of this type beside what it registers.
 """
 
 from __future__ import annotations
@@ -10,12 +8,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from engine.errors import ConfigError
+
+# Named entries with declared options: the one registry type of every extension point.
+#
+# An entry is registered by a decorator. The modules of the registry's own package are imported
+# when
+# a name is looked up, so a new entry there is a new file; code from outside is imported by the
+# configuration's `plugins`, or named in place as `package.module:attribute`.
 
 T = TypeVar("T")
 
@@ -95,17 +99,21 @@ class Registry(Generic[T]):
     ('#f00', ('red',))
     """
 
-    def __init__(self, kind: str, setting: str, package: str = "", decorator: str = "") -> None:
-        """`setting` is the configuration's field that names an entry, e.g. "rollout.engine".
+    def __init__(
+        self, kind: str, setting: str, modules: Sequence[str] = (), decorator: str = ""
+    ) -> None:
+        """Make an empty registry of entries of one `kind`, e.g. "reward function".
 
-        `package` is searched for entries. `decorator` is what an error message tells users to
-        put on a function of theirs, e.g. "@register_reward(name)".
+        `setting` is the configuration's field that names an entry, e.g. "rollout.engine".
+        `modules` have entries and are imported when a name is looked up, one after the other until
+        it is found. `decorator` is what an error message tells users to put on a function of
+        theirs, e.g. "@register_reward(name)".
         """
         self.kind, self.setting = kind, setting
-        self._package, self._decorator = package, decorator
+        self._decorator = decorator
         self._entries: dict[str, _Entry[T]] = {}
         self._aliases: dict[str, str] = {}
-        self._complete = not package
+        self._unread = list(modules)
 
     def add(
         self,
@@ -209,32 +217,26 @@ class Registry(Generic[T]):
         return entry
 
     def _known(self, name: str) -> _Entry[T] | None:
-        """Look a name up, importing as little of the package as finds it."""
-        for load in (lambda: None, lambda: self._import_module(name), self._import_all):
-            load()
+        """Look a name up, importing no more modules than it takes to find it."""
+        self._unread.sort(key=lambda module: module.rpartition(".")[2] != name)
+        while True:
             entry = self._entries.get(self._aliases.get(name, name))
-            if entry is not None:
+            if entry is not None or not self._unread:
                 return entry
-        return None
+            self._import_next()
 
     def _entry_of(self, target: object) -> _Entry[T] | None:
         entries = self._entries.values()
         return next((e for e in entries if target is e.target or target is e.value), None)
 
-    def _import_module(self, name: str) -> None:
-        if not self._complete and name in self._modules():
-            importlib.import_module(f"{self._package}.{name}")
+    def _import_next(self) -> None:
+        module = self._unread[0]
+        importlib.import_module(module)  # one that fails is tried again at the next look-up
+        self._unread = [name for name in self._unread if name != module]
 
     def _import_all(self) -> None:
-        if not self._complete:
-            for module in self._modules():
-                importlib.import_module(f"{self._package}.{module}")
-            self._complete = True
-
-    def _modules(self) -> list[str]:
-        """Public modules of the package."""
-        paths = importlib.import_module(self._package).__path__
-        return [m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_")]
+        while self._unread:
+            self._import_next()
 
 
 def keyword_defaults(function: Callable[..., object]) -> dict[str, object]:
@@ -272,3 +274,18 @@ def _converted(value: object, kind: Any, where: str) -> object:
 def _similar(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+# Code from outside the package: modules whose import registers entries, in every process.
+
+
+def import_plugins(modules: Iterable[str]) -> None:
+    """Import each module, once a process; raise ConfigError for one that can't be imported."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a user's module may fail in any way
+            raise ConfigError(
+                f"plugins: module {name!r} can't be imported ({type(error).__name__}: {error}); it "
+                "must be on the Python path of every process and import cleanly"
+            ) from error

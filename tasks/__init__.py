@@ -1,5 +1,5 @@
 """One Flyte task a file; whatever loads one of them, Ctrl-C ends with 130 from then on."""
 
-from tasks.interrupts import set_ctrl_c_status
+from tasks.flytekit_setup import set_ctrl_c_status
 
 set_ctrl_c_status()

@@ -25,9 +25,7 @@ from engine.errors import (
     WorkerError,
 )
 from engine.redaction import redact_causes
-from tasks.credentials import load_secrets, with_secrets
-from tasks.images import image
-from tasks.literal_types import cache_literal_types
+from tasks.flytekit_setup import cache_literal_types, image, load_secrets, with_secrets
 
 if TYPE_CHECKING:
     pass

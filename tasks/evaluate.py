@@ -1,39 +1,267 @@
-"""Task `evaluate`: the warm start and the RL model on the same held-out problems.
-
-Artifact `evaluation`: `rows_warm_start.parquet`, `rows_rl.parquet` (schema `EVALUATION_ROWS`),
-`comparison.json` (rates with intervals, the paired gain, on the split `test`), `sets.json` (the
-same of every evaluation set, by source and level, and what is known from training), `report.html`
-(also the task's Deck), and with `evaluate.lm_eval.tasks` `lm_eval.json`.
-"""
+"""Task `evaluate`: two models on the same held-out problems, in one part or several."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flytekit import Deck, StructuredDataset
+from flytekit import Deck, StructuredDataset, map_task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig
-from tasks.context import LARGE, RunContext, echo
-from tasks.decks import DECK
-from tasks.evaluate_parts import answer_problems, joined, parts_of
-from tasks.pages import model_facts
+from tasks.context import LARGE, RunContext, echo, local_artifact, user_facing_errors
+from tasks.fetch import first_model, trained_by
 from tasks.preprocess import SPLITS, log_splits
-from tasks.ray_cluster import LOCAL_OBJECT_STORE_BYTES
-from tasks.stage import stage, stage_cache
-from tasks.start_model import first_model, trained_by
-from tasks.tables import EvaluationRows
-from tasks.variants import on_profiles
+from tasks.profiles import Profile
+from tasks.stage import DECK, EvaluationRows, TableFile, as_table, open_table, stage, stage_cache
+from tasks.variants import LOCAL_OBJECT_STORE_BYTES, on_profiles, stages_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from engine.console import Progress
     from engine.evaluation.lm_eval import HarnessScore
+    from engine.evaluation.report_page import Link, Verdict
+
+
+# The pages of a run that judged a model: its evaluation with the verdict, and its lineage.
+#
+# The artifact `evaluation` has a page of its own, made before anything was decided. These are
+# written
+# at the end of the run, into its folder; artifacts stay as they are.
+
+REPORT, LINEAGE = "report.html", "lineage.html"
+
+
+def run_folder(run: RunContext) -> Path:
+    """Where a run leaves what is no artifact: its summary and its pages."""
+    from engine.errors import StorageError
+    from engine.storage.filesystem import home
+
+    folder = home() / "runs" / run.run_id
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"can't make {folder}: {error.strerror or error}; free space or set HYBRIDFLYTE_HOME"
+        ) from error
+    return folder
+
+
+def write_pages(run: RunContext, promotion: Path) -> Path:
+    """Write `report.html` and `lineage.html` of the model that the artifact `promotion` is about.
+
+    They are the task's Decks as well. Returns the path of the report.
+    """
+    import pandas as pd
+
+    from engine.evaluation.policy_steps import read_overoptimisation
+    from engine.evaluation.report_page import render_report
+    from engine.evaluation.summary import TEST, EvaluationComparison, read_sets, rows_of_set
+    from engine.lineage.page import write_page
+    from engine.storage.artifacts import local_path, read_manifest
+
+    parents = {parent.name: parent for parent in read_manifest(promotion).parents}
+    evaluation, policy = (local_path(parents[name].uri) for name in ("evaluation", "policy"))
+    comparison = EvaluationComparison.from_dict(read_comparison(evaluation))
+    digest, folder, sets = parents["policy"].digest, run_folder(run), read_sets(evaluation)
+    graph = lineage_page(parents["policy"].uri, [parents["evaluation"].uri, str(promotion)])
+    if graph:
+        write_page(folder / LINEAGE, graph)
+    page = render_report(
+        comparison,
+        rows_of_set(pd.read_parquet(evaluation / "rows_warm_start.parquet"), TEST),
+        rows_of_set(pd.read_parquet(evaluation / "rows_rl.parquet"), TEST),
+        facts={
+            "run": run.run_id,
+            "data": f"{comparison.problems} held-out problems of {parents['dataset'].digest[:12]}",
+            "known from training": "; ".join(f"{one.name}: {one.contamination}" for one in sets),
+            **model_facts(digest, policy, page=bool(graph)),
+        },
+        curves=training_curves(policy),
+        verdict=read_verdict(promotion),
+        before=first_model(read_manifest(evaluation).parents),
+        after=trained_by(read_manifest(evaluation).parents),
+        overoptimisation=read_overoptimisation(policy),
+        harness=read_harness(evaluation),
+        sets=sets,
+    )
+    write_page(folder / REPORT, page)
+    Deck("Evaluation", page)
+    if graph:
+        Deck("Lineage", graph)
+    return folder / REPORT
+
+
+def read_harness(evaluation: Path) -> list[tuple[HarnessScore, HarnessScore]]:
+    """Both models' scores in the lm-evaluation-harness; none where it was not run."""
+    from engine.evaluation.lm_eval import FILE, from_json, pairs
+
+    file = evaluation / FILE
+    if not file.is_file():
+        return []
+    return pairs(from_json(file.read_bytes(), str(file)), "warm_start", "rl")
+
+
+def model_facts(digest: str, policy: Path, page: bool = False) -> dict[str, str | Link]:
+    """The evaluated model's digest, its step of the RL run that made it, and its lineage: a page
+    beside the report, or the command."""
+    from engine.evaluation.policy_steps import read_policy_steps
+    from engine.evaluation.report_page import Link
+
+    command = f"python -m engine.lineage {digest[:12]} --html {LINEAGE}"
+    link = Link(f"{LINEAGE} (in a Deck: the tab Lineage)", LINEAGE)
+    steps = read_policy_steps(policy)
+    of = {} if steps is None else {"step of training": str(steps)}
+    return {"model": digest, **of, "lineage": link if page else command}
+
+
+def lineage_page(policy: str, stores: Sequence[str]) -> str:
+    """The page of a model's lineage; empty, and it is said why, where it can't be read.
+
+    stores: where its descendants are looked for. All that the shared store holds would be more than
+    the end of a run should read.
+    """
+    from engine.errors import EngineError
+    from engine.lineage.lookup import review
+    from engine.lineage.page import render_page
+
+    try:
+        return render_page(review([policy], stores))
+    except EngineError as error:
+        echo(f"report: there is no page of the lineage: {error}")
+        return ""
+
+
+def read_verdict(promotion: Path) -> Verdict:
+    """What `decision.json` says, for a person."""
+    from engine.evaluation.report_page import Verdict
+
+    decision: dict[str, Any] = json.loads((promotion / "decision.json").read_text())
+    version = f"{decision['model_name']} version {decision['model_version']}"
+    holds = decision["promoted"] or decision["previous_champion"] == decision["model_version"]
+    if holds:
+        title = f"{version} {'is now' if decision['promoted'] else 'stays'} {decision['alias']}"
+    elif decision["waits_for_approval"]:
+        title = f"{version} waits for approval"
+    else:
+        title = f"{version} was not promoted"
+    return Verdict(holds, title, decision["reason"])
+
+
+# Evaluation on several machines that need not start together: a map task over shares of problems.
+#
+# With `evaluate.map_parts` the dynamic task `evaluate` runs `evaluate_part` so many times, each in
+# a
+# pod of the profile, and `evaluate` reads their tables instead of decoding. Both models answer the
+# same share, so the tables are those of one machine, to the bit where its arithmetic is.
+
+
+@stages_of(
+    cache=stage_cache(),
+    requests=LARGE,
+    retries=3,
+    interruptible=True,
+    timeout=timedelta(hours=6),
+)
+def evaluate_part(
+    part: int,
+    run: RunContext,
+    dataset: FlyteDirectory,
+    warm_start: FlyteDirectory,
+    policy: FlyteDirectory,
+    data: DataConfig,
+    config: EvaluateConfig,
+    seed: int,
+) -> EvaluationRows:
+    """Both models' rows of one share of the problems, `part` of `config.map_parts`."""
+    import pandas as pd
+
+    from engine.controller.launch import ray_session
+    from engine.evaluation.decode import uses_ranks
+    from engine.evaluation.summary import read_problems
+
+    share = (part, config.map_parts)
+    ray = ray_session("ray" if uses_ranks(config) else "local", LOCAL_OBJECT_STORE_BYTES)
+    with user_facing_errors(), ray:
+        echo(f"evaluation: part {part + 1} of {config.map_parts} starts")
+        models = {"warm_start": local_artifact(warm_start), "rl": local_artifact(policy)}
+        problems = read_problems(local_artifact(dataset))
+        rows = answer_problems(models, problems, data, config, seed, share)
+        return as_table(TableFile.write(pd.concat(list(rows.values()), ignore_index=True)))
+
+
+def parts_of(profile: Profile, inputs: Mapping[str, Any]) -> Any:
+    """The parts' tables, by a map task; None without parts. For `on_profiles(made_inside=…)`."""
+    parts = inputs["config"].map_parts
+    if parts == 1:
+        return None
+    return map_task(partial(evaluate_part(profile), **inputs))(part=list(range(parts)))
+
+
+def joined(parts: Sequence[StructuredDataset], models: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """The tables of all problems, by model, from those of the parts in order."""
+    import pandas as pd
+
+    from engine.data.contract import EVALUATION_ROWS
+
+    read = [
+        open_table(table).read(EVALUATION_ROWS, f"part {number + 1} of the evaluation")
+        for number, table in enumerate(parts)
+    ]
+    rows = pd.concat(read, ignore_index=True)
+    return {name: rows[rows["model"] == name].reset_index(drop=True) for name in models}
+
+
+def answer_problems(
+    models: Mapping[str, Path],
+    problems: Mapping[str, pd.DataFrame],
+    data: DataConfig,
+    config: EvaluateConfig,
+    seed: int,
+    part: tuple[int, int] = (0, 1),
+) -> dict[str, pd.DataFrame]:
+    """Each model's rows, with a progress bar."""
+    from engine.console import progress
+    from engine.evaluation.scoring import evaluate_model, share_of
+
+    share = share_of(sum(map(len, problems.values())), part)
+    each = (share.stop - share.start) * (1 + config.samples)
+    rows: dict[str, pd.DataFrame] = {}
+    bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
+    with bar:
+        for name, folder in models.items():
+            rows[name] = evaluate_model(
+                folder,
+                problems,
+                name,  # type: ignore[arg-type]
+                config,
+                max_response_length=data.max_response_length,
+                max_prompt_length=data.max_prompt_length,
+                seed=seed,
+                part=part,
+                on_progress=update_progress(bar, len(rows) * each),
+            )
+    return rows
+
+
+def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:
+    """A callback that sets the bar to `offset` plus the finished completions of one model."""
+    return lambda done: bar.update(offset + done - bar.count)
+
+
+# Task `evaluate`: the warm start and the RL model on the same held-out problems.
+#
+# Artifact `evaluation`: `rows_warm_start.parquet`, `rows_rl.parquet` (schema `EVALUATION_ROWS`),
+# `comparison.json` (rates with intervals, the paired gain, on the split `test`), `sets.json` (the
+# same of every evaluation set, by source and level, and what is known from training),
+# `report.html`
+# (also the task's Deck), and with `evaluate.lm_eval.tasks` `lm_eval.json`.
 
 
 class Evaluation(NamedTuple):
@@ -65,18 +293,18 @@ def evaluate(
 ) -> Evaluation:
     """Compare the two models by greedy pass@1, pass@k, majority vote, format and length.
 
-    parts: what a map task has decoded (`tasks.evaluate_parts`); None: both models are decoded here.
+    parts: what a map task has decoded (`tasks.evaluate`); None: both models are decoded here.
     """
 
-    from engine.controller.ray_session import ray_session
+    from engine.controller.launch import ray_session
     from engine.data.contract import EVALUATION_ROWS, check
-    from engine.data.evaluation_sets import evaluation_files
-    from engine.evaluation.layout import uses_ranks
+    from engine.data.sources import evaluation_files
+    from engine.evaluation.comparability import comparable_settings
+    from engine.evaluation.decode import uses_ranks
     from engine.evaluation.lm_eval import pairs, require_lm_eval
-    from engine.evaluation.overoptimisation import read_overoptimisation
-    from engine.evaluation.report import render_report
-    from engine.evaluation.sets import TEST, compare_sets, read_problems, rows_of_set, write_sets
-    from engine.evaluation.settings import comparable_settings
+    from engine.evaluation.policy_steps import read_overoptimisation
+    from engine.evaluation.report_page import render_report
+    from engine.evaluation.summary import TEST, compare_sets, read_problems, rows_of_set, write_sets
     from engine.rewards import scorer_identity
 
     ray = ray_session("ray" if uses_ranks(config) else "local", LOCAL_OBJECT_STORE_BYTES)
@@ -186,7 +414,7 @@ def harness_metrics(scores: Mapping[str, Sequence[HarnessScore]]) -> dict[str, f
 
 def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
     """Where the problems are from, how many, and how many spell control tokens, if any do."""
-    from engine.data.control_tokens import rows_spelling_control_tokens
+    from engine.data.templates import rows_spelling_control_tokens
     from engine.data.tokenizer import load_tokenizer
 
     rows = [{"prompt": prompt} for prompt in test["prompt"]]
@@ -201,7 +429,7 @@ def known_from_training(dataset: Path, test: pd.DataFrame) -> int:
 
     from engine.config import ContaminationConfig
     from engine.data.rows import prompt_text
-    from engine.promotion.contamination import trained_on
+    from engine.promotion.gate import trained_on
 
     rule = ContaminationConfig()
     frames = (pd.read_parquet(dataset / f"{name}.parquet") for name in ("sft_train", "train"))

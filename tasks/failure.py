@@ -2,7 +2,7 @@
 
 A stage that raises records that itself. The handlers also cover what a stage can't report: a pod
 killed for memory, a deadline, an image that can't be pulled. Checkpoints and cached results stay,
-so that the next run resumes; Ray clusters end by themselves (`tasks.ray_cluster`).
+so that the next run resumes; Ray clusters end by themselves (`tasks.variants`).
 
 Flyte requires a handler to have the inputs of its workflow, hence one per workflow.
 """
@@ -17,9 +17,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
 from tasks.context import SHORT, RunContext, echo, execution_tags
-from tasks.credentials import load_secrets
+from tasks.flytekit_setup import convert_error_literals, load_secrets
 from tasks.inputs import RLHFConfig
-from tasks.literal_types import convert_error_literals
 
 EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
 CAUSE_TAG = "hybridflyte.error"
@@ -205,7 +204,7 @@ def _mlflow_run(workflow: str, config: RLHFConfig) -> str:
 def _end_runs(experiment: str, run_id: str, error: FlyteError | None) -> None:
     """Tag the run with the cause, and end it and its stages that are still running."""
     from engine.tracking import Tracker
-    from engine.tracking.values import tags
+    from engine.tracking.connection import tags
 
     tracker = Tracker(experiment=experiment)
     facts = {CAUSE_TAG: _cause(error), NODE_TAG: error.failed_node_id if error else ""}
@@ -232,7 +231,7 @@ def _cause(error: FlyteError | None) -> str:
 def _clean_staging() -> None:
     """Remove the staging files of processes that died."""
     from engine.storage.artifacts import staging
-    from engine.storage.locations import home
+    from engine.storage.filesystem import home
 
     if (home() / ".staging").exists():
         with staging("failure"):

@@ -1,25 +1,31 @@
-"""Task `fetch`: makes a model from elsewhere an artifact of this run.
-
-Artifact: the model's own (`rl`, `sft`) where it has a manifest, else `model`, a copy of the folder.
-"""
+"""Task `fetch`: makes a model from elsewhere an artifact of this run, or the start model as it is."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 
+from engine.config import ModelConfig
 from engine.console import display_path
 from tasks.context import IMAGE, SMALL, RunContext, as_output, echo, user_facing_errors
-from tasks.credentials import with_secrets
-from tasks.decks import DECK, show_facts
+from tasks.flytekit_setup import with_secrets
+from tasks.stage import DECK, show_facts, stage
 
 if TYPE_CHECKING:
-    from engine.tracking.registry import ModelVersion
+    from engine.storage.artifacts import Parent
+    from engine.tracking.model_versions import ModelVersion
+
+
+# Task `fetch`: makes a model from elsewhere an artifact of this run.
+#
+# Artifact: the model's own (`rl`, `sft`) where it has a manifest, else `model`, a copy of the
+# folder.
 
 REGISTERED = "models:/"
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -57,9 +63,8 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
     """Return the artifact folder of a model; an EngineError says why there is none."""
     from engine.errors import ConfigError
     from engine.models import require_model_folder
-    from engine.storage.artifacts import local_path
-    from engine.storage.hashing import MANIFEST
-    from engine.storage.manifest import verify
+    from engine.storage.artifacts import local_path, verify
+    from engine.storage.digests import MANIFEST
     from engine.tracking import Tracker
 
     if not reference:
@@ -87,12 +92,11 @@ def _from_registry(tracker: object, version: ModelVersion) -> Path:
     import contextlib
 
     from engine.errors import LineageError, StorageError
-    from engine.storage.artifacts import local_path, staging
-    from engine.storage.atomic import fsync_tree
-    from engine.storage.hashing import MANIFEST
-    from engine.storage.manifest import read_manifest
+    from engine.storage.artifacts import local_path, read_manifest, staging
+    from engine.storage.digests import MANIFEST
+    from engine.storage.filesystem import fsync_tree
     from engine.tracking import Tracker
-    from engine.tracking.registry import ARTIFACT_TAG, require_tagged_content
+    from engine.tracking.model_versions import ARTIFACT_TAG, require_tagged_content
 
     assert isinstance(tracker, Tracker)
     for place in _candidate_paths(version):
@@ -125,7 +129,7 @@ def _from_registry(tracker: object, version: ModelVersion) -> Path:
 
 def _candidate_paths(version: ModelVersion) -> list[Path | str]:
     """Paths where a version's artifact may be; empty for models that another tool registered."""
-    from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG
+    from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG
 
     wanted = ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
     kind, digest, manifest = (version.tags.get(tag, "") for tag in wanted)
@@ -137,7 +141,7 @@ def _candidate_paths(version: ModelVersion) -> list[Path | str]:
 
 def _artifact_paths(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
     """An artifact's path, and the path for equal content with another manifest."""
-    from engine.storage.locations import artifact_path
+    from engine.storage.filesystem import artifact_path
 
     path = artifact_path(kind, digest)
     return path, path.with_name(f"{path.name}-{manifest[:8]}")
@@ -146,7 +150,7 @@ def _artifact_paths(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
 def _verified_manifest_digest(folder: Path) -> str:
     """Digest of an intact artifact's manifest; empty where it is missing or damaged."""
     from engine.errors import LineageError
-    from engine.storage.manifest import verify
+    from engine.storage.artifacts import verify
 
     try:
         return verify(folder).own_digest
@@ -182,12 +186,78 @@ def _from_hub(hub_id: str, name: str) -> Path:
 
 def _publish_copy(folder: Path, source: str) -> Path:
     """Publish a copy of a folder without a manifest."""
-    from engine.storage.artifacts import publish, staging
-    from engine.storage.hashing import tree_digest
-    from engine.storage.manifest import Draft, Parent
+    from engine.storage.artifacts import Draft, Parent, publish, staging
+    from engine.storage.digests import tree_digest
 
     with staging("model") as draft:
         shutil.copytree(folder, draft, dirs_exist_ok=True)
         digest = tree_digest(draft)
         parent = Parent(name="source", kind="source", digest=digest, uri=source)
         return publish(draft, Draft(kind="model", parents=(parent,), config={"source": source}))
+
+
+# The start model as it is: what `sft.skip` has in the place of the warm start.
+#
+# Artifact `start_model`: the files of the folder or hub id, and the dataset's tokenizer where
+# `data.apply_chat_template_kwargs` gave that another chat template.
+
+START_MODEL: Literal["start_model"] = "start_model"  # kind of the artifact
+
+
+def publish_start_model(
+    run: RunContext, dataset: FlyteDirectory, start: ModelConfig, start_digest: str
+) -> FlyteDirectory:
+    """Make the start model an artifact, nothing of it changed; an EngineError where it is away."""
+    from engine.data.tokenizer import load_tokenizer
+    from engine.storage.artifacts import read_manifest
+    from engine.storage.digests import MANIFEST
+
+    settings = {"model": start.model_dump(mode="json"), "start_digest": start_digest}
+    with stage(START_MODEL, run, settings) as this:
+        data = this.load_parent("dataset", dataset)
+        source = model_files(start.path)
+        if (source / MANIFEST).is_file():  # of ours, so that its lineage goes on
+            this.parents.append(read_manifest(source).as_parent("start", str(source.absolute())))
+        left_out = shutil.ignore_patterns(MANIFEST)
+        shutil.copytree(source, this.folder, ignore=left_out, dirs_exist_ok=True)
+        asked = load_tokenizer(data / "tokenizer")
+        if load_tokenizer(this.folder).chat_template != asked.chat_template:
+            asked.save_pretrained(this.folder)
+        echo(f"start_model: no warm start (sft.skip): RL begins with {start.path} as it is")
+        return this.publish({})
+
+
+def first_model(parents: Iterable[Parent]) -> Literal["warm_start", "start_model"]:
+    """What RL began with, by the parents of its policy or evaluation."""
+    kinds = {parent.name: parent.kind for parent in parents}
+    return START_MODEL if kinds.get("warm_start") == START_MODEL else "warm_start"
+
+
+def trained_by(parents: Iterable[Parent]) -> Literal["", "preference"]:
+    """What trained an evaluation's policy, where it was not RL."""
+    kinds = {parent.name: parent.kind for parent in parents}
+    return "preference" if kinds.get("policy") == "preference" else ""
+
+
+def model_files(path: str) -> Path:
+    """A model's folder; for a hub id that in the hub's cache. ModelError where the hub is away."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from engine.errors import ModelError
+    from engine.storage.filesystem import is_hub_id, split_revision
+
+    if not is_hub_id(path):
+        return Path(path)
+    name, revision = split_revision(path)
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=HUB_FILES, etag_timeout=HUB_SECONDS
+        )
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"model.path={path!r} can't be downloaded from the hub ({reason}); check the network, "
+            "or give a folder"
+        ) from error
+    return Path(found)

@@ -1,7 +1,9 @@
 """Task `preprocess`: a source becomes validated Parquet splits and a tokenizer.
 
-Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in the
-data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluation set, `tokenizer/`
+Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in
+the
+data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluation set,
+`tokenizer/`
 (Hugging Face), `dataset.json` (lengths in tokens), `README.md` (the card).
 
 `python -m tasks.preprocess --help` writes files of a data set without the rest.
@@ -9,27 +11,132 @@ data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluati
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
+from pydantic import ValidationError
 
-from engine.config import DataConfig
+from engine.config import DataConfig, explain
+from engine.console import say
+from engine.errors import ConfigError, EngineError
 from tasks.context import IMAGE, SMALL, RunContext, echo
-from tasks.credentials import with_secrets
-from tasks.decks import DECK
-from tasks.stage import Stage, stage, stage_cache
-from tasks.tables import RLPrompts, SFTPairs
+from tasks.flytekit_setup import with_secrets
+from tasks.stage import DECK, RLPrompts, SFTPairs, Stage, stage, stage_cache
 
 if TYPE_CHECKING:
     import pandas as pd
     from transformers import PreTrainedTokenizerBase
 
     from engine.data.sources import Splits
+
+
+# `python -m tasks.preprocess`: a data set as verl-compatible Parquet files with a card.
+
+_ABOUT = """\
+Write a data set as Parquet files in verl's schema (train.parquet, test.parquet, …), with a card
+(README.md: rows, lengths, digests, samples, what was left out).
+
+  python -m tasks.preprocess --dataset gsm8k --source ../shared/data/gsm8k --local_dir data/gsm8k
+  python -m tasks.preprocess --dataset problems.csv --local_dir data/mine \\
+      columns.prompt=question columns.ground_truth=answer bad_rows=drop
+
+Settings are those of a workflow's `data` section: columns, templates, system_prompt, data_source,
+splits, bad_rows, max_prompt_length, decontaminate.overlap, decontaminate.against, …
+A million rows fit into the memory that their keys take, 16 bytes a prompt.
+Exit status: 0; 2 for wrong input.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; what is wrong with the input is one sentence."""
+    parser = argparse.ArgumentParser(
+        "python -m tasks.preprocess",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--dataset", required=True, help="gsm8k, math, or a file, a folder, s3://… or hf://ID"
+    )
+    parser.add_argument(
+        "--source", default="", help="where gsm8k or math lies; empty: the Hugging Face hub"
+    )
+    parser.add_argument("--local_dir", required=True, help="folder of the files to write")
+    parser.add_argument(
+        "--tokenizer", default="", help="model folder or hub id; lengths are then in tokens"
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="of the data section")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        _run(given)
+    except EngineError as error:
+        say(f"error: {error}")
+        return 2
+    return 0
+
+
+def _run(given: argparse.Namespace) -> None:
+    from engine.data.math_problems import PRESETS, with_preset
+    from engine.data.prepare import CARD, prepare
+    from engine.data.tokenizer import load_tokenizer
+
+    known = given.dataset in PRESETS
+    if given.source and not known:
+        raise ConfigError(
+            f"--source goes with {' or '.join(PRESETS)}; give {given.dataset!r} alone"
+        )
+    config = data_config(given.settings, given.source if known else given.dataset)
+    config = with_preset(config, given.dataset) if known else config
+    tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else None
+    folder = Path(given.local_dir)
+    cards = prepare(config, folder, tokenizer)
+    for card in cards:
+        out = ", ".join(f"{count:,} {reason}" for reason, count in card.left_out.items())
+        say(f"{card.name}: {len(card.lengths):,} rows" + (f"; left out: {out}" if out else ""))
+    say(f"card: {folder / CARD}")
+
+
+def data_config(settings: Sequence[str], path: str) -> DataConfig:
+    """The `data` section of `key=value` arguments, for the source `files` at `path`.
+
+    Raises ConfigError for an unknown or wrong setting.
+    """
+    values: dict[str, Any] = {"source": "files", "path": path}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"{setting!r} is not of the form key=value")
+        *sections, name = key.removeprefix("data.").split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{key}: {section} is a value, not a section")
+        try:
+            place[name] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"{key}: the value {text!r} is not valid YAML; quote it") from None
+    try:
+        return DataConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+# Task `preprocess`: a source becomes validated Parquet splits and a tokenizer.
+#
+# Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in
+# the
+# data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluation set,
+# `tokenizer/`
+# (Hugging Face), `dataset.json` (lengths in tokens), `README.md` (the card).
+#
+# `python -m tasks.preprocess --help` writes files of a data set without the rest.
 
 DATASET_TASK: dict[str, Any] = {
     "cache": stage_cache(),
@@ -108,7 +215,7 @@ def write_splits(
     tokens, longest prompt in tokens. Raises as `apply_control_tokens`, `fit_to_context` and
     `write_split` do.
     """
-    from engine.storage.manifest import Parent
+    from engine.storage.artifacts import Parent
 
     splits, spelled = apply_control_tokens(splits, tokenizer, data.control_tokens)
     splits, tokens = fit_to_context(splits, tokenizer, data, context)
@@ -134,8 +241,8 @@ def write_card(
 
     It names the source, not its place, so that equal data make an equal artifact.
     """
-    from engine.data.card import CARD, SplitCard, card_html, card_markdown
-    from engine.storage.hashing import hash_file
+    from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
+    from engine.storage.digests import hash_file
 
     cards = []
     for name, frame in splits.tables().items():
@@ -199,7 +306,7 @@ def apply_control_tokens(
     Returns the splits and how many such rows there were. Raises DataError with policy "fail", and
     when a split loses all its rows.
     """
-    from engine.data.control_tokens import rows_spelling_control_tokens
+    from engine.data.templates import rows_spelling_control_tokens
     from engine.errors import DataError
 
     total, kept = 0, dict[str, Any]()
@@ -267,7 +374,7 @@ def log_splits(this: Stage, dataset: Path, names: Sequence[str], uri: str = "") 
 
     uri: where their rows come from; empty: the artifact that the folder is, a parent of the stage.
     """
-    from engine.storage.hashing import hash_file
+    from engine.storage.digests import hash_file
 
     for name in names:
         file = dataset / f"{name}.parquet"
@@ -276,6 +383,4 @@ def log_splits(this: Stage, dataset: Path, names: Sequence[str], uri: str = "") 
 
 
 if __name__ == "__main__":
-    from engine.cli.preprocess import main
-
     raise SystemExit(main())

@@ -1,23 +1,41 @@
-"""Resource profiles: the machines that a run asks for, as values.
-
-The input `profile` of a workflow is the name of one in `profiles.yaml`, or sizes of your own as a
-YAML mapping. `plan` reads it once (`read_profile`); from there on it is a `Profile`, which
-`tasks.variants` turns into the resources of each stage, `tasks.placement` into the engine's
-settings, and `tasks.ray_cluster` into a Ray cluster. What it means for Kubernetes is `tasks.pods`.
-"""
+"""Resource profiles: the machines of a run, and whether its settings and models fit them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from engine.config import ParallelConfig, Section, explain
+from engine.config import (
+    OfflineConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PoolConfig,
+    RLConfig,
+    Section,
+    explain,
+)
 from engine.config.base import filled_up
 from engine.errors import ConfigError
+from tasks.context import echo
+from tasks.inputs import pin_named_content
+
+if TYPE_CHECKING:
+    from engine.planner import Cluster
+    from engine.planner.resources import Device
+
+
+# Resource profiles: the machines that a run asks for, as values.
+#
+# The input `profile` of a workflow is the name of one in `profiles.yaml`, or sizes of your own as
+# a
+# YAML mapping. `plan` reads it once (`read_profile`); from there on it is a `Profile`, which
+# `tasks.variants` turns into the resources of each stage, `tasks.placement` into the engine's
+# settings, and `tasks.ray_cluster` into a Ray cluster. What it means for Kubernetes is
+# `tasks.pods`.
 
 ONE_RANK = ParallelConfig()
 ROOMY_GPU_GIB = 128.0  # of a GPU on which layers' activations can stay
@@ -55,14 +73,14 @@ class Profile(Section):
     replicas: Replicas = Replicas()
     gpus: int = Field(0, ge=0, description="Of a worker")
     accelerator: str = Field(
-        "", description="Their kind, by Ray's name (engine/planner/hardware.py); empty: not known"
+        "", description="Their kind, by Ray's name (engine/planner/resources.py); empty: not known"
     )
     gpu_resource: str = Field(
         "", description="Kubernetes' name for one; empty: nvidia.com/gpu or amd.com/gpu, by kind"
     )
     node_labels: dict[str, str] = Field({}, description="What a node must be labelled with")
     image: Literal["", "default", "cuda", "rocm"] = Field(
-        "", description="Kind of image (tasks/images.py); empty: by the GPU's vendor"
+        "", description="Kind of image (tasks/flytekit_setup.py); empty: by the GPU's vendor"
     )
     environment: dict[str, str] = Field({}, description="Variables of all processes")
     parallel: ParallelConfig | None = Field(
@@ -87,7 +105,7 @@ class Profile(Section):
         """Whose GPUs they are; empty without any."""
         if not self.gpus:
             return ""
-        from engine.planner.hardware import gpu
+        from engine.planner.resources import gpu
 
         amd = self.gpu_resource.startswith("amd.com/") or (
             not self.gpu_resource and gpu(self.accelerator).vendor == "amd"
@@ -101,7 +119,7 @@ class Profile(Section):
 
     @property
     def image_kind(self) -> str:
-        """Kind of image, see `tasks.images`."""
+        """Kind of image, see `tasks.flytekit_setup`."""
         return self.image or {"": "default", "nvidia": "cuda", "amd": "rocm"}[self.vendor]
 
     @property
@@ -118,7 +136,7 @@ class Profile(Section):
         """
         if self.parallel is not None or not self.gpus:
             return self.parallel or ONE_RANK
-        from engine.planner.hardware import gpu
+        from engine.planner.resources import gpu
 
         return ParallelConfig(
             dp=self.replicas.start,
@@ -179,3 +197,242 @@ def read_profile(text: str) -> Profile:
         return Profile.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"profile: {explain(error)}") from None
+
+
+# Whether a pipeline's models fit a profile's GPUs, as far as the kind of GPU is known.
+
+
+def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = True) -> None:
+    """Raise PlacementError for an evaluation that can't fit, or what it `trains` before.
+
+    A model from scratch, and a profile that names no known kind of GPU, are let through.
+    """
+    if not (profile.accelerator and config.model.path):
+        return
+    from engine.evaluation.decode import check_evaluation_memory
+    from engine.models import text_config
+    from engine.trainers.auto_placement import gpu_kinds
+
+    machines = cluster(profile, gpu_kinds(config.rl))
+    each = machines.machines[0].gpu_memory
+    if not each:
+        return
+    if trains:
+        _check_training(config, machines)
+    check_evaluation_memory(config.evaluate, text_config(config.model.path), each, profile.gpus)
+
+
+def _check_training(config: PipelineConfig, machines: Cluster) -> None:
+    """Of the warm start and RL."""
+    from engine.models import resolve_dtype, resolve_lora, text_config
+    from engine.trainers.auto_placement import check_rl_memory, check_sft_memory
+
+    model, data, path = config.model, config.data, config.model.path
+    lora, width = resolve_lora(path, model.lora), text_config(path).hidden_size
+
+    def dtype(parallel: ParallelConfig) -> str:
+        asked = parallel.compute_dtype
+        return resolve_dtype(model.dtype, width, gpu=True, compute_dtype=asked)
+
+    longest = (data.max_prompt_length or data.max_response_length) + data.max_response_length
+    if not config.sft.skip:
+        check_sft_memory(
+            config.sft,
+            machines,
+            model_path=path,
+            lora=lora,
+            dtype=dtype(config.sft.parallel),
+            max_response_length=data.max_response_length,
+            max_model_len=longest,
+        )
+    check_rl_memory(
+        config.rl,
+        machines,
+        model_path=path,
+        lora=lora,
+        dtype=dtype(config.rl.actor.parallel),
+        max_response_length=data.max_response_length,
+        max_model_len=longest,
+    )
+
+
+def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Cluster:
+    """The profile's machines, as many as there are at the start.
+
+    `kinds`: GPUs that the table of hardware does not have.
+    """
+    from engine.planner import Cluster, Machine
+    from engine.planner.resources import GIB, gpu
+
+    each = int(gpu(profile.accelerator, kinds).memory_gib * GIB)
+    machines = (
+        Machine(
+            f"worker {number}",
+            float(profile.cpus),
+            profile.memory_gib * GIB,
+            profile.gpus,
+            each,
+            profile.accelerator,
+        )
+        for number in range(profile.replicas.start)
+    )
+    return Cluster(tuple(machines), kinds or {})
+
+
+# Applies a resource profile to the engine's settings: layout, pools, and checks.
+
+C = TypeVar("C", bound=PipelineConfig)
+Offline = TypeVar("Offline", bound=OfflineConfig)
+
+# Roles that share the policy's processes, in the order in which they are built.
+_POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
+
+
+def apply_profile(config: C, profile: Profile) -> C:
+    """Return the settings with the profile's layout and GPUs where they leave both open.
+
+    And with `rl.named_content`, which stages are keyed by. Layout: `rl.actor.parallel` and those of
+    `sft`, `preference` and `reward_model`, where they are the default of one rank. GPUs:
+    `rl.trainer.pools` (where rollout waits for training) and theirs, where they are empty. With
+    `rl.trainer.placement=auto` RL's stay open for the engine's planner, which sees the machines at
+    each start. Raises ConfigError for settings that the profile's machines can't take.
+    """
+    config = pin_named_content(config)
+    if not profile.gpus:
+        return config
+    if config.rl.trainer.placement == "local":
+        raise ConfigError(
+            f"rl.trainer.placement=local with profile={profile.name}: the profile's GPUs are on "
+            "Ray workers; set rl.trainer.placement=ray, or profile=laptop"
+        )
+    auto = config.rl.trainer.placement == "auto"
+    rl = (_with_precision if auto else _with_layout)(config.rl, profile)
+    _check_evaluation(config.evaluate.parallel, profile)
+    sft = config.sft if config.sft.skip else _on_gpus(config.sft, profile)
+    own = {
+        name: _on_gpus(getattr(config, name), profile) for name in ("preference", "reward_model")
+    }
+    return config.model_copy(update={"rl": rl, "sft": sft, **own})
+
+
+def check_model_layouts(config: PipelineConfig) -> None:
+    """Raise ConfigError for a layout of several ranks that the model can't be split over.
+
+    Layouts that are still to be chosen (`rl.trainer.placement=auto`) are left to the planner.
+    """
+    from engine.parallel.layout import Layout
+
+    rl, sft, evaluation, lora = config.rl, config.sft, config.evaluate.parallel, config.model.lora
+    critic = rl.critic.parallel or rl.actor.parallel
+    warm_start = not sft.skip and Layout.of(sft.parallel).world_size > 1
+    ranks = max(Layout.of(one).world_size for one in (rl.actor.parallel, critic))
+    trained = rl.trainer.placement != "auto" and ranks > 1
+    evaluated = evaluation is not None and evaluation.tp > 1
+    if not (warm_start or trained or evaluated):
+        return
+    from engine.evaluation.decode import check_evaluation_layout
+    from engine.models import text_config
+    from engine.trainers.offline import check_offline_layout
+    from engine.trainers.run_spec import check_layouts
+
+    model = text_config(config.model.path)
+    if warm_start:
+        check_offline_layout(sft, lora, model)
+    if trained:
+        check_layouts(rl, lora, model)
+    check_evaluation_layout(config.evaluate, model)
+
+
+def _check_evaluation(parallel: ParallelConfig | None, profile: Profile) -> None:
+    """Evaluation is on one machine, all of whose GPUs it takes where no layout is given."""
+    from engine.parallel.layout import Layout
+
+    ranks = 1 if parallel is None else Layout.of(parallel).world_size
+    if ranks > profile.gpus:
+        raise ConfigError(
+            f"evaluate.parallel is a layout of {ranks} ranks, but a machine of "
+            f"profile={profile.name}, which evaluates, has {profile.gpus} GPUs; choose a smaller "
+            "layout, or leave it out for all of them"
+        )
+
+
+def _on_gpus(config: Offline, profile: Profile) -> Offline:
+    """On ranks where the profile's machines have several GPUs; else as it is."""
+    section = config.section
+    if not profile.several_gpus:
+        _check_size(f"{section}.parallel", config.parallel, profile)
+        return config
+    if config.placement == "local":
+        raise ConfigError(
+            f"{section}.placement=local with profile={profile.name}: the profile's GPUs are on Ray "
+            f"workers; leave {section}.placement out, or set profile=laptop"
+        )
+    parallel = profile.layout if config.parallel == ONE_RANK else config.parallel
+    _check_size(f"{section}.parallel", parallel, profile)
+    pool = PoolConfig(roles=(section,), cpus=_cpus(profile), gpus=1.0)
+    placed = {"parallel": parallel, "placement": "ray", "pools": config.pools or (pool,)}
+    return config.model_copy(update=placed)
+
+
+def _with_precision(rl: RLConfig, profile: Profile) -> RLConfig:
+    """The profile's compute dtype alone; the planner chooses the layout.
+
+    The planner treats any layout that differs from the default as the user's choice.
+    """
+    echo("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
+    if rl.actor.parallel.compute_dtype:
+        return rl
+    precision = {"compute_dtype": profile.layout.compute_dtype}
+    parallel = rl.actor.parallel.model_copy(update=precision)
+    actor = rl.actor.model_copy(update={"parallel": parallel})
+    return rl.model_copy(update={"actor": actor})
+
+
+def _with_layout(rl: RLConfig, profile: Profile) -> RLConfig:
+    if rl.trainer.mode != "sync":
+        echo(
+            f"plan: rl.trainer.mode={rl.trainer.mode}: layout and pools stay as configured, as "
+            "rollout processes need GPUs of their own (rl.trainer.pools)"
+        )
+        return rl
+    if rl.actor.parallel == ONE_RANK:
+        actor = rl.actor.model_copy(update={"parallel": profile.layout})
+        rl = rl.model_copy(update={"actor": actor})
+    _check_size("rl.actor.parallel", rl.actor.parallel, profile)
+    if rl.trainer.pools:
+        return rl
+    trainer = rl.trainer.model_copy(update={"pools": _pools(rl, profile)})
+    return rl.model_copy(update={"trainer": trainer})
+
+
+def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
+    """The policy's roles on one GPU a rank, all other roles on a core of their own."""
+    from engine.dataflows import choose_dataflow
+    from engine.dataflows.algo import RequiredPasses
+    from engine.registry import import_plugins
+
+    import_plugins(rl.plugins)
+    dataflow = choose_dataflow(rl.algorithm)
+    roles = RequiredPasses.of(rl, dataflow).roles(dataflow)
+    policy = tuple(role for role in _POLICY_ROLES if role in roles)
+    others = tuple(sorted(roles - set(policy)))  # the reward, at least
+    return (
+        PoolConfig(roles=policy, cpus=_cpus(profile), gpus=1.0),
+        PoolConfig(roles=others, cpus=1.0),
+    )
+
+
+def _cpus(profile: Profile) -> int:
+    """Of a rank on one GPU; others of the machine's are for roles without one."""
+    return max(1, profile.cpus // profile.gpus - 1)
+
+
+def _check_size(setting: str, parallel: ParallelConfig, profile: Profile) -> None:
+    from engine.parallel.layout import Layout
+
+    ranks = Layout.of(parallel).world_size
+    if ranks > profile.most_gpus:
+        raise ConfigError(
+            f"{setting} is a layout of {ranks} ranks, but profile={profile.name} has at most "
+            f"{profile.most_gpus} GPUs; choose a smaller layout, or another profile"
+        )

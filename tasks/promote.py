@@ -1,43 +1,52 @@
-"""Task `promote`: registers the model and moves the champion's alias, if the evidence allows.
-
-Artifact `promotion`: `decision.json` (promoted or not, why, each rule's outcome, against which
-champion), `evidence.json`, and `rows_champion.parquet` where the champion was evaluated here. The
-rules are `engine.promotion.rules`. Anything missing, unreadable or tampered with promotes nothing.
-Not cached: the champion may have changed. Running it again for the same model changes nothing.
-"""
+"""Tasks `promote` and `rollback`: move the champion's alias forward or back."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+import uuid
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flytekit import task
+from flytekit import current_context, task
 from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
+from engine.console import display_path
 from tasks.context import (
+    IMAGE,
     LARGE,
     SHORT,
+    SMALL,
     RunContext,
     as_output,
     echo,
     local_artifact,
+    on_cluster,
     user_facing_errors,
 )
-from tasks.decks import DECK, show_facts
-from tasks.stage import Stage, stage
-from tasks.start_model import first_model
+from tasks.fetch import first_model
+from tasks.flytekit_setup import with_secrets
+from tasks.stage import DECK, Stage, show_facts, stage
 from tasks.variants import on_profiles
 
 if TYPE_CHECKING:
     from engine.promotion import Champions, Decision
-    from engine.storage.manifest import Parent
+    from engine.storage.artifacts import Parent
     from engine.tracking import Tracker
-    from engine.tracking.registry import ModelVersion
+    from engine.tracking.model_versions import ModelVersion
+
+
+# Task `promote`: registers the model and moves the champion's alias, if the evidence allows.
+#
+# Artifact `promotion`: `decision.json` (promoted or not, why, each rule's outcome, against which
+# champion), `evidence.json`, and `rows_champion.parquet` where the champion was evaluated here.
+# The
+# rules are `engine.promotion.rules`. Anything missing, unreadable or tampered with promotes
+# nothing.
+# Not cached: the champion may have changed. Running it again for the same model changes nothing.
 
 CHAMPION_ROWS = "rows_champion.parquet"
 
@@ -60,10 +69,10 @@ def promote(
 
     approved_by: who approved, for `promote.approval=required`; without it such a promotion waits.
     """
-    from engine.evaluation.settings import require_same_settings
+    from engine.evaluation.comparability import require_same_settings
     from engine.promotion import Champions
-    from engine.promotion.checks import check_evidence, require_intact_copy, require_unmodified
-    from engine.storage.manifest import read_manifest
+    from engine.promotion.champions import check_evidence, require_intact_copy, require_unmodified
+    from engine.storage.artifacts import read_manifest
     from engine.tracking import Tracker
 
     settings = {"promote": config.model_dump(mode="json"), "seed": seed}
@@ -149,7 +158,7 @@ def register_model(
     Its files go to the MLflow run that made it. Where that is unknown or deleted (a lost attempt),
     they go to the pipeline's run, which every retry shares.
     """
-    from engine.storage.manifest import read_manifest
+    from engine.storage.artifacts import read_manifest
 
     policy, evidence = this.parents[1], this.parents[2]
     tags = {
@@ -169,7 +178,7 @@ def pass_gate(
 ) -> Comparison:
     """Decide against the present champion, and move the alias if the rules allow."""
     from engine.promotion.gate import decide_and_move
-    from engine.storage.manifest import read_manifest
+    from engine.storage.artifacts import read_manifest
 
     made: list[Comparison] = []
 
@@ -199,9 +208,8 @@ def compare_and_decide(
     import pandas as pd
 
     from engine.promotion import decide_on_sets
-    from engine.promotion.champion_evaluation import Evaluated, champion_evaluation
-    from engine.promotion.measurements import judged_sets, measure
-    from engine.storage.manifest import read_manifest
+    from engine.promotion.gate import Evaluated, champion_evaluation, judged_sets, measure
+    from engine.storage.artifacts import read_manifest
 
     after = pd.read_parquet(case.evaluation / "rows_rl.parquet")
     began = first_model(read_manifest(case.evaluation).parents)
@@ -261,8 +269,8 @@ def publish_decision(
     case: PromotionCase, version: ModelVersion, comparison: Comparison
 ) -> FlyteDirectory:
     """Write the decision with the champion that it was made against, and publish the artifact."""
-    from engine.promotion.champion_evaluation import version_parent
-    from engine.storage.manifest import read_manifest
+    from engine.promotion.gate import version_parent
+    from engine.storage.artifacts import read_manifest
 
     this, former, decision = case.this, comparison.former, comparison.decision
     parents = [comparison.recorded, version_parent(former, "champion") if former else None]
@@ -283,3 +291,96 @@ def publish_decision(
     (this.folder / "decision.json").write_text(text)
     show_facts("Decision", record)
     return this.publish({"promoted": float(decision.promote)})
+
+
+# Task `rollback`: moves the alias back to the previous champion, or to a given version.
+#
+# Artifact `rollback`: `rollback.json`, the move with its reason; its parents are the restored
+# model
+# and the replaced one. `python -m engine.promotion rollback` does the same.
+
+
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    **with_secrets(),
+    retries=2,
+    timeout=timedelta(hours=1),
+    **DECK,
+)
+def rollback(
+    model_name: str,
+    reason: str,
+    to: str = "",
+    expected: str = "",
+    alias: str = "champion",
+    forced: bool = False,
+    approved_by: str = "",
+    request: str = "",
+) -> FlyteDirectory:
+    """Restore a champion.
+
+    Args:
+        model_name: The registered model.
+        reason: Why; it is recorded.
+        to: The version to restore; empty: the one that the present champion replaced.
+        expected: Refuse unless this version is the champion; empty: whichever is.
+        alias: The alias to move.
+        forced: Take `to` even if it never was champion; recorded as forced, not as a rollback.
+        approved_by: Who agrees, where approval is required and the version has none.
+        request: A second call with this id changes nothing; empty: the Flyte execution.
+    """
+    from engine.promotion import Champions
+    from engine.storage.artifacts import Draft, publish, staging
+    from engine.tracking import Tracker
+
+    with user_facing_errors():
+        execution = current_context().execution_id.name if on_cluster() else ""
+        request = request or execution or f"local-{uuid.uuid4().hex[:12]}"
+        tracker = Tracker()
+        move = Champions(tracker, model_name, alias).rollback(
+            reason,
+            to=to,
+            expected=expected,
+            request=request,
+            by=execution or "local",
+            force=forced,
+            approved_by=approved_by,
+        )
+        echo(f"rollback: {model_name} {alias}: {move.sentence()}")
+        show_facts("Rollback", {"model": model_name, "alias": alias, "move": move.sentence()})
+        parents = [
+            parent
+            for name, version in (("restored", move.version), ("left", move.replaced))
+            if version is not None
+            for parent in parent_of_version(tracker, model_name, version, name)
+        ]
+        with staging("rollback") as folder:
+            (folder / "rollback.json").write_text(
+                json.dumps({"model_name": model_name, "alias": alias, **asdict(move)}, indent=2)
+            )
+            settings = {"model_name": model_name, "alias": alias, "to": to, "reason": reason}
+            draft = Draft(
+                kind="rollback",
+                parents=tuple(parents),
+                config=settings,
+                flyte_execution=execution,
+            )
+            path = publish(folder, draft)
+        echo(f"rollback: done → {display_path(path)}")
+        return as_output(path)
+
+
+def parent_of_version(tracker: Tracker, model: str, version: str, name: str) -> list[Parent]:
+    """The artifact of a version as a parent; empty when the version or its tags are gone."""
+    from engine.errors import TrackingError
+    from engine.promotion.gate import version_parent
+
+    try:
+        parent = version_parent(tracker.model_version(f"models:/{model}/{version}"), name)
+    except TrackingError as error:
+        # The alias has moved by now; a record without this parent is better than none.
+        echo(f"rollback: {error}")
+        return []
+    return [] if parent is None else [parent]

@@ -1,32 +1,45 @@
-"""Task `report`: the run's summary, as `summary.json` in the run's folder and as a table; pages.
-
-It reads manifests, so a cached run reports the same facts. Not cached.
-"""
+"""Tasks `report`, `review` and `finalize`: summaries and pages of a run for people."""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from flytekit import task
+from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from engine.config import DataConfig, EvaluateConfig, PromoteConfig
 from engine.console import display_path
 from tasks.context import (
+    IMAGE,
     SHORT,
+    SMALL,
     RunContext,
+    StageError,
+    as_output,
     echo,
     execution_name,
     local_artifact,
     user_facing_errors,
 )
-from tasks.decks import DECK
-from tasks.pages import run_folder, write_pages
-from tasks.start_model import START_MODEL
+from tasks.evaluate import run_folder, write_pages
+from tasks.failure import set_current_run
+from tasks.fetch import START_MODEL
+from tasks.flytekit_setup import with_secrets
+from tasks.inputs import RLHFConfig, pinned_evaluation
+from tasks.plan import open_run
+from tasks.profiles import Profile, read_profile
+from tasks.stage import DECK, show_facts
+
+# Task `report`: the run's summary, as `summary.json` in the run's folder and as a table; pages.
+#
+# It reads manifests, so a cached run reports the same facts. Not cached.
 
 NEAR_ZERO = 0.02  # pass@1, a fraction
 POLICY = "rl"  # the trained policy's key in the summary, whatever trained it
@@ -64,8 +77,7 @@ def report(
 
 def made_before(policy: Path) -> dict[str, Path]:
     """What the policy learned from besides the dataset and the warm start: pairs, reward model."""
-    from engine.storage.artifacts import local_path
-    from engine.storage.manifest import read_manifest
+    from engine.storage.artifacts import local_path, read_manifest
 
     found: dict[str, Path] = {}
     for parent in read_manifest(policy).parents:
@@ -78,7 +90,7 @@ def made_before(policy: Path) -> dict[str, Path]:
 def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, Any]:
     """Collect the run's facts from its artifacts."""
     from engine.evaluation.policy_steps import read_policy_steps
-    from engine.storage.manifest import read_manifest
+    from engine.storage.artifacts import read_manifest
     from tasks.evaluate import read_comparison
 
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
@@ -206,16 +218,16 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
 
 def episode_lines(evaluation: Path) -> list[str]:
     """Turns, returns and calls of both models on the split `test`, where they played episodes."""
-    from engine.evaluation.sets import read_sets
+    from engine.evaluation.summary import read_sets
 
     return [f"episodes: {one.line()}" for one in read_sets(evaluation)[0].comparison.episodes]
 
 
 def learned_lines(folders: dict[str, Path]) -> list[str]:
     """How well the reward model ranks, and what it did to the policy, where there is one."""
-    from engine.evaluation.overoptimisation import read_overoptimisation
-    from engine.storage.manifest import read_manifest
-    from tasks.reward_model_training import ranking
+    from engine.evaluation.policy_steps import read_overoptimisation
+    from engine.storage.artifacts import read_manifest
+    from tasks.learned_reward import ranking
 
     lines = []
     if "reward_model" in folders:
@@ -246,3 +258,143 @@ def tracking_uri() -> str:
     from engine.tracking.connection import default_uri
 
     return redact(default_uri())
+
+
+# Tasks that open and end runs of the workflows that have only some stages of `rlhf`.
+
+SKIPPED_TAG = "hybridflyte.skipped"
+
+
+class PromotionPlan(NamedTuple):
+    """What `promote` needs."""
+
+    run: RunContext
+    data: DataConfig
+    evaluate: EvaluateConfig
+    promote: PromoteConfig
+    seed: int
+    needs_approval: bool
+    profile: Profile
+
+
+@task(**SHORT)
+def open_promotion(
+    config: RLHFConfig,
+    dataset: FlyteDirectory,
+    policy: FlyteDirectory,
+    evaluation: FlyteDirectory,
+    seed: int,
+    profile: str,
+) -> PromotionPlan:
+    """Check that the evaluation is of this model on this data, as configured; open the run."""
+    from engine.evaluation.comparability import require_same_settings
+    from engine.promotion.champions import check_evidence
+    from engine.storage.artifacts import read_manifest
+    from engine.tracking import Tracker
+
+    with user_facing_errors():
+        set_current_run(None)
+        machines = read_profile(profile)
+        folders = [local_artifact(artifact) for artifact in (dataset, policy, evaluation)]
+        digest = check_evidence(*folders)
+        seed = seed if seed >= 0 else config.seed
+        evaluate = pinned_evaluation(config)
+        require_same_settings(read_manifest(folders[2]), config.data, evaluate, seed)
+        Tracker(experiment=config.tracking.experiment).check()
+        run = open_run(config, (digest, ""), "promote_only")
+        set_current_run(run)
+    approval = config.promote.approval == "required"
+    return PromotionPlan(run, config.data, evaluate, config.promote, seed, approval, machines)
+
+
+@task(**SHORT, **DECK)
+def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
+    """Write the artifact's metrics to the MLflow run, end the run, and return the artifact.
+
+    Of a promotion it writes the run's pages as well, see `tasks.evaluate`.
+    """
+    from engine.storage.artifacts import read_manifest
+    from engine.tracking import Tracker
+
+    with user_facing_errors():
+        folder = local_artifact(artifact)
+        manifest = read_manifest(folder)
+        if manifest.kind == "promotion":
+            echo(f"run {run.run_id}: report in {display_path(write_pages(run, folder))}")
+        metrics = {k: v for k, v in manifest.metrics.items() if k != "seconds"}
+        Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
+        where = f"{manifest.kind} in {display_path(folder)}"
+        echo(f"run {run.run_id}: MLflow run {run.mlflow_run}; {where}")
+        return as_output(folder)
+
+
+@task(**SHORT, **DECK)
+def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
+    """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
+    from engine.redaction import redact
+    from engine.tracking import Tracker
+
+    with user_facing_errors():
+        tracker = Tracker(experiment=run.experiment)
+        with tracker.translated("record why a run was skipped"):
+            tracker.client.set_tag(run.mlflow_run, SKIPPED_TAG, redact(reason))
+        tracker.finish_pipeline(run.mlflow_run, "FINISHED")
+        path = write_summary(run, {"run_id": run.run_id, "skipped": reason})
+        echo(f"run {run.run_id}: skipped: {reason}")
+        show_facts("Skipped", {"run": run.run_id, "reason": redact(reason)})
+    return FlyteFile(str(path))
+
+
+# Task `review`: the lineage of anything, as one page (also the task's Deck), checked on request.
+#
+# Like `python -m engine.lineage`, but where the artifacts are: on the cluster, with its
+# credentials.
+# Not cached: the content at an address may change.
+
+PAGE = "lineage.html"
+SHOWN_FAULTS = 5
+
+
+@task(
+    cache=False,
+    requests=SMALL,
+    container_image=IMAGE,
+    **with_secrets(),
+    retries=2,
+    timeout=timedelta(hours=6),
+    **DECK,
+)
+def review(artifact: str, against: str, store: str, verify_content: bool) -> FlyteFile:
+    """Write the page of an artifact's lineage; fail, with the page in the Deck, on tampering.
+
+    `against` (empty: nothing) is compared with it, and `store` (empty: the one it lies in) is
+    searched. With `verify_content`, all that it was made from and that came of it is re-hashed.
+    """
+    from engine.lineage.audit import audit
+    from engine.lineage.compare import compare
+    from engine.lineage.lookup import review as review_lineage
+    from engine.lineage.page import render_page, write_page
+    from engine.storage.filesystem import home
+
+    with user_facing_errors():
+        names = [against, artifact] if against else [artifact]
+        found = review_lineage(names, [store] if store else [])
+        comparison = None
+        if against:
+            comparison = compare(found.graph, found.starts[0], found.starts[-1])
+        checked = audit(found) if verify_content else None
+        page = render_page(found, checked, comparison)
+        Deck("Lineage", page)
+        folder = home() / "reviews"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix="review-", dir=folder)) / PAGE
+        write_page(path, page)
+        for finding in checked.findings if checked else ():
+            echo(f"review: {'FAULT' if finding.is_fault else 'note'}: {finding.text}")
+        echo(f"review: {found.summary} → {path}")
+    if checked is not None and checked.faults:
+        Deck.publish()  # Flyte writes the Deck of a task that ends well
+        texts = "; ".join(finding.text for finding in checked.faults[:SHOWN_FAULTS])
+        more = len(checked.faults) - SHOWN_FAULTS
+        raise StageError(texts + (f"; and {more} more" if more > 0 else ""))
+    return FlyteFile(str(path))

@@ -1,6 +1,7 @@
-"""The frame of a stage: its cache key, MLflow run, staging folder, checkpoints and manifest.
+"""The frame of a stage: cache key, MLflow run, staging folder, manifest, tables and decks.
 
-`with stage(...)` wraps the body of every task that makes an artifact. What a stage computes is in
+`with stage(...)` wraps the body of every task that makes an artifact. What a stage computes is
+in
 its own file.
 """
 
@@ -12,21 +13,45 @@ import hashlib
 import html
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from flytekit import Cache, Deck, StructuredDataset, current_context
+from flytekit import (
+    Cache,
+    Deck,
+    FlyteContext,
+    FlyteContextManager,
+    StructuredDataset,
+    current_context,
+    kwtypes,
+)
 from flytekit.core.cache import CachePolicy, VersionParameters
+from flytekit.core.context_manager import ExecutionState
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.deck import DeckField
+from flytekit.models import literals
+from flytekit.models.literals import StructuredDatasetMetadata
+from flytekit.models.types import StructuredDatasetType
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.structured.structured_dataset import (
+    PARQUET,
+    StructuredDatasetDecoder,
+    StructuredDatasetEncoder,
+    StructuredDatasetTransformerEngine,
+)
 
-from engine.config.debug import RECORDS
+from engine.config import PipelineConfig, digest
+from engine.config.rl import RECORDS
 from engine.console import display_path, human_time
+from engine.data import rows
 from engine.errors import PreemptedError, TrackingError
-from engine.storage.code_version import sources_digest
+from engine.redaction import redact
+from engine.storage.digests import sources_digest
 from tasks.context import (
     RunContext,
     as_output,
@@ -37,13 +62,244 @@ from tasks.context import (
     on_cluster,
     user_facing_errors,
 )
-from tasks.decks import show_facts
-from tasks.tables import TableFile, as_table
+from tasks.profiles import Profile
 
 if TYPE_CHECKING:
-    from engine.storage.manifest import Parent
+    import pandas as pd
+    from pandera.pandas import DataFrameSchema
+
+    from engine.storage.artifacts import Parent
     from engine.tracking import Tracker
-    from engine.tracking.stage import StageRun
+    from engine.tracking.runs import StageRun
+
+
+# Decks: the tabs of a task's page in Flyte's console, and small tables for them.
+
+# Options of a task with a Deck. Of flytekit's other tabs, sources and packages take seconds to
+# make, and inputs, which the console shows anyway, are settings as they were given: with
+# credentials.
+DECK: dict[str, Any] = {
+    "enable_deck": True,
+    "deck_fields": (DeckField.TIMELINE, DeckField.OUTPUT),
+}
+# The same for a task whose outputs are settings.
+DECK_OF_SETTINGS: dict[str, Any] = {**DECK, "deck_fields": (DeckField.TIMELINE,)}
+
+
+def show_facts(tab: str, facts: Mapping[str, object]) -> None:
+    """A tab with a table of two columns; numbers with four digits, no credentials."""
+    Deck(tab, facts_html(facts))
+
+
+def show_run(
+    run: RunContext, config: PipelineConfig, data_digest: str, profile: Profile, **more: object
+) -> None:
+    """What a run is: settings, data, start model and machines."""
+    facts = {
+        "run": run.run_id,
+        "settings": digest(config)[:12],
+        "data": f"{config.data.source} {data_digest[:12]}",
+        "start model": config.model.path or "from scratch",
+        "profile": profile.name,
+        "GPUs": profile.world,
+        "layout": config.rl.actor.parallel.model_dump_json(exclude_defaults=True),
+    }
+    show_facts("Run", facts | more)
+
+
+def facts_html(facts: Mapping[str, object]) -> str:
+    """The table, as HTML that shows texts as they are."""
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(_text(value))}</td></tr>"
+        for name, value in facts.items()
+    )
+    return f'<table cellpadding="4">{rows}</table>'
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else redact(str(value))
+
+
+# A Deck that can be read while its task runs.
+#
+# flytekit publishes a task's Decks when it ends, and before that whenever `Deck.publish` is
+# called:
+# Flyte's console reads the file again when it is opened. flytekit keeps its context by thread and
+# leaves each published copy in the task's local sandbox; here it is published from a thread of the
+# engine's, through a sandbox that is removed.
+
+PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
+
+
+class LiveDeck(Deck):
+    """A tab whose page is replaced while the task runs; made in the task's own thread."""
+
+    def __init__(self, name: str) -> None:
+        self._page = ""
+        self._context = FlyteContextManager.current_context()
+        self._live = on_cluster()  # elsewhere the page's own file can be opened
+        self._due = 0.0  # of time.monotonic
+        super().__init__(name)
+
+    @property
+    def html(self) -> str:
+        """What the tab shows."""
+        return self._page
+
+    def show(self, page: str) -> None:
+        """Replace the page, and upload the Decks where that is due; from any thread."""
+        self._page = page
+        if self._live and time.monotonic() >= self._due:
+            self._publish()
+            self._due = time.monotonic() + PUBLISH_SECONDS
+
+    def _publish(self) -> None:
+        FlyteContextManager.current_context()  # makes this thread a stack of contexts
+        access = self._context.file_access
+        with tempfile.TemporaryDirectory(prefix="deck-") as place:
+            own = FileAccessProvider(place, access.raw_output_prefix, access.data_config)
+            with FlyteContextManager.with_context(self._context.with_file_access(own)):
+                Deck.publish()  # logs what goes wrong, and raises nothing
+
+
+# Tables of artifacts as typed data frames: Flyte's console shows their columns and first rows.
+#
+#     class Evaluated(NamedTuple):
+#         evaluation: FlyteDirectory
+#         rows_rl: EvaluationRows
+#
+#     return Evaluated(this.publish(metrics), this.table("rows_rl.parquet"))
+#
+# A table is a file that the artifact has anyway. With a shared store its address is passed on, and
+# locally its path; only a pod without a store uploads it. Cells keep the contract
+# (`engine.data.contract`, pandera), which is checked before the file is written, and by `read`.
+
+SHOWN_ROWS = 10  # in a Deck
+SHOWN_CHARACTERS = 200  # of a cell there
+
+RLPrompts = Annotated[StructuredDataset, kwtypes(**rows.RL_PROMPTS), PARQUET]
+SFTPairs = Annotated[StructuredDataset, kwtypes(**rows.SFT_PAIRS), PARQUET]
+EvaluationRows = Annotated[StructuredDataset, kwtypes(**rows.EVALUATION_ROWS), PARQUET]
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """A Parquet file on this machine, and its address for other tasks."""
+
+    path: Path
+    uri: str = ""  # in the shared store; empty: it has none, and a pod uploads the file
+
+    @classmethod
+    def write(cls, frame: pd.DataFrame) -> TableFile:
+        """A file of no artifact, which one task leaves for the next."""
+        access = FlyteContextManager.current_context().file_access
+        path = Path(access.get_random_local_path()).with_suffix(".parquet")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        frame.to_parquet(path, index=False)
+        return cls(path)
+
+    def read(self, schema: DataFrameSchema, name: str) -> pd.DataFrame:
+        """All columns. Raises DataError, one sentence with `name`, where it breaks the contract."""
+        import pandas as pd
+
+        from engine.data.contract import check
+        from engine.errors import StorageError
+
+        try:
+            frame = pd.read_parquet(self.path)
+        except (OSError, ValueError) as error:  # pyarrow's are one or the other
+            words = (str(error) or type(error).__name__).splitlines()[0]
+            raise StorageError(
+                f"{name}: the table {self.path} can't be read ({words}); run again with "
+                "--overwrite-cache"
+            ) from error
+        check(frame, schema, name)
+        return frame
+
+    def first_rows(self) -> pd.DataFrame:
+        """For people; cells are shortened texts."""
+        import pandas as pd
+        import pyarrow.parquet as pq
+
+        batch = next(pq.ParquetFile(self.path).iter_batches(batch_size=SHOWN_ROWS), None)
+        frame = pd.DataFrame() if batch is None else batch.to_pandas()
+        return frame.map(lambda cell: _shortened(str(cell)))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+
+
+def as_table(file: TableFile) -> StructuredDataset:
+    """The file as a task's output."""
+    return StructuredDataset(dataframe=file, file_format=PARQUET)
+
+
+def open_table(table: StructuredDataset) -> TableFile:
+    """The file of a task's input, fetched where it is not on this machine."""
+    found: TableFile = table.open(TableFile).all()
+    return found
+
+
+class _Encoder(StructuredDatasetEncoder):
+    """Passes on where a table is."""
+
+    def __init__(self) -> None:
+        super().__init__(TableFile, None, PARQUET)
+
+    def encode(
+        self,
+        ctx: FlyteContext,
+        structured_dataset: StructuredDataset,
+        structured_dataset_type: StructuredDatasetType,
+    ) -> literals.StructuredDataset:
+        file = structured_dataset.dataframe
+        assert isinstance(file, TableFile)
+        state, uri = ctx.execution_state, file.uri or str(file.path)
+        if not file.uri and state and state.mode == ExecutionState.Mode.TASK_EXECUTION:
+            uri = str(ctx.file_access.put_raw_data(uri))
+        metadata = StructuredDatasetMetadata(structured_dataset_type)
+        return literals.StructuredDataset(uri=uri, metadata=metadata)
+
+
+class _Decoder(StructuredDatasetDecoder):
+    """Brings a table to this machine."""
+
+    def __init__(self) -> None:
+        super().__init__(TableFile, None, PARQUET)
+
+    def decode(
+        self,
+        ctx: FlyteContext,
+        flyte_value: literals.StructuredDataset,
+        current_task_metadata: StructuredDatasetMetadata,
+    ) -> TableFile:
+        uri = str(flyte_value.uri)
+        if not ctx.file_access.is_remote(uri):
+            return TableFile(Path(uri))
+        path = ctx.file_access.get_random_local_path()
+        ctx.file_access.get_data(uri, path)
+        return TableFile(Path(path), uri)
+
+
+class _Renderer:
+    """A table in a Deck."""
+
+    def to_html(self, df: TableFile) -> str:
+        shown = df.first_rows().to_html(index=False, border=0)
+        return f"<p>{html.escape(df.path.name)}, its first rows</p>{shown}"
+
+
+StructuredDatasetTransformerEngine.register(_Encoder())
+StructuredDatasetTransformerEngine.register(_Decoder())
+StructuredDatasetTransformerEngine.register_renderer(TableFile, _Renderer())
+
+
+# The frame of a stage: its cache key, MLflow run, staging folder, checkpoints and manifest.
+#
+# `with stage(...)` wraps the body of every task that makes an artifact. What a stage computes is
+# in
+# its own file.
 
 # Another version of one of these may give another result, so it is part of the cache key.
 LIBRARIES = (
@@ -116,8 +372,7 @@ class Stage:
 
     def load_parent(self, name: str, artifact: FlyteDirectory) -> Path:
         """Download an input artifact and record it as a parent."""
-        from engine.storage.artifacts import share
-        from engine.storage.manifest import read_manifest
+        from engine.storage.artifacts import read_manifest, share
 
         path = local_artifact(artifact)
         source = str(artifact.remote_source or artifact.path)
@@ -136,7 +391,7 @@ class Stage:
         On a Flyte cluster they are the task's intra-task checkpoints. Elsewhere it is one folder
         for the same inputs and sources, so that a restarted run resumes.
         """
-        from engine.storage.locations import home
+        from engine.storage.filesystem import home
 
         if on_cluster():
             return flyte_checkpoint_paths()
@@ -146,8 +401,8 @@ class Stage:
 
     def record_origin(self, checkpoints: CheckpointPaths) -> None:
         """Write the checkpoints' parents and configuration beside them, for lineage."""
-        from engine.lineage.origin import write_origin
-        from engine.storage.manifest import Draft
+        from engine.lineage.lookup import write_origin
+        from engine.storage.artifacts import Draft
 
         draft = Draft(
             kind=self.kind,
@@ -187,8 +442,7 @@ class Stage:
         MLflow gets those of the metrics that it does not have of the stage's steps already, at
         `step`.
         """
-        from engine.storage.artifacts import publish
-        from engine.storage.manifest import Draft, read_manifest
+        from engine.storage.artifacts import Draft, publish, read_manifest
 
         metrics = {"seconds": time.perf_counter() - self.started, **metrics}
         new = {k: v for k, v in metrics.items() if k not in self.tracked.logged}

@@ -1,4 +1,4 @@
-"""A stage on the machines of a profile that is an input: two Flyte tasks from one function.
+"""A stage on the machines of a profile: its pods, its Ray cluster, and its two Flyte tasks.
 
     @on_profiles(cache=stage_cache(), retries=2)
     def sft(run: RunContext, …) -> FlyteDirectory: …
@@ -6,13 +6,15 @@
     sft(p.profile, run=p.run, …)        # in a workflow
     sft_stage(run=…, …)                 # the stage itself, as on a laptop
 
-Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input can
+Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input
+can
 be. The template of a dynamic workflow's node, however, is written while the execution runs. So
 `tasks.sft.sft` is a dynamic task, a small pod that reads the profile and writes the node of
 `tasks.sft.sft_stage` with pods, image and Ray cluster of these sizes. (`with_overrides` would do
 for pods and image, but not for the worker group inside a Ray job.)
 
-Results are cached per profile, since they come from other hardware in another layout. The cache is
+Results are cached per profile, since they come from other hardware in another layout. The cache
+is
 the stage's; the dynamic task has none.
 """
 
@@ -25,20 +27,193 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flytekit import Cache, Resources, dynamic, task
-from flytekit.core.context_manager import FlyteEntities
+from flytekit import Cache, PodTemplate, Resources, dynamic, task
+from flytekit.core.context_manager import ExecutionParameters, FlyteContextManager, FlyteEntities
 from flytekit.core.workflow import WorkflowBase
+from flytekit.extend import TaskPlugins
+from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
+from flytekitplugins.ray.task import RayFunctionTask
 
-from engine.config import digest
+from engine.config import PipelineConfig, digest
+from engine.errors import ConfigError
+from engine.storage.filesystem import home
 from tasks.context import IMAGE, SMALL
-from tasks.credentials import Need, of_registration, with_secrets
-from tasks.images import image
-from tasks.pods import stage_pod
+from tasks.flytekit_setup import Need, image, of_registration, with_secrets
 from tasks.profiles import LAPTOP, Profile
+
+if TYPE_CHECKING:
+    from kubernetes.client import V1PodSpec, V1Volume
+
+
+# What a profile is for Kubernetes: the pods of Ray's workers and head, and of other stages.
+
+
+def worker_pod(profile: Profile, container: str) -> PodTemplate:
+    """A whole machine, say a Ray worker."""
+    return _pod(profile, container, profile.cpus, profile.memory_gib, profile.gpus)
+
+
+def head_pod(container: str) -> PodTemplate:
+    """A Ray head: no GPU and no toleration of GPU machines' taint."""
+    return _pod(LAPTOP, container, cpus=1, memory_gib=4, gpus=0)
+
+
+def stage_pod(profile: Profile) -> PodTemplate | None:
+    """The pod of a stage without a Ray cluster: a whole machine; None without GPUs."""
+    return worker_pod(profile, "primary") if profile.gpus else None
+
+
+class _LazyPodTemplate(PodTemplate):
+    """Builds its pod spec when Flyte asks for it, at registration.
+
+    The Kubernetes client's 800 modules would slow down the start of every command.
+    """
+
+    def __init__(self, container: str, build: Callable[[], V1PodSpec]) -> None:
+        self.primary_container_name = container
+        self._build = build
+
+    @cached_property
+    def pod_spec(self) -> V1PodSpec:
+        return self._build()
+
+
+def _pod(profile: Profile, container: str, cpus: int, memory_gib: int, gpus: int) -> PodTemplate:
+    return _LazyPodTemplate(
+        container, lambda: _pod_spec(profile, container, cpus, memory_gib, gpus)
+    )
+
+
+def _pod_spec(profile: Profile, container: str, cpus: int, memory_gib: int, gpus: int) -> V1PodSpec:
+    from kubernetes import client
+
+    amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
+    if gpus:
+        amounts[profile.resource] = str(gpus)
+    taint = client.V1Toleration(key=profile.resource, operator="Exists", effect="NoSchedule")
+    variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.variables.items()]
+    return client.V1PodSpec(
+        containers=[
+            client.V1Container(
+                name=container,
+                resources=client.V1ResourceRequirements(requests=amounts, limits=amounts),
+                env=variables or None,
+                volume_mounts=[client.V1VolumeMount(name="shm", mount_path="/dev/shm")],
+            )
+        ],
+        node_selector=dict(profile.node_labels) or None,
+        tolerations=[taint] if gpus else None,
+        volumes=[shared_memory(profile.shared_memory_gib)],
+    )
+
+
+def shared_memory(gib: int) -> V1Volume:
+    """The volume "shm": Ray's object store and torch's queues need more than the usual 64 MB."""
+    from kubernetes import client
+
+    source = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{gib}Gi")
+    return client.V1Volume(name="shm", empty_dir=source)
+
+
+# The Ray cluster of tasks with ranks: the one that Flyte starts for a profile, and a local one.
+#
+# On a cluster the Ray plugin connects the task. Locally the task body does (`ray_session`), so
+# that
+# an error there fails the stage like any other.
+
+LOCAL_OBJECT_STORE_BYTES = 512 << 20  # object store of a Ray that is started locally
+
+
+@dataclass
+class LocalRayJobConfig(RayJobConfig):
+    """A `RayJobConfig` for `LocalRayTask`."""
+
+
+class LocalRayTask(RayFunctionTask):
+    """The plugin's task, which leaves Ray to the task body in local runs."""
+
+    def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
+        state = FlyteContextManager.current_context().execution_state
+        if state is not None and state.is_local_execution():
+            return user_params
+        return super().pre_execute(user_params)
+
+
+TaskPlugins.register_pythontask_plugin(LocalRayJobConfig, LocalRayTask)
+
+
+def ray_cluster(profile: Profile) -> LocalRayJobConfig:
+    """The cluster of one run on these machines.
+
+    Ray's autoscaler keeps the workers between the profile's minimum and maximum: a pre-empted spot
+    machine is replaced, or the run continues with fewer. The head schedules nothing.
+    """
+    workers = WorkerNodeConfig(
+        group_name="workers",
+        replicas=profile.replicas.start,
+        min_replicas=profile.replicas.fewest,
+        max_replicas=profile.replicas.most,
+        pod_template=worker_pod(profile, "ray-worker"),
+    )
+    return LocalRayJobConfig(
+        head_node_config=HeadNodeConfig(
+            ray_start_params={"num-cpus": "0"}, pod_template=head_pod("ray-head")
+        ),
+        worker_node_config=[workers],
+        enable_autoscaling=True,
+        shutdown_after_job_finishes=True,
+        ttl_seconds_after_finished=600,
+    )
+
+
+def ray_cluster_of_gpus(profile: Profile) -> LocalRayJobConfig | None:
+    """The same where the machines have several GPUs; a pod has the only one by itself."""
+    return ray_cluster(profile) if profile.several_gpus else None
+
+
+def require_shared_home(config: PipelineConfig) -> None:
+    """Raise ConfigError where ranks in other pods could not see the run's files.
+
+    In a Kubernetes pod whose $HYBRIDFLYTE_HOME is on the container's own disk. Of a volume that is
+    mounted there the stage itself asks every machine (`require_shared`).
+    """
+    on_ray = config.rl.trainer.placement != "local" or config.sft.placement == "ray"
+    if not on_ray or "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return
+    folder = home()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if there.stat().st_dev == Path("/").stat().st_dev:
+        raise ConfigError(
+            f"HYBRIDFLYTE_HOME={folder} is on the pod's own disk, and the pods of a Ray job share "
+            "the run's files there; mount one volume (ReadWriteMany) there in all pods "
+            "(docs/kubernetes.md), or set rl.trainer.placement=local"
+        )
+
+
+# A stage on the machines of a profile that is an input: two Flyte tasks from one function.
+#
+#     @on_profiles(cache=stage_cache(), retries=2)
+#     def sft(run: RunContext, …) -> FlyteDirectory: …
+#
+#     sft(p.profile, run=p.run, …)        # in a workflow
+#     sft_stage(run=…, …)                 # the stage itself, as on a laptop
+#
+# Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input
+# can
+# be. The template of a dynamic workflow's node, however, is written while the execution runs. So
+# `tasks.sft.sft` is a dynamic task, a small pod that reads the profile and writes the node of
+# `tasks.sft.sft_stage` with pods, image and Ray cluster of these sizes. (`with_overrides` would do
+# for pods and image, but not for the worker group inside a Ray job.)
+#
+# Results are cached per profile, since they come from other hardware in another layout. The cache
+# is
+# the stage's; the dynamic task has none.
 
 PROFILE_VARIABLE = "HYBRIDFLYTE_PROFILE"  # of a stage's container: its profile as JSON
 

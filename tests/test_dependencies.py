@@ -198,9 +198,9 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
             "planner",
             (
                 "engine.trainers.auto_placement",
-                "engine.trainers.memory_check",
-                "engine.trainers.step_estimate",
-                "engine.trainers.workload",
+                "engine.trainers.auto_placement",
+                "engine.trainers.auto_placement",
+                "engine.trainers.auto_placement",
             ),
         ),
         ("promotion", ()),
@@ -255,7 +255,7 @@ def test_dataflows_know_neither_ray_nor_ranks() -> None:
 def test_the_controller_knows_no_algorithm() -> None:
     others = ("engine.algorithms", "engine.models", "engine.rollout")
     # What completions under way are: it takes them from one worker to another.
-    assert breaches("engine/controller", *others, allowed=("engine.rollout.partial_groups",)) == []
+    assert breaches("engine/controller", *others, allowed=("engine.rollout.stream",)) == []
 
 
 def test_workers_don_t_know_who_calls_them() -> None:
@@ -328,10 +328,10 @@ def test_text_becomes_tokens_in_one_place() -> None:
     }
     ours = {one for one in found if one.startswith("engine/data/templates.py: ")}
     others = {
-        "engine/rollout/server/tgi_api.py: self._tokenizer(_PROBE)",
+        "engine/rollout/server/api.py: self._tokenizer(_PROBE)",
         "engine/runtime/hybrid_actor.py: _tokenizer(path, tokenizer)",  # loads one
     }
     # A reward model has a tokenizer and a template of its own, and breaks control tokens up itself.
-    others |= {one for one in found if one.startswith("engine/rewards/reward_model.py: ")}
+    others |= {one for one in found if one.startswith("engine/rewards/model_based.py: ")}
     assert ours
     assert found - ours == others

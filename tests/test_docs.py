@@ -15,7 +15,7 @@ import pytest
 
 import engine
 from engine.config import PipelineConfig
-from engine.config.reference import sections
+from engine.config.text import sections
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -130,7 +130,7 @@ def test_what_a_page_imports_of_ours_is_there(page: Path) -> None:
 def test_the_readme_shows_ppo_as_it_is() -> None:
     shown = (ROOT / "README.md").read_text().split("this is the body of PPO")[1]
     lines = shown.split("```python\n")[1].split("```")[0].splitlines()
-    source = (ROOT / "engine/dataflows/ppo.py").read_text()
+    source = (ROOT / "engine/dataflows/recipes.py").read_text()
     assert [line for line in lines if line.split("  #")[0] not in source] == []
 
 

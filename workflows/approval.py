@@ -13,7 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.config import DataConfig, EvaluateConfig, PromoteConfig
 from tasks.context import RunContext
-from tasks.nested_branches import patch_nested_branches
+from tasks.flytekit_setup import patch_nested_branches
 from tasks.profiles import Profile
 from tasks.promote import approval_request, keep_promotion, promote, waits_for_approval
 

@@ -12,10 +12,10 @@ from flytekit.types.directory import FlyteDirectory
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.evaluate import evaluate
 from tasks.fetch import fetch
-from tasks.finalize import finalize
 from tasks.inputs import RLHFConfig
 from tasks.plan import plan
 from tasks.preprocess import preprocess
+from tasks.report import finalize
 
 
 @workflow(on_failure=failure.evaluate_only_failed)

@@ -3,13 +3,11 @@
 from typing import Any
 
 from tasks.evaluate import evaluate
-from tasks.pairs import pairs
+from tasks.learned_reward import reward_model_promotion, reward_model_training
+from tasks.policy_training import rl, sft
+from tasks.preference_training import pairs
 from tasks.preprocess import preprocess
 from tasks.report import report
-from tasks.reward_model_promotion import reward_model_promotion
-from tasks.reward_model_training import reward_model_training
-from tasks.rl import rl
-from tasks.sft import sft
 from workflows.approval import gate
 
 

@@ -16,11 +16,11 @@ from flytekit.types.file import FlyteFile
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.fetch import fetch
-from tasks.finalize import finalize
 from tasks.inputs import RLHFConfig
-from tasks.preference_plan import plan_preferences
-from tasks.preference_rounds import learn_in_rounds
-from tasks.rl import rl
+from tasks.plan import plan_preferences
+from tasks.policy_training import rl
+from tasks.preference_training import learn_in_rounds
+from tasks.report import finalize
 from workflows.launching import settings
 from workflows.parts import (
     evaluate_and_promote,

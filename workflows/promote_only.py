@@ -10,8 +10,8 @@ from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
-from tasks.finalize import finalize, open_promotion
 from tasks.inputs import RLHFConfig
+from tasks.report import finalize, open_promotion
 from workflows.approval import gate
 
 

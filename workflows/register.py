@@ -3,37 +3,227 @@
     python -m workflows.register --image ghcr.io/me/hybridflyte@sha256:… [--activate]
     python -m workflows.register --image … --package flyte-package.tgz
 
-The version is the git commit and the images' digests (`workflows.versioning`). Running it again
-changes nothing.
+The version is the git commit and the images' digests. Running it again changes nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
+import hashlib
+import io
 import os
+import re
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rich_click as click
 from click.core import ParameterSource
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.models.admin.workflow import WorkflowSpec
+from flytekit.models.core.workflow import Node
+from flytekit.models.launch_plan import LaunchPlan
+from flytekit.models.task import TaskSpec
+from flytekit.tools.repo import serialize_get_control_plane_entities
+from flytekit.tools.translator import FlyteControlPlaneEntity
 
 from engine.console import INTERRUPTED, quiet
-from engine.errors import EngineError
-from engine.storage.code_version import project_root
-from tasks.images import VARIABLES
-from workflows.versioning import version_of
+from engine.errors import ConfigError, EngineError
+from engine.storage.digests import project_root
+from engine.storage.filesystem import fsync
+from tasks.flytekit_setup import VARIABLES
 
 if TYPE_CHECKING:
-    from flytekit.configuration import SerializationSettings
     from flytekit.remote import FlyteRemote
+    from google.protobuf.message import Message
 
-    from workflows.packaging import FlyteControlPlaneEntity
+
+# The version that things are registered under: the git commit and the images' digests.
+#
+# Two registrations of one version are the same thing. What was edited after the commit is refused,
+# or marked by a digest of its content.
+
+# What is registered or goes into an image; notes and tests beside it may differ.
+SOURCES = ("engine", "tasks", "workflows", "images", "Dockerfile", "pyproject.toml")
+GIT_SECONDS = 30.0
+SHORT = 12  # hex digits
+_BY_DIGEST = re.compile(r"(?P<name>[^@\s]+)@sha256:(?P<digest>[0-9a-f]{64})")
+
+
+def version_of(root: Path, images: Mapping[str, str], allow_dirty: bool = False) -> str:
+    """Return `<commit>-<images>`, and `-dirty-<content>` after it for edited sources.
+
+    `images` are references by digest, by kind. Raises ConfigError where one is not, outside a git
+    checkout, and for edited sources unless they are allowed.
+    """
+    image = images_digest(images)
+    commit = _git(root, "rev-parse", "HEAD").strip()[:SHORT]
+    edited = edits(root)
+    if not edited:
+        return f"{commit}-{image}"
+    if not allow_dirty:
+        shown = ", ".join(edited[:3]) + (f" and {len(edited) - 3} more" if edited[3:] else "")
+        raise ConfigError(
+            f"the sources differ from commit {commit}: {shown}; commit them, or register a marked "
+            "version with --allow-dirty"
+        )
+    return f"{commit}-{image}-dirty-{content_digest(root, edited)[:8]}"
+
+
+def images_digest(images: Mapping[str, str]) -> str:
+    """Twelve hex digits: those of the one image, or of a hash over several."""
+    digests = {kind: image_digest(kind, reference) for kind, reference in images.items()}
+    if len(set(digests.values())) == 1:
+        return next(iter(digests.values()))[:SHORT]
+    lines = "".join(f"{kind}={digests[kind]}\n" for kind in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()[:SHORT]
+
+
+def image_digest(kind: str, reference: str) -> str:
+    """The SHA-256 (hex) in a reference; ConfigError for one by tag, which may move."""
+    match = _BY_DIGEST.fullmatch(reference)
+    if match is None:
+        raise ConfigError(
+            f"image {kind}={reference!r} is not by digest, and a tag may point elsewhere tomorrow; "
+            "give NAME@sha256:…, which `docker buildx imagetools inspect NAME:TAG` prints"
+        )
+    return match["digest"]
+
+
+def edits(root: Path) -> list[str]:
+    """Paths below `SOURCES` that differ from the commit, new ones included."""
+    listed = _git(root, "status", "--porcelain", "-z", "--no-renames", "-uall", "--", *SOURCES)
+    return sorted(entry[3:] for entry in listed.split("\0") if entry)
+
+
+def content_digest(root: Path, paths: list[str]) -> str:
+    """SHA-256 (hex) over the paths and their present bytes; a deleted file has none."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        file = root / path
+        content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "deleted"
+        digest.update(f"{path}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"git does not answer ({error}); the version needs it") from error
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(
+            f"{root} has no git commit to name the version by ({error.stderr.strip()}); register "
+            "from a checkout"
+        ) from error
+    return done.stdout
+
+
+# What is registered, as protobufs, and as an archive that is the same byte for byte.
+#
+# `pyflyte package` writes the time into the archive and into each file's entry, the owner, and
+# files
+# in the order of the folder; flytekit lists a branch's predecessors in the order of a set, and
+# protobuf's maps come out in any order. None of that is here.
+
+PACKAGE = "workflows"
+PYTHON = "/opt/venv/bin/python"  # in the images
+
+
+def serialize(
+    root: Path, image: str, project: str = "", domain: str = "", version: str = ""
+) -> tuple[list[FlyteControlPlaneEntity], SerializationSettings]:
+    """Load all of `workflows/` and return what is to be registered, with the settings used.
+
+    Without project, domain and version these are filled in by who registers the archive
+    (`flytectl register files`).
+    """
+    from flytekit.tools.module_loader import add_sys_path, just_load_modules
+
+    default = Image.look_up_image_info("default", image)
+    settings = SerializationSettings(
+        image_config=ImageConfig(default_image=default, images=[default]),
+        project=project or None,
+        domain=domain or None,
+        version=version or None,
+        python_interpreter=PYTHON,
+    )
+    with add_sys_path(root):
+        just_load_modules([PACKAGE])
+    # Without the root, which dynamic tasks would carry: an archive is the same in any folder.
+    entities = serialize_get_control_plane_entities(settings)
+    for entity in entities:
+        if isinstance(entity, WorkflowSpec):
+            for template in (entity.template, *entity.sub_workflows):
+                _sort_predecessors(template.nodes)
+    return entities, settings
+
+
+def _sort_predecessors(nodes: Iterable[Node]) -> None:
+    for node in nodes:
+        node._upstream_node_ids = sorted(node.upstream_node_ids)
+        if node.branch_node is not None:
+            block = node.branch_node.if_else
+            cases = [case.then_node for case in (block.case, *(block.other or ()))]
+            _sort_predecessors([*cases, block.else_node] if block.else_node else cases)
+
+
+def kind_of(entity: FlyteControlPlaneEntity) -> tuple[str, str, int]:
+    """An entity's kind in words, its name, and the kind's number in Flyte's file names."""
+    if isinstance(entity, TaskSpec):
+        return "task", str(entity.template.id.name), 1
+    if isinstance(entity, WorkflowSpec):
+        return "workflow", str(entity.template.id.name), 2
+    assert isinstance(entity, LaunchPlan)
+    return "launch plan", str(entity.id.name), 3
+
+
+def write_package(entities: Sequence[FlyteControlPlaneEntity], path: Path) -> None:
+    """Write the archive that `flytectl register files --archive` reads, whole or not at all."""
+    digits = len(str(len(entities)))
+    buffer = io.BytesIO()
+    with (
+        gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for index, entity in enumerate(entities):
+            _, name, number = kind_of(entity)
+            content = message_bytes(entity.to_flyte_idl())
+            entry = tarfile.TarInfo(f"{index:0{digits}}_{name}_{number}.pb")
+            entry.size, entry.mode = len(content), 0o644
+            archive.addfile(entry, io.BytesIO(content))
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(buffer.getvalue())
+        fsync(draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def message_bytes(message: Message) -> bytes:
+    """Serialise a protobuf with its maps in order."""
+    return message.SerializeToString(deterministic=True)
+
+
+# Register all workflows and launch plans under one version, or package them.
+#
+#     python -m workflows.register --image ghcr.io/me/hybridflyte@sha256:… [--activate]
+#     python -m workflows.register --image … --package flyte-package.tgz
+#
+# The version is the git commit and the images' digests (`workflows.versioning`). Running it again
+# changes nothing.
 
 NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # of workflows.launching, which must not be loaded yet
-SECRETS = "HYBRIDFLYTE_SECRETS"  # of tasks.credentials, the same
+SECRETS = "HYBRIDFLYTE_SECRETS"  # of tasks.flytekit_setup, the same
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
 
@@ -102,7 +292,6 @@ def _check_package_options(context: click.Context) -> None:
 
 
 def _package(root: Path, image: str, version: str, archive: str) -> None:
-    from workflows.packaging import serialize, write_package
 
     entities, _ = serialize(root, image)
     write_package(entities, Path(archive).absolute())
@@ -119,7 +308,6 @@ def _register(
     activate: bool,
 ) -> None:
     """Send all of it to the project and domain `where`; without `remote`, only list it."""
-    from workflows.packaging import kind_of, serialize
 
     entities, settings = serialize(root, image, *where, version)
     if remote is None:
@@ -182,8 +370,6 @@ def _send(
     from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
     from flytekit.exceptions.base import FlyteException
     from flytekit.exceptions.user import FlyteInvalidInputException
-
-    from workflows.packaging import kind_of
 
     ordered = sorted(entities, key=lambda entity: kind_of(entity)[2])
     for entity in ordered:

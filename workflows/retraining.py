@@ -26,13 +26,11 @@ from tasks import failure  # by module: pyflyte can't list a handler's error inp
 from tasks.context import RunContext
 from tasks.evaluate import evaluate
 from tasks.fetch import fetch
-from tasks.finalize import finalize_skipped
-from tasks.ingest import ingest
 from tasks.inputs import RLHFConfig
+from tasks.new_data import NewData, ingest, trigger_retraining
+from tasks.policy_training import rl
 from tasks.profiles import Profile
-from tasks.report import report
-from tasks.retraining_trigger import NewData, trigger_retraining
-from tasks.rl import rl
+from tasks.report import finalize_skipped, report
 from workflows.approval import gate
 
 

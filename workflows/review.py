@@ -3,13 +3,13 @@
     pyflyte run workflows/review.py review --artifact models:/hybridflyte-policy@champion
     pyflyte run workflows/review.py review --artifact outputs/artifacts/rl/… --against outputs/…
 
-Composition only: what a review is, is in `tasks/review.py`.
+Composition only: what a review is, is in `tasks/report.py`.
 """
 
 from flytekit import workflow
 from flytekit.types.file import FlyteFile
 
-from tasks.review import review as review_task
+from tasks.report import review as review_task
 
 
 @workflow

@@ -1,18 +1,19 @@
 """Episodes of several turns: what an environment is, its tools, and processes that it runs in."""
 
-from engine.agents.failures import EnvironmentFailure
-from engine.agents.pool import EnvironmentPool, PooledEpisode
-from engine.agents.protocol import (
+from engine.agents.environment_pool import EnvironmentPool, PooledEpisode
+from engine.agents.environment_protocol import (
     Action,
     Environment,
+    EnvironmentFailure,
     Message,
     Observation,
     ResumableEnvironment,
     ToolCall,
     is_resumable,
+    make_environment,
+    register_environment,
     tool_schemas,
 )
-from engine.agents.registry import make_environment, register_environment
 
 __all__ = [
     "Action",

@@ -1,6 +1,8 @@
-"""One episode: its messages and ids, what it may still do, and how it ended.
+"""One episode: its messages and token ids, its limits, and how it ended.
 
-Pure state: `rollout` samples its turns and asks its environment.
+The transcript of sampled tokens with log-probs and versions, the episode in progress, a
+finished episode as evaluation reads it, and episodes as rows of a batch. Saved ones are in
+`saved_episode`.
 """
 
 from __future__ import annotations
@@ -9,14 +11,145 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from engine.agents.protocol import Action, Message, Observation
-from engine.agents.transcript import Transcript
-from engine.data.continuation import encode_continuation
-from engine.data.templates import decode_response, encode_prompt
+import torch
+
+from engine.agents.call_parsers import CallParser, parse_turn
+from engine.agents.environment_protocol import Action, Message, Observation
+from engine.batch import Batch
+from engine.data.collate import collate_completions, pad
+from engine.data.templates import decode_response, encode_continuation, encode_prompt
+from engine.errors import RolloutError
 from engine.rollout.protocol import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# An episode as the very ids: what was sampled, with log-probs and versions, and what lies between.
+#
+# Pure values: no tokenizer, no model. A transcript is one training sequence, or several where a
+# chat
+# template rewrites earlier turns and the episode goes on as a branch (`branch`).
+
+
+@dataclass(slots=True)
+class TrainingSequence:
+    """A prompt and what follows it; all lists but `prompt_ids` have one entry a response token."""
+
+    prompt_ids: list[int]
+    first_turn: int = 0  # number of its first sampled turn within the episode
+    token_ids: list[int] = field(default_factory=list)  # sampled and observed, in order
+    sampled: list[bool] = field(default_factory=list)  # false: observed, or the template's
+    log_probs: list[float] = field(default_factory=list)  # 0 where not sampled
+    versions: list[int] = field(default_factory=list)  # of the policy; the turn's before, else
+    rewards: list[float] = field(default_factory=list)  # on the last sampled token of each turn
+    turns: list[tuple[int, int]] = field(default_factory=list)  # its first and last token + 1, each
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and response: what the policy reads next."""
+        return self.prompt_ids + self.token_ids
+
+    def add(
+        self, token_ids: Sequence[int], log_probs: Sequence[float] | None, versions: Sequence[int]
+    ) -> None:
+        """Append tokens that were sampled, or (`log_probs` None) that were not."""
+        count = len(token_ids)
+        self.token_ids += token_ids
+        self.sampled += [log_probs is not None] * count
+        self.log_probs += [0.0] * count if log_probs is None else log_probs
+        self.versions += versions
+        self.rewards += [0.0] * count
+
+    def drop_tail(self) -> None:
+        """Leave out what comes after the last sampled token: no turn has read it."""
+        kept = self.last_sampled + 1
+        for column in (self.token_ids, self.sampled, self.log_probs, self.versions, self.rewards):
+            del column[kept:]
+
+    @property
+    def last_sampled(self) -> int:
+        """Place of the last sampled token; −1 without any."""
+        return max((i for i, own in enumerate(self.sampled) if own), default=-1)
+
+
+class Transcript:
+    """The ids of one episode.
+
+    >>> episode = Transcript([1, 5, 6])
+    >>> episode.add_turn([9, 2], [-0.1, -0.2], [0, 0])
+    >>> episode.add_observation([7, 8])
+    >>> episode.add_reward(1.0)
+    >>> episode.ids, episode.sequences[0].rewards
+    ([1, 5, 6, 9, 2, 7, 8], [0.0, 1.0, 0.0, 0.0])
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.sequences = [TrainingSequence(list(prompt_ids))]
+        self.turns = 0
+        self.sampled_tokens = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """What the policy reads next."""
+        return self.sequences[-1].ids
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt in the sequence that goes on."""
+        return len(self.sequences[-1].token_ids)
+
+    def add_turn(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        """Append a turn as it was sampled; raise RolloutError for lists that don't match."""
+        sizes = len(token_ids), len(log_probs), len(versions)
+        if len(set(sizes)) > 1 or not token_ids:
+            raise RolloutError(
+                f"turn {self.turns} has {sizes[0]} tokens, {sizes[1]} log-probs and {sizes[2]} "
+                "versions; give one of each a token, and at least one"
+            )
+        sequence = self.sequences[-1]
+        sequence.turns.append((len(sequence.token_ids), len(sequence.token_ids) + len(token_ids)))
+        sequence.add(token_ids, log_probs, versions)
+        self.turns += 1
+        self.sampled_tokens += len(token_ids)
+
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        """Append what the policy reads before its next turn."""
+        sequence = self.sequences[-1]
+        latest = sequence.versions[-1] if sequence.versions else 0
+        sequence.add(token_ids, None, [latest] * len(token_ids))
+
+    def branch(self, prompt_ids: Sequence[int]) -> None:
+        """Go on from other ids than those so far: another training sequence begins."""
+        self.sequences[-1].drop_tail()
+        self.sequences.append(TrainingSequence(list(prompt_ids), first_turn=self.turns))
+
+    def add_reward(self, reward: float) -> None:
+        """Add to what the latest turn earned: on its last sampled token, so that no mask hides it.
+
+        Raises RolloutError before the first turn.
+        """
+        for sequence in reversed(self.sequences):
+            if (last := sequence.last_sampled) >= 0:
+                sequence.rewards[last] += reward
+                return
+        raise RolloutError("a reward came before the first turn; give it with a turn's observation")
+
+    def finished(self) -> list[TrainingSequence]:
+        """The training sequences, each up to its last sampled token; one at least.
+
+        Of an episode without a turn it is one without response.
+        """
+        for sequence in self.sequences:
+            sequence.drop_tail()
+        return [one for one in self.sequences if one.token_ids] or self.sequences[:1]
+
+
+# One episode: its messages and ids, what it may still do, and how it ended.
+#
+# Pure state: `rollout` samples its turns and asks its environment.
 
 End = Literal["done", "turns", "tokens", "seconds", "turn_seconds", "failed"]
 """done: the environment said so; failed: it gave no answer; else the limit that was reached, of
@@ -208,3 +341,144 @@ class Episode:
         if reward is not None and not self.dropped:
             self.transcript.add_reward(reward)
             self.turn_rewards.append(reward)
+
+
+# An episode that is over, as evaluation and pages read it: its text, and what it came to.
+
+SUCCESS = ("success", "solved", "correct")  # what environments call it in their `info`
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisode:
+    """What the policy and its environment said, and what came of it."""
+
+    text: str  # a line "role> …" a message after the prompt, e.g. "assistant> 50\nuser> higher"
+    answer: str  # the policy's last turn
+    turns: int  # of the policy
+    calls: int  # of tools, those that can't be read not among them
+    malformed: int  # calls that can't be read
+    reward: float  # of all turns, by the environment
+    success: bool | None  # by `info`; None: it doesn't say
+    end: str  # see `episode.End`
+    tokens: int  # sampled
+    truncated: bool  # the last turn was cut, or a limit ended it
+    failed: bool  # the environment gave no answer
+
+
+def played(episode: Episode, parser: CallParser | None) -> PlayedEpisode:
+    """An episode that has ended. `parser` reads its calls; None: there are no tools."""
+    transcript = episode.transcript
+    assert transcript is not None
+    assert episode.end is not None, "the episode was played"
+    said = after_prompt(episode.messages, transcript.turns)
+    own = [str(message["content"]) for message in said if message["role"] == "assistant"]
+    parsed = [parse_turn(parser, text) for text in own] if parser is not None else []
+    return PlayedEpisode(
+        text="\n".join(f"{message['role']}> {message['content']}" for message in said),
+        answer=own[-1] if own else "",
+        turns=transcript.turns,
+        calls=sum(len(turn.tool_calls) for turn in parsed),
+        malformed=sum(len(turn.malformed) for turn in parsed),
+        reward=sum(episode.turn_rewards),
+        success=success_of(episode.info),
+        end=episode.end,
+        tokens=transcript.sampled_tokens,
+        truncated=episode.truncated,
+        failed=episode.end == "failed",
+    )
+
+
+def after_prompt(messages: Sequence[Message], turns: int) -> Sequence[Message]:
+    """The messages from the policy's first turn on, of which there are `turns`."""
+    own = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[own[-turns] :] if 0 < turns <= len(own) else ()
+
+
+def success_of(info: Mapping[str, object]) -> bool | None:
+    """Whether an episode succeeded, by the first name of `SUCCESS` that its `info` has."""
+    return next((bool(info[name]) for name in SUCCESS if name in info), None)
+
+
+# Episodes as rows of a batch: what was sampled is learned from, all of it is attended to.
+
+
+def collate_episodes(
+    prompts: Batch,
+    episodes: Sequence[Episode],
+    *,
+    pad_token_id: int,
+    version: int = 0,
+    branches: bool = False,
+) -> Batch:
+    """The training sequences of `episodes`, in their order, in the layout of `engine.batch`.
+
+    `prompts` has the rows that they began from. `response_mask` is 0 on what was not sampled. To
+    the fields of completions come `environment_rewards` and `token_versions` `[B, R]`, `truncated`,
+    `policy_version` (of the oldest token; `version` without any) and `episode_failed` `[B]`. With
+    `branches` an episode may have several rows, one after the other, which `episode_ids`,
+    `first_turn` and `continues` `[B]` tell.
+    """
+    each = 1 + max((episode.index for episode in episodes), default=0)
+    pairs: list[tuple[int, Episode, TrainingSequence]] = []
+    for episode in episodes:
+        assert episode.transcript is not None, "the episode was played"
+        number = episode.key * each + episode.index
+        pairs += [(number, episode, one) for one in episode.transcript.finished()]
+    own = [sequence for _, _, sequence in pairs]
+    index = [episode.row for _, episode, _ in pairs]
+    begun = Batch(
+        {"group_ids": prompts["group_ids"][index]},
+        {name: values[index] for name, values in prompts.columns.items() if name != "prompt_ids"}
+        | {"prompt_ids": [sequence.prompt_ids for sequence in own]},
+    )
+    batch = collate_completions(
+        begun,
+        range(len(own)),
+        [sequence.token_ids for sequence in own],
+        [sequence.log_probs for sequence in own],
+        pad_token_id=pad_token_id,
+    )
+    versions = pad([sequence.versions for sequence in own], 0, side="right")
+    fields: dict[str, torch.Tensor] = {
+        "response_mask": pad([[float(s) for s in one.sampled] for one in own], 0.0, side="right"),
+        "environment_rewards": pad([one.rewards for one in own], 0.0, side="right"),
+        "token_versions": versions,
+        "policy_version": torch.tensor([min(one.versions, default=version) for one in own]),
+        "truncated": torch.tensor([episode.truncated for _, episode, _ in pairs]),
+        "episode_failed": torch.tensor([episode.dropped for _, episode, _ in pairs]),
+    }
+    if branches:
+        numbers = torch.tensor([number for number, _, _ in pairs])
+        fields |= {
+            "episode_ids": numbers,
+            "first_turn": torch.tensor([one.first_turn for one in own]),
+            "continues": torch.cat((numbers[:-1] == numbers[1:], torch.zeros(1).bool())),
+        }
+    columns: dict[str, list[object]] = {
+        "episode_end": [episode.end for _, episode, _ in pairs],
+        "episode_error": [episode.error for _, episode, _ in pairs],
+        "episode_info": [episode.info for _, episode, _ in pairs],
+        "episode_turns": [episode.transcript.turns for _, episode, _ in pairs],  # type: ignore[union-attr]
+        "episode_turn_spans": [turn_spans(episode, one) for _, episode, one in pairs],
+        "episode_reward": [sum(episode.turn_rewards) for _, episode, _ in pairs],
+        "environment_seconds": [episode.environment_seconds for _, episode, _ in pairs],
+    }
+    return batch | Batch(fields, columns)
+
+
+def turn_spans(episode: Episode, sequence: TrainingSequence) -> list[dict[str, object]]:
+    """Where each turn of a row lies among its response tokens, and what its calls were read as.
+
+    E.g. [{"start": 0, "stop": 9, "calls": [("add", {"a": 1})], "malformed": []}].
+    """
+    actions = episode.actions[sequence.first_turn :]
+    unread = [Action("")] * (len(sequence.turns) - len(actions))  # where the parser failed
+    return [
+        {
+            "start": start,
+            "stop": stop,
+            "calls": [(call.name, dict(call.arguments)) for call in action.tool_calls],
+            "malformed": list(action.malformed),
+        }
+        for (start, stop), action in zip(sequence.turns, [*actions, *unread], strict=False)
+    ]

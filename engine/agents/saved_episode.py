@@ -1,14 +1,13 @@
 """An episode as a checkpoint holds it: tensors and plain values.
 
-One that is over is whole. One that plays goes on from its environment's state, at the token that
-its turn had got to.
+Also a prompt's unfinished episodes, in a form that outlives the process playing them.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -16,9 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.agents.episode import Episode
-from engine.agents.transcript import TrainingSequence, Transcript
+from engine.agents.episode import Episode, TrainingSequence, Transcript
 from engine.rollout.stream import PartialCompletion
+
+# An episode as a checkpoint holds it: tensors and plain values.
+#
+# One that is over is whole. One that plays goes on from its environment's state, at the token that
+# its turn had got to.
 
 
 class EpisodeTree(TypedDict):
@@ -129,3 +132,31 @@ def _plain(value: object) -> object:
     """Arrays and NumPy numbers of a data set's rows as lists and numbers; others as text."""
     plain = getattr(value, "tolist", None)
     return plain() if plain is not None else str(value)
+
+
+# A prompt's episodes that are not all over, in a form that outlives the process playing them.
+
+
+@dataclass(frozen=True, slots=True)
+class PartialEpisodes:
+    """Those that are over and those that can go on; the others are begun again."""
+
+    episodes: Sequence[EpisodeTree]  # each by its `index`
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Policy version of the oldest token; None without any token."""
+        return min(token_versions(self.episodes), default=None)
+
+    def tree(self) -> dict[str, list[EpisodeTree]]:
+        """Tensors and plain values, for a checkpoint."""
+        return {"episodes": list(self.episodes)}
+
+    @staticmethod
+    def from_tree(tree: Mapping[str, Sequence[EpisodeTree]]) -> PartialEpisodes:
+        """The inverse of `tree`."""
+        return PartialEpisodes(tree["episodes"])
+
+    def by_index(self) -> dict[int, EpisodeTree]:
+        """Of each index, what was saved."""
+        return {tree["index"]: tree for tree in self.episodes}

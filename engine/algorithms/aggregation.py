@@ -1,20 +1,86 @@
-"""From losses of tokens to one number whose gradient doesn't depend on how the batch was cut.
+"""Losses of tokens become one number, and metrics become sums and counts, however the batch is cut.
 
-What lives here: the aggregation modes and their denominators over the global batch.
-What does not: any loss. The rule: a denominator is a fact of the GLOBAL batch (all micro-batches
-of all data-parallel ranks that make one optimizer step), taken once; each part contributes a
-numerator over it. So the parts' losses, and their gradients, add up to the whole's.
+The aggregation of losses, metrics that are divided at the very end, and the check that names a
+user's loss where it is not finite.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
-from engine.algorithms.masked import masked_mean, masked_sum
-from engine.errors import ConfigError, DataError
+from engine.algorithms.masked import mask_out, masked_mean, masked_sum
+from engine.errors import ConfigError, DataError, EngineError
+from engine.registry import origin
+
+# Metrics that don't depend on how a batch was cut: sums and counts, divided at the very end.
+#
+# What lives here: means, largest values, and merging those of micro-batches and ranks.
+# What does not: where metrics are sent (`engine.tracking`).
+
+
+@dataclass(frozen=True, slots=True)
+class MeanAccumulator:
+    """A total and the number of things it was taken over, both scalars without gradient."""
+
+    total: Tensor
+    count: Tensor
+
+    def __add__(self, other: MeanAccumulator) -> MeanAccumulator:
+        return MeanAccumulator(self.total + other.total, self.count + other.count)
+
+    def mean(self) -> float:
+        """total / count; 0 when nothing was counted."""
+        count = float(self.count)
+        return float(self.total) / count if count else 0.0
+
+
+class MaxAccumulator(MeanAccumulator):
+    """A largest value (`total`), and 1 as its count; 0 where there was none."""
+
+    def __add__(self, other: MeanAccumulator) -> MaxAccumulator:
+        count = torch.maximum(self.count, other.count)
+        return MaxAccumulator(torch.maximum(self.total, other.total), count)
+
+
+Metrics = Mapping[str, MeanAccumulator]
+
+
+def accumulate_mean(x: Tensor, mask: Tensor) -> MeanAccumulator:
+    """Sum and count of `x [...]` over the mask, in float64 so that order hardly matters."""
+    return MeanAccumulator(masked_sum(x.detach().double(), mask), mask.bool().sum().double())
+
+
+def accumulate_max(x: Tensor, mask: Tensor) -> MaxAccumulator:
+    """The largest of `x [...]` ≥ 0 over the mask."""
+    inside = mask_out(mask, x.detach().double())
+    return MaxAccumulator(inside.max(), mask.bool().any().double())
+
+
+def merge(parts: Iterable[Metrics]) -> dict[str, MeanAccumulator]:
+    """Add the metrics of micro-batches or ranks; a name that some lack counts where it is."""
+    out: dict[str, MeanAccumulator] = {}
+    for part in parts:
+        for name, value in part.items():
+            out[name] = out[name] + value if name in out else value
+    return out
+
+
+def compute_means(metrics: Metrics) -> dict[str, float]:
+    """Divide each total by its count."""
+    return {name: value.mean() for name, value in metrics.items()}
+
+
+# From losses of tokens to one number whose gradient doesn't depend on how the batch was cut.
+#
+# What lives here: the aggregation modes and their denominators over the global batch.
+# What does not: any loss. The rule: a denominator is a fact of the GLOBAL batch (all micro-batches
+# of all data-parallel ranks that make one optimizer step), taken once; each part contributes a
+# numerator over it. So the parts' losses, and their gradients, add up to the whole's.
 
 Mode = Literal[
     "token-mean",
@@ -98,3 +164,42 @@ def aggregate(
     if mode == "seq-mean-token-mean":
         return masked_mean(loss, mask, 1).sum() / divisor
     return masked_sum(loss, mask) / divisor
+
+
+# A loss from outside the package is named where it, or its gradient, is not finite.
+#
+# What lives here: the check, which waits for the device and is therefore left out for the engine's
+# own formulas. What does not: what diverging weights lead to (`engine.runtime.optimizer`).
+
+
+def require_finite_loss(
+    owner: str, formula: Callable[..., object], loss: Tensor, *inputs: Tensor, mask: Tensor
+) -> None:
+    """Raise EngineError, now or in the backward pass, where a plugin's formula gives NaN or ±∞.
+
+    `owner` is the loss in the message, e.g. "policy loss 'mine'"; `inputs` are what the formula was
+    given, of the shape of `mask`, those with a gradient among them. Inputs that are not finite
+    themselves are no fault of its.
+    """
+    if formula.__module__.startswith("engine."):
+        return
+
+    def check(what: str, values: Tensor, *causes: Tensor) -> None:
+        if not _finite(values, mask) and all(_finite(cause, mask) for cause in causes):
+            raise EngineError(
+                f"{owner} ({origin(formula)}) has {what} that is not finite, though what it was "
+                "given is finite; correct its formula"
+            )
+
+    check("a loss", loss, *inputs)
+    if not loss.requires_grad:
+        return
+    arriving: list[Tensor] = []
+    loss.register_hook(arriving.append)
+    for given in inputs:
+        if given.requires_grad:
+            given.register_hook(lambda gradient: check("a gradient", gradient, *arriving))
+
+
+def _finite(values: Tensor, mask: Tensor) -> bool:
+    return bool((torch.isfinite(values.detach()) | ~mask.bool()).all())

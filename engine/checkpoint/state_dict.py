@@ -1,21 +1,32 @@
-"""State dicts: nested dicts of tensors and plain values, and their way to files and back.
+"""State dicts are nested dicts of tensors and plain values; they go to files and come back.
 
-What lives here: taking the tensors out of a state dict, copies of them in CPU memory, and the bytes
-of safetensors files. What does not: names and checksums of files (`format`).
+Also the state of the random number generators, and what makes tensors shards to
+`torch.distributed.checkpoint`. Which files a checkpoint has is in `format`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from engine.errors import CheckpointError, DivergedError
+
+# State dicts: nested dicts of tensors and plain values, and their way to files and back.
+#
+# What lives here: taking the tensors out of a state dict, copies of them in CPU memory, and the
+# bytes
+# of safetensors files. What does not: names and checksums of files (`format`).
 
 StateDict = dict[str, Any]  # keys are strings; leaves tensors, str, int, float, bool, None or lists
 Tensors = dict[str, Tensor]
@@ -159,3 +170,117 @@ def safetensors_bytes(
 def byte_count(tensor: Tensor) -> int:
     """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
+
+
+# The random number generators of a process: Python's, NumPy's and torch's own.
+
+log = logging.getLogger(__name__)
+
+
+def process_rng() -> StateDict:
+    """The state of all global generators of this process, as a state dict."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: StateDict = {
+        "python": {"version": version, "words": _int64(words), "gauss": gauss},
+        "numpy": {
+            "kind": kind,
+            "keys": _int64(keys),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _int64(words: ArrayLike) -> Tensor:
+    return torch.from_numpy(np.array(words, dtype=np.int64))
+
+
+def set_process_rng(state: StateDict) -> None:
+    """Restore what `process_rng` gave."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(
+        (numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
+    torch.set_rng_state(state["torch"].clone())
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(device_states(state["cuda"], torch.cuda.device_count()))
+
+
+def device_states(states: Sequence[Tensor], devices: int) -> list[Tensor]:
+    """Copies of the generators' states for `devices` devices, the first ones.
+
+    Warns where more were saved: what drew from the others will draw other numbers.
+    """
+    if len(states) > devices:
+        log.warning(
+            "the checkpoint has generators of %d GPUs and this process sees %d; the others are "
+            "left out, and what drew from them will draw other numbers",
+            len(states),
+            devices,
+        )
+    return [state.clone() for state in states[:devices]]
+
+
+# What makes a checkpoint's tensors shards to `torch.distributed.checkpoint` (DCP).
+#
+# DCP's safetensors reader takes all files of a folder as one checkpoint: it needs names that are
+# unique there, and in each file's header the offset of each shard in its whole tensor. So names
+# begin
+# with role and part, and the header has the offsets. Then DCP loads them, under any sharding:
+#
+#     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+#
+#     state = {"actor": {"model": dict(model.named_parameters())}}  # plain tensors, or DTensors
+#     torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
+#
+# Not here: which boxes a rank saves (`engine.runtime.sharded_train_state`), files and checksums
+# (`format`).
+
+BOXES = "boxes"  # the part of a rank's state that says where its tensors lie in the whole
+_RANK_PREFIX = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-\d{5}")
+
+
+def name_prefix(rank_prefix: str, part: str, *, shared: bool) -> str:
+    """What tensor names in a file begin with; `shared` tensors are shards of several ranks'.
+
+    >>> name_prefix("actor-00001-of-00004", "model", shared=True)
+    'actor.model.'
+    >>> name_prefix("actor-00001-of-00004", "rng", shared=False)
+    'actor.rank1.rng.'
+    """
+    match = _RANK_PREFIX.fullmatch(rank_prefix)
+    if match is None:
+        return f"{rank_prefix}.{part}."
+    return f"{match['role']}." + ("" if shared else f"rank{int(match['rank'])}.") + f"{part}."
+
+
+def shard_offsets(values: StateDict, tensors: Tensors) -> dict[str, list[int]] | None:
+    """Where each shard begins in its whole tensor; None where these are not shards.
+
+    `values[BOXES]` has `{"offset", "size"}` by parameter; a tensor belongs to the parameter of its
+    name, or of its name without the last word, as moments do (`lm_head.weight.exp_avg`).
+    """
+    boxes: Mapping[str, Mapping[str, list[int]]] = values.get(BOXES, {})
+    found = {}
+    for name, tensor in tensors.items():
+        box = boxes.get(name) or boxes.get(name.rpartition(".")[0])
+        if box is None:
+            return None
+        is_box = list(tensor.shape) == box["size"]
+        found[name] = list(box["offset"]) if is_box else [0] * tensor.dim()
+    return found
+
+
+def file_metadata(offsets: Mapping[str, list[int]]) -> dict[str, str]:
+    """The metadata of a safetensors file as DCP reads it, from offsets by the names in the file."""
+    info = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
+    sharding = json.dumps(info, separators=(",", ":"))
+    return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": sharding}

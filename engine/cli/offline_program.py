@@ -10,12 +10,11 @@ from typing import Generic, NoReturn, TypeVar
 
 import yaml
 
-from engine.cli.config_file import config_file
-from engine.cli.help_text import sections_text
 from engine.cli.offline_settings import OfflineRunConfig, Pairs, read_run_config
+from engine.cli.resolve import config_file
+from engine.cli.settings import sections_text
 from engine.errors import ConfigError, DataError
-from engine.storage.filesystem import as_path, is_remote
-from engine.storage.hub import pin_revision
+from engine.storage.filesystem import as_path, is_remote, pin_revision
 from engine.tracking.metric_logs import require_packages
 
 R = TypeVar("R", bound=OfflineRunConfig)

@@ -8,36 +8,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.cli.failures import error_details_file
-from engine.cli.loggers import open_trackers
-from engine.cli.model_folders import make_output_folder, save_atomically
 from engine.cli.offline_settings import (
     OfflineRunConfig,
     PreferenceRunConfig,
     RewardModelRunConfig,
     SFTRunConfig,
 )
+from engine.cli.program import error_details_file, make_output_folder, save_atomically
+from engine.cli.rl_run import open_trackers
 from engine.console import human_time, say
-from engine.controller.ray_session import ray_session
-from engine.data.preference_examples import (
+from engine.controller.launch import ray_session
+from engine.data.preference_rows import Kind
+from engine.data.tokenizer import load_tokenizer
+from engine.data.training_examples import (
     PreferenceExample,
+    StepExample,
     read_preferences,
     read_reward_pairs,
+    read_sft_pairs,
+    read_steps,
 )
-from engine.data.preference_rows import Kind
-from engine.data.sft_examples import read_sft_pairs
-from engine.data.step_examples import StepExample, read_steps
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.models import vocabulary_and_context
-from engine.runtime.save_policy import StartModel
-from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
-from engine.trainers.offline import OfflineTrainer, total_steps
-from engine.trainers.offline_ranks import is_on_ray
-from engine.trainers.preference import PreferenceTrainer
-from engine.trainers.process_reward import ProcessRewardTrainer
-from engine.trainers.reward_model import RewardModelTrainer
-from engine.trainers.sft import SFTExample, SFTTrainer
+from engine.runtime.policy_runtime import StartModel
+from engine.trainers.offline import OfflineTrainer, SFTExample, SFTTrainer, is_on_ray, total_steps
+from engine.trainers.preference_learning import PreferenceTrainer
+from engine.trainers.reward_training import (
+    LikelihoodRewardTrainer,
+    ProcessRewardTrainer,
+    RewardModelTrainer,
+)
 from engine.workers.algorithm_options import check_preference_training
 
 AnyExample = PreferenceExample | StepExample | SFTExample

@@ -1,15 +1,17 @@
-"""From arguments to a configuration, and from its errors back to the arguments.
+"""From arguments and a file to a configuration, and from its errors back to the arguments.
 
-A key is looked up in three places: verl's names (`renamed_keys`), our own paths (of `settings`,
-with or without `rl.`), and `unsupported_keys`.
+Also `${…}` in files, verl's defaults, and whether what a run names is there. The tables of keys
+are in `verl_keys`.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
@@ -17,18 +19,226 @@ from typing import Any, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from engine.cli.interpolation import resolved_values
-from engine.cli.ranks import fill_layouts
-from engine.cli.renamed_keys import VERL, Key
-from engine.cli.reward_keys import KNOWN as REWARD_KEYS
-from engine.cli.reward_keys import RewardKeys, is_reward_key
-from engine.cli.settings import RunConfig
-from engine.cli.unsupported_keys import find_unsupported
-from engine.cli.verl_rules import CRITIC_DEFAULTS, VERL_DEFAULTS, choose_estimator, drop_idle
+from engine.cli.reward_file import KNOWN as REWARD_KEYS
+from engine.cli.reward_file import RewardKeys, is_reward_key
+from engine.cli.settings import RunConfig, fill_layouts
+from engine.cli.verl_keys import VERL, Key, find_unsupported
 from engine.config import explain
 from engine.config.base import section_of
-from engine.config.parse import PRESETS
-from engine.errors import ConfigError
+from engine.config.text import PRESET, PRESETS, config_path
+from engine.console import say
+from engine.errors import ConfigError, DataError
+from engine.registry import import_plugins
+from engine.rewards import require_rewards
+from engine.storage.filesystem import as_path, is_remote, pin_revision, refuse_own_code
+from engine.tracking.metric_logs import require_packages
+
+# `${…}` in files of settings, as in OmegaConf: another key's value, or an environment variable.
+#
+# `${a.b}` and `${.b}` (beside the key) are other keys, `${oc.select:a.b,default}` one that may be
+# missing, `${oc.env:NAME,default}` a variable. Others stay as they are.
+
+_ONE = re.compile(r"\$\{([^${}]+)\}")
+_DEPTH = 20  # of references to references
+
+
+def resolved_values(values: Mapping[str, object]) -> dict[str, object]:
+    """The values by dotted key, with what they refer to; a reference that leads nowhere stays.
+
+    `???`, OmegaConf's mark for a value that is still missing, is none.
+    """
+    values = {key: None if value == "???" else value for key, value in values.items()}
+    return {key: _value(value, key, values, _DEPTH) for key, value in values.items()}
+
+
+def _value(value: object, key: str, values: Mapping[str, object], depth: int) -> object:
+    if not isinstance(value, str) or "${" not in value or depth == 0:
+        return value
+    whole = _ONE.fullmatch(value)
+    if whole:
+        found, there = _looked_up(whole[1].strip(), key, values, depth)
+        return found if there else value
+
+    def text(match: re.Match[str]) -> str:
+        found, there = _looked_up(match[1].strip(), key, values, depth)
+        return str(found) if there else match[0]
+
+    replaced = _ONE.sub(text, value)
+    return replaced if replaced == value else _value(replaced, key, values, depth - 1)
+
+
+def _looked_up(
+    reference: str, key: str, values: Mapping[str, object], depth: int
+) -> tuple[object, bool]:
+    """What a reference stands for, and whether there is such a thing."""
+    kind, colon, rest = reference.partition(":")
+    if not colon:
+        path = _absolute(reference, key)
+        if path in values:
+            return _value(values[path], path, values, depth - 1), True
+        return None, False
+    name, comma, default = (part.strip() for part in rest.partition(","))
+    if kind == "oc.env" and name in os.environ:
+        return os.environ[name], True
+    if kind == "oc.select":
+        found, there = _looked_up(name, key, values, depth)
+        if there:
+            return found, True
+    if kind in ("oc.env", "oc.select") and comma:
+        return yaml.safe_load(default), True
+    return None, kind == "oc.select"  # without a default it is null
+
+
+def _absolute(reference: str, key: str) -> str:
+    """The dotted key of a reference: each dot before it after the first goes up one section."""
+    name = reference.lstrip(".")
+    up = len(reference) - len(name)
+    if not up:
+        return name
+    sections = key.split(".")[:-up]
+    return ".".join([*sections, name])
+
+
+# Which file a command line names: the first argument, `--config`, or Hydra's two options.
+#
+# A shipped one is `preset:NAME`.
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+# verl's own files of defaults; what is in them is known here.
+_VERLS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer")
+
+
+def config_file(options: Namespace) -> tuple[Path | None, list[str]]:
+    """The file, if any, and the `key=value` arguments; ConfigError where two are named.
+
+    `options` has `settings`, `config`, and Hydra's `config_path` and `config_name`.
+    """
+    settings = list(options.settings)
+    named = [config_path(options.config)] if options.config is not None else []
+    if settings and "=" not in settings[0] and settings[0].startswith(PRESET):
+        named.append(config_path(settings.pop(0)))
+    if settings and "=" not in settings[0] and settings[0].endswith(_SUFFIXES):
+        named.append(Path(settings.pop(0)).expanduser())
+    named += _hydras(options.config_path, options.config_name)
+    if len(named) > 1:
+        raise ConfigError(f"{named[0]} and {named[1]} are both configurations; give one file")
+    return (named[0] if named else None), settings
+
+
+def _hydras(folder: str | None, name: str | None) -> list[Path]:
+    """The file of `--config-path` and `--config-name`; none for a file of verl's package."""
+    if name is None:
+        if folder is not None:
+            raise ConfigError(f"--config-path={folder} names a folder; give --config-name, too")
+        return []
+    file = Path(folder or "config").expanduser() / name
+    if file.suffix not in _SUFFIXES:
+        file = file.with_name(f"{file.name}.yaml")
+    if not file.exists() and file.stem in _VERLS:
+        say(
+            f"note: --config-name={name} is verl's file of defaults; the defaults here are those "
+            "of --help, or verl's with --verl-defaults",
+            error=True,
+        )
+        return []
+    return [file]
+
+
+# verl's defaults, and what its command lines leave to them.
+#
+# `python -m engine.trainer.main_ppo` and `--verl-defaults` take all of them. Otherwise defaults
+# are
+# this project's, and only the estimator follows verl: keys of a critic ask for one.
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_BOTH: dict[str, object] = {  # of either optimizer
+    "weight_decay": 0.01,
+    "betas": [0.9, 0.999],
+    "lr_warmup_steps_ratio": 0.0,
+    "min_lr_ratio": 0.0,
+    "lr_scheduler_type": "constant",
+}
+
+# What verl's configuration has where this project's default is another one.
+VERL_DEFAULTS: dict[str, object] = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "actor_rollout_ref.model.lora_alpha": 16,
+    f"{_ACTOR}.optim.lr": 1e-6,
+    **{f"{_ACTOR}.optim.{name}": value for name, value in _BOTH.items()},
+    f"{_ACTOR}.ppo_mini_batch_size": 256,
+    f"{_ACTOR}.use_kl_loss": False,
+    f"{_ROLLOUT}.n": 1,
+    "algorithm.adv_estimator": "gae",
+    "trainer.total_epochs": 30,
+    "trainer.test_freq": -1,
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+}
+# Of the critic, where there is one.
+CRITIC_DEFAULTS: dict[str, object] = {
+    "critic.optim.lr": 1e-5,
+    **{f"critic.optim.{name}": value for name, value in _BOTH.items()},
+    "critic.ppo_mini_batch_size": 256,
+    "critic.ppo_epochs": 1,
+}
+
+# Sections of verl's that say nothing unless another setting turns them on, as in verl itself.
+_IDLE = {
+    "rl.algorithm.use_kl_in_reward": ("rl.algorithm.kl_ctrl.", "rl.algorithm.kl_penalty"),
+    "rl.actor.use_kl_loss": ("rl.actor.kl_loss_coef", "rl.actor.kl_loss_type"),
+    "rl.rollout.val_kwargs.do_sample": ("rl.rollout.val_kwargs.",),
+}
+
+
+def choose_estimator(result: Resolved) -> None:
+    """verl's default, GAE, where keys of a critic were given, and nothing that chooses without."""
+    paths = ("rl.algorithm.adv_estimator", "rl.algorithm.dataflow")
+    if any(path in result.overrides for path in paths):
+        return
+    critic = next(
+        (o for path, o in result.overrides.items() if path.startswith("rl.critic.")), None
+    )
+    if critic is not None:
+        result.overrides[paths[0]] = replace(critic, path=paths[0], value="gae", times="")
+        result.notices.append(f"algorithm.adv_estimator is gae, as in verl: {critic.key} is given")
+
+
+def drop_idle(result: Resolved) -> None:
+    """verl's keys that have no effect in verl either, or tune an engine that doesn't decode."""
+    chosen = result.overrides.get("rl.rollout.engine")
+    engine = _default("rl.rollout.engine") if chosen is None else chosen.value
+    for path, override in list(result.overrides.items()):
+        why = ""
+        if engine != "vllm" and path.startswith("rl.rollout.vllm.") and _is_verls(override):
+            why = f"{engine} decodes, not vllm; see actor_rollout_ref.rollout.name"
+        for switch, idle in _IDLE.items():
+            given = result.overrides.get(switch)
+            if path.startswith(idle) and not (_default(switch) if given is None else given.value):
+                why = f"{switch.removeprefix('rl.')} is false"
+        if why and not override.key.startswith("rl."):
+            if override.value != _default(path):
+                result.notices.append(f"{override.key} has no effect here: {why}")
+            del result.overrides[path]
+
+
+def _default(path: str) -> object:
+    """A setting's default here."""
+    value: object = RunConfig()
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+def _is_verls(override: Override) -> bool:
+    return override.key.startswith("actor_rollout_ref.")
+
+
+# From arguments to a configuration, and from its errors back to the arguments.
+#
+# A key is looked up in three places: verl's names (`renamed_keys`), our own paths (of `settings`,
+# with or without `rl.`), and `unsupported_keys`.
 
 _NO_EFFECT = " has no effect here: "
 
@@ -323,3 +533,36 @@ def _value_at(config: BaseModel, path: str) -> object:
     for name in path.split("."):
         value = getattr(value, name)
     return value
+
+
+# Whether what a run names is there: model, teacher, data files, reward, packages of loggers.
+#
+# It loads neither torch nor Ray, so that a wrong name is known at once. What is in the files is
+# checked by `data` and the trainer.
+
+
+def check_names(config: RunConfig) -> None:
+    """Raise an EngineError that names the first setting whose value isn't there."""
+    if not config.model.path:
+        raise ConfigError(
+            "actor_rollout_ref.model.path is missing; give a Hugging Face folder or hub id"
+        )
+    for file in (*config.data.train_files, *config.data.val_files):
+        if not is_remote(file) and not as_path(file).exists():
+            raise DataError(f"{file} does not exist; check the path")
+    require_packages(config.run.logger, "run.logger")
+    import_plugins(config.rl.plugins)
+    require_rewards(config.rl.reward)
+    for setting, teacher in config.rl.algorithm.teacher_models.items():
+        pin_revision(teacher, setting)
+    if config.rl.critic.model_path:
+        pin_revision(config.rl.critic.model_path, "rl.critic.model_path")
+    pin_revision(config.model.path)
+    if config.model.trust_remote_code:
+        refuse_own_code(config.model.path)
+    if config.run.val_only and not config.data.val_files:
+        raise ConfigError("run.val_only=true has nothing to validate on; give data.val_files")
+    if config.run.resume_mode == "resume_path" and not config.rl.trainer.resume_from:
+        raise ConfigError(
+            "run.resume_mode=resume_path without trainer.resume_from_path; name the checkpoint"
+        )

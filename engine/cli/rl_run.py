@@ -1,8 +1,12 @@
-"""One RL run, for the command line and the Flyte task: data and model in, a better model out."""
+"""One RL run, for the command line and the Flyte task: data and model in, a better model out.
+
+Reading data files for it is in `ppo_program`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,31 +15,88 @@ from typing import TYPE_CHECKING
 
 from engine.batch import Batch
 from engine.checkpoint import CheckpointStore
-from engine.checkpoint.lock import hold_lock
+from engine.checkpoint.run_lock import hold_lock
 from engine.checkpoint.state_dict import StateDict
-from engine.cli.step_line import printed_completions, step_line
+from engine.cli.settings import RunConfig, RunOutputConfig
 from engine.config import LoRAConfig, RLConfig
-from engine.console import say
-from engine.controller.ray_session import ray_session
+from engine.console import human_time, say
+from engine.controller.launch import ray_session
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
-from engine.plugins import import_plugins
-from engine.rollouts.columns import VALIDATION
-from engine.rollouts.files import FOLDER as ROLLOUTS
-from engine.rollouts.writer import RolloutLog
+from engine.redaction import presentable
+from engine.registry import import_plugins
+from engine.samples.sample_files import FOLDER as ROLLOUTS
+from engine.samples.sample_files import VALIDATION
+from engine.samples.writer import RolloutLog
 from engine.storage.json_rows import Row
-from engine.tracking.metric_logs import MetricLogs
-from engine.trainers.attempts import run_with_retries
-from engine.trainers.export import resolve_checkpoint, write_policy
-from engine.trainers.final_model import FinalModel, choose_final_model
-from engine.trainers.resume import SCORE
+from engine.tracking.metric_logs import MetricLogs, open_metric_logs
+from engine.trainers.fault_tolerance import run_with_retries
+from engine.trainers.huggingface_export import resolve_checkpoint, write_policy
+from engine.trainers.resume import SCORE, FinalModel, choose_final_model
 from engine.trainers.rl import Metrics, OnRollouts, RLTrainer
-from engine.trainers.rl_setup import resolve_placement
+from engine.trainers.run_spec import resolve_placement
 
 if TYPE_CHECKING:
     from engine.tracking import StageRun
 
+
+# The lines that are printed after a step of reinforcement learning, and after a validation.
+
+_LONGEST = 200  # characters of a text that are printed
+
+# What the line shows of what the algorithm at hand measures, and how.
+_FACTS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("KL", "actor/kl", "{:.4f}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("accuracy", "actor/rewards/accuracies", "{:.3f}"),
+    ("length", "response/length_mean", "{:.1f}"),
+    ("clip", "actor/pg_clipfrac", "{:.3f}"),
+    ("grad", "actor/grad_norm", "{:.2f}"),
+)
+
+
+def printed_completions(batch: Batch, count: int) -> list[str]:
+    """The first `count` completions of a validation with their prompts' ends and scores."""
+    scores: list[float] = batch["token_level_scores"].sum(1).tolist()
+    columns = batch.columns
+    rows = zip(columns["prompt"], columns["completion"], scores, strict=True)
+    return [
+        presentable(
+            f"rl: validation {score:.3f} | {_brief(prompt[-1]['content'])} | {_brief(text)}"
+        )
+        for prompt, text, score in list(rows)[:count]
+    ]
+
+
+def _brief(text: object) -> str:
+    """The end of a text, in one line."""
+    words = " ".join(str(text).split())
+    return words if len(words) <= _LONGEST else f"…{words[-_LONGEST:]}"
+
+
+def step_line(
+    step: int,
+    total: int,
+    metrics: Mapping[str, float],
+    history: Sequence[Mapping[str, float]],
+) -> str:
+    """Say how step `step` (1-based) went and, from the steps in `history`, how long is left."""
+    seconds = sum(row["perf/step_s"] for row in history) / max(1, len(history))
+    facts = {name: shown.format(metrics[key]) for name, key, shown in _FACTS if key in metrics}
+    parts = [f"rl {step:>4}/{total}", *(f"{name} {shown}" for name, shown in facts.items())]
+    parts += [
+        f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
+        f"{metrics['perf/step_s']:.1f} s",
+        f"{human_time(seconds * (total - step))} left",
+    ]
+    if "validation/reward" in metrics:
+        parts.append(f"validation {metrics['validation/reward']:.3f}")
+    return " · ".join(parts)
+
+
+# One RL run, for the command line and the Flyte task: data and model in, a better model out.
 
 WriteModel = Callable[[str], None]  # writes a model's files into a folder
 
@@ -135,7 +196,7 @@ class TrainedPolicy:
     folder: Path  # of the model that it hands over
     final: FinalModel  # which step that is
     history: list[Metrics]  # a row a step
-    changed_settings: list[StateDict]  # of resumptions, see `engine.trainers.run_settings`
+    changed_settings: list[StateDict]  # of resumptions, see `engine.trainers.resume`
 
 
 @contextmanager
@@ -273,3 +334,50 @@ def headline(config: RLConfig) -> str:
         f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × {config.rollout.n} "
         "completions a step"
     )
+
+
+# The log of a run from the command line: what `run.logger` names, opened and closed.
+
+
+@contextlib.contextmanager
+def open_log(config: RunConfig, folder: Path, resumes: bool) -> Iterator[RunLog]:
+    """The log for the block; a run in `folder` that resumes goes on in its file of metrics.
+
+    Raises TrackingError where a tracker can't be reached, before the block.
+    """
+    settings = config.model_dump(mode="json")
+    with open_trackers(config.run, settings, folder, resumes) as (tracked, logs):
+        yield RunLog(tracked, logs, step_lines="console" in config.run.logger)
+
+
+@contextlib.contextmanager
+def open_trackers(
+    own: RunOutputConfig, settings: dict[str, object], folder: Path, resumes: bool
+) -> Iterator[tuple[StageRun | None, MetricLogs]]:
+    """The MLflow run, if `own.logger` asks for one, and the other logs, as `open_log`."""
+    with (
+        _mlflow(own, settings) as tracked,
+        open_metric_logs(
+            own.logger,
+            folder,
+            project=own.project_name,
+            run_name=own.experiment_name,
+            settings=settings,
+            keep=resumes,
+        ) as logs,
+    ):
+        yield tracked, logs
+
+
+@contextlib.contextmanager
+def _mlflow(own: RunOutputConfig, settings: dict[str, object]) -> Iterator[StageRun | None]:
+    """An MLflow run for the block where `run.logger` asks for one; the store is checked first."""
+    if "mlflow" not in own.logger:
+        yield None
+        return
+    from engine.tracking import Tracker
+
+    tracker = Tracker(experiment=own.project_name)
+    tracker.check()
+    with tracker.stage(own.experiment_name, params=settings) as tracked:
+        yield tracked

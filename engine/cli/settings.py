@@ -1,15 +1,38 @@
-"""The configuration of a run from files on this machine: `RLConfig`, and what surrounds it."""
+"""The configuration of a run from files on this machine, its ranks, and its help text.
+
+How arguments become such a configuration is in `resolve`.
+"""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+import yaml
+from pydantic import BaseModel, Field, model_validator
 
-from engine.config import Loggers, LoRAConfig, Options, RLConfig, RowsConfig, Section
-from engine.data.truncation import Truncation
-from engine.storage.locations import home
+from engine.cli.reward_file import REWARD_FILES
+from engine.cli.verl_keys import UNSUPPORTED, VERL, Key
+from engine.config import (
+    Loggers,
+    LoRAConfig,
+    Options,
+    ParallelConfig,
+    PoolConfig,
+    RLConfig,
+    RowsConfig,
+    Section,
+)
+from engine.config.text import Setting, as_yaml, sections, summary
+from engine.console import say
+from engine.data.rows import Truncation
+from engine.errors import ConfigError, PlacementError
+from engine.parallel.layout import AXES, Layout
+from engine.storage.filesystem import home
+
+# The configuration of a run from files on this machine: `RLConfig`, and what surrounds it.
 
 
 class DataFilesConfig(RowsConfig):
@@ -163,3 +186,212 @@ class RunConfig(Section):
                 "data.filter_overlong_prompts=true instead"
             )
         return self
+
+
+# Over how many ranks a run is split: `trainer.n_gpus_per_node` and `nnodes`, as verl counts them.
+#
+# `fill_layouts` fills in the layouts that the settings leave open; `gpu_pools` gives each rank its
+# GPU, once it is known what Ray has. A layout by hand is `rl.actor.parallel`, one by estimate
+# `rl.trainer.placement=auto`.
+
+
+def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration with layouts of so many ranks as are asked for, and notices about them.
+
+    Sizes that are given stay; of the rest `fsdp` takes all, or `dp` where `fsdp` is given. Raises
+    ConfigError where they don't multiply to the ranks.
+    """
+    asked, rl, notices = ranks_of(config), config.rl, list[str]()
+    actor = rl.actor.parallel
+    if asked is not None:
+        actor = _filled("actor", actor, asked)
+    if actor.offload_params and actor.fsdp * actor.sp == 1 and asked is not None:
+        actor = actor.model_copy(update={"offload_params": False})
+        notices.append("actor.parallel.offload_params has no effect on one rank: weights stay")
+    critic = rl.critic.parallel
+    if critic is not None:
+        if not critic.model_fields_set.intersection(AXES):  # only other settings were given
+            critic = critic.model_copy(update={axis: getattr(actor, axis) for axis in AXES})
+        elif asked is not None:
+            critic = _filled("critic", critic, asked)
+        if critic.offload_params and critic.fsdp * critic.sp == 1:
+            critic = critic.model_copy(update={"offload_params": False})
+    reference = rl.reference
+    if reference.offload_params and actor.fsdp * actor.sp == 1:
+        reference = reference.model_copy(update={"offload_params": False})
+        notices.append("reference.offload_params has no effect on one rank: its weights stay")
+    rl = rl.model_copy(
+        update={
+            "actor": rl.actor.model_copy(update={"parallel": actor}),
+            "critic": rl.critic.model_copy(update={"parallel": critic}),
+            "reference": reference,
+        }
+    )
+    return config.model_copy(update={"rl": rl}), notices
+
+
+def ranks_of(config: RunConfig) -> int | None:
+    """The ranks that `trainer.n_gpus_per_node` and `nnodes` ask for; None where they don't."""
+    per_node = config.run.n_gpus_per_node
+    return None if per_node is None else per_node * config.run.nnodes
+
+
+def gpu_pools(config: RunConfig) -> RLConfig:
+    """The run's settings with a GPU for each rank of the policy, where Ray has any.
+
+    Called when the placement is chosen and Ray is there. Raises PlacementError where
+    `run.device=cuda` finds none. Pools that were given stay, and so does `auto`.
+    """
+    from engine.trainers.auto_placement import cluster_has_gpus, run_roles
+    from engine.trainers.run_spec import default_pools, sampler_count
+
+    rl, device, ranks = config.rl, config.run.device, ranks_of(config)
+    trainer = rl.trainer
+    if trainer.placement == "local":
+        _check_cuda_here(device)
+        return rl
+    if trainer.pools or trainer.placement != "ray" or device == "cpu" or ranks is None:
+        return rl
+    if not cluster_has_gpus(rl):
+        if device == "cuda":
+            raise PlacementError("run.device=cuda, and Ray has no GPU; set trainer.device=cpu")
+        say(f"rl: Ray has no GPU, so {ranks} ranks compute on CPUs")
+        return rl
+    if sampler_count(trainer):
+        raise ConfigError(
+            f"run.n_gpus_per_node with trainer.mode={trainer.mode}: say which GPUs decode, with "
+            "trainer.placement=auto or trainer.pools"
+        )
+    policy, *others = default_pools(run_roles(rl)[1])
+    pools = [PoolConfig(roles=policy, cpus=1.0, gpus=1.0)]
+    pools += [PoolConfig(roles=roles, cpus=0.0) for roles in others]
+    placed = trainer.model_copy(update={"pools": tuple(pools)})
+    return rl.model_copy(update={"trainer": placed})
+
+
+def _check_cuda_here(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PlacementError(
+            "run.device=cuda, and PyTorch sees no GPU here; set trainer.device=cpu"
+        )
+
+
+def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
+    """The layout on `ranks` ranks."""
+    layout = Layout.of(parallel)
+    if layout.world_size == ranks:
+        return parallel
+    rest, left_over = divmod(ranks, layout.world_size)
+    free = "fsdp" if layout.fsdp == 1 else "dp"
+    if left_over or layout.dp > 1:
+        sizes = ", ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
+        raise ConfigError(
+            f"{role}.parallel ({sizes}) does not make the {ranks} ranks of run.n_gpus_per_node × "
+            "run.nnodes; change one of them"
+        )
+    return parallel.model_copy(update={free: rest})
+
+
+# `--help` and `--print-config`: the settings as text.
+
+WIDTH = 100
+_USAGE = """\
+python -m engine.main_ppo [FILE.yaml] [--verl-defaults] [--print-config] [--dry-run] [key=value ...]
+
+Reinforcement learning on your own prompts: from a Hugging Face folder to a better one.
+
+  python -m engine.main_ppo data.train_files=train.parquet data.val_files=test.parquet \\
+      actor_rollout_ref.model.path=/models/Qwen2.5-0.5B actor_rollout_ref.actor.optim.lr=1e-6 \\
+      algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 trainer.total_epochs=1
+
+  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. As well
+                   --config FILE, or Hydra's --config-path and --config-name
+  --verl-defaults  what is not set is as in verl's configuration, not as listed here. So does
+                   python -m engine.trainer.main_ppo, for command lines of verl's
+  --print-config   print the configuration as --config reads it, and exit
+  --dry-run        check settings and data; print the configuration, batches, placement, and what
+                   memory and time are estimated (for --gpu H100 as well), and exit
+  --help           print this, and exit
+
+Keys are verl's where verl has the same thing. Beside them, each setting has this project's own
+path (as in engine/config/), with or without `rl.` in front: rl.actor.optim.lr, actor.optim.lr.
+Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are this project's, made for
+small models, and not verl's: give a pretrained model its own learning rate. trainer.n_gpus_per_node
+and trainer.nnodes are the ranks; without them there is one, or those of rl.actor.parallel.
+
+Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
+"""
+
+
+def help_text() -> str:
+    """All sections with their keys, defaults and meanings, and verl's unsupported keys."""
+    names = _verl_names()
+    parts = [_USAGE, *sections_text(RunConfig, names)]
+    files = "\n".join(
+        _entry(f"{p}.path, .name, .reward_kwargs", "", "File, function, its arguments: rl.reward")
+        for p in REWARD_FILES
+    )
+    files += "\n" + _entry(
+        "reward_model.enable, .model.path", "", "A sequence-classification folder: rl.reward"
+    )
+    parts.append(f"reward from a file:\n{files}\n")
+    parts.append(
+        "\n".join(
+            [
+                "verl's keys that have no effect here, or only some values (null: any)",
+                *_unsupported(),
+                "",
+            ]
+        )
+    )
+    return "\n".join(parts)
+
+
+def sections_text(
+    root: type[BaseModel], names: Mapping[str, tuple[str, Key]] | None = None
+) -> Iterator[str]:
+    """The sections of a configuration; `names`: the keys that paths are shown as."""
+    for path, model, settings in sections(root):
+        rows = list(_rows(settings, names or {}))
+        if rows:
+            yield "\n".join([f"{path or 'top level'}: {summary(model)}", *rows, ""])
+
+
+def config_text(config: RunConfig) -> str:
+    """The whole configuration as YAML that `--config` reads."""
+    values = config.model_dump(mode="json")
+    if config.run.total_epochs is not None:
+        del values["rl"]["trainer"]["total_training_steps"]  # known when the data are read
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _rows(settings: list[Setting], names: Mapping[str, tuple[str, Key]]) -> Iterator[str]:
+    for setting in settings:
+        key, target = names.get(setting.path, (setting.path.removeprefix("rl."), None))
+        texts = [setting.about, setting.choices, target.note if target else ""]
+        yield _entry(key, setting.default, "; ".join(part for part in texts if part))
+
+
+def _entry(key: str, default: str, about: str) -> str:
+    head = f"  {key}" + (f" = {default}" if default else "")
+    wrapped = textwrap.wrap(about, WIDTH - 56) or [""]
+    first = f"{head:<56}{wrapped.pop(0)}" if len(head) <= 54 else head
+    return "\n".join([first.rstrip(), *(" " * 56 + line for line in wrapped if line)])
+
+
+def _unsupported() -> Iterator[str]:
+    for entry in UNSUPPORTED:
+        only = f" (only {', '.join(map(as_yaml, entry.accepted))})" if entry.accepted else ""
+        kind = "rejected" if entry.rejected else "no effect"
+        yield _entry(entry.pattern + only, "", f"{kind}: {entry.reason}")
+
+
+def _verl_names() -> dict[str, tuple[str, Key]]:
+    """The verl key to show for a path; the first of the table where there are several."""
+    names: dict[str, tuple[str, Key]] = {}
+    for name, key in VERL.items():
+        for path in (key.path,) if isinstance(key.path, str) else ():
+            names.setdefault(path, (name, key))
+    return names

@@ -1,30 +1,167 @@
-"""`RLTrainer` in its published forms: models in memory, a pipeline, a dictionary of settings.
-
-Each becomes the arguments of `engine.trainers.rl.RLTrainer`, which does the work.
-"""
+"""`RLTrainer` in its published forms, with `DeviceMesh` and `DataPipeline`."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from engine.cli.settings import RunConfig
-from engine.compat.device_mesh import DeviceMesh
-from engine.compat.models import hand_back, policy_module, write_actor, write_critic
-from engine.compat.pipeline import DataPipeline
-from engine.compat.rewards import reward_settings
-from engine.compat.settings import read_settings
-from engine.config import ParallelConfig, RLConfig
+from engine.compat.hf_trainer import read_settings
+from engine.compat.in_memory import (
+    hand_back,
+    policy_module,
+    reward_settings,
+    write_actor,
+    write_critic,
+)
+from engine.config import ParallelConfig, PoolConfig, RLConfig
 from engine.data.loader import PromptLoader, make_rl_data_loader
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.trainers import rl
-from engine.trainers.workload import run_roles
+from engine.trainers.auto_placement import run_roles
+
+# `DeviceMesh(devices=, sub_meshes=)`: which roles sit on which devices, as pools of a run.
+
+_RANGE = re.compile(r"(cuda|gpu|cpu)(?::(\d+)(?:-(\d+))?)?", re.IGNORECASE)
+_NAMES = {"policy": "actor", "ref": "reference", "value": "critic", "reward_model": "reward"}
+_WITH_ACTOR = ("rollout", "reference")
+
+
+@dataclass(frozen=True)
+class DeviceMesh:
+    """Devices of a cluster, and the roles on parts of them.
+
+    Devices are `cuda:3`, or ranges such as `cuda:0-3`. Roles that no part names are the actor's
+    neighbours, as they are without a mesh. Ray picks the very devices; how many there are, and
+    which roles share them, is as here.
+
+    Examples:
+        >>> parts = {"actor": ["cuda:0-3"], "critic": ["cuda:4-7"]}
+        >>> mesh = DeviceMesh(devices=["cuda:0-7"], sub_meshes=parts)
+    """
+
+    devices: Sequence[str] = ()
+    sub_meshes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        listed = self.devices if not isinstance(self.devices, str) else [self.devices]
+        there, taken = set(_expanded(listed)), dict[str, str]()
+        for role, part in self.sub_meshes.items():
+            for device in _expanded(part):
+                if there and device not in there:
+                    raise ConfigError(
+                        f"DeviceMesh: sub_meshes[{role!r}] has {device}, which is not in devices; "
+                        "add it there, or leave it out"
+                    )
+                other = taken.setdefault(device, role)
+                if other != role and set(_expanded(self.sub_meshes[other])) != set(_expanded(part)):
+                    raise ConfigError(
+                        f"DeviceMesh: {device} is in sub_meshes[{other!r}] and in "
+                        f"sub_meshes[{role!r}], which differ; give them the same devices, or others"
+                    )
+
+    def ranks(self, role: str = "actor") -> int:
+        """Devices of a role; all, where no part names it."""
+        part = self._parts().get(role, ())
+        return len(part or _expanded(self.devices)) or 1
+
+    def pools(self, roles: frozenset[str]) -> tuple[PoolConfig, ...]:
+        """The pools of a run with these roles; ConfigError for a role that it hasn't."""
+        parts = self._parts()
+        if unknown := sorted(parts.keys() - roles):
+            raise ConfigError(
+                f"DeviceMesh: sub_meshes names {unknown[0]!r}, and this run has {sorted(roles)}; "
+                "leave it out"
+            )
+        actor = parts.get("actor", tuple(_expanded(self.devices)))
+        together: dict[tuple[str, ...], list[str]] = {}
+        for role in sorted(roles, key=lambda name: (name != "actor", name)):
+            beside = role in _WITH_ACTOR or role == "critic"
+            part = parts.get(role, actor if beside or role == "actor" else ())
+            together.setdefault(tuple(part) or (role,), []).append(role)
+        return tuple(
+            PoolConfig(
+                roles=tuple(some),
+                cpus=1.0 if "actor" in some else 0.0,
+                gpus=1.0 if part[0].startswith("cuda") else 0.0,
+            )
+            for part, some in together.items()
+        )
+
+    def _parts(self) -> dict[str, tuple[str, ...]]:
+        return {
+            _NAMES.get(role, role): tuple(_expanded(part)) for role, part in self.sub_meshes.items()
+        }
+
+
+def _expanded(devices: Sequence[str] | str) -> list[str]:
+    """One name a device, e.g. "cuda:0"; raises ConfigError for another form."""
+    found: list[str] = []
+    for text in [devices] if isinstance(devices, str) else devices:
+        match = _RANGE.fullmatch(str(text).strip())
+        if match is None:
+            raise ConfigError(f"DeviceMesh: {text!r} is no device; write cuda:0, cuda:0-3 or cpu")
+        kind = "cpu" if match[1].lower() == "cpu" else "cuda"
+        first = int(match[2] or 0)
+        found += [f"{kind}:{n}" for n in range(first, int(match[3] or first) + 1)]
+    return found
+
+
+# `DataPipeline`: the models of a run and its settings, for `RLTrainer(pipeline=…)`.
+
+
+@dataclass(frozen=True)
+class DataPipeline:
+    """What a run is made of: one actor, reward models whose scores are added, at most one critic.
+
+    Models are transformers' (or a `HybridActor`), or paths. Without a reward it is that of the
+    settings. `rollout_config` and `train_config` have the keys of `RLTrainer`'s `config`. Prompts
+    are a loader, or the path of a file.
+    """
+
+    actors: Sequence[object]
+    reward_models: Sequence[object] = ()
+    critics: Sequence[object] = ()
+    algorithm: str = "ppo"
+    rollout_config: Mapping[str, object] = field(default_factory=dict)
+    train_config: Mapping[str, object] = field(default_factory=dict)
+    data_loader: object = None
+    tokenizer: object = None
+    reward_fn: object = None
+
+    def __post_init__(self) -> None:
+        if len(self.actors) != 1:
+            raise ConfigError(
+                f"DataPipeline has {len(self.actors)} actors; give one, the policy that learns"
+            )
+        if len(self.critics) > 1:
+            raise ConfigError(f"DataPipeline has {len(self.critics)} critics; give one, or none")
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `RLTrainer` that it stands for."""
+        return {
+            "actor_model": self.actors[0],
+            "critic_model": self.critics[0] if self.critics else None,
+            "reward_model": list(self.reward_models),
+            "reward_fn": self.reward_fn,
+            "algo": self.algorithm,
+            "data_loader": self.data_loader,
+            "tokenizer": self.tokenizer,
+            "config": {**self.rollout_config, **self.train_config},
+        }
+
+
+# `RLTrainer` in its published forms: models in memory, a pipeline, a dictionary of settings.
+#
+# Each becomes the arguments of `engine.trainers.rl.RLTrainer`, which does the work.
 
 
 class RLTrainer(rl.RLTrainer):

@@ -5,13 +5,14 @@ change in it reruns that stage and what follows it. Settings that contradict one
 refused here, before anything is computed. Nothing here reads files other than configurations.
 """
 
-from engine.config.agents import AgentConfig, EnvironmentSpec, MultiTurnConfig
 from engine.config.algorithm import (
     AlgorithmConfig,
+    DistillationConfig,
     FilterGroupsConfig,
     KLControlConfig,
     PreferenceConfig,
     RolloutCorrectionConfig,
+    TeacherConfig,
 )
 from engine.config.base import Options, Section
 from engine.config.data import (
@@ -23,33 +24,47 @@ from engine.config.data import (
     RowsConfig,
     SamplingConfig,
 )
-from engine.config.distillation import DistillationConfig, TeacherConfig
-from engine.config.gpus import GpuKindConfig
-from engine.config.pairs import PairsConfig
-from engine.config.parallel import ParallelConfig, PoolConfig
-from engine.config.parse import config_path, digest, explain, load_config, parse_config
-from engine.config.pipeline import EvaluateConfig, LMEvalConfig, PipelineConfig
-from engine.config.promotion import ContaminationConfig, GuardConfig, PromoteConfig
-from engine.config.retrain import RetrainConfig
-from engine.config.reward import OverlongBufferConfig, RewardConfig, RewardSpec
+from engine.config.pipeline import (
+    ContaminationConfig,
+    EvaluateConfig,
+    GuardConfig,
+    LMEvalConfig,
+    Loggers,
+    PairsConfig,
+    PipelineConfig,
+    PromoteConfig,
+    RetrainConfig,
+    TrackingConfig,
+)
 from engine.config.rl import (
     ActorConfig,
     CriticConfig,
+    GpuKindConfig,
+    OverlongBufferConfig,
     PolicyLossConfig,
+    RewardConfig,
+    RewardSpec,
     RLConfig,
     RolloutConfig,
     TrainerConfig,
 )
-from engine.config.server import ServerConfig
-from engine.config.tracking import Loggers, TrackingConfig
+from engine.config.rollout_engines import (
+    AgentConfig,
+    EnvironmentSpec,
+    MultiTurnConfig,
+    ServerConfig,
+    VllmConfig,
+)
+from engine.config.text import config_path, digest, explain, load_config, parse_config
 from engine.config.training import (
     OfflineConfig,
     OptimConfig,
+    ParallelConfig,
+    PoolConfig,
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,
     SFTConfig,
 )
-from engine.config.vllm import VllmConfig
 
 __all__ = [
     "ActorConfig",

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from engine.config.pipeline import PipelineConfig
-from engine.config.reference import markdown
+from engine.config.text import markdown
 
 
 def main() -> None:

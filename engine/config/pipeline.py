@@ -1,26 +1,243 @@
-"""All stages together: evaluation, and the whole."""
+"""All stages together: pairs, evaluation, promotion, retraining, tracking, and the whole."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from engine.config.agents import AgentConfig, MultiTurnConfig
 from engine.config.base import Section
 from engine.config.data import DataConfig, ModelConfig
-from engine.config.pairs import PairsConfig
-from engine.config.parallel import ParallelConfig
-from engine.config.promotion import PromoteConfig
-from engine.config.retrain import RetrainConfig
-from engine.config.reward import RewardConfig
-from engine.config.rl import RLConfig
-from engine.config.tracking import TrackingConfig
+from engine.config.rl import RewardConfig, RLConfig
+from engine.config.rollout_engines import AgentConfig, MultiTurnConfig
 from engine.config.training import (
+    ParallelConfig,
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,
     SFTConfig,
 )
+
+# When a model becomes the champion: the rules of promotion, as data.
+
+GuardMetric = Literal["pass_at_1", "sampled", "majority", "format_rate"]
+
+
+class GuardConfig(Section):
+    """Problems on which the new model must not be worse."""
+
+    dataset: str = Field("", description="Problems of this evaluation set; empty: of all")
+    data_source: str = Field("", description="Of these, those of this source; empty: all of them")
+    metric: GuardMetric = Field(
+        "pass_at_1", description="Greedy, sampled or majority answers right, or format kept"
+    )
+    tolerance: float = Field(
+        0.0, ge=0, lt=1, description="The change's lower end may be this far below 0"
+    )
+
+    @property
+    def name(self) -> str:
+        """How messages and evidence name it, e.g. `pass_at_1 of gsm8k`."""
+        where = " in ".join(filter(None, (self.data_source, self.dataset)))
+        return f"{self.metric} of {where or 'all problems'}"
+
+
+class ContaminationConfig(Section):
+    """How many test problems may be known from training."""
+
+    max_share: float = Field(0.01, ge=0, le=1, description="Share of test prompts, at most")
+    ngram: int = Field(13, ge=2, description="Words in a row that are compared")
+    overlap: float = Field(
+        0.8, gt=0, le=1, description="A prompt counts when this share of its n-grams was trained on"
+    )
+
+
+class RewardModelGateConfig(Section):
+    """When a reward model becomes the champion among reward models."""
+
+    model_name: str = Field(
+        "hybridflyte-reward-model", min_length=1, description="Registered model in MLflow"
+    )
+    alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
+    minimum_accuracy: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="Share of held-out pairs that it ranks right; the lower end of the interval "
+        "must top it",
+    )
+    minimum_gain: float = Field(
+        0.0,
+        ge=-1,
+        lt=1,
+        description="Over the champion on the same held-out pairs; the lower end of the interval "
+        "must top it",
+    )
+
+
+class PromoteConfig(Section):
+    """When a model becomes the champion."""
+
+    model_name: str = Field(
+        "hybridflyte-policy", min_length=1, description="Registered model in MLflow"
+    )
+    alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
+    dataset: str = Field(
+        "test",
+        min_length=1,
+        description="Evaluation set that decides: test, a name of data.evaluation_sets, or all: "
+        "every one must pass",
+    )
+    minimum_gain: float = Field(
+        0.0, ge=0, lt=1, description="Lower end of the interval must top it"
+    )
+    bootstrap: bool = Field(
+        False, description="Let the first champion in without a gain over the warm start"
+    )
+    minimum_score: float | None = Field(
+        None, ge=0, le=1, description="Greedy pass@1 of the new model; lower end of the interval"
+    )
+    guards: tuple[GuardConfig, ...] = Field((), description="Where it must not be worse")
+    max_kl: float | None = Field(
+        None, gt=0, description="Mean KL to the reference, last tenth of the model's RL steps"
+    )
+    max_length_ratio: float | None = Field(
+        None, gt=0, description="Mean response length over the former's; upper end of the interval"
+    )
+    contamination: ContaminationConfig = ContaminationConfig()
+    approval: Literal["none", "required"] = Field("none", description="Whether a person must agree")
+    reward_model: RewardModelGateConfig = RewardModelGateConfig()
+
+
+# Scheduled retraining: where new problems arrive, and how many make a run worth its while.
+
+
+class RetrainConfig(Section):
+    """Which new data a scheduled run ingests."""
+
+    path: str = Field(
+        "",
+        description="Folder or s3:// prefix of dated folders (2026-11-20/ or dt=2026-11-20/) with "
+        ".parquet or .jsonl files of RL rows",
+    )
+    minimum_rows: int = Field(64, ge=1, description="Fewer new problems wait for the next run")
+    lookback_days: int = Field(
+        30, ge=1, description="Older dated folders are not looked into, late data included"
+    )
+    replay: float = Field(
+        0.25, ge=0, lt=1, description="Share of the prompts that the champion was trained on before"
+    )
+
+
+# Where runs are recorded.
+
+
+def _names(value: object) -> object:
+    """One name or several; `jsonl` is verl's for the file."""
+    names = value if isinstance(value, list | tuple) else [value]
+    return tuple("file" if name == "jsonl" else name for name in names)
+
+
+Loggers = Annotated[
+    tuple[Literal["console", "file", "mlflow", "tensorboard", "wandb"], ...],
+    BeforeValidator(_names),
+]
+
+
+class TrackingConfig(Section):
+    """Where runs are recorded."""
+
+    experiment: str = Field(
+        "hybridflyte", min_length=1, description="MLflow experiment, project of Weights & Biases"
+    )
+    logger: Loggers = Field(
+        ("console",),
+        description="Where the steps of the warm start and RL go besides MLflow, which has them "
+        "all: console, file (or jsonl), tensorboard, wandb",
+    )
+
+
+# Where the preferences of a pipeline come from: rollouts of its own policy, or files.
+
+
+class PairsConfig(Section):
+    """The best and the worst of n completions of the policy, or pairs and labelled rows of files.
+
+    Of files `columns`, `templates`, `bad_rows`, `validation_size` and `too_long` are read; of
+    rollouts the rest.
+    """
+
+    path: str = Field(
+        "",
+        description="File, folder, s3://… or hf://ID with preferences; empty: rollouts of the "
+        "policy on the prompts of data, ranked by a reward",
+    )
+    columns: dict[str, str] = Field(
+        {}, description="Our column (prompt, chosen, rejected, margin; completion, label): theirs"
+    )
+    templates: dict[str, str] = Field(
+        {}, description="Our column: a Jinja2 template of it over the files' columns"
+    )
+    bad_rows: Literal["fail", "drop"] = Field(
+        "fail", description="Rows that are no preference: refuse them by number, or leave them out"
+    )
+    too_long: Literal["fail", "drop"] = Field(
+        "fail", description="Rows over the model's context: refuse them, or leave them out"
+    )
+    validation_size: int = Field(
+        200, ge=0, description="Of files: rows to hold out, all those of a prompt in one piece"
+    )
+    prompts: int = Field(0, ge=0, description="Prompts of the split train; 0: all")
+    n: int = Field(8, ge=2, description="Completions a prompt, of which pairs are made")
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature of the completions that are ranked"
+    )
+    pairs_a_prompt: int = Field(
+        1,
+        ge=1,
+        description="At most: the best with the worst, the next with the next, …; of labels (KTO) "
+        "so many good ones and so many bad ones",
+    )
+    margin: float = Field(
+        0.0, ge=0, description="The two rewards of a pair differ by more than this"
+    )
+    rounds: int = Field(
+        1, ge=1, description="Rollout → rank → update so often, each on the policy before it"
+    )
+    reward: RewardConfig | None = Field(None, description="What ranks; none: the reward of RL")
+    plugins: tuple[str, ...] = Field(
+        (), description="Your modules that register the reward; none: those of RL"
+    )
+    engine: str = Field("native", description="Rollout engine: native or vllm")
+    parallel: ParallelConfig | None = Field(
+        None, description="As evaluate.parallel: copies of the policy, and ranks that share one"
+    )
+    named_content: str = Field(
+        "", description="Digest of your modules, for the cache; workflows fill it"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.path and self.rounds > 1:
+            raise ValueError(
+                f"pairs.rounds={self.rounds} with pairs.path={self.path!r}: later rounds learn "
+                "from rollouts of the policy; leave pairs.path empty, or set pairs.rounds=1"
+            )
+        if not self.path:
+            unread = [n for n in ("columns", "templates") if getattr(self, n)]
+            if unread:
+                raise ValueError(
+                    f"pairs.{unread[0]} has no effect without pairs.path; give the file, or remove "
+                    "it"
+                )
+        return self
+
+    @property
+    def scorer(self) -> RewardConfig:
+        """The reward that ranks; GSM8K's rule where none is given."""
+        return self.reward or RewardConfig()
+
+
+# All stages together: evaluation, and the whole.
 
 
 class LMEvalConfig(Section):

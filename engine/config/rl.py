@@ -1,21 +1,115 @@
-"""The roles of an RL run and the loop around them."""
+"""The roles of an RL run and the loop around them, with rewards, recorded steps and GPU kinds."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.config.agents import AgentConfig, MultiTurnConfig
 from engine.config.algorithm import AlgorithmConfig
-from engine.config.base import Options, Section
-from engine.config.debug import DebugConfig
-from engine.config.gpus import GpuKindConfig
-from engine.config.parallel import ParallelConfig, PoolConfig
-from engine.config.reward import RewardConfig
-from engine.config.server import ServerConfig
-from engine.config.training import OptimConfig
-from engine.config.vllm import VllmConfig
+from engine.config.base import NamedSection, Options, Section
+from engine.config.rollout_engines import AgentConfig, MultiTurnConfig, ServerConfig, VllmConfig
+from engine.config.training import OptimConfig, ParallelConfig, PoolConfig
+
+# What a completion is worth: which reward functions, and how they are called.
+
+
+class OverlongBufferConfig(Section):
+    """DAPO's soft penalty on completions that come near the length limit."""
+
+    enable: bool = Field(
+        False,
+        description="Penalize completions near the length limit (DAPO)",
+    )
+    len: int = Field(16, ge=1, description="Tokens before the limit where the penalty sets in")
+    penalty_factor: float = Field(1.0, ge=0, description="Penalty at the limit")
+
+
+class RewardSpec(NamedSection):
+    """A reward function; its name alone stands for one without options."""
+
+    name: str = Field(
+        "answer_match", description="Name in the registry, or package.module:function"
+    )
+    options: Options = Field({}, description="Options that the reward declares, by name")
+
+
+class RewardConfig(RewardSpec):
+    """What a completion is worth."""
+
+    sources: dict[str, RewardSpec] = Field(
+        {}, description="Another reward for the rows of a data_source, by that source's name"
+    )
+    components: dict[str, RewardSpec] = Field(
+        {}, description="Rewards that are added as components, by the component's name"
+    )
+    timeout_s: float = Field(30.0, gt=0, description="Deadline for scoring one batch")
+    sample_timeout_s: float = Field(
+        5.0, gt=0, description="Deadline of one completion, for rewards that run in a pool"
+    )
+    processes: int = Field(0, ge=0, description="Of a reward's pool; 0: the cores, 8 at most")
+    isolation: Literal["process", "none"] = Field(
+        "process", description="Where a reward of yours runs: a process of its own, or the role's"
+    )
+    weights: dict[str, float] = Field({}, description="Weights of named components; 1 unless given")
+    on_error: Literal["drop", "zero", "fail"] = Field(
+        "drop", description="A sample whose reward fails: leave it out, score 0, or end the run"
+    )
+    clip: tuple[float, float] | None = Field(None, description="Bounds of a completion's reward")
+    whiten: bool = Field(False, description="Scale token rewards to unit variance over the batch")
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+    def specs(self) -> dict[str, RewardSpec]:
+        """All reward functions by the setting that names them, e.g. `reward.components.format`."""
+        found: dict[str, RewardSpec] = {"reward": self}
+        found |= {f"reward.sources.{name}": spec for name, spec in self.sources.items()}
+        return found | {f"reward.components.{name}": s for name, s in self.components.items()}
+
+
+# What a run leaves for a look at single steps.
+
+RECORDS = "recorded"  # folder of the records, beside the checkpoints
+
+
+class DebugConfig(Section):
+    """Records of steps, for `python -m engine.replay`."""
+
+    record_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        description="Steps, e.g. [3, 40], whose inputs and state are written to recorded/ beside "
+        "the checkpoints",
+    )
+    record_failed: bool = Field(
+        False,
+        description="The same for steps that end in an error or with a metric that is not finite; "
+        "each step then waits for a write of the state that it begins with",
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any step may be recorded."""
+        return bool(self.record_steps) or self.record_failed
+
+
+# GPU kinds that the planner's table does not have.
+
+
+class GpuKindConfig(Section):
+    """What one GPU can do, from its data sheet."""
+
+    memory_gib: float = Field(gt=0, description="Of its own memory")
+    tflops: float = Field(gt=0, description="Dense bfloat16, in 10^12 operations a second")
+    memory_gbs: float = Field(gt=0, description="Bandwidth of its memory, 10^9 bytes a second")
+    link_gbs: float = Field(
+        32.0, gt=0, description="To GPUs of the same machine, each way, 10^9 bytes a second"
+    )
+    network_gbs: float = Field(
+        12.5, gt=0, description="To other machines, a GPU, 10^9 bytes a second"
+    )
+    vendor: Literal["nvidia", "amd"] = "nvidia"
+
+
+# The roles of an RL run and the loop around them.
 
 
 class PolicyLossConfig(Section):

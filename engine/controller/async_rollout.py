@@ -1,23 +1,30 @@
 """Asynchronous rollout: workers that never wait for the trainer, and a queue it takes batches from.
 
-An event loop in a thread of its own calls the workers and collects their results. `rollout_queue`
-has the groups, `staleness` decides what may begin and be taken, `health` which workers are healthy.
+Also the processes of rollout, started and closed in the background, and the weights that are
+published to them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
-from engine.batch import Batch
-from engine.controller.health import Fleet, HealthPolicy
-from engine.controller.health_events import (
+from engine.batch import Batch, Future
+from engine.controller.groups import Roles
+from engine.controller.rollout_queue import AdmissionLimits, RolloutQueue
+from engine.controller.supervision import (
     Action,
     Died,
     Event,
+    Fleet,
+    HealthPolicy,
     Heartbeat,
     Kill,
     Reissue,
@@ -28,17 +35,151 @@ from engine.controller.health_events import (
     Synced,
     SyncWeights,
 )
-from engine.controller.roles import Roles
-from engine.controller.rollout_processes import RolloutProcess, RolloutProcesses, spans_of
-from engine.controller.rollout_queue import RolloutQueue
-from engine.controller.staleness import AdmissionLimits
 from engine.controller.timeline import Span
-from engine.controller.weight_publisher import PublishedWeights
 from engine.errors import EngineError, PlacementError, WeightSyncError, WorkerError
-from engine.futures import Future
-from engine.rollout.partial_groups import Begun
+from engine.rollout.stream import Begun
+
+if TYPE_CHECKING:
+    from engine.controller.groups import ActorGroup, StreamRolloutGroup
+    from engine.workers.rollout_worker import PollResult
+
+
+# The policy's weights for rollout processes: full weights and a delta, published per version.
+#
+# Both stay in the object store and only the one a process needs is transferred: the delta if it
+# has
+# the version before, the full weights if it missed a version or has just started. Works while the
+# trainer is busy. Workers compute, check and apply deltas (`engine.weight_transfer`).
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """One version of the weights."""
+
+    version: int
+    full: Future[Batch]
+    delta: Future[Batch] | None = None  # against version `base`
+    base: int = -1
+
+    def update_from(self, version: int) -> Future[Batch]:
+        """The update for a process with weights of `version` (-1: none)."""
+        return self.delta if self.delta is not None and version == self.base else self.full
+
+
+class WeightPublisher:
+    """Publishes an actor's weights, with `deltas` also as a delta against the version before."""
+
+    def __init__(self, actor: ActorGroup, *, deltas: bool) -> None:
+        self._actor, self._deltas = actor, deltas
+        self._base: int | None = None
+
+    def publish(self, version: int) -> PublishedWeights:
+        """Publish the actor's current weights as `version`."""
+        base, self._base = self._base, version
+        full = self._actor.weights()
+        if base is None or not self._deltas:
+            return PublishedWeights(version, full)
+        return PublishedWeights(version, full, self._actor.weights_delta(), base)
+
+
+# The processes of asynchronous rollout, started and closed in background threads.
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RolloutProcess:
+    """The running process of a rollout worker."""
+
+    attempt: int
+    roles: Roles
+    group: StreamRolloutGroup
+    call: Future[int | PollResult] | None = None  # in flight
+    loads: Future[Batch] | None = None  # what the call loads, if it is load_weights
+    sync: bool = False  # there are newer weights to load
+    needs_full_weights: bool = False  # a delta failed
+    busy: int = 0  # completions that it decodes or has queued
+    full: bool = False  # its engine has no room for what is queued
+    idle_until: float = 0.0
+
+
+class RolloutProcesses:
+    """At most one running process a worker; others may be starting or closing.
+
+    Each process that has started is closed in the end, or its share of a Ray cluster stays taken.
+    """
+
+    def __init__(self, spawn: Callable[[str, int], Roles], workers: int) -> None:
+        self._spawn = spawn
+        self._starting: dict[tuple[str, int], futures.Future[Roles]] = {}
+        self._starters = futures.ThreadPoolExecutor(2 * workers, "rollout-start")
+        self._closing: list[futures.Future[None]] = []
+        self._closers = futures.ThreadPoolExecutor(2 * workers, "rollout-close")
+        self.running: dict[str, RolloutProcess] = {}
+
+    @property
+    def any_left(self) -> bool:
+        """Whether a process runs or is starting."""
+        return bool(self.running or self._starting)
+
+    def start(self, name: str, attempt: int) -> None:
+        """Start a process; `poll_started` tells when it is up."""
+        self._starting[name, attempt] = self._starters.submit(self._spawn, name, attempt)
+
+    def poll_started(self) -> Iterator[tuple[str, int, Roles | BaseException]]:
+        """Processes that have started since the last call, or the error of each that failed."""
+        for name, attempt in [key for key, starting in self._starting.items() if starting.done()]:
+            starting = self._starting.pop((name, attempt))
+            yield name, attempt, starting.exception() or starting.result()
+
+    def accept(self, name: str, attempt: int, roles: Roles) -> None:
+        """Make a started process the worker's."""
+        self.running[name] = RolloutProcess(attempt, roles, cast("StreamRolloutGroup", roles[name]))
+
+    def close_unused(self, roles: Roles) -> None:
+        """Close the roles of a process that is not needed any more, without waiting."""
+        self._closing.append(self._closers.submit(roles.close))
+
+    def kill(self, name: str) -> None:
+        """Close a worker's running process, if any, without waiting."""
+        process = self.running.pop(name, None)
+        if process is not None:
+            self.close_unused(process.roles)
+
+    def close(self, timeout_s: float) -> None:
+        """Close all processes. What takes longer goes on: those that are still starting, too."""
+        for starting in self._starting.values():
+            starting.add_done_callback(_close_late)
+        for name in list(self.running):
+            self.kill(name)
+        self._starters.shutdown(wait=False, cancel_futures=True)
+        closed, _ = futures.wait(self._closing, timeout=timeout_s)
+        for error in filter(None, (closing.exception() for closing in closed)):
+            log.warning("a rollout worker's process was not closed: %s", error)
+        self._closers.shutdown(wait=False)
+
+
+def spans_of(processes: list[RolloutProcess]) -> list[Span]:
+    """Spans of all processes since the last call; a dead or hanging process has none."""
+    spans: list[Span] = []
+    for process in processes:
+        with contextlib.suppress(WorkerError):
+            spans += process.roles.timeline()
+    return spans
+
+
+def _close_late(starting: futures.Future[Roles]) -> None:
+    """Close a process that started after the rollout was closed."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().close()
+
+
+# Asynchronous rollout: workers that never wait for the trainer, and a queue it takes batches from.
+#
+# An event loop in a thread of its own calls the workers and collects their results.
+# `rollout_queue`
+# has the groups, `staleness` decides what may begin and be taken, `health` which workers are
+# healthy.
 
 _SLICE_S = 0.25  # how long a worker decodes before it reports
 _IDLE_S = 0.25  # how often an idle worker is checked to be alive

@@ -1,8 +1,7 @@
-"""Worker groups: one role on all its ranks, called as if it were one object.
+"""Worker groups: one role on all its ranks is called as if it were one object.
 
-`group.update(batch)` is dispatched by the method's rule and returns a future at once. Where the
-ranks live is up to a subclass: in this process (`local_groups`) or in Ray actors (`ray_groups`).
-Both give equal results.
+The groups' interface, and the groups of a run by role as a dataflow calls them. Their two kinds
+are in `local_groups` and `ray_groups`.
 """
 
 from __future__ import annotations
@@ -10,17 +9,33 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
-from engine.batch import Batch
-from engine.controller.timeline import Recorder
+from engine.batch import Batch, ConcatFuture, Future, LazyBatch, Ready
+from engine.controller.timeline import Recorder, Span
 from engine.controller.worker_host import BatchArgument, PlainArgument, RemoteCall, RoleSpec
 from engine.errors import PlacementError, WorkerError
-from engine.futures import ConcatFuture, Future, LazyBatch, Ready
 from engine.parallel.layout import Layout
-from engine.workers.base import Dispatch, DispatchRule, dispatch_rule
+from engine.workers.role import Dispatch, DispatchRule, dispatch_rule
+
+if TYPE_CHECKING:
+    from engine.workers.actor import ActorWorker
+    from engine.workers.critic import CriticWorker
+    from engine.workers.frozen_models import ReferenceWorker, TeacherWorker
+    from engine.workers.reward_worker import RewardWorker
+    from engine.workers.role import AsGroup
+    from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
+    from engine.workers.supervised import SFTWorker
+
+
+# Worker groups: one role on all its ranks, called as if it were one object.
+#
+# `group.update(batch)` is dispatched by the method's rule and returns a future at once. Where the
+# ranks live is up to a subclass: in this process (`local_groups`) or in Ray actors (`ray_groups`).
+# Both give equal results.
 
 _call_numbers = itertools.count(1)
 
@@ -136,3 +151,108 @@ def _is_batch(argument: object, batch: Batch) -> bool:
 
 def _parts(piece: Batch | Future[object]) -> Sequence[Batch | Future[object]]:
     return piece.parts if isinstance(piece, ConcatFuture) else [piece]
+
+
+# The worker groups of a run by role, as a dataflow calls them.
+#
+# A type checker sees `roles.actor` as the actor's worker class called as a group:
+# `roles.actor.update` leads to `ActorWorker.update`, takes batches that may still be computed, and
+# gives a `Future` of what that method returns. Only methods with `@dispatch` can be called; others
+# raise WorkerError.
+
+if TYPE_CHECKING:
+
+    class ActorGroup(ActorWorker, AsGroup): ...
+
+    class CriticGroup(CriticWorker, AsGroup): ...
+
+    class ReferenceGroup(ReferenceWorker, AsGroup): ...
+
+    class RewardGroup(RewardWorker, AsGroup): ...
+
+    class RolloutGroup(RolloutWorker, AsGroup): ...
+
+    class StreamRolloutGroup(StreamRolloutWorker, AsGroup): ...
+
+    class SFTGroup(SFTWorker, AsGroup): ...
+
+    class TeacherGroup(TeacherWorker, AsGroup): ...
+
+
+class Roles:
+    """All groups of a run; a context manager that closes them.
+
+    The roles of this project are attributes (`roles.actor`); any role, one that an extension adds
+    too, is `roles["name"]`, a `WorkerGroup` whose methods no type checker knows.
+    """
+
+    if TYPE_CHECKING:
+        actor: ActorGroup
+        rollout: RolloutGroup
+        sampler: RolloutGroup
+        reference: ReferenceGroup
+        teacher: TeacherGroup
+        reward: RewardGroup
+        critic: CriticGroup
+        sft: SFTGroup
+    else:
+
+        def __getattr__(self, role: str) -> WorkerGroup:
+            if role.startswith("_") or role not in self._groups:
+                raise AttributeError(self._missing(role))
+            return self._groups[role]
+
+    def __init__(
+        self,
+        groups: Mapping[str, WorkerGroup],
+        close: Callable[[], None],
+        recorder: Recorder | None = None,
+        take_spans: Callable[[], list[Span]] = list,
+    ) -> None:
+        self._groups, self._close = dict(groups), close
+        self.recorder, self._take_spans = recorder, take_spans
+
+    def __getitem__(self, role: str) -> WorkerGroup:
+        if role not in self._groups:
+            raise PlacementError(self._missing(role))
+        return self._groups[role]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._groups
+
+    def begin_step(self, step: int) -> None:
+        """Set the training step that the timeline shows for the calls from now on."""
+        if self.recorder:
+            self.recorder.step = step
+
+    def timeline(self) -> list[Span]:
+        """Spans of all processes since the last time, by start; none without Placement.timeline.
+
+        Waits for the calls in flight, so that none is missing. Raises WorkerError when a process
+        is dead or gives no answer.
+        """
+        if self.recorder is None:
+            return []
+        return sorted(self._take_spans(), key=lambda span: span.start_ns)
+
+    def close(self) -> None:
+        """Stop the workers; a second call does nothing."""
+        close, self._close = self._close, lambda: None
+        close()
+
+    def _missing(self, role: str) -> str:
+        return f"no role {role!r} in this run; there are {sorted(self._groups)}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()

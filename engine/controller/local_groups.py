@@ -19,13 +19,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
-from engine.batch import Batch
+from engine.batch import Batch, Future
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
-from engine.controller.row_sharding import merge_results
 from engine.controller.timeline import Recorder, Span, span
-from engine.controller.worker_host import RemoteCall, RoleSpec, WorkerHost
+from engine.controller.worker_host import RemoteCall, RoleSpec, WorkerHost, merge_results
 from engine.errors import WorkerError
-from engine.futures import Future
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

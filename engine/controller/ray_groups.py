@@ -19,13 +19,17 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from engine.batch import Batch
+from engine.batch import Batch, Future
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
-from engine.controller.row_sharding import merge_results
 from engine.controller.timeline import Recorder, span
-from engine.controller.worker_host import RemoteCall, RoleSpec, WorkerHost, rendezvous_address
+from engine.controller.worker_host import (
+    RemoteCall,
+    RoleSpec,
+    WorkerHost,
+    merge_results,
+    rendezvous_address,
+)
 from engine.errors import EngineError, WorkerError
-from engine.futures import Future
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

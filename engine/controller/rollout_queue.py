@@ -1,27 +1,298 @@
 """The groups of asynchronous rollout, from the draw of a prompt to the batch that a step takes.
 
-`staleness.Admission` decides which may begin and be taken; here are their prompts and completions,
-and the scoring of finished ones. Not thread-safe: `async_rollout` calls it under its lock.
+Admission by staleness decides which groups may start and which are consumed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 
-from engine.batch import Batch
-from engine.controller.staleness import Admission, AdmissionLimits, Ticket
-from engine.futures import Future
-from engine.rollout.partial_groups import (
-    Begun,
-    PartialGroup,
-    take_partial_groups,
-    with_partial_groups,
-)
+from engine.batch import Batch, Future
+from engine.errors import ConfigError, RolloutError
+from engine.rollout.stream import Begun, PartialGroup, take_partial_groups, with_partial_groups
+
+# Admission control of asynchronous rollout: which groups may start, and which are consumed.
+#
+# A group is the n completions of one prompt. The trainer's version v is the number of its updates;
+# an update consumes `batch` groups, also where it learns nothing from them. A group is as old as
+# its
+# oldest token, and may be consumed at version v only if v - oldest <= η (`staleness`); η = 0 is
+# synchronous on-policy training.
+#
+# This is a pure state machine: `Admission` is immutable, and a transition returns the next state.
+# The
+# caller has prompts, completions, threads, clocks and Ray. A prompt is identified by its position
+# in
+# the data stream (its key: 0, 1, 2, …); each sampling of it is a new attempt, and the answer of an
+# attempt that was given up is ignored. A key moves through these states:
+#
+#     data stream ──start──> in flight ──finished──> queue ──take──> consumed
+#                  ^             │ lost
+#                  └ resample <──┘
+#
+# Admission (AReaL, arXiv:2505.24298, staleness-aware training): one more group starts at version v
+# only if ⌊(consumed + in flight + queued) / batch⌋ <= v + η. The rule counts groups and assumes
+# that
+# they are consumed in the order of their start. A slow group that others overtake could still get
+# too
+# old: so the trainer waits rather than make an update that pushes a group over its bound. No
+# decoded
+# token is discarded, and slow (long) completions aren't under-represented in the data.
+#
+# Invariants, after every transition (`Admission.check`):
+#
+# 1. No prompt is lost or doubled: each key that left the data stream is in exactly one place, or
+#    was consumed or rejected once.
+# 2. in flight + queued <= (η + 1)·batch: every started group fits in the queue.
+# 3. All that is in flight or queued is within η now; so is all that is consumed.
+# 4. One batch is consumed an update: consumed is v·batch, or (v + 1)·batch while the update runs.
+# 5. What is in flight or queued can be consumed in time, oldest first.
+#
+# Liveness: while one worker with current weights lives and finishes what it starts, `take` returns
+# a
+# batch after finitely many transitions.
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Limits of asynchronous rollout; raises ConfigError if the trainer could never get a batch."""
+
+    batch: int  # groups an update consumes (train_batch_size), e.g. 32
+    staleness: int  # η: versions a group's oldest token may be behind at consumption, e.g. 1
+    steps: int | None = None  # updates of the whole run; no group starts that they can't consume
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("batch", self.batch, 1),
+            ("staleness", self.staleness, 0),
+            ("steps", self.steps, 0),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it has to be at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One sampling of one prompt."""
+
+    key: int  # position of the prompt in the data stream, e.g. 17
+    attempt: int  # number of this sampling among all of the run, e.g. 20
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedGroup:
+    """A group in flight or queued."""
+
+    ticket: Ticket
+    worker: str  # who samples it, e.g. "rollout-0"
+    oldest: int  # version of its oldest token, e.g. 4
+    newest: int  # version of its newest token; larger if weights changed under way, e.g. 5
+
+    @property
+    def age_order(self) -> tuple[int, int]:
+        return self.oldest, self.ticket.key
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The state: where each prompt is. The first is `Admission(AdmissionLimits(…))`."""
+
+    limits: AdmissionLimits
+    version: int = 0  # v, updates done
+    consumed: int = 0  # groups handed to the trainer
+    drawn: int = 0  # prompts drawn from the data stream; the key of the next new one
+    attempts: int = 0  # tickets given out
+    resample: tuple[int, ...] = ()  # keys to sample again before any new one, ascending
+    in_flight: Mapping[int, AdmittedGroup] = field(default_factory=dict)  # by key
+    queue: tuple[AdmittedGroup, ...] = ()  # finished, oldest first
+    reissued: int = 0  # groups given up because their worker was lost
+    rejected: int = 0  # groups discarded by request (failed reward, dynamic sampling)
+    late: int = 0  # answers ignored because their attempt had been given up or had answered
+
+    @property
+    def training(self) -> bool:
+        """Whether a batch was taken whose update isn't done."""
+        return self.consumed > self.version * self.limits.batch
+
+    @property
+    def capacity(self) -> int:
+        """How many more groups a worker with the trainer's weights may start now."""
+        updates = self.version + self.limits.staleness + 1
+        if self.limits.steps is not None:
+            updates = min(updates, self.limits.steps)
+        unconsumed = len(self.in_flight) + len(self.queue)
+        return updates * self.limits.batch - self.consumed - unconsumed
+
+    def may_start(self, version: int, oldest: int | None = None) -> bool:
+        """Whether a worker whose weights have `version` may start one more group.
+
+        False if the group would be too old at its consumption: by the worker's weights, or by the
+        `oldest` token that an earlier run sampled of it.
+        """
+        self._check_version(version)
+        step = self.consumed // self.limits.batch
+        age = version if oldest is None else min(version, oldest)
+        return self.capacity > 0 and self._in_time([*self._ages(), age], step)
+
+    def start(
+        self, worker: str, version: int, oldest: int | None = None
+    ) -> tuple[Admission, Ticket]:
+        """Start the next prompt on `worker` with weights `version`: one to resample, or a new one.
+
+        `oldest`: version of the oldest token that an earlier run sampled of a new prompt.
+        """
+        if not self.may_start(version, oldest):
+            raise RolloutError(
+                f"worker {worker} may not start a group with weights of version {version}: the "
+                f"trainer is at {self.version}, and there is room for {self.capacity} groups; ask "
+                "may_start first"
+            )
+        ticket = Ticket(self.resample[0] if self.resample else self.drawn, self.attempts)
+        age = version if oldest is None else min(version, oldest)
+        group = AdmittedGroup(ticket, worker, oldest=age, newest=version)
+        state = replace(
+            self,
+            resample=self.resample[1:],
+            drawn=self.drawn if self.resample else self.drawn + 1,
+            attempts=self.attempts + 1,
+            in_flight={**self.in_flight, ticket.key: group},
+        )
+        return state, ticket
+
+    def finished(self, ticket: Ticket, versions: Collection[int]) -> tuple[Admission, bool]:
+        """All completions of a group are finished; also returns whether the answer counts.
+
+        `versions` are those of its tokens, e.g. {4, 5}. An answer doesn't count if its attempt
+        was given up or has answered already: the caller discards it.
+        """
+        group = self._current(ticket)
+        if group is None:
+            return replace(self, late=self.late + 1), False
+        if not versions or min(versions) < group.oldest:
+            raise RolloutError(
+                f"group {ticket.key} of worker {group.worker} was started with weights of version "
+                f"{group.oldest}, but its tokens have versions {sorted(versions)}; the worker has "
+                "to report the version of each token"
+            )
+        self._check_version(max(versions))
+        group = replace(group, oldest=min(versions), newest=max(versions))
+        queue = tuple(sorted((*self.queue, group), key=lambda g: g.age_order))
+        return replace(self._without({ticket.key}), queue=queue), True
+
+    def enqueue_restored(self, versions: Collection[int]) -> tuple[Admission, int | None]:
+        """Queue a group that an earlier run finished; returns its new key.
+
+        None, without effect, if it can't be consumed in time: its prompt is sampled again.
+        """
+        self._check_version(max(versions))
+        step = self.consumed // self.limits.batch
+        if self.capacity <= 0 or not self._in_time([*self._ages(), min(versions)], step):
+            return self, None
+        ticket = Ticket(self.drawn, self.attempts)
+        group = AdmittedGroup(ticket, "", oldest=min(versions), newest=max(versions))
+        queue = tuple(sorted((*self.queue, group), key=lambda g: g.age_order))
+        state = replace(self, drawn=self.drawn + 1, attempts=self.attempts + 1, queue=queue)
+        return state, ticket.key
+
+    def reject(self, ticket: Ticket) -> Admission:
+        """Discard a group in flight; its prompt isn't sampled again."""
+        if self._current(ticket) is None:
+            return replace(self, late=self.late + 1)
+        return replace(self._without({ticket.key}), rejected=self.rejected + 1)
+
+    def lost(self, worker: str) -> tuple[Admission, tuple[Ticket, ...]]:
+        """Give up what `worker`, which was lost, had in flight; returns what is sampled again."""
+        lost = [group.ticket for group in self.in_flight.values() if group.worker == worker]
+        keys = {ticket.key for ticket in lost}
+        resample = tuple(sorted((*self.resample, *keys)))
+        state = replace(self._without(keys), resample=resample, reissued=self.reissued + len(lost))
+        return state, tuple(lost)
+
+    def take(self) -> tuple[Admission, tuple[AdmittedGroup, ...]]:
+        """The batch for the next update, oldest first; empty if it isn't complete yet."""
+        if self.training:
+            raise RolloutError(
+                f"a batch was taken at version {self.version} and its update isn't done; call "
+                "updated() before the next take()"
+            )
+        size = self.limits.batch
+        chosen, rest = self.queue[:size], self.queue[size:]
+        if len(chosen) < size:
+            return self, ()
+        left = [group.oldest for group in (*rest, *self.in_flight.values())]
+        if not self._in_time(left, self.version + 1):
+            return self, ()
+        # Follows from the order of the queue and from `updated`; checked where it matters.
+        if self.version - chosen[0].oldest > self.limits.staleness:
+            raise RolloutError(f"group {chosen[0]} is too old for version {self.version}")
+        return replace(self, queue=rest, consumed=self.consumed + size), chosen
+
+    def updated(self, version: int) -> Admission:
+        """The trainer has made its update to `version`."""
+        if version != self.version + 1 or not self.training:
+            raise RolloutError(
+                f"version {version} can't follow version {self.version} "
+                f"{'with' if self.training else 'without'} a batch taken; an update is one take()"
+            )
+        return replace(self, version=version)
+
+    def check(self) -> None:
+        """Raise RolloutError naming each invariant of the module's docstring that is broken."""
+        size, bound = self.limits.batch, self.limits.staleness
+        groups = (*self.in_flight.values(), *self.queue)
+        keys = [*self.resample, *(group.ticket.key for group in groups)]
+        step = self.consumed // size
+        invariants = {
+            "1: a key is in two places": len(set(keys)) == len(keys),
+            "1: a key is lost or doubled": self.drawn == self.consumed + self.rejected + len(keys)
+            and all(0 <= key < self.drawn for key in keys),
+            "2: more groups than places": len(groups) <= (bound + 1) * size,
+            "2: more prompts than updates": len(keys)
+            <= (self.version + bound + 1) * size - self.consumed,
+            "3: a group is too old": all(self.version - g.oldest <= bound for g in groups),
+            "3: a version is unknown": all(g.oldest <= g.newest <= self.version for g in groups),
+            "4: not one batch an update": self.consumed % size == 0
+            and step - self.version in (0, 1),
+            "5: a group can't be consumed in time": self._in_time(self._ages(), step),
+        }
+        broken = [name for name, holds in invariants.items() if not holds]
+        if broken:
+            raise RolloutError(f"admission breaks {'; '.join(broken)}: {self}")
+
+    def _in_time(self, ages: Iterable[int], step: int) -> bool:
+        """Whether groups this old can be consumed from update `step` on, oldest first."""
+        size, bound = self.limits.batch, self.limits.staleness
+        return all(step + i // size - oldest <= bound for i, oldest in enumerate(sorted(ages)))
+
+    def _ages(self) -> list[int]:
+        return [group.oldest for group in (*self.queue, *self.in_flight.values())]
+
+    def _current(self, ticket: Ticket) -> AdmittedGroup | None:
+        group = self.in_flight.get(ticket.key)
+        return group if group is not None and group.ticket == ticket else None
+
+    def _check_version(self, version: int) -> None:
+        if version > self.version:
+            raise RolloutError(
+                f"a worker reports weights of version {version}, but the trainer is at "
+                f"{self.version}; call updated() before the weights are sent out"
+            )
+
+    def _without(self, keys: set[int]) -> Admission:
+        in_flight = {key: group for key, group in self.in_flight.items() if key not in keys}
+        return replace(self, in_flight=in_flight)
+
+
+# The groups of asynchronous rollout, from the draw of a prompt to the batch that a step takes.
+#
+# `staleness.Admission` decides which may begin and be taken; here are their prompts and
+# completions,
+# and the scoring of finished ones. Not thread-safe: `async_rollout` calls it under its lock.
 
 EPISODES = "episode_turns"  # a column of groups of episodes
 _SCORES = "token_level_scores"

@@ -1,7 +1,6 @@
 """The data contract: which columns each kind of table has and what its cells must hold.
 
-`check` validates a table, `check_disjoint` checks that splits share no prompts. Both raise one
-sentence that names split, column, problem and rows (counted from 0).
+Checked with pandera; also one type a column for RL rows of several writers.
 """
 
 from __future__ import annotations
@@ -12,11 +11,16 @@ from typing import TypeGuard
 
 import numpy as np
 import pandas as pd
-import pandera.pandas as pa
+import pandera.pandas as pandera
+import pyarrow as pa
 from pandera.errors import SchemaError, SchemaErrors
 
 from engine.data.rows import (
+    EXTRA,
+    RULE,
     SHOWN,
+    TRUTH,
+    as_text,
     brief,
     has_words,
     is_messages,
@@ -28,15 +32,81 @@ from engine.data.rows import (
 )
 from engine.errors import DataError
 
+# RL rows of several writers with one type a column, so that one Parquet file can hold them.
+#
+# `engine.data.contract` checks what rows must hold; cells that break it pass through unchanged.
 
-def _rule(holds: Callable[[object], bool], error: str) -> pa.Check:
+
+def uniform_columns(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return RL rows whose cells have one type a column, and one a field of dictionaries.
+
+    Rows without `extra_info` get an empty one, and ground truths become text. A field that is not
+    of one type in all rows, such as an `index` that is a number here and a name there, becomes text
+    too. Where `extra_info` is empty in all rows, the column is left out.
+    """
+    extras = frame[EXTRA].tolist() if EXTRA in frame else [None] * len(frame)
+    columns: dict[str, list[object]] = {
+        EXTRA: [{} if is_missing(cell) else cell for cell in extras]
+    }
+    if RULE in frame:
+        columns[RULE] = [_with_text(cell) for cell in frame[RULE]]
+    for name, cells in columns.items():
+        # Of dtype object: pandas must keep the dictionaries as they are.
+        column = pd.Series(_with_one_type(cells), index=frame.index, dtype=object)
+        frame = frame.assign(**{name: column})
+    all_empty = all(isinstance(cell, dict) and not cell for cell in columns[EXTRA])
+    return frame.drop(columns=EXTRA) if all_empty else frame
+
+
+def truth_of(rule: object) -> str | None:
+    """The ground truth in a cell of `reward_model`, as text; None where it holds none."""
+    truth = rule.get(TRUTH) if isinstance(rule, dict) else None
+    return None if is_missing(truth) else as_text(truth)
+
+
+def _with_text(rule: object) -> object:
+    truth = truth_of(rule)
+    return {**rule, TRUTH: truth} if isinstance(rule, dict) and truth is not None else rule
+
+
+def _with_one_type(cells: Sequence[object]) -> list[object]:
+    """Make the fields of dictionaries that are not of one type in all cells text."""
+    rows = [cell for cell in cells if isinstance(cell, dict)]
+    if len(rows) < len(cells):
+        return list(cells)
+    names = dict.fromkeys(name for row in rows for name in row)
+    mixed = {name for name in names if not _is_one_type([row.get(name) for row in rows])}
+    return [
+        {
+            name: as_text(value) if name in mixed and value is not None else value
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
+
+
+def _is_one_type(values: list[object]) -> bool:
+    try:
+        kind = pa.array(values).type
+    except (pa.ArrowException, OverflowError):
+        return False
+    return not (pa.types.is_struct(kind) and kind.num_fields == 0)  # Parquet has no such column
+
+
+# The data contract: which columns each kind of table has and what its cells must hold.
+#
+# `check` validates a table, `check_disjoint` checks that splits share no prompts. Both raise one
+# sentence that names split, column, problem and rows (counted from 0).
+
+
+def _rule(holds: Callable[[object], bool], error: str) -> pandera.Check:
     """Check every cell, missing ones too, and say what it must be."""
-    return pa.Check(holds, element_wise=True, ignore_na=False, error=error)
+    return pandera.Check(holds, element_wise=True, ignore_na=False, error=error)
 
 
-def _column(*rules: pa.Check, required: bool = True) -> pa.Column:
+def _column(*rules: pandera.Check, required: bool = True) -> pandera.Column:
     # nullable: the rules decide whether a missing cell is allowed, with their own message.
-    return pa.Column(checks=list(rules), nullable=True, required=required)
+    return pandera.Column(checks=list(rules), nullable=True, required=required)
 
 
 def _has_ground_truth(value: object) -> bool:
@@ -78,8 +148,8 @@ _PROSE = _column(_TEXT, _FILLED)
 _EXTRA = _column(_DICT, required=False)
 
 
-def _table(columns: Mapping[str, pa.Column], *rules: pa.Check) -> pa.DataFrameSchema:
-    return pa.DataFrameSchema(dict(columns), checks=list(rules), strict=True)
+def _table(columns: Mapping[str, pandera.Column], *rules: pandera.Check) -> pandera.DataFrameSchema:
+    return pandera.DataFrameSchema(dict(columns), checks=list(rules), strict=True)
 
 
 RL_PROMPTS = _table(
@@ -102,7 +172,7 @@ PREFERENCE_PAIRS = _table(
         "margin": _column(_NUMBER, required=False),
         "extra_info": _EXTRA,
     },
-    pa.Check(
+    pandera.Check(
         lambda frame: frame["chosen"] != frame["rejected"],
         error="columns 'chosen' and 'rejected' must differ",
     ),
@@ -156,7 +226,7 @@ EVALUATION_ROWS = _table(
 )
 
 
-def check(frame: pd.DataFrame, schema: pa.DataFrameSchema, name: str) -> None:
+def check(frame: pd.DataFrame, schema: pandera.DataFrameSchema, name: str) -> None:
     """Raise DataError unless the table called `name` (a split, e.g. "train") keeps the contract."""
     if len(frame) == 0:
         raise DataError(f"{name} has no rows; give a source with at least one for each split")
@@ -172,7 +242,7 @@ def check(frame: pd.DataFrame, schema: pa.DataFrameSchema, name: str) -> None:
 
 
 def _sentence(
-    errors: Sequence[SchemaError], frame: pd.DataFrame, schema: pa.DataFrameSchema, name: str
+    errors: Sequence[SchemaError], frame: pd.DataFrame, schema: pandera.DataFrameSchema, name: str
 ) -> str:
     """Describe the first problem: wrong columns before wrong cells."""
     wanted = [column for column, spec in schema.columns.items() if spec.required]
@@ -183,7 +253,7 @@ def _sentence(
         parts += [f"has an unknown column {column!r}" for column in unknown]
         return f"{name} {' and '.join(parts)}; its columns must be {list(schema.columns)}"
     first = errors[0]
-    rule = first.check.error if isinstance(first.check, pa.Check) else str(first)
+    rule = first.check.error if isinstance(first.check, pandera.Check) else str(first)
     rows = sorted({int(row) for row in first.failure_cases["index"]})
     return _cells(frame, name, first.schema.name, rule, rows)
 

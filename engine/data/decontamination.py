@@ -1,7 +1,6 @@
-"""Training rows that held-out rows contain: the same prompt, or most of its runs of words.
+"""Training rows that held-out rows contain, and prompts that were seen before.
 
-What is kept in memory is of the held-out texts alone, so the training set may be of any size. How
-much of a test set a finished model has seen is `engine.promotion.contamination`'s to measure.
+For preparation, and for new rows of retraining.
 """
 
 from __future__ import annotations
@@ -10,15 +9,25 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
 from engine.config import DataConfig
-from engine.data.bad_rows import BadRows, mapped_rows
-from engine.data.rows import prompt_text
-from engine.data.sources import Splits
+from engine.data.contract import truth_of
+from engine.data.incremental_data import NewFiles, read_new_files
+from engine.data.row_files import BadRows, mapped_rows
+from engine.data.rows import RULE, normalise, prompt_text
+from engine.data.sources import Splits, evaluation_files
 from engine.errors import DataError
+
+# Training rows that held-out rows contain: the same prompt, or most of its runs of words.
+#
+# What is kept in memory is of the held-out texts alone, so the training set may be of any size.
+# How
+# much of a test set a finished model has seen is `engine.promotion.contamination`'s to measure.
 
 COMMON = 10  # held-out texts
 
@@ -145,3 +154,113 @@ def question_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(text.casefold()))
+
+
+# Which prompts of a split were seen before, in 16 bytes a prompt.
+
+_RECENT = 1 << 16  # keys in a Python set, at some 100 bytes each
+_KEY = np.dtype("S16")
+
+
+class SeenPrompts:
+    """A set of keys of 16 bytes: the recent ones in a set, the others in sorted arrays.
+
+    Arrays are merged by size, so that N keys are in about log2(N / 65536) of them.
+
+    >>> seen = SeenPrompts()
+    >>> [seen.add(key) for key in (b"a" * 16, b"b" * 16, b"a" * 16)]
+    [True, True, False]
+    """
+
+    def __init__(self, recent: int = _RECENT) -> None:
+        self._limit, self._recent = recent, set[bytes]()
+        self._sorted: list[np.ndarray[tuple[int], np.dtype[np.bytes_]]] = []  # largest first
+
+    def add(self, key: bytes) -> bool:
+        """Add a key; return whether it is new."""
+        if key in self._recent or any(_holds(array, key) for array in self._sorted):
+            return False
+        self._recent.add(key)
+        if len(self._recent) >= self._limit:
+            self._merge()
+        return True
+
+    def _merge(self) -> None:
+        array = np.fromiter(self._recent, _KEY, len(self._recent))
+        self._recent.clear()
+        while self._sorted and len(self._sorted[-1]) <= len(array):
+            array = np.concatenate([self._sorted.pop(), array])
+        array.sort()
+        self._sorted.append(array)
+
+
+def _holds(array: np.ndarray[tuple[int], np.dtype[np.bytes_]], key: bytes) -> bool:
+    at = int(array.searchsorted(np.bytes_(key)))
+    return at < len(array) and bytes(array[at]) == key.rstrip(b"\0")  # NumPy drops NULs at the end
+
+
+# Which rows of newly arrived files retraining may use, and how many old rows are replayed.
+#
+# A row is new when no held-out split of the champion's dataset contains its prompt, and the
+# champion's `train` does not contain the prompt with the same ground truth. A corrected answer is
+# new. Prompts are compared without case and spacing.
+
+HELD_OUT = ("validation", "sft_validation")  # and the evaluation sets, `test` among them
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """The rows of new files that a retraining run may train on."""
+
+    rows: pd.DataFrame  # each prompt once, in the order of arrival, with all columns of the files
+    total: int  # rows in the new files, e.g. 70
+
+    @property
+    def dropped(self) -> int:
+        """Number of rows that are repeated, held out, or trained on already."""
+        return self.total - len(self.rows)
+
+
+def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
+    """Read the files of `new_files` and keep the rows that are new to the dataset folder `dataset`.
+
+    Raises as `incremental_data.read_new_files` does.
+    """
+    arrived = pd.DataFrame(read_new_files(new_files))
+    if arrived.empty:
+        return NewRows(arrived, 0)
+    keys = prompt_keys(arrived)
+    judged = [path.stem for path in evaluation_files(dataset).values()]
+    seen = {key for name in (*HELD_OUT, *judged) for key in prompt_keys(_read_split(dataset, name))}
+    train = _read_split(dataset, "train")
+    trained = set(zip(prompt_keys(train), map(truth_of, train[RULE]), strict=True))
+    kept = []
+    for key, rule in zip(keys, arrived[RULE], strict=True):
+        kept.append(key not in seen and (key, truth_of(rule)) not in trained)
+        if kept[-1]:
+            seen.add(key)
+    return NewRows(arrived[kept].reset_index(drop=True), len(arrived))
+
+
+def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
+    """Sample rows of `old` so that they make up `share` of the new training set.
+
+    Each prompt at most once, and none that is in `new`; fewer rows where `old` has too few.
+    """
+    seen = set(prompt_keys(new))
+    kept = []
+    for key in prompt_keys(old):
+        kept.append(key not in seen)
+        seen.add(key)
+    candidates = old[kept].reset_index(drop=True)
+    count = min(len(candidates), round(len(new) * share / (1 - share)))
+    return candidates.sample(n=count, random_state=seed)
+
+
+def prompt_keys(frame: pd.DataFrame) -> list[str]:
+    """The text of each row's prompt, without case and spacing."""
+    return [normalise(prompt_text(prompt)) for prompt in frame["prompt"]]
+
+
+def _read_split(dataset: Path, name: str) -> pd.DataFrame:
+    return pd.read_parquet(dataset / f"{name}.parquet")

@@ -9,7 +9,7 @@ last written at or before it, and its content was not ingested before. So the sa
 the same files whenever it runs, and a file that is added late to a past day's folder is ingested
 once, by the next kick-off.
 
-`engine.data.contract` checks the rows; `tasks.retraining_trigger` keeps the ledger.
+`engine.data.contract` checks the rows; `tasks.new_data` keeps the ledger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datetime import UTC, date, datetime, timedelta
 
 from pydantic import BaseModel, ConfigDict
 
-from engine.data.rl_rows import canonical_rows
+from engine.data.rows import canonical_rows
 from engine.errors import ConfigError, DataError
 from engine.storage.filesystem import Entry, Files, as_path, is_remote, translated
 from engine.storage.readers import parse_rows, read_bytes

@@ -16,12 +16,10 @@ import numpy as np
 import pandas as pd
 
 from engine.config import SamplingConfig
-from engine.data.order import EpochOrder, Order, WeightedOrder, difficulty_of
-from engine.data.pass_rates import PassRates
+from engine.data.order import EpochOrder, Order, PassRates, WeightedOrder, difficulty_of
 from engine.data.row_files import read_rl_rows
-from engine.data.rows import row_numbers
+from engine.data.rows import Truncation, row_numbers
 from engine.data.templates import encode_prompts, encode_short_prompts
-from engine.data.truncation import Truncation
 from engine.errors import ConfigError, DataError
 from engine.storage.json_rows import Row
 
@@ -176,7 +174,7 @@ def make_rl_data_loader(
 ) -> PromptLoader:
     """Read RL rows from a JSONL, JSON, CSV or Parquet file and return their loader.
 
-    Rows are in canonical form (`engine.data.rl_rows`); a ground truth may be absent from all of
+    Rows are in canonical form (`engine.data.rows`); a ground truth may be absent from all of
     them where the reward needs none. With a tokenizer, rows also get `prompt_ids` (list[int]), and
     a prompt above `max_prompt_length` tokens (0: no limit) is refused. Raises DataError that names
     the file and the first wrong rows.

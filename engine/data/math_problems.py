@@ -1,16 +1,201 @@
-"""The source `math`, and what GSM8K and MATH (arXiv:2103.03874) look like as rows of verl.
-
-Both are settings of the source `files`: templates over the columns of their files, which lie in a
-folder, S3 or on the hub.
-"""
+"""The sources `gsm8k` and `math`: problems with worked answers, from a folder, S3 or the hub."""
 
 from __future__ import annotations
 
+import hashlib
+import random
+import re
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from engine.config import DataConfig
-from engine.data.files import Files
-from engine.data.sources import Splits, register_source
+from engine.data.rows import brief, normalise, rl_row, sft_row
+from engine.data.sources import Files, Splits, register_source
+from engine.errors import DataError
+from engine.storage.json_rows import Row
+from engine.storage.readers import list_files, parse_rows, read_bytes
+
+# The source `gsm8k`: grade-school problems with worked answers, from a folder, S3 or the hub.
+#
+# A folder holds `train.jsonl` and `test.jsonl`, or Parquet files of these names, or the hub's own
+# layout (`main/train-00000-of-00001.parquet`). Columns: `question`, `answer` ending in `#### 28`.
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_TIMEOUT_S = 10.0
+_HUB_FILES = ["main/*", "data/*", "train*", "test*"]
+
+
+@register_source("gsm8k")
+class GSM8K:
+    """`data.source=gsm8k`, read from `data.path`."""
+
+    def digest(self, config: DataConfig, seed: int) -> str:
+        """SHA-256 of the bytes of the files that are read, and of which split each belongs to."""
+        return _digest(_read_files(config.path))
+
+    def load(self, config: DataConfig, seed: int) -> Splits:
+        """SFT and RL share the training rows; validation is carved out of them by `seed`."""
+        files = _read_files(config.path)
+        pool = _without_repeats(_problems(files["train"]))
+        random.Random(f"gsm8k/{seed}").shuffle(pool)
+        held_out = min(config.validation_size, len(pool) // 5)
+        if held_out == 0:
+            raise DataError(
+                f"{config.path}: {len(pool)} distinct training problems are too few to carve a "
+                "validation split from; give at least 5"
+            )
+        validation, train = pool[:held_out], pool[held_out:]
+        test = _problems(files["test"])[: config.test_size]
+        return Splits(
+            sft_train=_sft_frame(train[: config.sft_size], "sft_train"),
+            sft_validation=_sft_frame(validation, "sft_validation"),
+            train=_rl_frame(train[: config.train_size], "train"),
+            validation=_rl_frame(validation, "validation"),
+            test=_rl_frame(test, "test"),
+            source_digest=_digest(files),
+            source_uri=config.path,
+        )
+
+
+SplitFiles = dict[str, list[tuple[str, bytes]]]  # split → (URI, content) of its files
+
+
+def _read_files(path: str) -> SplitFiles:
+    folder = _locate(path)
+    files: SplitFiles = {}
+    for split in ("train", "test"):
+        uris = _find_files(folder, split)
+        if not uris:
+            raise DataError(
+                f"data.path={path!r} has no {split}.jsonl and no {split}*.parquet (looked in it, "
+                "in main/ and in data/); give a folder that holds GSM8K's train and test files"
+            )
+        files[split] = [(uri, read_bytes(uri)) for uri in uris]
+    return files
+
+
+def _find_files(folder: str, split: str) -> list[str]:
+    """Return the files of a split: one JSONL, or all its Parquet shards, in order."""
+    shard = re.compile(rf"{split}(-\d+-of-\d+)?\.parquet")
+    for place in (folder, f"{folder}/main", f"{folder}/data"):
+        uris = sorted(list_files(place))
+        whole = [uri for uri in uris if uri.rpartition("/")[2] == f"{split}.jsonl"]
+        shards = [uri for uri in uris if shard.fullmatch(uri.rpartition("/")[2])]
+        if whole or shards:
+            return whole or shards
+    return []
+
+
+def _locate(path: str) -> str:
+    """Return the folder or URL to read: `path` itself, or where a hub id was downloaded to."""
+    if not path:
+        raise DataError(
+            "data.path is empty; with data.source=gsm8k give a folder, an s3:// prefix or a hub id "
+            "such as openai/gsm8k"
+        )
+    if "://" in path:
+        return path.rstrip("/")
+    if Path(path).is_dir():
+        return str(Path(path).resolve())
+    if Path(path).exists() or not _HUB_ID.fullmatch(path):
+        raise DataError(
+            f"data.path={path!r} is not a folder; give one, an s3:// prefix or a hub id"
+        )
+    return _download(path)
+
+
+def _download(hub_id: str) -> str:
+    """Fetch a dataset repository from the hub, or find it in the hub's local cache."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    unavailable = (OSError, HTTPError, HFValidationError)  # network, proxy, permission, unknown id
+    fetch = partial(snapshot_download, hub_id, repo_type="dataset", allow_patterns=_HUB_FILES)
+    disable_progress_bars()
+    try:
+        # Asked first because snapshot_download itself waits without end for a silent network.
+        HfApi().dataset_info(hub_id, timeout=_HUB_TIMEOUT_S)
+        return fetch(etag_timeout=_HUB_TIMEOUT_S, max_workers=2)
+    except unavailable as error:
+        try:
+            return fetch(local_files_only=True)
+        except unavailable:
+            raise DataError(
+                f"data.path={hub_id!r} is neither a local folder nor a dataset that the Hugging "
+                f"Face hub gives us ({type(error).__name__}); download it where there is a network "
+                "and give its folder"
+            ) from error
+    finally:
+        enable_progress_bars()
+
+
+def _digest(files: SplitFiles) -> str:
+    """SHA-256 over each file's content and the split that it belongs to."""
+    contents = [
+        f"{split}\0{hashlib.sha256(data).hexdigest()}"
+        for split in files
+        for _, data in files[split]
+    ]
+    return hashlib.sha256("\n".join(contents).encode()).hexdigest()
+
+
+def _problems(files: list[tuple[str, bytes]]) -> list[Row]:
+    """Return question, answer, ground truth and row number (from 0) of every row of a split."""
+    problems: list[Row] = []
+    for uri, data in files:
+        for number, row in enumerate(parse_rows(data, uri), start=1):
+            for column in ("question", "answer"):
+                if not isinstance(row.get(column), str) or not row[column].strip():
+                    raise DataError(
+                        f"{uri}, row {number}: column {column!r} must be text, got "
+                        f"{brief(row.get(column))}; its columns are {sorted(row)}"
+                    )
+            truth = row["answer"].rpartition("####")[2].strip().replace(",", "")
+            if "####" not in row["answer"] or not truth:
+                raise DataError(
+                    f"{uri}, row {number}: the answer has no '#### <number>', so there is no "
+                    "ground truth; correct the row"
+                )
+            problems.append({**row, "ground_truth": truth, "index": len(problems)})
+    return problems
+
+
+def _without_repeats(problems: list[Row]) -> list[Row]:
+    """Keep the first of equal questions, so that none is in both training and validation."""
+    first: dict[str, Row] = {}
+    for problem in problems:
+        first.setdefault(normalise(problem["question"]), problem)
+    return list(first.values())
+
+
+def _extra(problem: Row, split: str) -> dict[str, object]:
+    return {"kind": "gsm8k", "index": problem["index"], "split": split}
+
+
+def _rl_frame(problems: list[Row], split: str) -> pd.DataFrame:
+    return pd.DataFrame(
+        [rl_row("gsm8k", p["question"], p["ground_truth"], _extra(p, split)) for p in problems]
+    )
+
+
+def _sft_frame(problems: list[Row], split: str) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            sft_row(p["question"], p["answer"], {"style": "worked", **_extra(p, split)})
+            for p in problems
+        ]
+    )
+
+
+# The source `math`, and what GSM8K and MATH (arXiv:2103.03874) look like as rows of verl.
+#
+# Both are settings of the source `files`: templates over the columns of their files, which lie in
+# a
+# folder, S3 or on the hub.
 
 # The instructions are verl's, so that models and rewards find what they know.
 PRESETS: dict[str, dict[str, Any]] = {

@@ -1,34 +1,247 @@
 """From files to verl-compatible Parquet with a card, in bounded memory: `prepare`.
 
-Test rows come first, then validation, then training rows, each without the prompts that a split
-before it has. What stays in memory is 16 bytes of each prompt, and the runs of words of held-out
-rows.
+With the Parquet writer and the dataset's card.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+import tempfile
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from engine.config import DataConfig
-from engine.data.bad_rows import BadRows, mapped_rows
-from engine.data.card import CARD, SplitCard, card_markdown
-from engine.data.decontamination import HeldOut, hold_out_files, question_text
-from engine.data.files import prompt_key, rl_columns
-from engine.data.parquet_writer import ParquetWriter
-from engine.data.rows import prompt_text
-from engine.data.seen_prompts import SeenPrompts
-from engine.data.split_names import address_digest, split_addresses
+from engine.data.decontamination import HeldOut, SeenPrompts, hold_out_files, question_text
+from engine.data.row_files import BadRows, address_digest, mapped_rows, split_addresses
+from engine.data.rows import EXTRA, RULE, TRUTH, as_text, is_missing, prompt_text
+from engine.data.sources import prompt_key, rl_columns
 from engine.data.templates import encode_short_prompts
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# RL rows of any number as one Parquet file in verl's schema, in bounded memory.
+#
+# Fields of `extra_info` get one type each, which is known when the last row was seen: rows wait in
+# a
+# temporary file until then. A field with values of several types becomes text, lists and
+# dictionaries
+# become JSON.
+
+BATCH_ROWS = 4096  # a row group
+_KINDS: dict[type, pa.DataType] = {
+    bool: pa.bool_(),
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+}
+
+
+class ParquetWriter:
+    """Writes rows that have the contract's columns; the file is there after a clean exit."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._spool = tempfile.TemporaryFile("w+", encoding="utf-8", dir=path.parent)  # noqa: SIM115
+        self._kinds: dict[str, pa.DataType] = {}
+        self.rows = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        with self._spool:
+            if kind is None:
+                self._write()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take a row."""
+        rule = {name: as_text(value) for name, value in row[RULE].items() if not is_missing(value)}
+        extra = {name: _plain(value) for name, value in row[EXTRA].items()}
+        for name, value in extra.items():
+            if value is not None:
+                kind = _kind(value)
+                known = self._kinds.setdefault(name, kind)
+                if known != kind:
+                    self._kinds[name] = _joined(known, kind)
+        json.dump({**row, RULE: rule, EXTRA: extra}, self._spool, ensure_ascii=False)
+        self._spool.write("\n")
+        self.rows += 1
+
+    def _write(self) -> None:
+        schema = self._schema()
+        partial = self._path.with_suffix(".partial")
+        self._spool.seek(0)
+        with pq.ParquetWriter(partial, schema) as writer:
+            while rows := [self._typed(line) for line in islice(self._spool, BATCH_ROWS)]:
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+        partial.rename(self._path)
+
+    def _schema(self) -> pa.Schema:
+        text = pa.string()
+        message = pa.struct({"role": text, "content": text})
+        columns = {
+            "data_source": text,
+            "prompt": pa.list_(message),
+            "ability": text,
+            RULE: pa.struct({"style": text, TRUTH: text}),
+        }
+        if self._kinds:
+            columns[EXTRA] = pa.struct(self._kinds)
+        return pa.schema(columns)
+
+    def _typed(self, line: str) -> dict[str, Any]:
+        row: dict[str, Any] = json.loads(line)
+        extra = row[EXTRA]
+        for name, value in extra.items():
+            if value is not None and self._kinds[name] == pa.string():
+                extra[name] = as_text(value)
+        return row
+
+
+def _plain(value: object) -> object:
+    """A value with a type that Parquet has for all rows: lists and dictionaries as JSON."""
+    if is_missing(value):
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 63:
+        return str(value)
+    return value if type(value) in _KINDS else as_text(value)
+
+
+def _kind(value: object) -> pa.DataType:
+    return _KINDS[type(value)]
+
+
+def _joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    numbers = {pa.int64(), pa.float64()}
+    return pa.float64() if {one, other} <= numbers else pa.string()
+
+
+# A dataset's card: rows, lengths, digests, samples and what was left out, as Markdown and HTML.
+
+CARD = "README.md"  # where the hub looks for it
+SAMPLES, SHOWN_CHARACTERS, BINS, BAR = 3, 400, 12, 40
+
+
+@dataclass
+class SplitCard:
+    """What a card says of one split. Lengths are of prompts."""
+
+    name: str  # e.g. "train"
+    unit: str  # of the lengths: "tokens" or "characters"
+    lengths: array[int] = field(default_factory=lambda: array("L"))
+    samples: list[str] = field(default_factory=list)  # the first rows, as JSON
+    left_out: dict[str, int] = field(default_factory=dict)  # reason: rows
+    digest: str = ""  # SHA-256 of the split's file
+
+    def add(self, row: Mapping[str, Any], length: int) -> None:
+        """Count a row."""
+        self.lengths.append(length)
+        if len(self.samples) < SAMPLES:
+            self.samples.append(_sample(row))
+
+    def leave_out(self, reason: str, rows: int = 1) -> None:
+        """Count rows that the split doesn't have, e.g. of the reason "repeated"."""
+        self.left_out[reason] = self.left_out.get(reason, 0) + rows
+
+
+def card_markdown(
+    source: str, digest: str, splits: Sequence[SplitCard], notes: Sequence[str] = ()
+) -> str:
+    """The card as Markdown. `digest` is the source's; `notes` are sentences for the end."""
+    reasons = list(dict.fromkeys(reason for card in splits for reason in card.left_out))
+    head = ["split", "rows", "least", "median", "mean", "95 %", "most", *reasons, "SHA-256"]
+    units = " and ".join(dict.fromkeys(card.unit for card in splits))
+    lines = [
+        f"# Data: {_inline(source)}",
+        "",
+        f"Source digest `{digest[:16]}`. Lengths are those of prompts, in {units}; columns after "
+        "them count the rows that were left out.",
+        "",
+        _table_row(head),
+        _table_row(["---"] * len(head)),
+        *(_table_row(_numbers(card, reasons)) for card in splits),
+    ]
+    for card in splits:
+        lines += ["", f"## {card.name}", *_histogram(card), *_sample_block(card)]
+    if notes:
+        lines += ["", "## Left out", "", *(f"- {_inline(note)}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def card_html(markdown: str) -> str:
+    """The card as a page's body; HTML that the data contain stays text."""
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+
+
+def _numbers(card: SplitCard, reasons: Sequence[str]) -> list[str]:
+    lengths = np.asarray(card.lengths)
+    if not len(lengths):
+        cells = ["0", "", "", "", "", ""]
+    else:
+        median, high = np.percentile(lengths, [50, 95])
+        figures = (lengths.min(), median, lengths.mean(), high, lengths.max())
+        cells = [f"{len(lengths):,}", *(f"{figure:,.0f}" for figure in figures)]
+    counts = [f"{card.left_out.get(reason, 0):,}" for reason in reasons]
+    return [card.name, *cells, *counts, f"`{card.digest[:16]}`" if card.digest else ""]
+
+
+def _histogram(card: SplitCard) -> list[str]:
+    if not len(card.lengths):
+        return []
+    counts, edges = np.histogram(np.asarray(card.lengths), bins=BINS)
+    most = max(counts)
+    bars = [
+        f"{edges[i]:>10,.0f} {'█' * -(-int(count) * BAR // int(most))} {count:,}".rstrip()
+        for i, count in enumerate(counts)
+    ]
+    return ["", f"Rows by the prompt's {card.unit}, from:", "", "```", *bars, "```"]
+
+
+def _sample_block(card: SplitCard) -> list[str]:
+    return ["", "First rows:", *(f"\n    {sample}" for sample in card.samples)]
+
+
+def _sample(row: Mapping[str, Any]) -> str:
+    shown = {"prompt": prompt_text(row["prompt"])[:SHOWN_CHARACTERS]}
+    for column in ("response", "chosen", "rejected", "completion"):
+        if column in row:
+            shown[column] = str(row[column])[:SHOWN_CHARACTERS]
+    if isinstance(rule := row.get("reward_model"), Mapping):
+        shown["ground_truth"] = str(rule.get("ground_truth"))[:SHOWN_CHARACTERS]
+    return json.dumps(shown, ensure_ascii=False)
+
+
+def _table_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _inline(text: str) -> str:
+    return " ".join(text.split())
+
+
+# From files to verl-compatible Parquet with a card, in bounded memory: `prepare`.
+#
+# Test rows come first, then validation, then training rows, each without the prompts that a split
+# before it has. What stays in memory is 16 bytes of each prompt, and the runs of words of held-out
+# rows.
 
 _BATCH_ROWS = 1024  # encoded at once
 _NO_LIMIT = 1 << 40

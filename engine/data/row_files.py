@@ -1,22 +1,502 @@
-"""All rows of a few files in memory, in canonical form, with what was left out of them.
+"""Rows of files and hub datasets: which files are which split, their columns by name, and bad rows.
 
-Streams that need not fit into memory are in `bad_rows`; what a canonical row is, in `rl_rows`.
+Reads JSONL, JSON, CSV, Parquet and `hf://` datasets, maps their columns to the contract, and
+refuses or counts rows that can't be used.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config import RowsConfig
-from engine.data.bad_rows import BadRows, mapped_rows
-from engine.data.hub_dataset import HUB
-from engine.data.rl_rows import missing_truths, same_columns
-from engine.data.rows import RULE, TRUTH
-from engine.errors import DataError
+from engine.data.rows import (
+    RULE,
+    SHOWN,
+    TRUTH,
+    canonical_row,
+    is_messages,
+    is_missing,
+    missing_truths,
+    row_numbers,
+    same_columns,
+)
+from engine.errors import ConfigError, DataError, EmptyFileError, EngineError
 from engine.storage.filesystem import as_path, is_remote
-from engine.storage.json_rows import Row
-from engine.storage.readers import is_data_file, list_files
+from engine.storage.json_rows import Numbered, Row
+from engine.storage.readers import is_data_file, list_files, open_file, stream_rows
+
+# Datasets of the Hugging Face hub as rows: `hf://openai/gsm8k:main:train`.
+#
+# An address is `hf://ID[@REVISION][:SUBSET[:SPLIT]]`; an empty subset is the dataset's default,
+# and a
+# split may be a slice such as `train[:10%]`. The library `datasets` finds the files, downloads
+# them
+# and keeps them on the disk, where rows are read a batch at a time.
+
+HUB = "hf://"
+HUB_TIMEOUT_S = 10.0
+_BATCH_ROWS = 1024
+_ADDRESS = re.compile(
+    r"hf://(?P<id>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[^:@]+))?(:(?P<subset>[^:]*))?(:(?P<split>.+))?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubDataset:
+    """What an address names."""
+
+    id: str  # e.g. "openai/gsm8k"
+    revision: str  # branch, tag or commit; empty: the main branch
+    subset: str  # e.g. "main"; empty: the default
+    split: str  # e.g. "train"; empty: none named
+
+
+def parse_address(address: str) -> HubDataset:
+    """The parts of an address; DataError for one of another form."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        raise DataError(
+            f"{address!r} is no dataset of the hub; write hf://ID[@REVISION][:SUBSET[:SPLIT]], "
+            "e.g. hf://openai/gsm8k:main:train"
+        )
+    parts = {name: found[name] or "" for name in ("id", "revision", "subset", "split")}
+    return HubDataset(**parts)
+
+
+def hub_commit(dataset: HubDataset) -> str:
+    """The commit (40 hex digits) that a dataset's revision is now; a commit needs no network."""
+    if _COMMIT.fullmatch(dataset.revision):
+        return dataset.revision
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        # Asked with a deadline: a download would wait without end for a silent network.
+        found = HfApi().dataset_info(
+            dataset.id, revision=dataset.revision or None, timeout=HUB_TIMEOUT_S
+        )
+    except (OSError, HTTPError, HFValidationError) as error:
+        raise DataError(
+            f"the Hugging Face hub gives no dataset {dataset.id!r}"
+            f"{f' at {dataset.revision!r}' if dataset.revision else ''} ({type(error).__name__}); "
+            "check name, revision and network; a commit that is in the local cache "
+            "(hf://ID@COMMIT) needs no network"
+        ) from error
+    return str(found.sha)
+
+
+def hub_splits(dataset: HubDataset) -> list[str]:
+    """The names of a dataset's splits, e.g. ["train", "test"]."""
+    from datasets import get_dataset_split_names
+
+    with _refusals(dataset):
+        names = get_dataset_split_names(
+            dataset.id, dataset.subset or None, revision=hub_commit(dataset)
+        )
+    return [str(name) for name in names]
+
+
+def hub_rows(address: str) -> Iterator[Numbered]:
+    """The rows of a split, numbered from 1. DataError where hub and cache don't have it."""
+    dataset = parse_address(address)
+    if not dataset.split:
+        raise DataError(
+            f"{address!r} names no split; write {HUB}ID:SUBSET:SPLIT, with one of "
+            f"{', '.join(hub_splits(dataset))}"
+        )
+    from datasets import load_dataset
+
+    with _refusals(dataset):
+        table: Any = load_dataset(
+            dataset.id,
+            dataset.subset or None,
+            split=dataset.split,
+            revision=hub_commit(dataset),
+        ).with_format("arrow")
+    number = 0
+    for batch in table.iter(_BATCH_ROWS):
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row
+    if not number:
+        raise EmptyFileError(f"{address} has no rows; name another split")
+
+
+@contextmanager
+def _refusals(dataset: HubDataset) -> Iterator[None]:
+    """What `datasets` raises as one sentence, and none of its progress bars."""
+    from datasets.utils.logging import disable_progress_bar, enable_progress_bar
+
+    disable_progress_bar()
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:  # it raises errors of many libraries
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise DataError(
+            f"the dataset {dataset.id!r} of the hub can't be read ({reason}); check subset and "
+            "split, or download its files and give their folder"
+        ) from error
+    finally:
+        enable_progress_bar()
+
+
+# Which files, or splits of a hub dataset, are train, validation and test; and what they hold.
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+([@:].+)?")
+
+
+def split_addresses(
+    path: str, names: Mapping[str, str], *, need_train: bool = True
+) -> dict[str, list[str]]:
+    """The addresses of each split below `path`; with `need_train` that is one of them.
+
+    `names` says what a split is called there, e.g. {"test": "dev"}. Without any known name all of
+    it is training data. Raises DataError where there is nothing to read.
+    """
+    if unknown := sorted(names.keys() - NAMES.keys()):
+        raise DataError(
+            f"data.splits.{unknown[0]} is no split; the names of {', '.join(NAMES)} can be given"
+        )
+    if not path:
+        raise DataError(
+            "data.path is empty; with data.source=files give a file, a folder, an s3:// prefix or "
+            "hf://ID"
+        )
+    if not is_remote(path) and not as_path(path).exists() and _HUB_ID.fullmatch(path):
+        path = HUB + path
+    if path.startswith(HUB):
+        return _hub_addresses(path, names, need_train)
+    if is_data_file(path) and not (not is_remote(path) and as_path(path).is_dir()):
+        return {"train": [path if is_remote(path) else str(Path(as_path(path)).absolute())]}
+    files = _files_of(path)
+    found = _by_name({uri: _words(uri) for uri in files}, names)
+    if not found:
+        return {"train": files}
+    return _checked(found, path, [PurePosixPath(uri).name for uri in files], need_train)
+
+
+def _files_of(path: str) -> list[str]:
+    """The data files of a folder, in `main/` or `data/` below it where it has none itself."""
+    for place in (path.rstrip("/"), f"{path.rstrip('/')}/data", f"{path.rstrip('/')}/main"):
+        if files := sorted(uri for uri in list_files(place) if is_data_file(uri)):
+            return files
+    raise DataError(
+        f"data.path={path!r} is no data file, and no folder with some (looked in it, in data/ and "
+        "in main/); give a .jsonl, .json, .csv or .parquet file, a folder, s3://… or hf://ID"
+    )
+
+
+def _words(uri: str) -> set[str]:
+    """The words of a file's name: {"train", "00000", "of", …} of train-00000-of-00002.parquet."""
+    return set(re.split(r"[^a-z0-9]+", PurePosixPath(uri).name.lower()))
+
+
+def _by_name(words: Mapping[str, set[str]], names: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for split, usual in NAMES.items():
+        known = {names[split].lower()} if split in names else set(usual)
+        if uris := [uri for uri, own in words.items() if known & own]:
+            found[split] = uris
+        elif split in names:
+            raise DataError(f"data.splits.{split}={names[split]!r} is in the name of no file")
+    return found
+
+
+def _hub_addresses(
+    address: str, names: Mapping[str, str], need_train: bool
+) -> dict[str, list[str]]:
+    dataset = parse_address(address)
+    if dataset.split:
+        return {"train": [address]}
+    there = hub_splits(dataset)
+    head = address if dataset.subset or address.count(":") > 1 else f"{address}:"
+    found: dict[str, list[str]] = {}
+    for split, usual in NAMES.items():
+        wanted = [names[split]] if split in names else [n for n in usual if n in there][:1]
+        # A slice such as test[:500] is none of the names, but datasets knows it.
+        if wanted:
+            found[split] = [f"{head}:{wanted[0]}"]
+    return _checked(found, address, there, need_train)
+
+
+def _checked(
+    found: dict[str, list[str]], path: str, there: Iterable[str], need_train: bool
+) -> dict[str, list[str]]:
+    if not found or (need_train and "train" not in found):
+        raise DataError(
+            f"data.path={path!r} has no training split among {', '.join(there)}; name one in "
+            "data.splits.train"
+        )
+    return found
+
+
+def address_digest(address: str) -> str:
+    """SHA-256 of a file's content; of a hub dataset, its commit with subset and split."""
+    if address.startswith(HUB):
+        dataset = parse_address(address)
+        named = f"{dataset.id}@{hub_commit(dataset)}:{dataset.subset}:{dataset.split}"
+        return hashlib.sha256(named.encode()).hexdigest()
+    with open_file(address) as file:
+        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
+
+
+# Rows of any file as rows of ours: columns by name, templates, a system message, limits on text.
+#
+# `engine.data.rl_rows` says what the canonical form is; which rows a run leaves out is in
+# `bad_rows`.
+
+_BOXES = ("\\boxed{", "\\fbox{")
+_CONVERSATIONS = ("prompt", "chosen", "rejected", "completion")  # columns of messages, or text
+LONGEST_TEXT = 4_000_000  # characters of one cell: a million tokens, more than any model reads
+
+
+class RowMapper:
+    """Turns rows of files into canonical rows, as `data.columns` and `data.templates` say.
+
+    >>> config = RowsConfig(columns={"prompt": "input", "ground_truth": "target"})
+    >>> row = RowMapper(config)({"input": "1+1?", "target": "2"}, "d.csv, row 1")
+    >>> row["prompt"], row["reward_model"]
+    ([{'role': 'user', 'content': '1+1?'}], {'style': 'rule', 'ground_truth': '2'})
+    """
+
+    def __init__(self, config: RowsConfig) -> None:
+        """Raise ConfigError for a template that is not one."""
+        self._config = config
+        sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        sandbox.filters |= {"boxed": last_boxed, "required": required}
+        self._templates = {
+            column: _compiled(sandbox, column, text) for column, text in config.templates.items()
+        }
+
+    def __call__(self, raw: Row, where: str) -> Row:
+        """One canonical row; DataError that begins with `where` for a row that has none."""
+        row = self.named(raw, where)
+        if "prompt" not in row:
+            raise DataError(
+                f"{where}: there is no column 'prompt'; name one of {sorted(raw)} in data.columns, "
+                "e.g. data.columns.prompt=question"
+            )
+        if self._config.data_source and is_missing(row.get("data_source")):
+            row["data_source"] = self._config.data_source
+        canonical = canonical_row(row, where)
+        return canonical | {"prompt": self.with_system(canonical["prompt"])}
+
+    def named(self, raw: Row, where: str) -> Row:
+        """The row with our columns, whatever it holds; DataError for text that no model reads."""
+        row = self._renamed(raw, where)
+        row |= {c: _rendered(t, raw | row, c, where) for c, t in self._templates.items()}
+        for column, value in row.items():
+            _check_text(value, column, where)
+        return row
+
+    def with_system(self, prompt: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
+        """The prompt, with `data.system_prompt` before it where it has no system message."""
+        if not self._config.system_prompt or prompt[0]["role"] == "system":
+            return prompt
+        return [{"role": "system", "content": self._config.system_prompt}, *prompt]
+
+    def _renamed(self, raw: Row, where: str) -> Row:
+        """The row under our names; what is not mapped keeps its own."""
+        columns = self._config.columns
+        given = {}
+        for ours, theirs in columns.items():
+            try:
+                given[ours] = _value(raw, theirs)
+            except KeyError:
+                raise DataError(
+                    f"{where}: there is no column {theirs!r} for data.columns.{ours}; its columns "
+                    f"are {sorted(raw)}"
+                ) from None
+        # A column that gives its name to another one is replaced by it.
+        replaced = {*columns, *columns.values()}
+        return {column: value for column, value in raw.items() if column not in replaced} | given
+
+
+def last_boxed(text: str) -> str:
+    """The filter `boxed`: what is in the last `\\boxed{…}` or `\\fbox{…}` of a text.
+
+    Raises ValueError where there is none, or its braces don't close.
+    """
+    start = max(text.rfind(mark) + len(mark) if mark in text else -1 for mark in _BOXES)
+    depth = 1
+    for at in range(start, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
+        if not depth:
+            return text[start:at]
+    raise ValueError("there is no \\boxed{…}")
+
+
+def required(text: str, part: str) -> str:
+    """The filter `required`: the text itself; ValueError where it doesn't hold `part`."""
+    if part not in text:
+        raise ValueError(f"there is no {part!r}")
+    return text
+
+
+def _value(raw: Row, path: str) -> object:
+    if path in raw:
+        return raw[path]
+    value: object = raw
+    for name in path.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(path)
+        value = value[name]
+    return value
+
+
+def _compiled(sandbox: ImmutableSandboxedEnvironment, column: str, text: str) -> Template:
+    try:
+        return sandbox.from_string(text)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"data.templates.{column} is not a Jinja2 template (line {error.lineno}: "
+            f"{error.message}); correct it"
+        ) from None
+
+
+def _rendered(template: Template, row: Row, column: str, where: str) -> str:
+    try:
+        return template.render(row)
+    except Exception as error:  # whatever a template does with what the data hold
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
+        raise DataError(
+            f"{where}: data.templates.{column} can't be rendered ({type(error).__name__}: "
+            f"{reason}); its columns are {sorted(row)}"
+        ) from error
+
+
+def _check_text(value: object, column: str, where: str) -> None:
+    """Refuse text that no model reads: with a NUL, or of megabytes."""
+    texts = [value] if isinstance(value, str) else []
+    if not texts and column in _CONVERSATIONS and is_messages(value):
+        texts = [message["content"] for message in value]
+    for text in texts:
+        if len(text) > LONGEST_TEXT:
+            raise DataError(
+                f"{where}: column {column!r} has {len(text):,} characters, more than "
+                f"{LONGEST_TEXT:,}; shorten or remove it"
+            )
+        if "\0" in text:
+            raise DataError(
+                f"{where}: column {column!r} has a NUL character at {text.index(chr(0))}; remove it"
+            )
+
+
+# Rows that can't be used: counted by file and number, then refused or left out (`data.bad_rows`).
+#
+# A row that is bad costs what a good one costs: its error is kept for the first few alone.
+
+
+@dataclass(slots=True)
+class BadRows:
+    """The bad rows of one file."""
+
+    name: str  # of the file, e.g. "train.csv"
+    policy: str  # data.bad_rows
+    total: int = 0  # rows seen, good ones too
+    count: int = 0
+    numbers: list[int] = field(default_factory=list)  # of the first few
+    first: str = ""  # why the first one is bad
+
+    def add(self, number: int, error: DataError) -> None:
+        """A bad row of the file."""
+        self.count += 1
+        self.first = self.first or str(error)
+        if len(self.numbers) <= SHOWN:
+            self.numbers.append(number)
+
+    def add_empty(self, error: EmptyFileError) -> None:
+        """The file has no rows at all."""
+        self.count = self.total = 1
+        self.first = str(error)
+
+    def check(self) -> None:
+        """Raise DataError where bad rows are refused."""
+        if not self.count or self.policy == "drop":
+            return
+        if self.count == 1:
+            raise DataError(f"{self.first}; or leave it out with data.bad_rows=drop")
+        raise DataError(
+            f"{self.first}; {self.count} of {self.total} rows are bad "
+            f"({row_numbers(self.numbers)}): correct them, or leave them out with "
+            "data.bad_rows=drop"
+        )
+
+    def sentence(self) -> str:
+        """What was left out and why, for a log; empty where nothing was."""
+        if not self.numbers:
+            return f"left out: {self.first}" if self.count else ""
+        return (
+            f"{self.name}: {self.count} of {self.total} rows are bad and left out "
+            f"({row_numbers(self.numbers)}); the first: {self.first}"
+        )
+
+
+def _rows_or_none(address: str, bad: BadRows) -> Iterator[Numbered]:
+    try:
+        yield from address_rows(address)
+    except EmptyFileError as error:
+        bad.add_empty(error)
+
+
+def address_rows(address: str) -> Iterator[Numbered]:
+    """The rows of a file, an s3:// object or a dataset of the hub (hf://…), by number."""
+    return hub_rows(address) if address.startswith(HUB) else stream_rows(address)
+
+
+def mapped_rows(
+    address: str,
+    config: RowsConfig,
+    bad: BadRows,
+    *,
+    need_truth: bool = False,
+    mapper: Callable[[Row, str], Row] | None = None,
+) -> Iterator[tuple[int, Row]]:
+    """The canonical rows at an address with their numbers; bad ones go to `bad` instead.
+
+    `mapper` makes them canonical; None: as RL rows. A row without a ground truth is bad with
+    `need_truth`. Raises DataError for what is wrong with the whole file (a file without rows counts
+    as one bad row with data.bad_rows=drop), StorageError when a store doesn't answer.
+    """
+    mapper = mapper or RowMapper(config)
+    for number, raw in _rows_or_none(address, bad):
+        bad.total += 1
+        if isinstance(raw, DataError):
+            bad.add(number, raw)
+            continue
+        where = f"{address}, row {number}"
+        try:
+            row = mapper(raw, where)
+            if need_truth and row["reward_model"]["ground_truth"] is None:
+                raise DataError(
+                    f"{where}: there is no ground truth; name its column in data.columns"
+                )
+        except DataError as error:
+            bad.add(number, error)
+            continue
+        yield number, row
+
+
+# All rows of a few files in memory, in canonical form, with what was left out of them.
+#
+# Streams that need not fit into memory are in `bad_rows`; what a canonical row is, in `rl_rows`.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,202 @@
 """Messages and responses to tokens and back: the one place that knows chat templates.
 
-What others wrote never becomes a control token (`control_tokens`): it is encoded as plain text.
-Padding and batching are elsewhere; training a tokenizer is in `tokenizer`.
+Text that spells control tokens is encoded as plain text; tokens that messages add after a turn
+are made without encoding the turn again.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 from jinja2 import TemplateSyntaxError
+from tokenizers import Tokenizer
 
-from engine.data.control_tokens import control_tokens
+from engine.data.rows import row_numbers
 from engine.errors import ConfigError, DataError, EngineError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# Text that spells a control token, such as `<|im_end|>`: found, and encoded as plain text.
+#
+# A tokenizer reads the spelling of a special token as the token, no matter who wrote it. So what
+# people, tools and models wrote is told apart from what the chat template writes, and which rows
+# with such spellings a run takes (`data.control_tokens`) is decided here. Templates are in
+# `templates`.
+
+_ENCODED = ("prompt", "response", "chosen", "rejected", "completion")  # columns that become tokens
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens] = WeakKeyDictionary()
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
+    """The control tokens of a tokenizer, read once."""
+    known = _known.get(tokenizer)
+    if known is None or known.stamp != _stamp(tokenizer):
+        known = _known[tokenizer] = ControlTokens(tokenizer)
+    return known
+
+
+def rows_spelling_control_tokens(
+    rows: Sequence[Mapping[str, object]],
+    tokenizer: PreTrainedTokenizerBase,
+    policy: str,
+    where: str,
+    numbers: Sequence[int] = (),
+) -> list[int]:
+    """The rows (from 0) of `where`, e.g. "train", with a control token spelled in their text.
+
+    Of chat messages all texts count, those of tool calls too. With policy "fail" such rows raise
+    DataError, which calls them by `numbers` (without any: from 0); "escape" and "drop" are the
+    caller's to carry out.
+    """
+    control = control_tokens(tokenizer)
+    found = [
+        i
+        for i, row in enumerate(rows)
+        if any(control.spelled_in(row[name]) for name in _ENCODED if name in row)
+    ]
+    if found and policy == "fail":
+        shown = row_numbers([numbers[i] if numbers else i for i in found])
+        raise DataError(
+            f"{where}: {len(found)} of {len(rows)} rows ({shown}) spell control tokens of the "
+            f"model such as {control.example(rows[found[0]])!r} in their text; correct them, or "
+            "set data.control_tokens to escape (keep it as text) or drop"
+        )
+    return found
+
+
+class ControlTokens:
+    """The special tokens of a tokenizer, and encoding in which no other text becomes one.
+
+    `stand_in` marks the spellings in what was written by others; a template is rendered around
+    that; `encode` then makes tokens of the template's spellings and text of the marked ones.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.stamp = _stamp(tokenizer)
+        special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        spellings = dict.fromkeys([*(str(t.content) for t in special), *self.stamp[1]])
+        to_id: Any = tokenizer.convert_tokens_to_ids
+        self.ids: dict[str, int] = {text: int(to_id(text)) for text in spellings}
+        # The tokenizer itself would keep this object alive, and with it itself.
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._name = tokenizer.name_or_path
+        self._normalized = any(token.normalized for token in special)
+        self._unknown = tokenizer.unk_token_id
+        # Digits, which a template's filters leave alone; nobody can guess them.
+        mark = "".join(secrets.choice("0123456789") for _ in range(24))
+        self._stand_ins = {text: f"{mark}{i:06d}" for i, text in enumerate(self.ids)}
+        self._aliases = {text: f"<|{mark}-{i}|>" for i, text in enumerate(self.ids)}
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._stood_in = re.compile(rf"{mark}\d{{6}}")
+        self._twin: Tokenizer | None = None
+
+    def spelled_in(self, value: object) -> bool:
+        """Whether a text, or any text of messages, spells a control token."""
+        return any(self._spelled.search(t) or self._is_read(t) for t in _texts(value))
+
+    def _is_read(self, text: str) -> bool:
+        """Whether the tokenizer reads a control token of another spelling, e.g. "[sep]"."""
+        if not self._normalized or not isinstance(self._backend, Tokenizer):
+            return False
+        read = set(self._backend.encode(text, add_special_tokens=False).ids)
+        return not read.isdisjoint(set(self.ids.values()) - {self._unknown})
+
+    def example(self, value: object) -> str:
+        """A control token that is spelled in `value`."""
+        found = (m[0] for text in _texts(value) for m in self._spelled.finditer(text))
+        return next(found, next(iter(self.ids)))
+
+    def stand_in(self, value: object) -> Any:
+        """`value` with stand-ins for the control tokens that its texts spell."""
+        if isinstance(value, str):
+            return self._spelled.sub(lambda found: self._stand_ins[found[0]], value)
+        if isinstance(value, Mapping):
+            return {self.stand_in(key): self.stand_in(item) for key, item in value.items()}
+        if isinstance(value, list | tuple | np.ndarray):
+            return [self.stand_in(item) for item in value]
+        return value
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Encode text with stand-ins: they become the text that they stand for, never a token.
+
+        Raises DataError for a tokenizer that can't tell the two apart.
+        """
+        originals = {stand_in: spelling for spelling, stand_in in self._stand_ins.items()}
+        text = self._spelled.sub(lambda found: self._aliases[found[0]], text)
+        text = self._stood_in.sub(lambda found: originals[found[0]], text)
+        twin = self._twin = self._twin or self._make_twin()
+        return list(twin.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _make_twin(self) -> Tokenizer:
+        """The same tokenizer, with control tokens that are spelled as their aliases."""
+        try:
+            spec = json.loads(self._backend.to_str())
+            for token in spec["added_tokens"]:
+                if alias := self._aliases.get(token["content"]):
+                    token.update(content=alias, normalized=False, special=True)
+            _rename(spec["model"], self._aliases)
+            spec.update(truncation=None, padding=None)
+            twin = Tokenizer.from_str(json.dumps(spec))
+            kept = all(twin.token_to_id(self._aliases[text]) == i for text, i in self.ids.items())
+        except Exception as error:  # a slow tokenizer, or tokenizers' bare Exception
+            raise self._inseparable() from error
+        if not kept:
+            raise self._inseparable()
+        return twin
+
+    def _inseparable(self) -> DataError:
+        return DataError(
+            f"the tokenizer {self._name!r} can't keep control tokens that are spelled in a text "
+            "apart from its own; set data.control_tokens=drop to leave such rows out"
+        )
+
+
+def _stamp(tokenizer: PreTrainedTokenizerBase) -> tuple[int, tuple[str, ...]]:
+    """Changes when special tokens are added, or named otherwise."""
+    return len(tokenizer), tuple(map(str, tokenizer.all_special_tokens))
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Rename tokens in the vocabulary of tokenizer.json's model, in place."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
+    else:  # Unigram: pairs of token and score
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if isinstance(unknown := model.get("unk_token"), str):
+        model["unk_token"] = names.get(unknown, unknown)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple | np.ndarray):
+        for item in value:
+            yield from _texts(item)
+
+
+# Messages and responses to tokens and back: the one place that knows chat templates.
+#
+# What others wrote never becomes a control token (`control_tokens`): it is encoded as plain text.
+# Padding and batching are elsewhere; training a tokenizer is in `tokenizer`.
 
 Message = Mapping[str, Any]  # e.g. {"role": "user", "content": "What is 2+3?"}
 FROM_0 = range(sys.maxsize)
@@ -298,3 +474,96 @@ def stop_token_ids(
     if extra is not None:
         stops.update([extra] if isinstance(extra, int) else extra)
     return tuple(sorted(int(i) for i in stops))
+
+
+# The tokens that messages add after a turn of the policy; those of the turn are never made again.
+#
+# A conversation goes on as: what was sampled, then what the chat template writes from the end of
+# that
+# turn to where the policy speaks again. The template is asked about a stand-in for the turn, so
+# that
+# nothing of what was sampled is decoded and encoded, which would change ids (BPE is no bijection).
+
+Tools = Sequence[Mapping[str, object]]
+
+_TURN = "SampledTurn7f3a"  # what the policy is made to have said
+_BEFORE = {"role": "user", "content": "?"}
+_SAID: Message = {"role": "assistant", "content": _TURN}
+# For a template in which tools answer only to calls; Mistral's wants ids of nine characters.
+_CALLED: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "type": "function",
+            "id": "call00000",
+            "function": {"name": "tool", "arguments": {"text": _TURN}},
+        }
+    ],
+}
+
+
+def encode_continuation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    ended_by: int | None,
+    stop_ids: Sequence[int],
+    tools: Tools = (),
+) -> list[int]:
+    """Ids that follow a sampled turn: its end, `messages`, and the start of the next turn.
+
+    `ended_by` is the stop token that was sampled last (one of `stop_ids`), None for a turn that a
+    length limit cut: it gets the template's end of turn. A stop token that was sampled is not
+    written again, whichever it was. Raises DataError where the template refuses the messages.
+    """
+    control = control_tokens(tokenizer)
+    escape = control.spelled_in(messages)
+    chat: Sequence[Message] = [dict(message) for message in messages]
+    if escape:
+        chat = control.stand_in(chat)
+    if tokenizer.chat_template:
+        with refusals(tokenizer, "messages after a turn"):
+            text = _after_turn(tokenizer, chat, stop_ids, tools)
+    else:
+        text = "\n" + plain_lines(chat)
+    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
+    ids = [int(i) for i in encode(text, add_special_tokens=False)]
+    if not tokenizer.chat_template and ended_by is None:
+        return [tokenizer.eos_token_id, *ids] if tokenizer.eos_token_id is not None else ids
+    if ended_by is not None and ids and ids[0] in stop_ids:
+        return ids[1:]
+    return ids
+
+
+def _after_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    stop_ids: Sequence[int],
+    tools: Tools,
+) -> str:
+    """What the template writes from the end token of a turn on."""
+    stops = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stop_ids))]
+    problem: Exception | None = None
+    for turn in (_SAID, _CALLED):
+        try:
+            alone = render(tokenizer, [_BEFORE, turn], tools, False)
+            whole = render(tokenizer, [_BEFORE, turn, *messages], tools, True)
+        except Exception as error:  # a template is code of the model's authors
+            problem = problem or error
+            continue
+        tail, rest = _behind_turn(alone), _behind_turn(whole)
+        if tail is None or rest is None:
+            continue
+        ends = [tail.find(stop) for stop in stops if stop in tail]
+        if ends:
+            return rest[min(ends) :]
+        if turn is _SAID:
+            return rest  # a template without an end token
+    if problem is not None:
+        raise problem
+    raise DataError("the chat template leaves out what the assistant said")
+
+
+def _behind_turn(text: str) -> str | None:
+    """The text behind the stand-in; None where it was left out."""
+    return text.rpartition(_TURN)[2] if _TURN in text else None

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import ConfigError, ModelError
-from engine.storage.hub import loading_error, require_model_name, split_revision
+from engine.storage.filesystem import loading_error, require_model_name, split_revision
 
 if TYPE_CHECKING:
     from transformers import AutoTokenizer

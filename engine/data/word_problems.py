@@ -1,18 +1,207 @@
-"""Grade-school word problems drawn from a seed, and divided over splits without repetition.
+"""The default source: grade-school word problems in GSM8K's answer format, made from a seed.
 
-What lives here: a problem's numbers, steps and text. The templates are in `story_templates`, the
-written answers in `arithmetic`.
+Templates of stories, problems drawn from them without repetition, answer styles, and the
+splits' rows.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from engine.data.rows import normalise
-from engine.data.story_templates import PEOPLE, STORY_TEMPLATES, StoryTemplate
-from engine.errors import DataError
+import pandas as pd
+
+from engine.config import DataConfig
+from engine.data.rows import normalise, rl_row, sft_row
+from engine.data.sources import Splits, register_source
+from engine.errors import ConfigError, DataError
+
+# Templates of the arithmetic word problems: data only, no random draws.
+#
+# A story starts with a number, continues with clauses that add, subtract or multiply, and ends
+# with
+# a question. Each template belongs to one corpus, whose mix of answer styles `arithmetic` defines.
+
+
+@dataclass(frozen=True, slots=True)
+class StoryTemplate:
+    """A kind of story; the generator fills in `{name}`, `{thing}`, `{n}` and `{m}`."""
+
+    name: str  # the problem's kind, e.g. "shop"
+    corpus: str  # the corpus that it belongs to, e.g. "workbook"
+    things: tuple[str, ...]  # plural nouns, e.g. ("pens", "books")
+    opening: str  # with {n}, e.g. "{name} has {n} {thing}."
+    gains: tuple[str, ...] = ()  # clauses that add, e.g. ("buys {n}",)
+    losses: tuple[str, ...] = ()  # clauses that take away, e.g. ("sells {n}",)
+    product: str = ""  # an opening worth {n} × {m}; empty: none
+    growth: tuple[tuple[str, int], ...] = ()  # clauses that multiply, e.g. (("doubles them", 2),)
+    question: str = "How many {thing} now?"  # the last sentence
+    subject: str = "{pronoun}"  # who acts in the clauses: the person, "It", ...
+
+
+PEOPLE: tuple[tuple[str, str], ...] = (
+    ("Tom", "He"),
+    ("Ann", "She"),
+    ("Sam", "He"),
+    ("Mia", "She"),
+    ("Ben", "He"),
+    ("Eva", "She"),
+    ("Max", "He"),
+    ("Zoe", "She"),
+    ("Leo", "He"),
+    ("Amy", "She"),
+)
+
+STORY_TEMPLATES: tuple[StoryTemplate, ...] = (
+    StoryTemplate(
+        "pocket",
+        "workbook",
+        ("apples", "nuts", "plums"),
+        "{name} has {n} {thing}.",
+        gains=("buys {n}", "finds {n}"),
+        losses=("eats {n}", "loses {n}"),
+        product="{name} has {n} bags of {m} {thing}.",
+    ),
+    StoryTemplate(
+        "shop",
+        "workbook",
+        ("pens", "books", "cups"),
+        "A shop has {n} {thing}.",
+        gains=("gets {n}", "buys {n}"),
+        losses=("sells {n}", "loses {n}"),
+        product="A shop has {n} boxes of {m} {thing}.",
+        subject="It",
+    ),
+    StoryTemplate(
+        "colours",
+        "workbook",
+        ("cars", "balls", "cups"),
+        "{name} has {n} red {thing}.",
+        gains=("gets {n} blue", "buys {n} old", "finds {n} new"),
+        question="How many {thing} in all?",
+    ),
+    StoryTemplate(
+        "pages",
+        "workbook",
+        ("pages",),
+        "A book has {n} {thing}.",
+        losses=("reads {n}", "skips {n}"),
+        product="A book has {n} parts of {m} {thing}.",
+        question="How many {thing} are left?",
+        subject="{name}",
+    ),
+    StoryTemplate(
+        "bus",
+        "workbook",
+        ("people", "kids"),
+        "A bus has {n} {thing}.",
+        gains=("picks up {n}", "takes {n}"),
+        losses=("drops {n}", "leaves {n}"),
+        product="A bus has {n} rows of {m} {thing}.",
+        subject="It",
+    ),
+    StoryTemplate(
+        "savings",
+        "forum",
+        ("dollars",),
+        "{name} has {n} {thing}.",
+        gains=("earns {n}", "saves {n}"),
+        losses=("pays {n}", "loses {n}"),
+        growth=(("doubles it", 2), ("triples it", 3)),
+    ),
+    StoryTemplate(
+        "farm",
+        "forum",
+        ("cows", "hens", "pigs"),
+        "A farm has {n} {thing}.",
+        gains=("buys {n}", "gets {n}"),
+        losses=("sells {n}", "loses {n}"),
+        product="A farm has {n} pens of {m} {thing}.",
+        subject="It",
+    ),
+    StoryTemplate(
+        "game",
+        "forum",
+        ("points",),
+        "{name} has {n} {thing}.",
+        gains=("wins {n}", "gets {n}"),
+        losses=("loses {n}", "pays {n}"),
+        growth=(("doubles them", 2),),
+    ),
+    StoryTemplate(
+        "goal",
+        "forum",
+        ("dollars", "points"),
+        "{name} needs {n} {thing}.",
+        losses=("earns {n}", "gets {n}", "finds {n}"),
+        question="How many more?",
+    ),
+    StoryTemplate(
+        "baker",
+        "forum",
+        ("cakes", "pies", "rolls"),
+        "{name} makes {n} {thing}.",
+        gains=("buys {n}", "adds {n}"),
+        losses=("sells {n}", "eats {n}", "burns {n}"),
+        product="{name} makes {n} trays of {m} {thing}.",
+    ),
+    StoryTemplate(
+        "garden",
+        "answer_key",
+        ("roses", "trees", "beans"),
+        "{name} plants {n} {thing}.",
+        gains=("adds {n}", "finds {n}"),
+        losses=("cuts {n}", "sells {n}"),
+        product="{name} plants {n} rows of {m} {thing}.",
+    ),
+    StoryTemplate(
+        "library",
+        "answer_key",
+        ("books", "maps"),
+        "A library has {n} {thing}.",
+        gains=("gets {n}", "buys {n}"),
+        losses=("lends {n}", "loses {n}"),
+        product="A library has {n} rows of {m} {thing}.",
+        subject="It",
+    ),
+    StoryTemplate(
+        "walk",
+        "answer_key",
+        ("miles",),
+        "{name} walks {n} {thing}.",
+        gains=("runs {n}", "rides {n}", "swims {n}"),
+        question="How many {thing} in all?",
+    ),
+    StoryTemplate(
+        "trip",
+        "answer_key",
+        ("miles",),
+        "A trip is {n} {thing}.",
+        losses=("walks {n}", "rides {n}", "runs {n}"),
+        question="How many {thing} are left?",
+        subject="{name}",
+    ),
+    StoryTemplate(
+        "cards",
+        "answer_key",
+        ("cards", "stamps"),
+        "{name} has {n} {thing}.",
+        gains=("wins {n}", "finds {n}"),
+        losses=("loses {n}", "sells {n}"),
+        product="{name} has {n} packs of {m} {thing}.",
+    ),
+)
+
+
+# Grade-school word problems drawn from a seed, and divided over splits without repetition.
+#
+# What lives here: a problem's numbers, steps and text. The templates are in `story_templates`, the
+# written answers in `arithmetic`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +363,148 @@ def _exhausted(sizes: Mapping[str, int], difficulty: int, found: int) -> str:
         f"ask for {sum(sizes.values())} ({', '.join(f'{k} {v}' for k, v in sizes.items())}); "
         "lower the sizes in data, or raise data.difficulty"
     )
+
+
+# The default source: word problems in GSM8K's answer format, made from a seed.
+#
+# What lives here: the answer styles, their mix in each corpus, and the splits' rows. Problems are
+# drawn in `problems`. An answer is a line of GSM8K's calculator marks a step, then `####
+# <number>`:
+#
+#     Tom has 23 apples. He buys 14 and eats 9. How many apples now?
+#     <<23+14=37>>37
+#     <<37-9=28>>28
+#     #### 28
+
+
+@dataclass(frozen=True, slots=True)
+class StyleMix:
+    """Shares of the answer styles in one corpus; they add up to 1."""
+
+    worked: float  # every step, then the answer, e.g. 0.75
+    bare: float  # the answer alone, e.g. 0.15
+    slip: float  # worked, with one wrong result carried through, e.g. 0.1
+
+    def __post_init__(self) -> None:
+        shares = (self.worked, self.bare, self.slip)
+        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-9:
+            raise DataError(f"{self}: shares must not be negative and must add up to 1")
+
+
+# Real corpora differ in how much they explain. With equally many templates per corpus, the whole is
+# 41 % worked, 52 % bare, 8 % slips: working a problem out pays, and the warm start often doesn't.
+CORPORA: dict[str, StyleMix] = {
+    "workbook": StyleMix(worked=0.75, bare=0.15, slip=0.10),
+    "forum": StyleMix(worked=0.32, bare=0.60, slip=0.08),
+    "answer_key": StyleMix(worked=0.15, bare=0.80, slip=0.05),
+}
+
+
+SMALLEST = 10  # of data.options.largest
+
+
+def worked_answer(problem: Problem) -> str:
+    """Every step with its calculator mark, then the answer."""
+    return _write([(s.left, s.operator, s.right, s.result) for s in problem.steps])
+
+
+def bare_answer(problem: Problem) -> str:
+    """The answer alone: `#### 28`."""
+    return f"#### {problem.answer}"
+
+
+def slip_answer(problem: Problem, rng: random.Random) -> str:
+    """A worked answer in which one result is wrong and the rest is computed from it."""
+    at = rng.randrange(len(problem.steps))
+    error = rng.choice((1, 2, 10)) * rng.choice((-1, 1))
+    lines = _with_error(problem, at, error)
+    if min(result for *_, result in lines) < 0:
+        lines = _with_error(problem, at, abs(error))
+    return _write(lines)
+
+
+def _with_error(problem: Problem, at: int, error: int) -> list[tuple[int, str, int, int]]:
+    lines: list[tuple[int, str, int, int]] = []
+    value = problem.steps[0].left
+    for i, step in enumerate(problem.steps):
+        result = Step(value, step.operator, step.right).result + (error if i == at else 0)
+        lines.append((value, step.operator, step.right, result))
+        value = result
+    return lines
+
+
+def _write(lines: list[tuple[int, str, int, int]]) -> str:
+    marks = [f"<<{left}{op}{right}={result}>>{result}" for left, op, right, result in lines]
+    return "\n".join([*marks, f"#### {lines[-1][3]}"])
+
+
+def styled_answer(
+    problem: Problem, rng: random.Random, corpora: Mapping[str, StyleMix] = CORPORA
+) -> tuple[str, str]:
+    """Return (style, answer), the style drawn from the mix of the problem's corpus."""
+    mix = corpora[problem.template.corpus]
+    draw = rng.random()
+    if draw < mix.worked:
+        return "worked", worked_answer(problem)
+    if draw < mix.worked + mix.bare:
+        return "bare", bare_answer(problem)
+    return "slip", slip_answer(problem, rng)
+
+
+@register_source("arithmetic")
+class Arithmetic:
+    """`data.source=arithmetic`: nothing is read; everything follows from settings and seed.
+
+    `data.options.largest`: the largest number of a problem, in place of the difficulty's own.
+    """
+
+    def __init__(self, *, largest: int = 0) -> None:
+        """Raise ConfigError for a number that leaves no problems."""
+        if largest and largest < SMALLEST:
+            raise ConfigError(
+                f"data.options.largest={largest} leaves no problems; give {SMALLEST} or more, or 0 "
+                "for the difficulty's own"
+            )
+        self._largest = largest
+
+    def digest(self, config: DataConfig, seed: int) -> str:
+        """SHA-256 of the generator's sources and its parameters."""
+        files = [Path(str(file)) for file in (__file__, __file__, __file__)]
+        code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        parameters = {"difficulty": config.difficulty, "sizes": _sizes(config), "seed": seed}
+        if self._largest:
+            parameters["largest"] = self._largest
+        return hashlib.sha256(json.dumps([code, parameters]).encode()).hexdigest()
+
+    def load(self, config: DataConfig, seed: int) -> Splits:
+        """Deal distinct problems to five splits; only the SFT splits carry written answers."""
+        dealt = deal_problems(_sizes(config), config.difficulty, seed, self._largest)
+        frames: dict[str, Any] = {}
+        for split, rows in dealt.items():
+            rng = random.Random(f"styles/{split}/{seed}")
+            build = _sft_row if split.startswith("sft") else _rl_row
+            frames[split] = pd.DataFrame([build(p, split, i, rng) for i, p in enumerate(rows)])
+        uri = f"arithmetic://difficulty={config.difficulty}/seed={seed}"
+        return Splits(**frames, source_digest=self.digest(config, seed), source_uri=uri)
+
+
+def _sizes(config: DataConfig) -> dict[str, int]:
+    """Rows a split. The test split comes first, so no other size changes what is in it."""
+    return {
+        "test": config.test_size,
+        "validation": config.validation_size,
+        "sft_validation": config.validation_size,
+        "train": config.train_size,
+        "sft_train": config.sft_size,
+    }
+
+
+def _rl_row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, object]:
+    extra = {"kind": problem.template.name, "index": index, "split": split}
+    return rl_row("arithmetic", problem.question, str(problem.answer), extra)
+
+
+def _sft_row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, object]:
+    style, response = styled_answer(problem, rng)
+    extra = {"style": style, "kind": problem.template.name, "index": index, "split": split}
+    return sft_row(problem.question, response, extra)

@@ -1,5 +1,5 @@
 """The algorithms as they read in a paper: one short function a family, found by name."""
 
-from engine.dataflows.registry import choose_dataflow, register_dataflow
+from engine.dataflows.algo import choose_dataflow, register_dataflow
 
 __all__ = ["choose_dataflow", "register_dataflow"]

@@ -1,33 +1,233 @@
-"""The arithmetic between the roles' calls: rewards, correction, advantages.
+"""Which dataflow and passes a configuration runs, and the arithmetic between the roles' calls.
 
-It has the global batch: group statistics, whitening, selections by covariance and edited masks are
-computed here once, before the batch is split over ranks and micro-batches.
+The registry of dataflows, the forward passes that a batch needs, rewards, correction,
+advantages and the weights of teachers. The dataflows themselves are in `recipes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
 
-from engine.algorithms import losses, shaping
+from engine.algorithms import advantages, policy_losses, shaping
 from engine.algorithms.advantages import AdvantageInputs, get_advantage
+from engine.algorithms.aggregation import compute_means
 from engine.algorithms.correction import correct_rollout, gap_metrics
-from engine.algorithms.dynamic_sampling import groups_with_signal
-from engine.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
+from engine.algorithms.divergences import AdaptiveKL, FixedKL, kl_estimate
 from engine.algorithms.masked import mask_out, masked_mean
-from engine.algorithms.metrics import compute_means
-from engine.batch import Batch
-from engine.config import RLConfig
+from engine.algorithms.shaping import groups_with_signal
+from engine.batch import Batch, Future, LazyBatch
+from engine.config import AlgorithmConfig, RLConfig
 from engine.controller.timeline import span
-from engine.dataflows.required_passes import RequiredPasses
-from engine.dataflows.teacher_weights import teacher_weights
-from engine.errors import EpisodeError, RewardError
-from engine.futures import Future, LazyBatch
+from engine.errors import ConfigError, DataError, EpisodeError, RewardError
+from engine.registry import Registry
 from engine.workers.algorithm_options import advantage_options, policy_loss_options
+
+if TYPE_CHECKING:
+    from engine.controller.groups import Roles
+
+
+# The registry of dataflows, and which one a configuration runs on.
+
+if TYPE_CHECKING:
+    Step = Callable[[Roles, Batch, "Algo"], "StepResult"]
+
+# What an estimator may need that any dataflow provides: log-probs come with rollout and actor,
+# components with the reward.
+_EVERYWHERE = frozenset({"old_log_probs", "sum_pi_squared", "reward_components"})
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow:
+    """A step of an algorithm and the roles that it calls."""
+
+    name: str
+    step: Step  # step(roles, prompts, algo) -> StepResult
+    roles: frozenset[str]  # always called, e.g. {"actor", "rollout", "reward"}
+    optional: frozenset[str]  # called where the settings need it, e.g. {"reference"}
+    provides: frozenset[str]  # inputs of advantage estimators, e.g. {"values"}
+    uses_advantages: bool  # False: learns from something else
+    uses_reference: Callable[[RLConfig], bool] | None  # None: where a KL term is on
+    refills: bool  # does dynamic sampling
+    pairs: bool  # the actor learns from two completions of a prompt, not from all
+
+    def rows_an_update(self, config: RLConfig) -> int:
+        """Completions that one update of the actor learns from, at most."""
+        return config.trainer.train_batch_size * (2 if self.pairs else config.rollout.n)
+
+
+_registry: Registry[Dataflow] = Registry(
+    "dataflow",
+    "algorithm.dataflow",
+    ("engine.dataflows.recipes",),
+    "@register_dataflow(name, roles)",
+)
+
+
+def register_dataflow(
+    name: str,
+    roles: Iterable[str],
+    *,
+    optional: Iterable[str] = (),
+    provides: Iterable[str] = (),
+    uses_advantages: bool = True,
+    uses_reference: Callable[[RLConfig], bool] | None = None,
+    refills: bool = False,
+    pairs: bool = False,
+) -> Callable[[Step], Step]:
+    """Make `step(roles, prompts, algo)` selectable as `algorithm.dataflow=<name>`.
+
+    `roles` are those it calls, `optional` those it calls where `algo.needs` says so; `provides`
+    the estimators' inputs that it makes beyond those that all dataflows have. A name can be taken
+    once.
+    """
+
+    def add(step: Step) -> Step:
+        dataflow = Dataflow(
+            name,
+            step,
+            frozenset(roles),
+            frozenset(optional),
+            frozenset(provides),
+            uses_advantages,
+            uses_reference,
+            refills,
+            pairs,
+        )
+        _registry.add(name, dataflow, step)
+        return step
+
+    return add
+
+
+def choose_dataflow(config: AlgorithmConfig) -> Dataflow:
+    """The dataflow that `algorithm.dataflow` names, or the one its estimator runs on.
+
+    Its step has the options of `algorithm.dataflow_options`, which are keyword-only parameters of
+    the step with defaults. Raises ConfigError for an unknown name or option, and where the
+    estimator needs what the dataflow doesn't provide.
+    """
+    needed = advantages.requires(config.adv_estimator) - _EVERYWHERE
+    name = _by_estimator(config, needed) if config.dataflow == "auto" else config.dataflow
+    dataflow = _registry.get(name)
+    missing = needed - dataflow.provides
+    if missing and dataflow.uses_advantages:
+        need = "; ".join(f"{field}: {advantages.REQUIREMENTS[field]}" for field in sorted(missing))
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.adv_estimator} needs what dataflow "
+            f"{dataflow.name!r} doesn't provide ({need}); set algorithm.dataflow=auto"
+        )
+    options = _registry.options(name).parse(config.dataflow_options, "algorithm.dataflow_options")
+    return replace(dataflow, step=partial(dataflow.step, **options)) if options else dataflow
+
+
+def _by_estimator(config: AlgorithmConfig, needed: frozenset[str]) -> str:
+    names = _registry.names()
+    if config.filter_groups.enable:
+        return "dapo"
+    if config.adv_estimator in names:
+        return config.adv_estimator
+    if not needed:
+        return "grpo"
+    able = [dataflow.name for dataflow in _registry.values() if needed <= dataflow.provides]
+    if not able:
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.adv_estimator} needs {sorted(needed)}, which no "
+            f"dataflow here provides; choose one of {', '.join(names)}, or register one"
+        )
+    return able[0]
+
+
+# Which forward passes over a batch a configuration asks for, known before anything starts.
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredPasses:
+    """What a step computes beyond rollout, reward and update."""
+
+    reference: bool
+    """Some role compares with the frozen reference."""
+    ref_log_probs: bool
+    """The reference's log-probs of the sampled tokens are read."""
+    ref_kl: bool
+    """The exact KL from the reference is part of the reward."""
+    old_log_probs: bool
+    """The trainer's own log-probs from before the update are read, not those of sampling."""
+    sum_pi_squared: bool
+    """The sums of squared probabilities are read with `old_log_probs`."""
+
+    def roles(self, dataflow: Dataflow) -> frozenset[str]:
+        """The roles to start."""
+        return dataflow.roles | (dataflow.optional if self.reference else frozenset())
+
+    @staticmethod
+    def of(config: RLConfig, dataflow: Dataflow) -> RequiredPasses:
+        """The passes that the settings require.
+
+        Truncated sampling (top-k, top-p) renormalises, so its log-probs are not the policy's;
+        rollout correction compares both; R2 replays what routers chose in the trainer's pass.
+        """
+        algorithm, actor = config.algorithm, config.actor
+        if dataflow.uses_reference is not None:
+            compares = dataflow.uses_reference(config)
+            return RequiredPasses(compares, compares, False, False, False)
+        estimates = dataflow.uses_advantages
+        in_reward = estimates and algorithm.use_kl_in_reward
+        in_loss = estimates and actor.use_kl_loss
+        squares = estimates and "sum_pi_squared" in advantages.requires(algorithm.adv_estimator)
+        truncated = config.rollout.top_k > 0 or config.rollout.top_p < 1.0
+        return RequiredPasses(
+            reference=in_reward or in_loss,
+            ref_log_probs=(in_reward and algorithm.kl_penalty != "full")
+            or (in_loss and actor.kl_loss_type != "full"),
+            ref_kl=in_reward and algorithm.kl_penalty == "full",
+            old_log_probs=actor.old_log_probs == "trainer"
+            or (actor.old_log_probs == "auto" and truncated)
+            or algorithm.rollout_correction.enabled
+            or actor.router_replay.mode == "R2"
+            or squares,
+            sum_pi_squared=squares,
+        )
+
+
+# Which teachers a row has, and how much each counts.
+
+
+def teacher_weights(config: AlgorithmConfig, batch: Batch) -> Tensor:
+    """Shares `[B, T]` of T teachers: by `weight`, or 1 of the one that `route_by` chooses.
+
+    Raises DataError where the rows lack that column, or have a value that is no teacher's.
+    """
+    teachers, column = config.teachers, config.distillation.route_by
+    if not column:
+        shares = torch.tensor([teacher.weight for teacher in teachers])
+        return (shares / shares.sum()).repeat(len(batch), 1)
+    setting = f"algorithm.distillation.route_by={column!r}"
+    if column not in batch.columns:
+        raise DataError(
+            f"{setting} is no column of the data; name one of {', '.join(sorted(batch.columns))}"
+        )
+    names = [teacher.rows for teacher in teachers]
+    values = [str(value) for value in batch.columns[column]]
+    if strange := sorted(set(values) - set(names)):
+        raise DataError(
+            f"{setting} is {strange[0]!r} in a row, and no teacher has rows={strange[0]!r}; there "
+            f"are teachers for {', '.join(names)}"
+        )
+    chosen = torch.tensor([names.index(value) for value in values])
+    return torch.nn.functional.one_hot(chosen, len(names)).float()
+
+
+# The arithmetic between the roles' calls: rewards, correction, advantages.
+#
+# It has the global batch: group statistics, whitening, selections by covariance and edited masks
+# are
+# computed here once, before the batch is split over ranks and micro-batches.
 
 
 class AlgoState(TypedDict):
@@ -115,7 +315,7 @@ class Algo:
             "returns": mask_out(mask, out.returns.float()),
             "response_mask": mask,
         }
-        fields |= losses.prepare(
+        fields |= policy_losses.prepare(
             self._loss_mode,
             _old_log_probs(batch),
             fields["advantages"],
@@ -160,7 +360,7 @@ class Algo:
         mask = batch["response_mask"]
         gap = mask_out(mask, batch["ref_log_probs"] - _old_log_probs(batch))
         self.metrics["distillation/reverse_kl"] = float(masked_mean(-gap, mask))
-        prepared = losses.prepare(
+        prepared = policy_losses.prepare(
             self._loss_mode,
             _old_log_probs(batch),
             gap,

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike
 
 from engine.evaluation.metrics import Interval
-from engine.evaluation.overoptimisation import Overoptimisation, smoothed
+from engine.evaluation.policy_steps import Overoptimisation, smoothed
 from engine.evaluation.summary import EvaluationComparison
 
 BEFORE_COLOUR = "#a3adbd"

@@ -1,4 +1,4 @@
-"""The steps of the RL run that made a model, as its artifact records them in `metrics.parquet`."""
+"""The steps of the RL run that made a model, and what a learned reward did to it by the KL."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 
 from engine.errors import DataError
+
+# The steps of the RL run that made a model, as its artifact records them in `metrics.parquet`.
 
 FILE, MODEL, SCORE = "metrics.parquet", "model", "validation/reward"
 
@@ -51,3 +53,77 @@ def read_policy_steps(policy: Path) -> PolicySteps | None:
     if not len(chosen):
         raise DataError(f"{path}: no step is marked as the model's; run RL again")
     return PolicySteps(rows, int(chosen[-1]))
+
+
+# What a learned reward does to a policy: its own score against the true one, by the KL.
+#
+# A policy that is trained against a reward model at first gets better by the true reward, too, and
+# then may get worse while the model's score goes on rising (Gao et al., arXiv 2210.10760).
+
+MODEL_REWARD = "reward_model"  # component of the reward
+_COLUMNS = (f"reward/{MODEL_REWARD}", "reward/correct", "actor/kl", "response/length_mean")
+
+
+@dataclass(frozen=True, slots=True)
+class Overoptimisation:
+    """The steps of an RL run by a reward model, `[T]` each: rollouts of the policy before it."""
+
+    kl: np.ndarray  # from the start model, nats a completion: KL a token times mean tokens
+    model_reward: np.ndarray  # mean score of the reward model
+    true_reward: np.ndarray  # share of right completions, by the true reward
+
+    @property
+    def peak(self) -> int:
+        """The step (from 0) at which the true reward is highest, as a moving mean."""
+        return int(np.argmax(smoothed(self.true_reward)))
+
+    def metrics(self) -> dict[str, float]:
+        """First, best and last values of the moving means."""
+        model, true = smoothed(self.model_reward), smoothed(self.true_reward)
+        return {
+            "overoptimisation/true_first": float(true[0]),
+            "overoptimisation/true_peak": float(true[self.peak]),
+            "overoptimisation/true_last": float(true[-1]),
+            "overoptimisation/model_first": float(model[0]),
+            "overoptimisation/model_peak": float(model[self.peak]),
+            "overoptimisation/model_last": float(model[-1]),
+            "overoptimisation/kl_peak": float(smoothed(self.kl)[self.peak]),
+            "overoptimisation/kl_last": float(smoothed(self.kl)[-1]),
+            "overoptimisation/step_peak": float(self.peak + 1),
+        }
+
+    def sentence(self) -> str:
+        """For a person."""
+        at = self.metrics()
+        found = {key.removeprefix("overoptimisation/"): value for key, value in at.items()}
+        ends = (
+            f"the true reward (share of right completions) goes from {found['true_first']:.3f} to "
+            f"{found['true_last']:.3f}, the reward model's from {found['model_first']:.3f} to "
+            f"{found['model_last']:.3f}, at a KL of {found['kl_last']:.2f} nats a completion"
+        )
+        if found["true_last"] >= found["true_peak"]:
+            return f"{ends}; it has its peak at the end"
+        return (
+            f"{ends}; its peak is {found['true_peak']:.3f} at step {self.peak + 1} of "
+            f"{len(self.kl)} (KL {found['kl_peak']:.2f}, reward model {found['model_peak']:.3f})"
+        )
+
+
+def read_overoptimisation(policy: Path) -> Overoptimisation | None:
+    """Read the steps of a policy's folder; None where no RL by a reward model made it."""
+    steps = read_policy_steps(policy)
+    if steps is None or not set(_COLUMNS) <= set(steps.rows):
+        return None
+    model, true, kl, tokens = (steps.rows[name].to_numpy(np.float64) for name in _COLUMNS)
+    return Overoptimisation(kl * tokens, model, true)
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Centred moving mean over a tenth of the steps, `[T]`; gaps stay gaps."""
+    half = max(1, values.size // 20)
+    smooth = np.full(values.size, np.nan)
+    for step in range(values.size):
+        window = values[max(0, step - half) : step + half + 1]
+        if np.isfinite(values[step]):
+            smooth[step] = window[np.isfinite(window)].mean()
+    return smooth

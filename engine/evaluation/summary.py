@@ -1,30 +1,108 @@
-"""Two tables of evaluation rows in, their comparison out: each model's metrics and the gain.
-
-Numbers only: whether a gain suffices is decided in `engine.promotion`, how it looks in `report`.
-"""
+"""Two tables of evaluation rows in, their comparison out, for each evaluation set."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
-from engine.errors import DataError
-from engine.evaluation.episodes import EpisodeMeasure, compare_episodes
+from engine.data.sources import evaluation_files
+from engine.errors import DataError, LineageError
 from engine.evaluation.metrics import (
     Interval,
     LengthSummary,
     length_summary,
+    mean_interval,
     paired_bootstrap,
     pass_at_k,
     rate_interval,
     wilson_interval,
 )
-from engine.evaluation.rows import check_paired
+from engine.evaluation.results import EPISODE_COLUMNS, check_paired
+
+# Episodes in an evaluation: two models' turns, returns and calls compared.
+#
+# They are played in `engine.workers.episode_evaluation`, and judged in `judging`.
+
+Column = tuple[str, str, Literal["share", "number"]]
+_MEASURED: tuple[Column, ...] = (
+    ("turns, greedy", "greedy_turns", "number"),
+    ("return, greedy", "greedy_return", "number"),
+    ("called a tool, greedy", "greedy_called", "share"),
+    ("malformed calls, greedy", "greedy_malformed", "number"),
+    ("turns, sampled", "sample_turns", "number"),
+    ("return, sampled", "sample_return", "number"),
+    ("called a tool, sampled", "sample_called", "share"),
+    ("malformed calls, sampled", "sample_malformed", "number"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeMeasure:
+    """A mean over the episodes of two models, with intervals; its change is paired."""
+
+    name: str  # e.g. "turns, greedy"
+    kind: Literal["share", "number"]
+    before: Interval
+    after: Interval
+    change: Interval
+
+    def line(self) -> str:
+        """E.g. `turns, greedy 6.10 → 4.20 (-1.90 [-2.10, -1.70])`."""
+        change = self.change
+        if self.kind == "share":
+            means = f"{self.before.mean:.1%} → {self.after.mean:.1%}"
+            found = [f"{100 * v + 0.0:+.1f}" for v in (change.mean, change.low, change.high)]
+        else:
+            means = f"{self.before.mean:.2f} → {self.after.mean:.2f}"
+            found = [f"{v + 0.0:+.2f}" for v in (change.mean, change.low, change.high)]
+        return f"{self.name} {means} ({found[0]} [{found[1]}, {found[2]}])"
+
+
+def compare_episodes(
+    before: pd.DataFrame, after: pd.DataFrame, confidence: float, samples: int, seed: int
+) -> list[EpisodeMeasure]:
+    """Two models' rows of the same problems; empty where these are no episodes.
+
+    Measures of tools are left out where neither model called any.
+    """
+    if any(name not in table for table in (before, after) for name in EPISODE_COLUMNS):
+        return []
+    old, new = _measured(before), _measured(after)
+    tools = [name for name in old if "called" in name or "malformed" in name]
+    without = all(not table[name].any() for table in (old, new) for name in tools)
+    measures = []
+    for label, name, kind in _MEASURED:
+        if without and name in tools:
+            continue
+        one, two = (
+            rate_interval(table[name], confidence, samples, seed)
+            if kind == "share"
+            else mean_interval(table[name], confidence, samples, seed)
+            for table in (old, new)
+        )
+        change = paired_bootstrap(old[name], new[name], confidence, samples, seed)
+        measures.append(EpisodeMeasure(label, kind, one, two, change))
+    return measures
+
+
+def _measured(rows: pd.DataFrame) -> dict[str, np.ndarray]:
+    called = {"greedy_called": rows["greedy_calls"] > 0}
+    return {
+        name: called.get(name, rows.get(name)).to_numpy(float)  # type: ignore[union-attr]
+        for _, name, _ in _MEASURED
+    }
+
+
+# Two tables of evaluation rows in, their comparison out: each model's metrics and the gain.
+#
+# Numbers only: whether a gain suffices is decided in `engine.promotion`, how it looks in `report`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +248,198 @@ def _flags(rows: pd.DataFrame, column: str) -> np.ndarray:
             "evaluate again"
         )
     return rows[column].to_numpy()
+
+
+# Two models' rows by source and level: every metric of both, and the gain.
+#
+# Whole tables are compared in `summary`; here are their parts, as numbers and as lines of text.
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Two models on the problems of one source, or of one level of it."""
+
+    source: str
+    level: str  # empty: all of the source
+    problems: int
+    before: ModelSummary
+    after: ModelSummary
+    gain: Interval | None  # of greedy pass@1, paired; None for a single problem
+
+    def line(self) -> str:
+        """One line, e.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
+        name = f"{self.source}, {self.level}" if self.level else self.source
+        return f"{name}: {described(self.before, self.after, self.gain, self.problems)}"
+
+
+_SHOWN = {
+    "pass@1": "pass_at_1",
+    "mean@k": "mean_at_k",
+    "pass@k": "pass_at_k",
+    "maj@k": "majority",
+    "truncated": "truncated",
+}
+
+
+def described(
+    before: ModelSummary, after: ModelSummary, gain: Interval | None, problems: int
+) -> str:
+    """Two models' rates: `pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), mean@k …; 60 problems`."""
+    rates = [
+        f"{label} {getattr(before, field).mean:.1%} → {getattr(after, field).mean:.1%}"
+        for label, field in _SHOWN.items()
+    ]
+    if gain is not None:
+        rates[0] += f" ({_points(gain.mean)} [{_points(gain.low)}, {_points(gain.high)}])"
+    errors = before.errors + after.errors
+    failed = f", {errors} not scored" if errors else ""
+    return f"{', '.join(rates)}; {problems} problems{failed}"
+
+
+def breakdown(
+    before: pd.DataFrame,
+    after: pd.DataFrame,
+    k: int,
+    confidence: float,
+    bootstrap_samples: int,
+    seed: int,
+) -> list[Part]:
+    """The parts of two models' rows: each source, then each of its levels, where it has several.
+
+    Raises DataError where the rows are not of the same problems.
+    """
+    check_paired(before, after)
+    before, after = before.reset_index(drop=True), after.reset_index(drop=True)
+
+    def part(source: str, level: str, rows: pd.Series) -> Part:
+        one, two = before[rows], after[rows]
+        old, new = (table["greedy_correct"].to_numpy(float) for table in (one, two))
+        gain = (
+            paired_bootstrap(old, new, confidence, bootstrap_samples, seed)
+            if len(one) > 1
+            else None
+        )
+        first, second = (
+            model_summary(table, k, confidence, bootstrap_samples, seed) for table in (one, two)
+        )
+        return Part(source, level, len(one), first, second, gain)
+
+    parts = []
+    for source in sorted(set(before["data_source"])):
+        here = before["data_source"] == source
+        parts.append(part(str(source), "", here))
+        levels = sorted(set(before["level"][here]) - {""})
+        for level in levels if len(levels) > 1 else ():
+            parts.append(part(str(source), str(level), here & (before["level"] == level)))
+    return parts
+
+
+def _points(fraction: float) -> str:
+    return f"{100 * fraction + 0.0:+.1f}"
+
+
+# Evaluation sets: two models compared on each of several, with what is known from training.
+#
+# The table of an evaluation holds the problems of all sets; `TEST` is the run's own split.
+
+TEST, ALL = "test", "all"
+FILE = "sets.json"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedSet:
+    """Two models on one evaluation set."""
+
+    name: str  # "test", or a name of data.evaluation_sets
+    comparison: EvaluationComparison
+    parts: list[Part]  # by source and level
+    known: int  # problems that are known from training
+
+    def lines(self) -> list[str]:
+        """The scores with the contamination, then a line a part."""
+        found = self.comparison
+        rates = described(found.before, found.after, found.gain, found.problems)
+        whole = f"{self.name}: {rates}; {self.contamination}"
+        lines = [whole]
+        if found.episodes:
+            lines.append(f"{self.name}: {'; '.join(one.line() for one in found.episodes)}")
+        return [*lines, *(f"{self.name}: {part.line()}" for part in self.proper_parts)]
+
+    @property
+    def proper_parts(self) -> list[Part]:
+        """The parts that aren't all of the set."""
+        return [part for part in self.parts if part.problems < self.comparison.problems]
+
+    @property
+    def contamination(self) -> str:
+        """E.g. `3 of 512 prompts known from training (0.6%)`."""
+        problems = self.comparison.problems
+        share = self.known / problems
+        return f"{self.known} of {problems} prompts known from training ({share:.1%})"
+
+
+def read_problems(dataset: Path) -> dict[str, pd.DataFrame]:
+    """The RL rows of every evaluation set in a dataset's folder, `test` first."""
+    return {name: pd.read_parquet(path) for name, path in evaluation_files(dataset).items()}
+
+
+def compare_sets(
+    before: pd.DataFrame,
+    after: pd.DataFrame,
+    known: Mapping[str, int],
+    k: int,
+    confidence: float,
+    bootstrap_samples: int,
+    seed: int,
+) -> list[EvaluatedSet]:
+    """Compare two models' rows set by set, in the order of `known`: problems known from training.
+
+    Raises DataError as `summarise` does, with the set's name.
+    """
+    compared = []
+    for name, count in known.items():
+        one, two = rows_of_set(before, name), rows_of_set(after, name)
+        settings = (k, confidence, bootstrap_samples, seed)
+        try:
+            comparison = summarise(one, two, *settings)
+        except DataError as error:
+            raise DataError(f"evaluation set {name}: {error}") from error
+        compared.append(EvaluatedSet(name, comparison, breakdown(one, two, *settings), count))
+    return compared
+
+
+def set_names(rows: pd.DataFrame) -> list[str]:
+    """The evaluation sets of a table, in its order; DataError for one that doesn't name them."""
+    if "dataset" not in rows:
+        raise DataError(
+            "the evaluation was made by code that knew no evaluation sets; evaluate again"
+        )
+    return [str(name) for name in rows["dataset"].unique()]
+
+
+def rows_of_set(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+    """The rows of one evaluation set; DataError where there are none."""
+    names = set_names(rows)
+    if name not in names:
+        raise DataError(
+            f"the evaluation has no set {name!r}, but {', '.join(names)}; name one of them, or "
+            "evaluate again with it in data.evaluation_sets"
+        )
+    return rows[rows["dataset"] == name].reset_index(drop=True)
+
+
+def write_sets(folder: Path, sets: list[EvaluatedSet]) -> None:
+    """Write them into an evaluation's folder."""
+    text = json.dumps([asdict(one) for one in sets], indent=2, allow_nan=False)
+    (folder / FILE).write_text(text)
+
+
+def read_sets(folder: Path) -> list[EvaluatedSet]:
+    """Read what `write_sets` wrote; LineageError where it can't be read."""
+    try:
+        return TypeAdapter(list[EvaluatedSet]).validate_json((folder / FILE).read_bytes())
+    except (OSError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise LineageError(
+            f"{folder / FILE} can't be read ({first}); evaluate the models again"
+        ) from error

@@ -20,14 +20,14 @@ from engine.lineage.graph import (
     artifact_node,
     place_in_store,
 )
-from engine.lineage.registry import recorded_manifests
+from engine.lineage.lookup import recorded_manifests
+from engine.storage.artifacts import SOURCE, differences, read_manifest
+from engine.storage.digests import MANIFEST, hash_file, tree_digest
 from engine.storage.filesystem import as_path, is_remote
-from engine.storage.hashing import MANIFEST, hash_file, tree_digest
-from engine.storage.manifest import SOURCE, differences, read_manifest
-from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG
+from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG
 
 if TYPE_CHECKING:
-    from engine.lineage.review import Review
+    from engine.lineage.lookup import Review
     from engine.tracking import Tracker
 
 

@@ -1,17 +1,91 @@
-"""What differs between two artifacts: configuration, data, code, files, parents and metrics."""
+"""What differs between two artifacts, as values and in words."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.errors import LineageError
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, Graph
-from engine.lineage.rows import RowChange, row_change
-from engine.storage.hashing import FileEntry
-from engine.storage.manifest import SOURCE
-from engine.tracking.values import flatten
+from engine.storage.artifacts import SOURCE
+from engine.storage.digests import FileEntry
+from engine.storage.filesystem import read_file
+from engine.tracking.connection import flatten
+
+# How many rows of a table were added and removed between two versions of its file.
+
+LARGEST = 256 << 20  # bytes of a file that is read for this
+
+
+@dataclass(frozen=True, slots=True)
+class RowChange:
+    """A table before and after, its rows taken as a multiset."""
+
+    name: str  # file below the folder, e.g. "train.parquet"
+    before: int  # rows
+    after: int
+    added: int
+    removed: int
+    columns: str = ""  # "+new, -old" where the columns differ
+
+
+def row_change(name: str, before: str, after: str) -> RowChange | None:
+    """Compare one Parquet or JSON Lines file of two folders; None for other or unreadable ones."""
+    if not name.endswith((".parquet", ".jsonl")):
+        return None
+    sides = []
+    for folder in (before, after):
+        try:
+            data = read_file(f"{folder}/{name}", LineageError)
+        except (FileNotFoundError, LineageError):
+            return None
+        if len(data) > LARGEST:
+            return None
+        try:
+            sides.append(_read_table(name, data))
+        except (OSError, ValueError):  # pyarrow's errors are of these
+            return None
+    (columns_before, one), (columns_after, two) = sides
+    signs = [f"+{c}" for c in columns_after if c not in columns_before]
+    signs += [f"-{c}" for c in columns_before if c not in columns_after]
+    return RowChange(
+        name,
+        before=one.total(),
+        after=two.total(),
+        added=(two - one).total(),
+        removed=(one - two).total(),
+        columns=", ".join(signs),
+    )
+
+
+def _read_table(name: str, data: bytes) -> tuple[list[str], Counter[str]]:
+    """Return the columns, and how often each row occurs, by its digest."""
+    if name.endswith(".jsonl"):
+        rows = [json.loads(line) for line in data.splitlines() if line.strip()]
+        columns = {c: None for row in rows if isinstance(row, dict) for c in row}
+        return list(columns), Counter(map(_digest, rows))
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(io.BytesIO(data))
+    return list(table.schema_arrow.names), Counter(_parquet_rows(table))
+
+
+def _parquet_rows(table: object) -> Iterator[str]:
+    for batch in table.iter_batches(batch_size=1024):  # type: ignore[attr-defined]
+        for row in batch.to_pylist():
+            yield _digest(row)
+
+
+def _digest(row: object) -> str:
+    return hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()
+
+
+# What differs between two artifacts: configuration, data, code, files, parents and metrics.
 
 ABSENT = "—"
 DATA = (SOURCE, "dataset")
@@ -174,3 +248,67 @@ def _data_change(kind: str, before: ArtifactNode | None, after: ArtifactNode | N
     both = [c.name for c in files if ABSENT not in (c.before, c.after)]
     rows = [row_change(name, before.uri, after.uri) for name in both]
     return DataChange(kind, before, after, files, tuple(r for r in rows if r is not None))
+
+
+# A comparison of two artifacts in words: lines for a terminal, and the phrases of the page.
+
+
+def lines(found: ArtifactComparison) -> Iterator[str]:
+    """Yield the differences as lines for a terminal."""
+    yield f"- {found.before.name}  {found.before.uri}"
+    yield f"+ {found.after.name}  {found.after.uri}"
+    if found.same_content:
+        yield "both hold the same bytes"
+    for title, changes in (
+        ("code", found.code),
+        ("configuration", found.config),
+        ("parents", found.parents),
+    ):
+        yield from _section(title, [f"{c.name}: {c.before} → {c.after}" for c in changes])
+    data = [line for c in found.data for line in (data_line(c), *row_lines(c, "  "))]
+    yield from _section("data", data)
+    yield from _section("files", [f"{c.name}: {c.before} → {c.after}" for c in found.files])
+    yield from _section(
+        "metrics",
+        [
+            f"{m.name}: {metric(m.before)} → {metric(m.after)}"
+            + (f"  ({signed(m.delta)})" if m.delta else "")
+            for m in found.metrics
+            if m.before != m.after
+        ],
+    )
+
+
+def _section(title: str, entries: Sequence[str]) -> Iterator[str]:
+    yield f"{title}: {'no difference' if not entries else ''}".rstrip()
+    yield from (f"  {entry}" for entry in entries)
+
+
+def data_line(change: DataChange) -> str:
+    """Return in a line which data takes the place of which."""
+
+    def name(node: ArtifactNode | None) -> str:
+        if node is None:
+            return ABSENT
+        return f"{node.label} ({node.digest[:12]})" if node.label else node.digest[:12]
+
+    return f"{change.kind}: {name(change.before)} → {name(change.after)}"
+
+
+def row_lines(change: DataChange, indent: str = "") -> list[str]:
+    """Return a line for each table whose rows could be compared."""
+    return [
+        f"{indent}{rows.name}: {rows.before:,} → {rows.after:,} rows, {rows.added:,} added, "
+        f"{rows.removed:,} removed" + (f"; columns {rows.columns}" if rows.columns else "")
+        for rows in change.rows
+    ]
+
+
+def metric(value: float | None) -> str:
+    """Return a metric with six digits, or the sign for none."""
+    return ABSENT if value is None else f"{value:.6g}"
+
+
+def signed(value: float | None) -> str:
+    """Return a difference with its sign, empty where there is none."""
+    return f"{value:+.6g}" if value else ""

@@ -1,12 +1,16 @@
 """Causal language models: made from a configuration or loaded from a folder, checked and saved."""
 
-from engine.models.critic import CriticModel, create_critic_model
-from engine.models.load import (
+from engine.models.loading import (
+    DTYPES,
     build_model,
     check_context,
     check_vocabulary,
     load_model,
     require_model_folder,
+    resolve_dtype,
+    save_model,
+    save_policy,
+    save_tensors,
     saved_dtype,
     text_config,
     vocabulary_and_context,
@@ -17,16 +21,16 @@ from engine.models.lora import (
     add_adapters,
     has_adapters,
 )
-from engine.models.policy import load_policy_model, resolve_lora
-from engine.models.precision import DTYPES, resolve_dtype
-from engine.models.save import save_model, save_policy, save_tensors
-from engine.models.unloaded import (
+from engine.models.policy import (
     UnloadedModel,
+    load_policy_model,
     open_critic_model,
     open_model,
     open_policy_model,
+    resolve_lora,
 )
-from engine.storage.expert_weights import MIXTURES
+from engine.models.value_head import CriticModel, create_critic_model
+from engine.storage.weight_files import MIXTURES
 
 __all__ = [
     "DTYPES",

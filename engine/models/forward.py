@@ -1,33 +1,48 @@
-"""The trainer's forward pass over completions: log-probs, entropy and values of response tokens.
+"""The trainer's forward pass over completions, and its outputs for each response token.
 
-Rows are aligned to the left, and only response positions meet the vocabulary head. A model that
-`packing.apply_packing` was called on runs its body on the rows without padding, and once on a
-prompt that several of them share; results have the same shapes.
-
-The pass has parts, for models that several ranks share: `response_states` (the body, where the head
-reads it; `hidden_states` is all of it), the head, `read_tokens` (log-probs and entropy, by a
-`TokenStatistics`). Callers choose which rows go together (micro-batching).
+Log-probs, entropy and values, and for distillation a teacher's likeliest tokens and a student's
+divergence. Losses are in `engine.algorithms`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from engine.algorithms.divergences import Divergence, full_divergence, top_k_divergence, with_rest
 from engine.batch import Batch
-from engine.models.alignment import Sequences, left_align, pack
-from engine.models.chunked_head import chunked_statistics, takes_chunks
-from engine.models.critic import CriticModel
+from engine.kernels.training_ops import RowsRead
 from engine.models.fused import takes_rows_read
 from engine.models.lora import BaseModelView
-from engine.models.packing import PackedRows, packed_forward
-from engine.models.routing import open_routing
-from engine.models.rows_read import RowsRead
-from engine.models.token_statistics import TokenStatistics, token_statistics
-from engine.models.vocabulary_head import Head, vocabulary_head
+from engine.models.packing import PackedRows, Sequences, left_align, pack, packed_forward
+from engine.models.routing import open_routing, routing
+from engine.models.value_head import CriticModel, head_values
+from engine.models.vocabulary_head import (
+    Head,
+    TokenStatistics,
+    chunked_statistics,
+    require_vocabulary_head,
+    takes_chunks,
+    token_statistics,
+    vocabulary_head,
+)
+
+# The trainer's forward pass over completions: log-probs, entropy and values of response tokens.
+#
+# Rows are aligned to the left, and only response positions meet the vocabulary head. A model that
+# `packing.apply_packing` was called on runs its body on the rows without padding, and once on a
+# prompt that several of them share; results have the same shapes.
+#
+# The pass has parts, for models that several ranks share: `response_states` (the body, where the
+# head
+# reads it; `hidden_states` is all of it), the head, `read_tokens` (log-probs and entropy, by a
+# `TokenStatistics`). Callers choose which rows go together (micro-batching).
 
 Model = nn.Module | BaseModelView  # a transformers causal language model, or a policy's base
 
@@ -269,3 +284,257 @@ def scatter_tokens(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
     dtype = torch.float32 if flat.is_floating_point() else flat.dtype
     out = torch.zeros((*like.shape, *flat.shape[1:]), dtype=dtype, device=flat.device)
     return out.index_put((seqs.rows, seqs.columns), flat)
+
+
+# Outputs of a forward pass for each response token: log-probs and related values, or values.
+#
+# A reader runs a full model (`from_model`), or computes the outputs from the hidden states of a
+# body
+# that ran elsewhere (`from_hidden`): on another pipeline stage, or on a part of each sequence. All
+# outputs are float32 `[b, R]` by name.
+
+Outputs = dict[str, Tensor]
+ReferenceLogits = Callable[[Batch], Tensor]  # at a micro-batch's response tokens
+
+
+class OutputReader(Protocol):
+    """Computes named outputs from a model."""
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the outputs, in a fixed order."""
+        ...
+
+    def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
+        """Run a model whose body this rank has in full."""
+        ...
+
+    def from_hidden(
+        self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
+    ) -> Outputs:
+        """Outputs `[b, R]` of the tokens of `seqs` from hidden states `[b, L, H]`; 0 elsewhere."""
+        ...
+
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
+        """The context of a pass with `from_model` and of its backward pass."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbReader:
+    """Log-probs of a policy, whose distributions are softmax(logits / temperature)."""
+
+    temperature: float
+    entropy: bool = False
+    entropy_gradient: bool = False
+    sum_pi_squared: bool = False
+    statistics: TokenStatistics = token_statistics
+    reference: ReferenceLogits | None = None  # for the exact KL to its model
+    router_balance: bool = False  # of a mixture of experts
+    replay: bool = False  # have routers choose the batch's `routed_experts`
+    record: Callable[[Tensor], None] | None = None  # gets each pass's `routed_experts`
+
+    def names(self) -> tuple[str, ...]:
+        """`log_probs`, then the requested ones."""
+        requested = {
+            "entropy": self.entropy,
+            "sum_pi_squared": self.sum_pi_squared,
+            "full_kl": self.reference is not None,
+            "router_balance": self.router_balance,
+        }
+        return ("log_probs", *(name for name, wanted in requested.items() if wanted))
+
+    def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
+        """One forward pass of a causal language model of any family."""
+        if self.reference is not None:
+            seqs = left_align(micro)
+            read = self._with_reference(model_logits(module, seqs), seqs, micro)
+        else:
+            read = token_outputs(
+                module, micro, self.temperature, statistics=self.statistics, **self._options()
+            )
+        found = {name: getattr(read, name) for name in self.names()}
+        if (routers := open_routing(module)) is not None:
+            if self.record is not None:
+                self.record(routers.routed_experts())
+            if self.router_balance:
+                found["router_balance"] = routers.load_balancing_loss(micro["responses"])
+        return found
+
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
+        """Routers' choices are looked at, or made."""
+        if not (self.router_balance or self.replay or self.record is not None):
+            return nullcontext()
+        return routing(module, micro, replay=self.replay)
+
+    def from_hidden(
+        self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
+    ) -> Outputs:
+        """Apply the head and the softmax."""
+        head = require_vocabulary_head(module)
+        if self.reference is not None:
+            read = self._with_reference(response_logits(head, hidden, seqs), seqs, micro)
+            return {name: getattr(read, name) for name in self.names()}
+        read = read_states(
+            head,
+            seqs.states(hidden),
+            seqs.to(hidden.device),
+            micro,
+            self.temperature,
+            statistics=self.statistics,
+            **self._options(),
+        )
+        return {name: getattr(read, name) for name in self.names()}
+
+    def _with_reference(self, logits: Tensor, seqs: Sequences, micro: Batch) -> TokenOutputs:
+        assert self.reference is not None
+        return read_tokens(
+            logits,
+            seqs,
+            micro,
+            self.temperature,
+            statistics=self.statistics,
+            reference_logits=self.reference(micro),
+            **self._options(),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "entropy": self.entropy,
+            "entropy_gradient": self.entropy_gradient,
+            "sum_pi_squared": self.sum_pi_squared,
+        }
+
+
+class ValueReader:
+    """Values of a critic, by name `values`."""
+
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
+        """Nothing more."""
+        return nullcontext()
+
+    def names(self) -> tuple[str, ...]:
+        """`values` alone."""
+        return ("values",)
+
+    def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
+        """One forward pass of a model that returns values `[b, L]` for tokens `[b, L]`."""
+        return {"values": response_values(module, micro)}
+
+    def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        """Apply the value head."""
+        values = head_values(module.get_output_embeddings(), hidden)
+        return {"values": read_values(values, seqs, micro)}
+
+
+# Outputs of a forward pass for distillation: a teacher's likeliest tokens, and a student's
+# divergence from teachers.
+#
+# Both read whole rows of logits, so the vocabulary is not split over ranks (tp), and a model has
+# no
+# stages (pp). The losses are in `engine.algorithms.distillation`.
+
+
+class _LogitsReader(ABC):
+    """Outputs that are read off logits."""
+
+    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
+        """Nothing more."""
+        return nullcontext()
+
+    def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
+        """One forward pass of a causal language model."""
+        seqs = left_align(micro)
+        return self._read(model_logits(module, seqs), seqs, micro)
+
+    def from_hidden(
+        self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
+    ) -> Outputs:
+        """Apply the head."""
+        return self._read(
+            response_logits(require_vocabulary_head(module), hidden, seqs), seqs, micro
+        )
+
+    def _read(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        seqs = seqs.to(logits.device)
+        flat = self._outputs(logits, seqs, micro)
+        return {name: scatter_tokens(x, seqs, micro["responses"]) for name, x in flat.items()}
+
+    @abstractmethod
+    def _outputs(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        """By name `[N, …]` of the N response tokens of `seqs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopKReader(_LogitsReader):
+    """`teacher_ids [b, R, K]` int32 and `teacher_log_probs [b, R, K+1]`: the likeliest tokens of
+    softmax(logits / temperature), and all others together."""
+
+    temperature: float
+    k: int
+    vocabulary: int  # of the student; what the teacher's logits have beyond it is left out
+
+    def names(self) -> tuple[str, ...]:
+        """The two."""
+        return ("teacher_ids", "teacher_log_probs")
+
+    def _outputs(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        own = logits[:, : self.vocabulary].float() / self.temperature
+        ids = own.topk(min(self.k, own.shape[1])).indices
+        log_probs = with_rest(own.log_softmax(-1), ids)
+        return {"teacher_ids": ids.int(), "teacher_log_probs": log_probs}
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceReader(_LogitsReader):
+    """`log_probs`, `entropy` and `divergence` `[b, R]` of a student.
+
+    The divergence is the mean by `teacher_weights [b, T]` of those from `teachers`, whose logits
+    are computed here, or without any from the batch's `teacher_ids` and `teacher_log_probs`.
+    """
+
+    temperature: float
+    kind: Divergence
+    beta: float
+    teachers: Sequence[ReferenceLogits] = ()
+    skip: bool = False  # teachers that no row of a micro-batch has; not where ranks go together
+
+    def names(self) -> tuple[str, ...]:
+        """The three."""
+        return ("log_probs", "entropy", "divergence")
+
+    def _outputs(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        out = token_statistics(logits, seqs.targets, self.temperature, entropy=True)
+        each = self._from_logits if self.teachers else self._from_top_k
+        return out | {"divergence": each(logits, seqs, micro)}
+
+    def _from_logits(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Tensor:
+        weights = micro["teacher_weights"]
+        total = logits.new_zeros(len(logits), dtype=torch.float32)
+        for i, teacher in enumerate(self.teachers):
+            if self.skip and not bool(weights[:, i].any()):
+                continue
+            found = full_divergence(
+                logits, teacher(micro), self.kind, beta=self.beta, temperature=self.temperature
+            )
+            total = total + weights[seqs.rows, i].to(found) * found
+        return total
+
+    def _from_top_k(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Tensor:
+        weights = micro["teacher_weights"].to(logits.device)
+        count = weights.shape[1]
+        ids, log_probs = (
+            micro[name].to(logits.device)[seqs.rows, seqs.columns].unflatten(1, (count, -1))
+            for name in ("teacher_ids", "teacher_log_probs")
+        )
+        total = logits.new_zeros(len(logits), dtype=torch.float32)
+        for i in range(count):
+            found = top_k_divergence(
+                logits,
+                ids[:, i],
+                log_probs[:, i],
+                self.kind,
+                beta=self.beta,
+                temperature=self.temperature,
+            )
+            total = total + weights[seqs.rows, i] * found
+        return total

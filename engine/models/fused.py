@@ -1,29 +1,267 @@
 """The Llama family's training forward with fewer passes over memory, on the model's own parameters.
 
-`apply_fused` gives norms, rotary positions, attention, MLP and the layers of one model instance
-forwards of ours, those of `fused_forwards`, and says whether they compute what transformers' do. On
-the CPU only: a GPU has better ways.
+The forwards that take the place of transformers', and where they are put in. Their pieces are
+in `engine.kernels.decoder_layer`.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.models import cpu_kernels
-from engine.models.fused_forwards import (
-    FusedForward,
-    attention_forward,
-    is_fused,
-    is_sharded,
-    layer_forward,
-    mlp_forward,
-    norm_forward,
-    rotary_forward,
+from engine.kernels import training_ops
+from engine.kernels.decoder_layer import (
+    LayerCall,
+    LayerWeights,
+    add_norm,
+    compiled_layer,
+    gated_mlp,
+    linears,
+    rms_norm,
+    rotate,
+    rotated_linears,
+    silu_product,
+    takes_layer,
 )
+from engine.kernels.training_ops import Rotary, RowsRead
+from engine.models.packed_attention import Segments
+from engine.models.packing import attends_packed
+
+# Forwards of a decoder's modules that `fused` puts in place of transformers'.
+#
+# They compute the same; backward is written out, so that a sum of gradients is part of a matrix
+# product, and what a pass can compute again is not kept. What attends (SDPA, packed rows, Ulysses)
+# is
+# the module's own choice as before. The functions are in `fused_functions`, their matrix products
+# in
+# `products`; a whole layer as one function is in `compiled_layer`.
+
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
+_MIN_TOKENS_A_POSITION = 4  # from which on each position's rotary numbers are computed once
+
+
+class FusedForward:
+    """A forward method that takes the place of a module's own, `plain`, where it can."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., object]) -> None:
+        self.plain, self._module, self._run = module.forward, module, run
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if torch.is_autocast_enabled("cpu"):  # it chooses dtypes by operation
+            return self.plain(*args, **kwargs)
+        return self._run(self._module, self.plain, *args, **kwargs)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether `fused` has put a forward in place of the module's own."""
+    return isinstance(module.__dict__.get("forward"), FusedForward)
+
+
+def layer_forward(
+    module: Any,
+    plain: Callable[..., Tensor],
+    hidden_states: Tensor,
+    *args: object,
+    read: RowsRead | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Outputs [B, T, H] of the layer; with `read`, of packed rows, those [1, N, H] that are read.
+
+    Only the last layer takes `read` into account.
+    """
+    attention, norms = module.self_attn, (module.input_layernorm, module.post_attention_layernorm)
+    if attention.layer_idx < attention.config.num_hidden_layers - 1:
+        read = None
+    if not args and (out := _as_one(module, hidden_states, read, **kwargs)) is not None:
+        return out
+    if args or any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms):
+        out = plain(hidden_states, *args, **kwargs)
+        return out if read is None else read.of(out)
+    residual, normed = add_norm(hidden_states, None, norms[0])
+    attended, _ = attention(hidden_states=normed, read=read, **kwargs)
+    residual = residual if read is None else read.of(residual)
+    residual, normed = add_norm(residual, attended, norms[1])
+    mlp = module.mlp
+    if mlp._forward_hooks or mlp._forward_pre_hooks or mlp._backward_hooks:
+        return residual + mlp(normed)
+    return mlp(normed, residual=residual)
+
+
+def _as_one(
+    module: Any,
+    x: Tensor,
+    read: RowsRead | None,
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    segments: Segments | None = None,
+    past_key_values: object = None,
+    **options: object,
+) -> Tensor | None:
+    """The layer as one function, of packed rows; None where it is computed in parts."""
+    attention, mlp = module.self_attn, module.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    linear = [*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    norms = module.input_layernorm, module.post_attention_layernorm
+    if (
+        segments is None
+        or past_key_values is not None
+        or hasattr(attention, "q_norm")
+        or (attention.training and attention.attention_dropout)
+        or any(_is_hooked(part) for part in (attention, mlp, *norms))
+        or not (attends_packed(attention) and all(map(_is_plain, linear)))
+        or any(each.bias is not None for each in linear[4:])
+    ):
+        return None
+    cos, sin = (each.unsqueeze(2) for each in position_embeddings)
+    weights = LayerWeights(
+        (norms[0].weight, norms[1].weight),
+        tuple(each.weight for each in projections),
+        tuple(each.bias for each in projections),
+        attention.o_proj.weight,
+        attention.o_proj.bias,
+        tuple(each.weight for each in linear[4:]),
+    )
+    call = LayerCall(
+        Rotary(cos, sin, 2),
+        segments.runs,
+        attention.scaling,
+        (norms[0].variance_epsilon, norms[1].variance_epsilon),
+        read,
+        torch.is_grad_enabled(),
+    )
+    return compiled_layer(x, weights, call) if takes_layer(x, weights, call) else None
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any(hooks) or not is_fused(module)
+
+
+def rotary_forward(
+    module: nn.Module, plain: Callable[..., Any], x: Tensor, position_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of many tokens at few positions each position's is computed once."""
+    last = int(position_ids.max()) + 1
+    if module.rope_type not in _STATIC_ROPE or _MIN_TOKENS_A_POSITION * last > position_ids.numel():
+        found: tuple[Tensor, Tensor] = plain(x, position_ids)
+        return found
+    cos, sin = plain(x, torch.arange(last, device=position_ids.device)[None])
+    flat, shape = position_ids.flatten(), (*position_ids.shape, cos.shape[-1])
+    return tuple(each[0].index_select(0, flat).view(shape) for each in (cos, sin))
+
+
+def norm_forward(module: Any, plain: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
+    if hidden_states.dtype != module.weight.dtype:
+        return plain(hidden_states)
+    return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+
+
+def mlp_forward(
+    module: Any, plain: Callable[..., Tensor], x: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """As the module's own, plus `residual`, where it is given."""
+    matrices = [module.gate_proj, module.up_proj, module.down_proj]
+    if all(_is_plain(linear) and linear.bias is None for linear in matrices):
+        gate, up, down = (linear.weight for linear in matrices)
+        return gated_mlp(x, gate, up, down, residual)
+    gate, up = _project(x, matrices[:2])
+    out = module.down_proj(silu_product(gate, up))
+    return out if residual is None else residual + out
+
+
+def attention_forward(
+    module: Any,
+    plain: Callable[..., tuple[Tensor, Tensor | None]],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: object = None,
+    read: RowsRead | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """As the module's own, which decodes with a cache by itself; outputs are those of `read`."""
+    cos, sin = position_embeddings
+    if past_key_values is not None or cos.shape[-1] != module.head_dim:
+        out, weights = plain(
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        return (out if read is None else read.of(out)), weights
+    shape = hidden_states.shape[:-1]
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, L, 1, d]
+    query, key, value = _queries_keys_values(module, hidden_states, cos, sin)
+    attend: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+        module.config._attn_implementation,
+        sys.modules[type(module).__module__].eager_attention_forward,
+    )
+    out, weights = attend(
+        module,
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attention_mask,
+        dropout=module.attention_dropout if module.training else 0.0,
+        scaling=module.scaling,
+        sliding_window=getattr(
+            module, "sliding_window", getattr(module.config, "sliding_window", None)
+        ),
+        **kwargs,
+    )
+    out = out.reshape(*shape, -1)
+    (out,) = _project(out if read is None else read.of(out), [module.o_proj])
+    return out, weights
+
+
+def _queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """[B, L, heads, d] each, with rotary positions where they belong."""
+    projections = [module.q_proj, module.k_proj, module.v_proj]
+    norms = hasattr(module, "q_norm")
+    if not norms and all(map(_is_plain, projections)):
+        return rotated_linears(x, [(each.weight, each.bias) for each in projections], cos, sin)
+    query, key, value = (
+        out.view(*x.shape[:-1], -1, module.head_dim) for out in _project(x, projections)
+    )
+    if norms:
+        query, key = module.q_norm(query), module.k_norm(key)
+    return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+
+def _project(x: Tensor, modules: list[Any]) -> tuple[Tensor, ...]:
+    """`x` through linear layers that share it; adapted and quantised ones run by themselves."""
+    if all(_is_plain(linear) for linear in modules):
+        return linears(x, [(linear.weight, linear.bias) for linear in modules])
+    return tuple(linear(x) for linear in modules)
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    return (
+        type(linear) is nn.Linear
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+        and not is_sharded(linear.weight)
+    )
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor)
+
+
+# The Llama family's training forward with fewer passes over memory, on the model's own parameters.
+#
+# `apply_fused` gives norms, rotary positions, attention, MLP and the layers of one model instance
+# forwards of ours, those of `fused_forwards`, and says whether they compute what transformers' do.
+# On
+# the CPU only: a GPU has better ways.
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +293,9 @@ def apply_fused(model: Any) -> bool:
 
 def gains_by_fusion(dtype: torch.dtype) -> bool:
     """Whether weights of `dtype` are trained in less time: float32, or where loops are compiled."""
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_kernels.library() is not None)
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and training_ops.library() is not None
+    )
 
 
 def remove_fused(model: nn.Module) -> None:

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from engine.config import LoRAConfig
 from engine.errors import ConfigError
 from engine.models.quantize import QuantizedLinear
-from engine.storage.expert_weights import MIXTURES
-from engine.storage.hub import split_revision
+from engine.storage.filesystem import split_revision
+from engine.storage.weight_files import MIXTURES
 
 if TYPE_CHECKING:
     from peft import LoraConfig

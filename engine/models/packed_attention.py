@@ -21,8 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.algorithms.masked import at_least_float
-from engine.models.compiled_attention import compiled_attention, takes_compiled
-from engine.models.row_attention import Run, row_attention, takes_rows
+from engine.kernels.attention import (
+    Run,
+    compiled_attention,
+    row_attention,
+    takes_compiled,
+    takes_rows,
+)
 
 _BLOCK = 256  # queries whose scores exist at a time
 _TOGETHER = 64  # queries of several segments that are computed with a mask (≤ _BLOCK)

@@ -1,19 +1,16 @@
-"""Rows as one sequence without padding, in which a prompt that several rows share comes once.
+"""Rows as one sequence without padding, in which beginnings that rows share come once.
 
-Every layer then computes on real tokens only, and on a shared prompt once: of G completions R
-tokens long of a prompt of P, P + G·R tokens in place of G·(P + R). Rows that share no prompt are
-groups of one, laid end to end. Positions go on from the prompt, and attention
-(`packed_attention`) keeps rows apart, so that outputs and gradients are those of padded rows. Which
-rows go together, and what is read off the outputs, are the callers' matter.
+The tree of common beginnings, packed rows, and the choice of packed or padded rows for a batch.
+Attention over them is in `packed_attention`.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -22,12 +19,137 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engine.batch import Batch
 from engine.errors import ConfigError, DataError
-from engine.models.critic import CriticModel
+from engine.kernels.attention import Run
+from engine.kernels.training_ops import recurring_size
 from engine.models.packed_attention import Segments, packed_attention
-from engine.models.prefix_tree import PrefixTree, prefix_tree, prompt_tree
-from engine.models.products import recurring_size
-from engine.models.row_attention import Run
+from engine.models.value_head import CriticModel
+
+# Rows as a tree of common beginnings: a group's prompt, and the turns that branches share.
+#
+#     P ─┬─ a ─┬─ r1          rows  P a r1,  P a b r2,  P c r3
+#        │     └─ b ── r2
+#        └─ c ── r3           each piece is computed once
+#
+# Integers alone; `packing` lays the tree out.
+
+LEAST = 16  # tokens of a common beginning that is worth a piece of its own
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """B rows in an order in which those that begin alike are neighbours.
+
+    `shared[i]` are the tokens that row `order[i]` has in common with the one before it, and that
+    are computed with that one.
+    """
+
+    order: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    def size(self, lengths: Sequence[int]) -> int:
+        """Tokens of the tree, of rows of those lengths."""
+        return sum(lengths) - sum(self.shared)
+
+    def pieces(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Each row in order, and its pieces after what it shares: (first, last token + 1) each."""
+        for place, row in enumerate(self.order):
+            cuts = {self.shared[place], lengths[row]}
+            lowest = lengths[row]
+            for later in range(place + 1, len(self.order)):
+                depth = self.shared[later]  # where that row leaves this one's tokens
+                if depth <= self.shared[place]:
+                    break
+                if depth < lowest:
+                    lowest = depth
+                    cuts.add(depth)
+            yield row, list(itertools.pairwise(sorted(cuts)))
+
+
+def prompt_tree(groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PrefixTree:
+    """Groups of rows that have their prompts, of `prompts` [B] tokens, in common and no more."""
+    shared = [prompts[row] if place else 0 for group in groups for place, row in enumerate(group)]
+    return PrefixTree(tuple(itertools.chain(*groups)), tuple(shared))
+
+
+def prefix_tree(
+    ids: Tensor, lengths: Sequence[int], prompts: Sequence[int], least: int = LEAST
+) -> PrefixTree:
+    """The tree of left-aligned rows `ids` [B, L] long of `lengths` [B] tokens each.
+
+    Rows with one prompt (of `prompts` [B] tokens) share at least that; other common beginnings
+    count from `least` tokens on.
+    """
+    rows = [row[:end] for row, end in zip(ids.cpu().numpy(), lengths, strict=True)]
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
+    alike = _common(ids.cpu().numpy(), lengths, order)
+    return PrefixTree(tuple(order), tuple(_shared(order, alike, prompts, least)))
+
+
+def prefix_tree_batches(
+    tree: PrefixTree,
+    ids: Tensor,
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    max_tokens: int,
+    least: int = LEAST,
+) -> list[list[int]]:
+    """Cut the rows of `prefix_tree(ids, lengths, prompts, least)` in batches, in the tree's order.
+
+    `ids` [B, L], `lengths` [B] and `prompts` [B] are those of the tree. Returns row numbers by
+    batch. Each batch has at most `max_tokens` tokens in the tree of its rows alone: what two rows
+    have in common may be a piece only because of a third one. A single row above the budget is a
+    batch of its own.
+    """
+    alike = _common(ids.cpu().numpy(), lengths, tree.order)
+    batches: list[list[int]] = []
+    start = 0
+    while start < len(tree.order):
+        batches.append([])
+        room, order = max_tokens, tree.order[start:]
+        for row, shared in zip(order, _shared(order, alike[start:], prompts, least), strict=False):
+            room -= lengths[row] - shared
+            if batches[-1] and room < 0:
+                break
+            batches[-1].append(row)
+        start += len(batches[-1])
+    return batches
+
+
+def _shared(
+    order: Sequence[int], alike: Sequence[int], prompts: Sequence[int], least: int
+) -> Iterator[int]:
+    """What each row shares with the one before it, with which `alike` [B-1] tokens are the same."""
+    if order:
+        yield 0
+    depths = [0]  # where the pieces of the row before end
+    for (before, row), common in zip(itertools.pairwise(order), alike, strict=True):
+        same = prompts[before] == prompts[row] <= common
+        while depths[-1] > common:
+            depths.pop()
+        if common - depths[-1] >= least or (same and depths[-1] < prompts[row]):
+            depths.append(common)
+        yield depths[-1]
+
+
+def _common(ids: np.ndarray, lengths: Sequence[int], order: Sequence[int]) -> list[int]:
+    """How many tokens each row begins with in common with the one before it in the order."""
+    ordered, ends = ids[list(order)], np.array(lengths)[list(order)]
+    differ = ordered[1:] != ordered[:-1]
+    first = np.where(differ.any(1), differ.argmax(1), ids.shape[1])
+    common: list[int] = np.minimum(first, np.minimum(ends[1:], ends[:-1])).tolist()
+    return common
+
+
+# Rows as one sequence without padding, in which a prompt that several rows share comes once.
+#
+# Every layer then computes on real tokens only, and on a shared prompt once: of G completions R
+# tokens long of a prompt of P, P + G·R tokens in place of G·(P + R). Rows that share no prompt are
+# groups of one, laid end to end. Positions go on from the prompt, and attention
+# (`packed_attention`) keeps rows apart, so that outputs and gradients are those of padded rows.
+# Which
+# rows go together, and what is read off the outputs, are the callers' matter.
 
 Packing = bool | Literal["auto"]  # auto: where it saves enough
 WORTHWHILE = 0.95  # of the padded positions; auto packs rows of no more tokens than that
@@ -262,3 +384,107 @@ def attends_packed(attention: Any) -> bool:
 
 def _is_attention(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_causal", "layer_idx", "config"))
+
+
+# A batch's rows without their left padding, for a forward pass, padded on the right or packed.
+#
+# Rows are moved to the left so that each starts at column 0 and padding comes last: causal
+# attention
+# alone then keeps padding out, without a mask.
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Rows without their left padding, and where each response token's prediction is read.
+
+    `packed`: `input_ids` are [1, T], of rows laid out as one, and `positions` are columns of it.
+    """
+
+    input_ids: Tensor  # [B, L] long; row = prompt, response, padding
+    rows: Tensor  # [N] long; row of each response token
+    positions: Tensor  # [N] long; column whose output predicts that token
+    targets: Tensor  # [N] long; the token itself
+    columns: Tensor  # [N] long; its column in the batch's [B, R] fields
+    lengths: Tensor | None = None  # [B] long; tokens of each row; None: a share of longer rows
+    prompts: Tensor | None = None  # [B] long; how many of them are the prompt's
+    packed: bool = False
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Those of the outputs `[B, L, …]` that predict response tokens: `[N, …]`."""
+        own = self.to(hidden.device)
+        if self.packed:
+            return hidden[0].index_select(0, own.positions)
+        return hidden[own.rows, own.positions]
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            values[name] = value.to(device) if isinstance(value, Tensor) else value
+        return type(self)(**values)
+
+
+def left_align(batch: Batch) -> Sequences:
+    """Drop the left padding of `input_ids` and list the response tokens (N in all).
+
+    A response token is one whose attention_mask is 1, masked out of the loss or not. Raises
+    DataError for a row without a prompt: nothing would predict its first token.
+    """
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    width = batch["responses"].shape[1]
+    prompt_lengths = mask[:, : ids.shape[1] - width].sum(1)  # [B]
+    if bool((prompt_lengths == 0).any()):
+        row = int((prompt_lengths == 0).nonzero()[0, 0])
+        raise DataError(f"row {row} of the batch has an empty prompt; give it at least one token")
+    lengths = mask.sum(1)
+    aligned = ids.gather(1, _sources(batch))
+    present = mask[:, ids.shape[1] - width :]
+    rows, columns = present.nonzero(as_tuple=True)
+    positions = prompt_lengths[rows] + columns - 1
+    targets = batch["responses"][rows, columns]
+    return Sequences(aligned, rows, positions, targets, columns, lengths, prompt_lengths)
+
+
+def left_align_tokens(batch: Batch, values: Tensor) -> Tensor:
+    """`values` [B, P+R, F] of the tokens of `input_ids` as [B, L, F], rows as `left_align` does."""
+    return values.take_along_dim(_sources(batch)[..., None], 1)
+
+
+def restore_columns(batch: Batch, values: Tensor) -> Tensor:
+    """The inverse: [B, L, F] as [B, P+R, F], 0 on padding."""
+    mask = batch["attention_mask"].bool().cpu()
+    out = values.new_zeros(*mask.shape, values.shape[2])
+    present = torch.arange(values.shape[1]) < mask.sum(1)[:, None]
+    out[mask] = values[present]
+    return out
+
+
+def _sources(batch: Batch) -> Tensor:
+    """The column [B, L] of `input_ids` that comes to each place of the rows moved to the left."""
+    mask = batch["attention_mask"].bool()
+    start, length = mask.int().argmax(1), int(mask.sum(1).max())  # first real column, [B]
+    columns = start[:, None] + torch.arange(length, device=mask.device)
+    return columns.clamp(max=mask.shape[1] - 1)
+
+
+def pack(
+    model: nn.Module, seqs: Sequences, packing: Packing | None = None, multiple: int = 1
+) -> PackedRows | None:
+    """The rows packed on the model's device, where the model is to be given them so; else None.
+
+    The last token of a row predicts nothing, and is left out. `packing`: None is the model's own.
+    `multiple`: as in `pack_rows`; on a CPU sizes recur.
+    """
+    packing = packing_of(model) if packing is None else packing
+    if not packing or seqs.lengths is None or seqs.prompts is None:
+        return None
+    lengths = torch.maximum(seqs.lengths - 1, seqs.prompts)
+    ends, own = lengths.tolist(), seqs.prompts.tolist()
+    by_prompt = prompt_tree(same_prompts(seqs.input_ids, seqs.prompts), own)
+    tree = worthwhile_tree(seqs.input_ids, ends, own, by_prompt) or by_prompt
+    if not is_worthwhile(packing, tree.size(ends), seqs.input_ids.numel()):
+        return None
+    device = next(model.parameters()).device
+    ids, prompts = seqs.input_ids.to(device), seqs.prompts.to(device)
+    recurring = device.type == "cpu"
+    return pack_rows(ids, lengths.to(device), prompts, multiple, tree=tree, recurring=recurring)

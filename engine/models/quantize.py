@@ -1,14 +1,11 @@
 """QLoRA's base (Dettmers et al., arXiv:2305.14314): frozen matrices stored in 4 or 8 bits.
 
-bitsandbytes packs and unpacks them. Its own layers are not used: on CPU its 4-bit one rewrites its
-storage in evaluation mode, and its 8-bit one rounds activations too. Here a matrix is made dense
-for each product and forgotten, so trainer, rollout and saved model compute with the same numbers.
-Adapters on top of such matrices are `lora.py`'s.
+A base is read and packed a matrix at a time, so that no process has it dense.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +15,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.errors import ConfigError
+from engine.storage.weight_files import WeightFiles
+
+# QLoRA's base (Dettmers et al., arXiv:2305.14314): frozen matrices stored in 4 or 8 bits.
+#
+# bitsandbytes packs and unpacks them. Its own layers are not used: on CPU its 4-bit one rewrites
+# its
+# storage in evaluation mode, and its 8-bit one rounds activations too. Here a matrix is made dense
+# for each product and forgotten, so trainer, rollout and saved model compute with the same
+# numbers.
+# Adapters on top of such matrices are `lora.py`'s.
 
 NF4, INT8 = "nf4", "int8"
 _BLOCK, _STATISTICS_BLOCK = 64, 256  # values that share a scale, scales that share one of theirs
@@ -191,3 +198,40 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         return (grad @ ctx.module.dense().to(grad.dtype)).to(ctx.dtype), None
+
+
+# QLoRA's base, read and packed a matrix at a time: no process has it dense, not even meanwhile.
+#
+# What a packed matrix is, is `quantize.py`'s; models without storage are `unloaded.py`'s.
+
+
+@torch.no_grad()
+def load_packed(
+    module: PreTrainedModel, files: WeightFiles, names: Mapping[str, str], kind: str
+) -> PreTrainedModel:
+    """Fill `module`, which is on the meta device, in place; linears but the head are packed.
+
+    `names` are the files' for its parameters and persistent buffers. The numbers are those of
+    `quantize_linears` on a model that was loaded whole. Raises ConfigError as that does.
+    """
+
+    def read(name: str, tensor: Tensor) -> Tensor:
+        value = torch.empty_like(tensor, device="cpu")
+        files.read(names[name], (0,) * value.dim(), value)
+        return value
+
+    def fill(name: str, linear: nn.Linear) -> None:
+        linear.weight = nn.Parameter(read(f"{name}.weight", linear.weight), requires_grad=False)
+
+    quantize_linears(module, kind, fill)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # what is tied stays so
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not tensor.is_meta:
+            continue
+        if id(tensor) not in made:
+            value = read(name, tensor)
+            weight = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = tensor, nn.Parameter(value, requires_grad=False) if weight else value
+        owner, _, own = name.rpartition(".")
+        setattr(module.get_submodule(owner), own, made[id(tensor)][1])
+    return module

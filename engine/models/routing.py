@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import Batch
-from engine.models.alignment import Sequences, left_align_tokens, restore_columns
-from engine.models.packing import PackedRows
+from engine.models.packing import PackedRows, Sequences, left_align_tokens, restore_columns
 
 _OPEN = "routing"  # an attribute of a model's body while a Routing is open
 

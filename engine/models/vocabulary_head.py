@@ -1,19 +1,30 @@
-"""A language model's head apart from its body: logits of hidden states computed elsewhere.
+"""The vocabulary head apart from its body, and what is read off its logits for each token.
 
-What some families do to logits after their head (a scale, a soft cap) is part of it here.
+Log-prob, entropy, Σπ² and exact KL, from logits or straight from hidden states a chunk of
+tokens at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
+from engine.algorithms.divergences import full_kl
 from engine.errors import ConfigError
-from engine.storage.expert_weights import MIXTURES
+from engine.kernels import training_ops
+from engine.kernels.training_ops import input_gradient, linear, recurring_size, weight_gradient
+from engine.storage.weight_files import MIXTURES
+
+# A language model's head apart from its body: logits of hidden states computed elsewhere.
+#
+# What some families do to logits after their head (a scale, a soft cap) is part of it here.
 
 # Families whose logits depend on the body's outputs alone, and are what `vocabulary_head` gives.
 _FAMILIES = {
@@ -62,3 +73,300 @@ class _ChangedLogits:
     def __call__(self, states: Tensor) -> Tensor:
         logits = self.head(states) * self.factor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+# What is read off logits for each token: log-prob, entropy, Σπ² and the exact KL.
+#
+# The same off hidden states, without logits of a whole batch: `chunked_head`; off logits that
+# ranks
+# share: `engine.parallel.vocab_parallel`.
+
+
+class TokenStatistics(Protocol):
+    """Statistics of softmax(logits / temperature) for each token, from what this rank has of the
+    logits.
+
+    Takes logits `[N, V]` and targets `[N]`; returns float32 `[N]` by the names of TokenOutputs:
+    `log_probs` always; `entropy` (with a gradient if `entropy_gradient`) and `sum_pi_squared`
+    (never with one) where asked for; `full_kl` where `reference_logits [N, V]` are given, to which
+    no gradient flows.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        *,
+        entropy: bool = False,
+        entropy_gradient: bool = False,
+        sum_pi_squared: bool = False,
+        reference_logits: Tensor | None = None,
+    ) -> dict[str, Tensor]: ...
+
+
+def token_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+    sum_pi_squared: bool = False,
+    reference_logits: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The statistics of logits over the whole vocabulary."""
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    log_softmax = logits.log_softmax(-1)
+    out = {"log_probs": log_softmax.gather(1, targets[:, None]).squeeze(1)}
+    spread = log_softmax if entropy_gradient else log_softmax.detach()
+    if entropy:
+        # Entries that can't be sampled (logit −inf) add 0, not NaN.
+        out["entropy"] = -(spread.exp() * torch.where(spread > -torch.inf, spread, 0.0)).sum(-1)
+    if sum_pi_squared:
+        out["sum_pi_squared"] = spread.detach().exp().square().sum(-1)
+    if reference_logits is not None:
+        out["full_kl"] = full_kl(logits, reference_logits.float() / temperature)
+    return out
+
+
+# Log-probs, entropy and Σπ² straight from hidden states: the vocabulary head, a chunk of tokens at
+# a time.
+#
+# Logits [N, V] of a whole batch never exist, in the backward pass neither: it computes each
+# chunk's
+# again. Where all tokens fit in one chunk they are kept instead. In bfloat16 on the CPU a compiled
+# loop (`cpu/head.h`) reads logits as they are. The same statistics of logits that are there:
+# `token_statistics`.
+
+_CPU_ELEMENTS = 1 << 24  # logits of a chunk
+_DEVICE_ELEMENTS = 1 << 26
+_FEWEST_TOKENS = 256  # of a chunk, or its matrix product would be slow
+
+
+def takes_chunks(head: object) -> TypeGuard[nn.Linear]:
+    """Whether `chunked_statistics` computes what the module `head` does: a plain linear layer.
+
+    Not one that is split over ranks, quantised, adapted, or has hooks.
+    """
+    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        return False
+    weight: Tensor = head.weight
+    own = type(weight) is nn.Parameter and not isinstance(weight.data, DTensor)
+    return own and weight.is_floating_point()
+
+
+def chunked_statistics(
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+    sum_pi_squared: bool = False,
+    chunk_tokens: int = 0,
+) -> dict[str, Tensor]:
+    """Statistics `[N]` of softmax(head(hidden) / temperature), as of `TokenStatistics`.
+
+    `hidden` [N, H] predicts `targets` [N]. Logits have the head's dtype, or autocast's; what
+    follows is float32 (float64 for float64). The weight's gradient is summed over chunks in
+    float32. `chunk_tokens`: 0 chooses by the vocabulary.
+    """
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    count = hidden.shape[0]
+    if kind == "cpu" and (missing := recurring_size(count) - count):
+        hidden, targets = F.pad(hidden, (0, 0, 0, missing)), F.pad(targets, (0, missing))
+    if not chunk_tokens:
+        elements = _CPU_ELEMENTS if kind == "cpu" else _DEVICE_ELEMENTS
+        chunk_tokens = max(_FEWEST_TOKENS, elements // weight.shape[0])
+    asked = _Asked(temperature, chunk_tokens, entropy, entropy_gradient, sum_pi_squared)
+    log_probs, entropies, squares = _Head.apply(hidden, weight, bias, targets, asked)
+    out = {"log_probs": log_probs}
+    if entropy:
+        out["entropy"] = entropies
+    if sum_pi_squared:
+        out["sum_pi_squared"] = squares
+    return {name: value[:count] for name, value in out.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    temperature: float
+    chunk_tokens: int
+    entropy: bool
+    entropy_gradient: bool
+    sum_pi_squared: bool
+
+
+class _Head(torch.autograd.Function):
+    """Head and statistics. With z = logits / T, p = softmax(z) and H the entropy:
+
+    ∂ log p_t / ∂z_v = 1[v = t] − p_v
+    ∂ H / ∂z_v       = −p_v (log p_v + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,  # [V]
+        targets: Tensor,  # [N]
+        asked: _Asked,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = hidden.shape[0]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        log_probs, sums, entropies, squares = (
+            hidden.new_zeros(count, dtype=wide) for _ in range(4)
+        )
+        kept: Tensor | None = None
+        for at in _chunks(count, asked.chunk_tokens):
+            logits = _logits(hidden[at], weight, bias)
+            log_probs[at], kept, *others = _statistics(logits, targets[at], asked)
+            for whole, part in zip((sums, entropies, squares), others, strict=True):
+                if part is not None:
+                    whole[at] = part
+        if count > asked.chunk_tokens:
+            kept = None
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, sums, kept)
+        ctx.asked = asked
+        ctx.mark_non_differentiable(squares, *([] if asked.entropy_gradient else [entropies]))
+        return log_probs, entropies, squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, entropies, sums, kept = ctx.saved_tensors
+        asked: _Asked = ctx.asked
+        of_log_probs, of_entropy = (gradient.contiguous() for gradient in gradients[:2])
+        wanted = to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if to_hidden else None
+        # Of two chunks or more, sums in float32.
+        grad_weight = _zeros(weight, of_log_probs.dtype) if to_weight else None
+        grad_bias = _zeros(bias, of_log_probs.dtype) if to_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for at in _chunks(hidden.shape[0], asked.chunk_tokens):
+                read = kept
+                if read is None:
+                    read = _logits(hidden[at], weight, bias)
+                    read = read if training_ops.takes(read) else _log_softmax(read, asked)
+                of_chunk = (of_log_probs[at], entropies[at], of_entropy[at])
+                slope = _slope(read, targets[at], sums[at], *of_chunk, asked).to(weight.dtype)
+                of_hidden, *others = _gradients(slope, hidden[at], weight, wanted)
+                if grad_hidden is not None and of_hidden is not None:
+                    grad_hidden[at] = of_hidden
+                for whole, part in zip((grad_weight, grad_bias), others, strict=True):
+                    if whole is not None and part is not None:
+                        whole += part
+        return (
+            grad_hidden,
+            grad_weight,
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if training_ops.takes_products(hidden, [weight], [bias]):
+        [out] = training_ops.linears(hidden, [weight], [bias])
+        return out
+    with torch.autocast(hidden.device.type, enabled=False):
+        return linear(hidden, weight, bias)
+
+
+def _gradients(
+    slope: Tensor, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Of hidden states, weight and bias, where they are wanted, by those of logits."""
+    to_hidden, to_weight, to_bias = wanted
+    if training_ops.takes_products(hidden, [weight], [slope]):
+        of_hidden, others = training_ops.linear_gradients(
+            hidden, [weight], [slope], to_x=to_hidden, to_weights=[to_weight], to_biases=[to_bias]
+        )
+        return of_hidden, *others
+    return (
+        input_gradient(slope, weight) if to_hidden else None,
+        weight_gradient(slope, hidden) if to_weight else None,
+        slope.sum(0, dtype=torch.promote_types(slope.dtype, torch.float32)) if to_bias else None,
+    )
+
+
+def _statistics(
+    logits: Tensor, targets: Tensor, asked: _Asked
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Log-probs [n]; what `_slope` reads [n, V]; and, where they are computed, [n] each: logs of
+    sums of exponentials, entropies and Σ p²."""
+    if training_ops.takes(logits):
+        log_probs, sums, entropies, squares = training_ops.head_statistics(
+            logits,
+            targets,
+            asked.temperature,
+            entropy=asked.entropy,
+            squares=asked.sum_pi_squared,
+        )
+        return log_probs, logits, sums, entropies, squares
+    log_p = _log_softmax(logits, asked)
+    entropies = squares = None
+    if asked.entropy or asked.sum_pi_squared:
+        p = log_p.exp()
+        squares = p.square().sum(-1) if asked.sum_pi_squared else None
+        entropies = p.mul_(_finite(log_p)).sum(-1).neg_() if asked.entropy else None
+    return log_p.gather(1, targets[:, None]).squeeze(1), log_p, None, entropies, squares
+
+
+def _slope(
+    read: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    of_log_probs: Tensor,
+    entropies: Tensor,
+    of_entropy: Tensor,
+    asked: _Asked,
+) -> Tensor:
+    """Gradients of logits [n, V], of what `_statistics` keeps of them."""
+    if training_ops.takes(read):
+        entropy = (entropies, of_entropy) if asked.entropy_gradient else None
+        return training_ops.head_gradients(
+            read, targets, sums, of_log_probs, asked.temperature, entropy
+        )
+    slope, terms = read.exp(), None
+    if asked.entropy_gradient:
+        terms = _finite(read).add_(entropies[:, None]).mul_(slope)
+    slope.mul_(of_log_probs[:, None])
+    if terms is not None:
+        slope += terms.mul_(of_entropy[:, None])
+    slope.neg_().scatter_add_(1, targets[:, None], of_log_probs[:, None])
+    return slope.div_(asked.temperature)
+
+
+def _log_softmax(logits: Tensor, asked: _Asked) -> Tensor:
+    """log softmax(logits / temperature) [n, V] in float32, or float64."""
+    with torch.autocast(logits.device.type, enabled=False):
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if asked.temperature != 1.0:
+            logits.div_(asked.temperature)
+        return logits.log_softmax(-1)
+
+
+def _finite(log_p: Tensor) -> Tensor:
+    """`log_p`, so that entries that can't be sampled (−inf) times their probability are 0."""
+    return log_p.clamp_min(torch.finfo(log_p.dtype).min)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype)
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, start + size)

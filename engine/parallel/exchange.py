@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import ConfigError, ModelError, RolloutError
-from engine.parallel.boxes import Index
-from engine.parallel.comm_buckets import AllToAll, Bucket, BucketSlice, make_all_to_alls
-from engine.parallel.reshard import RankPlan
+from engine.parallel.reshard import AllToAll, Bucket, BucketSlice, RankPlan, make_all_to_alls
+from engine.parallel.shard_maps import Index
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,32 @@
-"""The shards of a module: read from its parameters, so right for any layout.
+"""The shards of a module, read from its parameters, and full tensors from them and into them.
 
-A parameter is a DTensor (FSDP2, tensor parallel, both) or a plain tensor, full on its rank.
+Right for any layout. Boxes and maps as values are in `shard_maps`.
 """
 
 from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as DTensorShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from engine.errors import ConfigError
-from engine.parallel.boxes import Box, Index, chunk
-from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
+from engine.errors import CheckpointError, ConfigError
+from engine.parallel import fsdp
+from engine.parallel.process_groups import Ranks
+from engine.parallel.shard_maps import Box, Index, Shard, ShardedParameter, ShardMap, chunk
+
+# The shards of a module: read from its parameters, so right for any layout.
+#
+# A parameter is a DTensor (FSDP2, tensor parallel, both) or a plain tensor, full on its rank.
 
 # From a module's parameter name to its name in the whole model; None for what is left out.
 Rename = Callable[[str], str | None]
@@ -108,3 +117,138 @@ def local_box(parameter: Tensor) -> Box:
             "resharded; use FSDP2 (fully_shard) and tensor parallel Shard placements"
         )
     return box
+
+
+# Full tensors from, and into, a model sharded over ranks: one at a time.
+#
+# For Hugging Face folders, and checkpoints of other layouts. Names are those of the plain
+# transformers model. Weights for a rollout engine go through `exchange`, which sends slices.
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    """A tensor of the full model, and the pipeline stage that has it."""
+
+    name: str  # e.g. "model.layers.3.mlp.up_proj.weight"
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype
+    stage: int
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's parameters and persistent buffers by name; tied ones once."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+@torch.no_grad()
+def gather_full_tensors(
+    model: nn.Module,
+    ranks: Ranks,
+    copies: Mapping[str, str] | None = None,
+    wanted: Callable[[str], bool] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and persistent buffer, in full, in its own dtype, on the ranks' device.
+
+    All ranks must iterate to the end together: each step is a collective, yields the same name and
+    tensor on all of them, and needs memory for that tensor. A tensor may be the model's own
+    storage: read it, or copy. `copies` maps this rank's tensors that repeat one of another stage (a
+    tied head) to the name of that one; they are left out. `wanted`: of which names; None: of all.
+    """
+    fsdp.reshard(model)
+    own = {
+        name: tensor
+        for name, tensor in named_tensors(model).items()
+        if name not in (copies or {}) and (wanted is None or wanted(name))
+    }
+    stages = ranks.group("pp")
+    for entry in _tensor_infos(own, ranks):
+        if entry.stage == ranks.index("pp"):
+            whole = _full_tensor(own[entry.name])
+        else:
+            whole = torch.empty(entry.shape, dtype=entry.dtype, device=_device(ranks))
+        if stages is not None:
+            dist.broadcast(whole, group_src=entry.stage, group=stages)
+        yield entry.name, whole
+
+
+@torch.no_grad()
+def load_full_tensors(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    copies: Mapping[str, str] | None = None,
+) -> None:
+    """Copy full tensors into this rank's shards, in place and without communication.
+
+    `tensors` has every name that `gather_full_tensors` yields, or that this rank's model has;
+    `copies` is as there. Raises CheckpointError, before anything has changed, for a missing name or
+    a wrong shape.
+    """
+    fsdp.reshard(model)
+    own = named_tensors(model)
+    sources = {name: (copies or {}).get(name, name) for name in own}
+    for name, tensor in own.items():
+        given = tensors.get(sources[name])
+        if given is None or given.shape != tensor.shape:
+            there = "missing" if given is None else f"of shape {list(given.shape)}"
+            raise CheckpointError(
+                f"the weights are of another model: {sources[name]!r} is {there}, this model wants "
+                f"{list(tensor.shape)}; load those of the same configuration"
+            )
+    for name, tensor in own.items():
+        local_tensor(tensor).copy_(shard_like(tensors[sources[name]], tensor))
+
+
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """The shard of `whole`, a view, that this rank stores of a parameter `like` it.
+
+    Raises ValueError for placements other than those of FSDP and tensor parallelism.
+    """
+    if not isinstance(like, DTensor):
+        return whole
+    where = like.device_mesh.get_coordinate()
+    assert where is not None, "this rank is not on the parameter's mesh"
+    cuts = list(zip(like.placements, like.device_mesh.shape, where, strict=True))
+    # FSDP cuts what tensor parallelism has left, though its mesh dimension comes before.
+    for placement, size, index in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
+        if isinstance(placement, DTensorShard | _StridedShard):
+            rows = whole.shape[placement.dim]
+            each = -(-rows // size)
+            start = min(index * each, rows)
+            whole = whole.narrow(placement.dim, start, min(each, rows - start))
+        elif not placement.is_replicate():
+            raise ValueError(f"a parameter can't be loaded into the placement {placement}")
+    return whole
+
+
+def _full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor, by collectives of the ranks that share it."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    part: Any = tensor.detach().to(tensor.device_mesh.device_type)  # it may be offloaded
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):  # in steps, as FSDP's cuts are inside tensor parallelism's
+        placements[dim] = Replicate()
+        part = part.redistribute(placements=placements)
+    return local_tensor(part)
+
+
+def _tensor_infos(own: Mapping[str, Tensor], ranks: Ranks) -> list[_TensorInfo]:
+    """What `gather_full_tensors` yields: the first stage's tensors in order, then the next's."""
+    stage, group = ranks.index("pp"), ranks.group("pp")
+    mine = [_TensorInfo(name, tuple(t.shape), t.dtype, stage) for name, t in own.items()]
+    if group is None:
+        return mine
+    stages: list[list[_TensorInfo]] = [[] for _ in range(ranks.size("pp"))]
+    dist.all_gather_object(stages, mine, group=group)
+    found: dict[str, _TensorInfo] = {}
+    for entry in (entry for entries in stages for entry in entries):
+        found.setdefault(entry.name, entry)  # a buffer may be on all stages
+    return list(found.values())
+
+
+def _device(ranks: Ranks) -> torch.device:
+    return torch.device(ranks.mesh.device_type if ranks.mesh is not None else "cpu")

@@ -1,31 +1,188 @@
-"""The resharding plan: which slices each rank copies, sends and receives. A pure function.
+"""The resharding plan: which slices each rank copies, sends and receives, in bounded buckets.
 
-Every destination element has one source: the rank itself where it holds it, else one of its
-holders. So the bytes received are those that the rank lacks, and no plan can do with fewer.
-`exchange` runs a plan; the order of ranks that makes it cheap is in `rollout_layout` (HybridFlow,
-arXiv:2409.19256, section 5).
+A pure function of two shard maps; `exchange` runs the plan.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import ConfigError
-from engine.parallel.boxes import Box, Index, subtract_all
-from engine.parallel.shard_map import Shard, ShardMap
-from engine.parallel.transfer_plan import (
-    TransferGroup,
-    choose_senders,
-    make_transfer_groups,
-    shards_by_rank,
+from engine.errors import ConfigError, ModelError
+from engine.parallel.shard_maps import (
+    Box,
+    Index,
+    Shard,
+    ShardMap,
+    disjoint_boxes,
+    flat_range,
+    subtract_all,
 )
+
+# What ranks lack and who sends it to them: the parts of a resharding plan.
+#
+# Parameters that are sharded alike (the layers of a stage) are one group, planned together.
+
+RankArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A box that some ranks lack, in all parameters of a group."""
+
+    box: Box
+    holders: tuple[int, ...]  # ranks that could send it
+    receivers: RankArray  # [n] ranks that lack it
+    # Who sends it to each receiver: rows of [n]. Parameter i of the group uses row i modulo their
+    # number, so that holders take turns over alike parameters.
+    senders: list[RankArray] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TransferGroup:
+    """Parameters with the same shape, dtype, source shards and target shards."""
+
+    names: list[str]
+    shape: Index
+    dtype: torch.dtype  # in the target and on the wire
+    source: tuple[Shard, ...]
+    target: tuple[Shard, ...]
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+def shards_by_rank(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
+    """Each rank's shards."""
+    found: dict[int, list[Shard]] = defaultdict(list)
+    for one in shards:
+        for rank in one.ranks:
+            found[rank].append(one)
+    return dict(found)
+
+
+def make_transfer_groups(source: ShardMap, target: ShardMap) -> list[TransferGroup]:
+    """Sort the target's parameters into groups, with the transfers that each needs but no senders.
+
+    Raises ModelError for what the source does not hold, and ConfigError for a target that wants
+    an element of a parameter twice on one rank.
+    """
+    numbers: dict[tuple[Shard, ...], int] = {}
+    seen: dict[int, int] = {}  # id of a tuple → number of its value; alike layers share tuples
+
+    def number(shards: tuple[Shard, ...]) -> int:
+        if id(shards) not in seen:
+            seen[id(shards)] = numbers.setdefault(shards, len(numbers))
+        return seen[id(shards)]
+
+    groups: dict[object, TransferGroup] = {}
+    for name, wanted in target.parameters.items():
+        there = source.parameters.get(name)
+        if there is None or there.shape != wanted.shape:
+            what = f"holds {list(there.shape)}" if there else "has no such parameter"
+            raise ModelError(
+                f"rollout wants {name!r} {list(wanted.shape)}, but the trainer {what}; use the "
+                "same model on both sides, and its names in the whole model"
+            )
+        dtype = target.dtypes[name]
+        key = (number(there.shards), number(wanted.shards), wanted.shape, dtype)
+        group = groups.setdefault(
+            key, TransferGroup([], wanted.shape, dtype, there.shards, wanted.shards)
+        )
+        group.names.append(name)
+    for group in groups.values():
+        group.transfers.extend(_find_transfers(group))
+    return list(groups.values())
+
+
+def _find_transfers(group: TransferGroup) -> Iterable[Transfer]:
+    """What ranks lack of a group's target, in boxes with the same holders."""
+    _check_disjoint(group)
+    receivers_of: dict[Box, set[int]] = defaultdict(set)
+    for shard in group.target:
+        receivers_of[shard.box].update(shard.ranks)
+    available = disjoint_boxes((shard.box, shard.ranks) for shard in group.source)
+    for wanted, ranks in receivers_of.items():
+        covered = 0
+        for tile, holders in available:
+            box = wanted.intersect(tile)
+            if box is None:
+                continue
+            covered += box.elements
+            receivers = sorted(ranks.difference(holders))
+            if receivers:
+                yield Transfer(box, holders, np.array(receivers, np.int32))
+        if covered != wanted.elements:
+            raise ModelError(
+                f"no rank holds {wanted.elements - covered} of the {wanted.elements} elements of "
+                f"{group.names[0]!r} that rollout rank {min(ranks)} wants; the trainer's ranks "
+                "must hold the whole model together"
+            )
+
+
+def _check_disjoint(group: TransferGroup) -> None:
+    """Raise ConfigError for a target that wants an element twice on one rank."""
+    for rank, shards in shards_by_rank(group.target).items():
+        for i, one in enumerate(shards):
+            if any(one.box.intersect(other.box) for other in shards[:i]):
+                raise ConfigError(
+                    f"rank {rank} wants elements of {group.names[0]!r} in two places; share one "
+                    "storage between them"
+                )
+
+
+def choose_senders(groups: Sequence[TransferGroup], world_size: int, hosts: Sequence[str]) -> None:
+    """Give every receiver a sender: one of its host if there is one, else the least loaded.
+
+    Boxes with few holders come first, and large ones before small ones.
+    """
+    load = [0] * world_size  # bytes to send
+    transfers = [(group, transfer) for group in groups for transfer in group.transfers]
+    transfers.sort(key=lambda t: (len(t[1].holders), -t[1].box.elements * t[0].dtype.itemsize))
+    for group, transfer in transfers:
+        size = transfer.box.elements * group.dtype.itemsize
+        turns = min(len(group.names), len(transfer.holders))
+        for turn in range(turns):
+            alike = len(range(turn, len(group.names), turns))
+            transfer.senders.append(_assign_senders(transfer, size * alike, load, hosts))
+
+
+def _assign_senders(
+    transfer: Transfer, size: int, load: list[int], hosts: Sequence[str]
+) -> RankArray:
+    """The sender of each receiver; adds `size` bytes for each to its sender's load."""
+    near: dict[str, list[int]] = defaultdict(list)
+    for rank in transfer.holders if hosts else ():
+        near[hosts[rank]].append(rank)
+    queues: dict[str, list[tuple[int, int]]] = {}
+    senders = np.empty(len(transfer.receivers), np.int32)
+    for i, receiver in enumerate(transfer.receivers.tolist()):
+        host = hosts[receiver] if hosts and hosts[receiver] in near else ""
+        if host not in queues:
+            queues[host] = [(load[rank], rank) for rank in near.get(host, transfer.holders)]
+            heapq.heapify(queues[host])
+        before, sender = queues[host][0]
+        heapq.heapreplace(queues[host], (before + size, sender))
+        load[sender] += size
+        senders[i] = sender
+    return senders
+
+
+# The resharding plan: which slices each rank copies, sends and receives. A pure function.
+#
+# Every destination element has one source: the rank itself where it holds it, else one of its
+# holders. So the bytes received are those that the rank lacks, and no plan can do with fewer.
+# `exchange` runs a plan; the order of ranks that makes it cheap is in `rollout_layout`
+# (HybridFlow,
+# arXiv:2409.19256, section 5).
 
 ByteCounts = NDArray[np.int64]
 
@@ -219,3 +376,109 @@ def _max_traffic(matrix: NDArray[np.int64]) -> tuple[int, int]:
     most = max(matrix.sum(axis=0).max(), matrix.sum(axis=1).max())
     peers = max(used.sum(axis=0).max(), used.sum(axis=1).max())
     return int(most), int(peers)
+
+
+# A rank's plan cut into all-to-alls of bounded size. Pure values; `exchange` runs them.
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSlice:
+    """A box of a parameter's tensor, and where its elements lie in a bucket."""
+
+    parameter: str
+    start: Index
+    size: Index
+    offset: int  # in elements
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What one all-to-all sends, or receives, by rank."""
+
+    slices: list[BucketSlice]
+    counts: list[int]  # elements from or to each rank
+
+    @property
+    def elements(self) -> int:
+        """Elements in it."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """A collective on elements of one dtype."""
+
+    dtype: torch.dtype
+    send: Bucket
+    receive: Bucket
+
+
+def make_all_to_alls(plan: RankPlan, bucket_bytes: int) -> Iterator[AllToAll]:
+    """Cut what goes between each two ranks into as many equal parts as the busiest rank needs.
+
+    All ranks know `max_traffic`, so every rank makes the same number of all-to-alls, and both ends
+    of a pair know the sizes without sending them. Raises ConfigError for buckets too small for an
+    element of each peer.
+    """
+    for dtype in sorted(plan.max_traffic, key=str):
+        most, peers = plan.max_traffic[dtype]
+        room = bucket_bytes // dtype.itemsize - peers  # a part may be one element above the mean
+        if most and room < 1:
+            raise ConfigError(
+                f"buckets of {bucket_bytes} bytes are too small for {peers} peers; raise "
+                "bucket_bytes"
+            )
+        count = math.ceil(most / room) if most else 0
+        outgoing = _by_peer(s for s in plan.sends if plan.dtypes[s.parameter] == dtype)
+        incoming = _by_peer(s for s in plan.receives if plan.dtypes[s.parameter] == dtype)
+        for number in range(count):
+            yield AllToAll(
+                dtype,
+                _bucket(outgoing, plan.world_size, number, count),
+                _bucket(incoming, plan.world_size, number, count),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerSlices:
+    """All slices from or to one peer, end to end."""
+
+    slices: Sequence[RemoteSlice]
+    ends: Sequence[int]  # elements up to the end of each slice
+
+    def cut(self, start: int, stop: int, offset: int) -> Iterator[BucketSlice]:
+        """The boxes of elements `start` to `stop`, laid out from `offset` on."""
+        number = bisect_right(self.ends, start)
+        while start < stop:
+            one, end = self.slices[number], self.ends[number]
+            before = end - math.prod(one.size)
+            until = min(stop, end)
+            for box in flat_range(one.size, start - before, until - before):
+                at = tuple(a + b for a, b in zip(one.start, box.offset, strict=True))
+                yield BucketSlice(one.parameter, at, box.size, offset, box.elements)
+                offset += box.elements
+            start, number = until, number + 1
+
+
+def _by_peer(slices: Iterable[RemoteSlice]) -> dict[int, _PeerSlices]:
+    found: dict[int, list[RemoteSlice]] = defaultdict(list)
+    for one in slices:
+        found[one.peer].append(one)
+    return {
+        peer: _PeerSlices(some, list(accumulate(math.prod(one.size) for one in some)))
+        for peer, some in found.items()
+    }
+
+
+def _bucket(by_peer: dict[int, _PeerSlices], world_size: int, number: int, count: int) -> Bucket:
+    """Part `number` of `count` of each slices_of_peer."""
+    slices: list[BucketSlice] = []
+    counts, offset = [0] * world_size, 0
+    for peer in sorted(by_peer):
+        slices_of_peer = by_peer[peer]
+        start, stop = (slices_of_peer.ends[-1] * n // count for n in (number, number + 1))
+        slices.extend(slices_of_peer.cut(start, stop, offset))
+        counts[peer] = stop - start
+        offset += stop - start
+    return Bucket(slices, counts)

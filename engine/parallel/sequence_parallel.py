@@ -27,7 +27,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.errors import ConfigError, WorkerError
-from engine.parallel.pipeline_stages import PipelineStage
+from engine.parallel.pipeline_parallel import PipelineStage
 from engine.parallel.process_groups import Ranks
 
 _NAME = "hybridflyte_ulysses"  # transformers' name of `_attention`

@@ -1,40 +1,325 @@
 """Tensor parallelism (Shoeybi et al., arXiv:1909.08053): a transformers model over `tp` ranks.
 
-Matrices that read the residual stream are split by rows of the weight (queries, keys, values, gate,
-up, the head), those that write it by columns (output, down), and the vocabulary by entries. With
-sequence parallelism (Korthikanti et al., arXiv:2205.05198) norms and residuals between them are on
-shards of the tokens. The styles are in `tp_styles`, the loss over a sharded vocabulary in
-`vocab_parallel`.
+The styles that shard a module and change its forward pass, and their application to a model.
+Softmax over a split vocabulary is in `vocab_parallel`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn import functional as F
 
 from engine.errors import ConfigError
 from engine.parallel.decoder_plan import DecoderPlan, within_layer
 from engine.parallel.layout import Layout, ModelShape, check_layout
-from engine.parallel.tp_styles import (
-    BlockInput,
-    ColumnParallel,
-    GatheredColumns,
-    GatherOutput,
-    InputStyle,
-    LocalHeads,
-    Replicated,
-    RowParallel,
-    SelectedColumns,
-    VocabularyParallel,
-    copy_to_ranks,
-    gather_tokens,
-    shard_tokens,
-)
 from engine.parallel.vocab_parallel import vocabulary_bounds
+
+# Tensor parallel styles: how a module's parameters are sharded, and what its forward pass does.
+#
+# Parameters become DTensors, so that FSDP, checkpoints and optimizers know their full shape. The
+# forward pass computes on local tensors (`module.forward` is replaced, the class stays), and
+# DTensor's redistribution does the communication, in the forward and in the backward pass. torch's
+# own styles need vocabularies and sequences that the ranks divide; these don't. Which module gets
+# which style is in `tensor_parallel`.
+
+TOKENS = Shard(1)  # of activations [B, L, H]
+
+
+def redistribute(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+    """Local part of a tensor placed as `source` → its local part when placed as `target`.
+
+    The backward pass moves gradients the other way: each term of a sum gets the full gradient, and
+    the gradient of a `Replicate()` target must be the same on every rank.
+    """
+    return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()
+
+
+def copy_to_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A replicated tensor, for computation that differs by rank: backward sums its gradients."""
+    return DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def gather_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Token shards `[B, L/tp, H]` → `[B, L, H]`, for computation that differs by rank."""
+    full = DTensor.from_local(x, mesh, [TOKENS]).redistribute(placements=[Replicate()])
+    return full.to_local(grad_placements=[Partial()])
+
+
+def shard_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Replicated `[B, L, H]` → this rank's shard of the padded tokens."""
+    return redistribute(pad_tokens(x, mesh), mesh, Replicate(), TOKENS)
+
+
+def pad_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Add columns of 0 to `[B, L, H]` until the mesh's size divides L."""
+    missing = -x.shape[1] % mesh.size()
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+class ShardedStyle(ParallelStyle):
+    """Shards a module's parameters; its forward pass then computes on their local parts."""
+
+    def __init__(self, placements: Mapping[str, Placement], forward: Callable[..., Tensor]) -> None:
+        """placements: by parameter name; others are replicated. forward: called with the module."""
+        self.placements, self.forward = placements, forward
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = self.placements.get(name, Replicate())
+            module.register_parameter(name, shard_parameter(parameter, device_mesh, placement))
+        module.forward = MethodType(self.forward, module)
+        return module
+
+
+class ColumnParallel(ShardedStyle):
+    """A linear whose weight's rows, so its outputs, are sharded. Inputs are replicated."""
+
+    def __init__(self) -> None:
+        super().__init__({"weight": Shard(0), "bias": Shard(0)}, _forward_on_local)
+
+
+class GatheredColumns(ShardedStyle):
+    """A linear whose weight's rows are sharded, and whose outputs every rank gets in full."""
+
+    def __init__(self) -> None:
+        super().__init__({"weight": Shard(0), "bias": Shard(0)}, _gathered_forward)
+
+
+class SelectedColumns(ShardedStyle):
+    """A linear whose weight's rows are sharded, though a rank computes with others than it stores.
+
+    Of each of `parts`, sizes that add up to the weight's rows, it computes with a share. A part has
+    a number of heads as well: where there are fewer than ranks, several ranks have one in common.
+    Ranks gather the matrix while they compute with it, as FSDP does; gradients are summed and
+    sharded again.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
+        """parts: rows and heads of each, e.g. [(1024, 8), (256, 2), (256, 2)]."""
+        super().__init__({"weight": Shard(0), "bias": Shard(0)}, self._select)
+        self._parts = parts
+
+    def _select(self, module: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, self._own(module.weight), self._own(module.bias))
+
+    def _own(self, parameter: Any) -> Any:
+        """The rows of a sharded parameter that this rank computes with."""
+        if parameter is None:
+            return None
+        size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+        whole = parameter.redistribute(placements=[Replicate()])
+        whole = whole.to_local(grad_placements=[Partial()])
+        own = []
+        for part, (_, heads) in zip(
+            whole.split([n for n, _ in self._parts]), self._parts, strict=True
+        ):
+            shares = min(size, heads)
+            own.append(part.chunk(shares)[index * shares // size])
+        return torch.cat(own)
+
+
+class RowParallel(ShardedStyle):
+    """y = Σ_ranks x_local W_localᵀ + b; the weight's columns, and `x [B, L, in/tp]`, are sharded.
+
+    y is replicated, or, with `shard_tokens`, this rank's shard of the padded tokens. With
+    `split_input` x is whole on every rank, and each takes its part.
+    """
+
+    def __init__(self, shard_tokens: bool, split_input: bool = False) -> None:
+        forward = _row_forward_on_tokens if shard_tokens else _row_forward
+        super().__init__({"weight": Shard(1)}, _split(forward) if split_input else forward)
+
+
+class VocabularyParallel(ShardedStyle):
+    """An embedding whose rows are sharded: ranks look up their own, and the sum is replicated."""
+
+    def __init__(self) -> None:
+        super().__init__({"weight": Shard(0)}, _embedding_forward)
+
+
+class Replicated(ShardedStyle):
+    """A module of any kind whose parameters are on every rank.
+
+    `sum_gradients`: ranks put different activations through them.
+    """
+
+    def __init__(self, sum_gradients: bool) -> None:
+        super().__init__({}, _forward_on_copies if sum_gradients else _forward_on_local)
+
+
+@torch.no_grad()
+def shard_parameter(
+    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement
+) -> nn.Parameter:
+    """This rank's part of a parameter that is the same on all ranks; no communication."""
+    sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _forward_on_local(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
+    """The forward pass of the module's class, on local parts of its parameters."""
+    return _forward_with(module, False, args, kwargs)
+
+
+def _forward_on_copies(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
+    """The same; gradients of replicated parameters are summed over the ranks."""
+    return _forward_with(module, True, args, kwargs)
+
+
+def _forward_with(
+    module: nn.Module, sum_gradients: bool, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Tensor:
+    parameters = module._parameters
+    local = {name: _local(p, sum_gradients) for name, p in parameters.items()}
+    module.__dict__["_parameters"] = local
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        module.__dict__["_parameters"] = parameters
+
+
+def _gathered_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    y: Tensor = _forward_with(module, False, (x,), {})
+    weight: Any = module.weight
+    return redistribute(y, weight.device_mesh, Shard(y.dim() - 1), Replicate())
+
+
+def _split(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A linear's forward pass, of this rank's part of an input that all ranks have."""
+
+    def of_part(module: nn.Linear, x: Tensor) -> Tensor:
+        weight: Any = module.weight
+        return forward(module, redistribute(x, weight.device_mesh, Replicate(), Shard(x.dim() - 1)))
+
+    return of_part
+
+
+def _row_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    weight: Any = module.weight
+    y = redistribute(F.linear(x, weight.to_local()), weight.device_mesh, Partial(), Replicate())
+    return y if module.bias is None else y + _local(module.bias, False)
+
+
+def _row_forward_on_tokens(module: nn.Linear, x: Tensor) -> Tensor:
+    weight: Any = module.weight
+    mesh = weight.device_mesh
+    y = pad_tokens(F.linear(x, weight.to_local()), mesh)
+    y = redistribute(y, mesh, Partial(), TOKENS)
+    return y if module.bias is None else y + _local(module.bias, True)
+
+
+def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
+    weight: Any = module.weight
+    mesh, table = weight.device_mesh, weight.to_local()
+    start, stop = vocabulary_bounds(module.num_embeddings, mesh.size(), mesh.get_local_rank())
+    elsewhere = (ids < start) | (ids >= stop)
+    padding = module.padding_idx  # its row gets no gradient
+    if padding is not None:
+        padding = padding - start if start <= padding < stop else None
+    found = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
+    found = redistribute(found.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate())
+    scale: Tensor | None = getattr(module, "embed_scale", None)  # Gemma's
+    return found if scale is None else found * scale.to(found.dtype)
+
+
+def _local(parameter: Any, sum_gradients: bool) -> Any:
+    if parameter is None:
+        return None
+    local: Tensor = parameter.to_local()
+    replicated = parameter.placements == (Replicate(),)
+    return copy_to_ranks(local, parameter.device_mesh) if sum_gradients and replicated else local
+
+
+class InputStyle(ParallelStyle):
+    """Changes the first argument of a module's forward pass, e.g. by `gather_tokens`."""
+
+    def __init__(self, change: Callable[[Tensor, DeviceMesh], Tensor]) -> None:
+        self.change = change
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepare(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return self.change(args[0], device_mesh), *args[1:]
+
+        module.register_forward_pre_hook(prepare)
+        return module
+
+
+class BlockInput(InputStyle):
+    """Changes the hidden states that attention or MLP read; attention's are without padding."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepare(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            given: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            hidden = self.change(given, device_mesh)
+            if "position_embeddings" in kwargs:
+                hidden = hidden[:, : _length(kwargs)]
+            if "hidden_states" in kwargs:
+                return args, kwargs | {"hidden_states": hidden}
+            return (hidden, *args[1:]), kwargs
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
+
+
+class LocalHeads(ParallelStyle):
+    """Lets attention count this rank's heads, where it reads their number off its configuration."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own: Any = module
+        config, size = copy.copy(own.config), device_mesh.size()
+        key_heads = max(1, config.num_key_value_heads // size)
+        config.num_attention_heads //= size
+        config.num_key_value_heads = key_heads
+        own.config = config
+        own.num_key_value_groups = config.num_attention_heads // key_heads
+        if hasattr(own, "num_key_value_heads"):
+            own.num_key_value_heads = key_heads
+        return module
+
+
+class GatherOutput(ParallelStyle):
+    """Makes the token shards that a decoder layer returns replicated, without padding."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, args: object, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+            full = redistribute(out, device_mesh, TOKENS, Replicate())[:, : _length(kwargs)]
+            return full.clone()  # FSDP's backward hooks are on outputs, and views may lose them
+
+        module.register_forward_hook(gather, with_kwargs=True)
+        return module
+
+
+def _length(kwargs: dict[str, Any]) -> int:
+    """Sequence length: with token shards, only the rotary embedding's cosines have it."""
+    return int(kwargs["position_embeddings"][0].shape[1])
+
+
+# Tensor parallelism (Shoeybi et al., arXiv:1909.08053): a transformers model over `tp` ranks.
+#
+# Matrices that read the residual stream are split by rows of the weight (queries, keys, values,
+# gate,
+# up, the head), those that write it by columns (output, down), and the vocabulary by entries. With
+# sequence parallelism (Korthikanti et al., arXiv:2205.05198) norms and residuals between them are
+# on
+# shards of the tokens. The styles are in `tp_styles`, the loss over a sharded vocabulary in
+# `vocab_parallel`.
 
 _HEAD = "lm_head"
 

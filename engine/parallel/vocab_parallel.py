@@ -33,7 +33,7 @@ def vocabulary_bounds(vocabulary: int, shards: int, index: int) -> tuple[int, in
 class VocabParallelStatistics:
     """Statistics of softmax over a vocabulary of which this rank has a shard.
 
-    A `engine.models.token_statistics.TokenStatistics`, of local logits `[N, V_local]` and targets
+    A `engine.models.vocabulary_head.TokenStatistics`, of local logits `[N, V_local]` and targets
     `[N]` that are numbers in the full vocabulary. Columns past `stop − start` are padding
     and count as entries that can't be sampled. Every rank gets the same results, and must run the
     same loss on them: the gradient of local logits is then exact without communication.
@@ -64,7 +64,7 @@ class VocabParallelStatistics:
 
         Computed in float32 whatever the logits are (float64 for float64), with softmax(logits /
         temperature). No gradient flows to Σπ², to the reference, or, without `entropy_gradient`, to
-        entropy. KL is as in `engine.algorithms.kl_full`.
+        entropy. KL is as in `engine.algorithms.divergences`.
         """
         width = self.stop - self.start
         log_probs, entropies, squared, kl = _Statistics.apply(

@@ -4,12 +4,16 @@ Values and arithmetic, but for one function that asks Ray (`resources.read_clust
 configuration leaves open, and how a plan becomes settings, is in `engine.trainers.auto_placement`.
 """
 
-from engine.planner.candidates import PricedCandidate
 from engine.planner.explain import explain
+from engine.planner.layout_search import (
+    PlacementPlan,
+    PricedCandidate,
+    SamplerChoices,
+    search,
+    search_apart,
+)
 from engine.planner.resources import Cluster, Machine, read_cluster
-from engine.planner.samplers import SamplerChoices, search_apart
-from engine.planner.search import PlacementPlan, search
-from engine.planner.workload import Candidate, FixedSettings, Samplers, Workload
+from engine.planner.sizes import Candidate, FixedSettings, Samplers, Workload
 
 __all__ = [
     "Candidate",

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError
 from engine.planner import Cluster, Machine, explain
-from engine.planner.hardware import GB, GIB, gpu, gpu_of
-from engine.storage.hub import pin_revision
+from engine.planner.resources import GB, GIB, gpu, gpu_of
+from engine.storage.filesystem import pin_revision
 
 
 @exit_130_on_ctrl_c
@@ -34,8 +34,7 @@ def _plan(options: argparse.Namespace) -> str:
     # Above this room; needed by the command alone.
     from engine.config import LoRAConfig, parse_config
     from engine.models import resolve_dtype, text_config
-    from engine.trainers.auto_placement import plan_for
-    from engine.trainers.workload import workload
+    from engine.trainers.auto_placement import plan_for, workload
 
     lora = LoRAConfig(rank=options.lora_rank)
     config = parse_config(_settings(options)).rl

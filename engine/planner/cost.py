@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.parallel.layout import ModelShape
-from engine.parallel.pipeline_stages import layers_by_stage
-from engine.planner import hardware
-from engine.planner.elements import sizes
-from engine.planner.hardware import EFFICIENCY, FLOAT32_SHARE, STREAMED
+from engine.parallel.pipeline_parallel import layers_by_stage
+from engine.planner import resources
 from engine.planner.memory import micro_tokens, rank_elements, stage_elements
-from engine.planner.resources import Allocation
-from engine.planner.workload import Candidate, Workload
+from engine.planner.resources import EFFICIENCY, FLOAT32_SHARE, STREAMED, Allocation
+from engine.planner.sizes import Candidate, Workload, sizes
 
 HIDDEN = 0.8  # of the arithmetic's time, that traffic may hide behind
 
@@ -185,7 +183,7 @@ def _gradients_traffic(work: Workload, candidate: Candidate, links: _Links) -> f
 
 def _to_host(work: Workload, candidate: Candidate) -> float:
     """Over a GPU's way to its machine's memory: weights every pass, moments every update."""
-    own = rank_elements(work.shape, candidate.layout) / hardware.HOST_LINK
+    own = rank_elements(work.shape, candidate.layout) / resources.HOST_LINK
     passes = _micros(work, candidate) * (3 * _trained(work) + _plain(work))
     weights = passes * own * work.weight_bytes if candidate.offload_params else 0.0
     away = candidate.offload_optimizer or candidate.offload_params

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.planner.candidates import PricedCandidate
-from engine.planner.hardware import GIB
+from engine.planner.layout_search import PlacementPlan, PricedCandidate
 from engine.planner.memory import RUNTIME, USABLE
-from engine.planner.search import PlacementPlan
+from engine.planner.resources import GIB
 
 SHOWN = 5
 _HEADS = (

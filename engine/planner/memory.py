@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.pipeline_stages import layers_by_stage
-from engine.planner.elements import kept_of_mlp, sizes
-from engine.planner.hardware import GIB
-from engine.planner.workload import Candidate, Workload
+from engine.parallel.pipeline_parallel import layers_by_stage
+from engine.planner.resources import GIB
+from engine.planner.sizes import Candidate, Workload, kept_of_mlp, sizes
 
 RUNTIME = int(0.75 * GIB)  # of a process: libraries, a CUDA context, communication buffers
 USABLE = 0.9  # of what is left: the rest is lost to fragments

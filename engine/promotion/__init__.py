@@ -6,8 +6,7 @@ texts; `checks` refuses what was tampered with. `lock` lets one process at a tim
 alias, `history` is the record of such moves, and `champions` makes them. `__main__` is the command.
 """
 
-from engine.promotion.champions import Champions
-from engine.promotion.history import AliasMove
+from engine.promotion.champions import AliasMove, Champions
 from engine.promotion.rules import Decision, Measurements, RuleOutcome, decide, decide_on_sets
 
 __all__ = [

@@ -14,8 +14,7 @@ from dataclasses import asdict
 
 from engine.console import exit_130_on_ctrl_c, say
 from engine.errors import EngineError, TrackingError
-from engine.promotion.champions import Champions
-from engine.promotion.lock import WAIT_SECONDS, LockTimeouts
+from engine.promotion.champions import WAIT_SECONDS, Champions, LockTimeouts
 
 STATUS = "exit status: 0 done; 1 refused or no answer, and nothing was moved; 2 wrong usage"
 

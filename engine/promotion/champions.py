@@ -1,32 +1,354 @@
-"""Moving a model's alias: compare and set under the model's lock, rollback, and a forced move.
-
-Every call ends in one of: moved and recorded, moved before by the same request, or an error and
-nothing moved. Whether a model should be promoted is for `rules`.
-"""
+"""Moves of a model's alias: checked, under a lock, compared and set, and recorded."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import os
+import random
+import re
+import socket
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
 
-from engine.errors import ChampionChangedError, TrackingError
-from engine.promotion.checks import require_intact_copy
-from engine.promotion.history import (
-    Action,
-    AliasMove,
-    previous_version,
-    read_moves,
-    reconcile,
-    tag_key,
-    tag_value,
-)
-from engine.promotion.lock import LockTimeouts, ModelLock, lock_model
-from engine.tracking import values
+from engine.console import display_path
+from engine.errors import ChampionChangedError, LineageError, TrackingError
+from engine.lineage.audit import audit
+from engine.lineage.lookup import review
+from engine.storage.artifacts import SOURCE, local_path, read_manifest
+from engine.tracking import connection
+from engine.tracking.model_versions import ModelRegistry, ModelVersion, intact_copy
 
-if TYPE_CHECKING:
-    from engine.tracking.registry import ModelRegistry
+# What must hold before anything moves: artifacts as recorded, and the registry's copy too.
+
+DATASETS = ("dataset", "pairs")  # kinds of artifacts with prompts that were trained on
+
+
+def require_unmodified(references: Sequence[str]) -> list[Path]:
+    """Re-hash artifacts and all that they were made from; return the datasets among them.
+
+    Raises LineageError for what was changed, edited or is missing. Sources made elsewhere are left
+    out: a folder that data arrives in changes every day.
+    """
+    found = review(references, descendants=False)
+    nodes = found.graph.nodes
+    faults = [
+        finding.text
+        for finding in audit(found).faults
+        if finding.key not in nodes or nodes[finding.key].kind != SOURCE
+    ]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise LineageError(
+            f"what the promotion is based on is not as recorded: {faults[0]}{more}; nothing was "
+            "moved; see `python -m engine.lineage verify`, then make the artifact again"
+        )
+    return [local_path(node.uri) for node in nodes.values() if node.kind in DATASETS]
+
+
+def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:
+    """Re-hash the registry's own copy of a version, which is what gets served.
+
+    Raises LineageError when it is not the content that the version's tags name, or has none.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
+            intact_copy(registry, version, Path(scratch))
+    except LineageError as error:
+        raise LineageError(f"{error}; nothing was moved") from error
+
+
+def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
+    """Raise LineageError unless the evaluation compared `policy` on `dataset`.
+
+    Returns the dataset's digest. Whether files were changed since is checked by `promote`.
+    """
+    evidence = read_manifest(evaluation)
+    if evidence.kind != "evaluation":
+        raise LineageError(
+            f"evaluation={display_path(evaluation)} is an artifact of kind {evidence.kind!r}; give "
+            "the folder of an evaluation"
+        )
+    parents = {parent.name: parent.digest for parent in evidence.parents}
+    for name, folder in (("dataset", dataset), ("policy", policy)):
+        digest = read_manifest(folder).digest
+        if parents.get(name) != digest:
+            raise LineageError(
+                f"the evaluation {display_path(evaluation)} is of {name} "
+                f"{parents.get(name, 'unknown')[:12]}, and {name}={display_path(folder)} is "
+                f"{digest[:12]}; give the artifacts of one run"
+            )
+    return parents["dataset"]
+
+
+# One process at a time may move a model's aliases: a lock made of the registered model's tags.
+#
+# MLflow can't compare and set. So who wants the lock of a model claims it, with a tag of its own
+# `lock.<owner>` that holds the claim's end, and then reads all tags: it has the lock if there is
+# no
+# other claim, else it takes its own back and tries again later. Of two that claim at once the one
+# whose tag came second sees the other's, so never both have it. To release is to delete one's tag.
+#
+# The claim of a holder that died ends by its deadline, and the next holder deletes it. A holder
+# that
+# wakes up late finds no claim but its own to release.
+#
+# What no lock outside the store can rule out is a holder that sleeps between its last look at the
+# clock and its write. It looks right before each write, and a lock lasts longer than any call of
+# the
+# client with its retries. The clocks of promoters must agree to within `SKEW_SECONDS`.
+
+LEASE_SECONDS = 600.0
+WRITE_SECONDS = 300.0  # the longest that a call and its retries take: 4 tries of 60 s, and pauses
+WAIT_SECONDS = 900.0  # longer than a lease, so that a dead holder is outlived
+SKEW_SECONDS = 30.0
+TAG_PREFIX = "lock."
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LockTimeouts:
+    """How long a lock lasts and is waited for, in seconds."""
+
+    lease: float = LEASE_SECONDS
+    wait: float = WAIT_SECONDS
+    skew: float = SKEW_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLock:
+    """A lock that this process holds."""
+
+    model_name: str
+    owner: str  # host, process and a random part
+    until: float  # seconds since the epoch
+    margin: float = field(default=WRITE_SECONDS)
+
+    def check(self) -> None:
+        """Raise TrackingError when a write that begins now might end after the lock does."""
+        if time.time() + self.margin > self.until:
+            raise TrackingError(
+                f"the lock of {self.model_name!r} ran out while it was held; nothing more was "
+                "written; do it again"
+            )
+
+
+@contextlib.contextmanager
+def lock_model(
+    registry: ModelRegistry, model_name: str, timeouts: LockTimeouts = LockTimeouts()
+) -> Iterator[ModelLock]:
+    """Hold the lock of a registered model for the block.
+
+    Raises TrackingError when there is no such model; naming the holder, when the lock is not free
+    within `timeouts.wait`; and when MLflow does not answer.
+    """
+    lock = _acquire(registry, model_name, timeouts)
+    try:
+        yield lock
+    finally:
+        try:
+            _delete(registry, model_name, lock.owner)
+        except TrackingError as error:
+            # What was to be done is done; the lock ends by itself.
+            _log.warning("%s; the lock of %s ends at %s", error, model_name, _clock(lock.until))
+
+
+def _acquire(registry: ModelRegistry, model_name: str, timeouts: LockTimeouts) -> ModelLock:
+    owner = connection.name(f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    deadline = time.monotonic() + timeouts.wait
+    while True:
+        held = _held(_claims(registry, model_name), timeouts)
+        lock = None if held else _claim(registry, model_name, owner, timeouts)
+        if lock is not None:
+            return lock
+        if time.monotonic() > deadline:
+            holders = [f"{other} (until {_clock(until)})" for other, until in held.items()]
+            raise TrackingError(
+                f"{', '.join(holders) or 'another process'} holds the lock of {model_name!r}; "
+                "nothing was moved; try again later"
+            )
+        time.sleep(random.uniform(0.05, 0.3))
+
+
+def _claim(
+    registry: ModelRegistry, model_name: str, owner: str, timeouts: LockTimeouts
+) -> ModelLock | None:
+    """Claim the lock; None, and no claim is left, when another process claims it as well."""
+    until = time.time() + timeouts.lease
+    try:
+        with registry.translated("lock a model"):
+            registry.client.set_registered_model_tag(model_name, TAG_PREFIX + owner, repr(until))
+        others = {k: v for k, v in _claims(registry, model_name).items() if k != owner}
+    except TrackingError:
+        with contextlib.suppress(TrackingError):  # so that the cause is shown, not this
+            _delete(registry, model_name, owner)
+        raise
+    if _held(others, timeouts):
+        _delete(registry, model_name, owner)
+        return None
+    for dead in others:
+        _delete(registry, model_name, dead)
+    return ModelLock(model_name, owner, until, min(WRITE_SECONDS, timeouts.lease / 2))
+
+
+def _claims(registry: ModelRegistry, model_name: str) -> dict[str, float]:
+    """Return the end of each claim, in seconds since the epoch, by its owner."""
+    tags = registry.require_model(model_name).tags
+    claims = {k: v for k, v in tags.items() if k.startswith(TAG_PREFIX)}
+    try:
+        return {key.removeprefix(TAG_PREFIX): float(end) for key, end in claims.items()}
+    except ValueError:
+        raise TrackingError(
+            f"a tag {TAG_PREFIX}… of the registered model {model_name!r} is no time in seconds; it "
+            "was edited; delete it when nobody promotes"
+        ) from None
+
+
+def _held(claims: dict[str, float], timeouts: LockTimeouts) -> dict[str, float]:
+    """The claims that have not ended by any promoter's clock."""
+    now = time.time()
+    return {owner: until for owner, until in claims.items() if now <= until + timeouts.skew}
+
+
+def _delete(registry: ModelRegistry, model_name: str, owner: str) -> None:
+    """Delete a claim; it may be gone already."""
+    from mlflow.exceptions import MlflowException
+
+    with registry.translated("release a lock"):
+        try:
+            registry.client.delete_registered_model_tag(model_name, TAG_PREFIX + owner)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+# The record of a model's champions, in tags of the registered model, one a move.
+#
+# A move is written before the alias is set and marked as done after it, so a process that died in
+# between leaves one of which `reconcile` finds out whether it was made. A move by hand, in
+# MLflow's
+# own pages, shows in an alias that is not where the record left it.
+
+MAX_REASON = 2000  # characters; a tag of MLflow's registry holds 5,000 in some databases
+
+# forced: to a version that never was champion, past the gate
+Action = Literal["promote", "rollback", "forced", "by hand"]
+
+
+@dataclass(frozen=True, slots=True)
+class AliasMove:
+    """An alias went from one version to another."""
+
+    number: int  # counts from 1 a model and alias
+    action: Action
+    version: str | None  # where it went, e.g. "4"; None: the alias was removed by hand
+    replaced: str | None  # where it was; None: nowhere
+    reason: str
+    at: str  # UTC, e.g. "2026-11-21T02:00:00Z"
+    by: str = ""  # run, execution or person
+    request: str = ""  # the same request is not done twice
+    approved_by: str = ""  # who agreed; empty: nobody
+    done: bool = True
+
+    def sentence(self) -> str:
+        """The move for a person."""
+        where = f"version {self.version}" if self.version else "nowhere"
+        was = f"version {self.replaced}" if self.replaced else "nowhere"
+        by = f" by {self.by}" if self.by else ""
+        if self.approved_by not in ("", self.by):
+            by += f", approved by {self.approved_by}"
+        return f"{self.at} {self.action}: {was} → {where}{by}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """The corrected record, and the writes that correct it in MLflow."""
+
+    moves: tuple[AliasMove, ...]
+    write: tuple[AliasMove, ...] = ()  # new or changed
+    drop: tuple[AliasMove, ...] = ()  # never made
+
+
+def reconcile(moves: Sequence[AliasMove], current: str | None, now: str) -> Reconciled:
+    """Correct a record, in order, by the version that the alias points to."""
+    kept = list(moves)
+    write: list[AliasMove] = []
+    drop: list[AliasMove] = []
+    if kept and not kept[-1].done:
+        last = kept.pop()
+        if last.version == current:
+            kept.append(replace(last, done=True))
+            write.append(kept[-1])
+        else:
+            drop.append(last)
+    before = kept[-1].version if kept else None
+    if before != current:
+        number = kept[-1].number + 1 if kept else 1
+        reason = "The alias was moved outside of promotion"
+        kept.append(AliasMove(number, "by hand", current, before, reason, now))
+        write.append(kept[-1])
+        drop = [move for move in drop if move.number != number]  # its place is written over
+    return Reconciled(tuple(kept), tuple(write), tuple(drop))
+
+
+def previous_version(moves: Sequence[AliasMove]) -> str | None:
+    """The version to go back to: what the present champion replaced when it was promoted.
+
+    A second rollback therefore goes further back. None when there is none.
+    """
+    if not moves:
+        return None
+    current = moves[-1].version
+    installed = [m for m in moves if m.version == current and m.action != "rollback"]
+    return (installed or list(moves))[-1].replaced
+
+
+def read_moves(tags: Mapping[str, str], alias: str) -> list[AliasMove]:
+    """Read the moves of an alias from the tags of its model, in order."""
+    pattern = re.compile(re.escape(_prefix(alias)) + r"\d+")
+    moves = [_parse(key, text) for key, text in tags.items() if pattern.fullmatch(key)]
+    return sorted(moves, key=lambda move: move.number)
+
+
+def tag_key(alias: str, move: AliasMove) -> str:
+    """The name of the tag that holds a move."""
+    return f"{_prefix(alias)}{move.number:06d}"
+
+
+def tag_value(move: AliasMove) -> str:
+    """A move as the text of its tag."""
+    return json.dumps(asdict(replace(move, reason=connection.shorten(move.reason, MAX_REASON))))
+
+
+def _prefix(alias: str) -> str:
+    return connection.name(f"history.{alias}.")
+
+
+def _parse(key: str, text: str) -> AliasMove:
+    try:
+        return AliasMove(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise TrackingError(
+            f"the tag {key!r} of the registered model is no record of a move ({error}); it was "
+            "edited; delete it"
+        ) from error
+
+
+# Moving a model's alias: compare and set under the model's lock, rollback, and a forced move.
+#
+# Every call ends in one of: moved and recorded, moved before by the same request, or an error and
+# nothing moved. Whether a model should be promoted is for `rules`.
 
 PROMOTED_TAG, REPLACED_TAG, REASON_TAG = "promoted_at", "replaced", "promotion_reason"
 
@@ -147,7 +469,7 @@ class Champions:
 
     @property
     def _approval_tag(self) -> str:
-        return values.name(f"approval.{self.alias}")
+        return connection.name(f"approval.{self.alias}")
 
     def _allowed(
         self, moves: Sequence[AliasMove], version: str, force: bool, approved_by: str
@@ -205,7 +527,7 @@ class Champions:
         self._record(lock, move)
         notes = {PROMOTED_TAG: move.at, REPLACED_TAG: move.replaced or "", REASON_TAG: move.reason}
         with self.registry.translated("tag a model version"):
-            for key, value in values.tags(notes).items():
+            for key, value in connection.tags(notes).items():
                 self.registry.client.set_model_version_tag(
                     self.model_name, move.version, key, value
                 )

@@ -14,7 +14,7 @@ from typing import Literal
 from engine.config import GuardConfig, PromoteConfig
 from engine.console import points
 from engine.evaluation.metrics import Interval
-from engine.evaluation.sets import TEST
+from engine.evaluation.summary import TEST
 
 APPROVAL = "approval"
 _OF_A_SET = ("gain", "score", "length", "contamination")  # rules on one set's problems

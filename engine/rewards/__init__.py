@@ -1,13 +1,16 @@
 """What a completion is worth: the reward protocol, its registry, rules, and the guarded call."""
 
-from engine.rewards.components import ordered_weights
-from engine.rewards.opening import open_reward
-from engine.rewards.protocol import RewardFunction
-from engine.rewards.registry import declared_components, register_reward, resolve_reward
-from engine.rewards.result import RewardFailure, Scores
-from engine.rewards.runner import score
-from engine.rewards.scorer import Scorer, require_rewards, scorer_identity
-from engine.rewards.threads import RewardScorer, RewardThreads
+from engine.rewards.calls import RewardScorer, RewardThreads, score
+from engine.rewards.reward_function import (
+    RewardFailure,
+    RewardFunction,
+    Scores,
+    declared_components,
+    ordered_weights,
+    register_reward,
+    resolve_reward,
+)
+from engine.rewards.scorer import Scorer, open_reward, require_rewards, scorer_identity
 
 __all__ = [
     "RewardFailure",

@@ -1,20 +1,304 @@
-"""Programs against test cases: 1 where a Python solution passes them all.
+"""Rewards for programs: 1 where a Python solution passes all of its test cases.
 
-The program is what stands in the last fenced block, or the whole text. It runs in a sandbox
-(`sandbox`) of its own, and never meets the results that are expected of it.
+Test cases as data sets write them, and judging a program by them in sandboxes.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import logging
+import math
 import re
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any, Protocol
 
 from engine.errors import RewardError
-from engine.rewards.code_tests import read_tests
-from engine.rewards.registry import register_reward
-from engine.rewards.sandbox.run import Limits
+from engine.rewards.reward_function import register_reward
+from engine.rewards.sandbox import programs
+from engine.rewards.sandbox.run import ALL, Ended, Limits, Sandbox, Walls
+
+# Test cases of a program: what data sets write, and judging a program by them in sandboxes.
+#
+# Three kinds, as JSON text or values:
+#
+# - input and output: `{"inputs": ["1 2\n"], "outputs": ["3\n"]}` (APPS, TACO, verl), or a list of
+#   `{"input": …, "output": …}` (LiveCodeBench);
+# - calls: the same with `fn_name`, e.g. `{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}`;
+# - assertions: Python text, a list of such lines (MBPP), or `{"test": …, "entry_point": "f"}`
+#   (HumanEval, whose test calls `check(f)`).
+
+_CLOSE = 1e-6  # of two numbers, relative or absolute
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Which tests a program passed, and the walls that it ran behind."""
+
+    passed: list[bool] = field(default_factory=list)
+    layers: dict[str, bool] = field(default_factory=dict)
+
+
+class CodeTests(Protocol):
+    """The tests of one problem."""
+
+    def __len__(self) -> int: ...
+
+    def judge(
+        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
+    ) -> Verdict:
+        """Run them all within `seconds`, or with `stop` until one fails."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InputOutput:
+    """The program reads standard input and writes standard output, afresh for each test."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def judge(
+        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
+    ) -> Verdict:
+        verdict, until = Verdict(), time.monotonic() + seconds
+        with Sandbox(limits, walls) as sandbox:
+            for given, wanted in zip(self.inputs, self.outputs, strict=True):
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                ended = sandbox.run(program, left, given)
+                verdict.layers = verdict.layers or ended.layers
+                ok = ended.well and same_output(ended.output, wanted)
+                verdict.passed.append(ok)
+                if ended.how == "lost" or (stop and not ok):
+                    break
+        return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """A function of the program is called; `name` may be a method, as `Solution.add`."""
+
+    name: str
+    inputs: Sequence[Sequence[object]]
+    outputs: Sequence[object]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def judge(
+        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
+    ) -> Verdict:
+        from engine.rewards.sandbox.programs import Remote, ask
+
+        verdict, until = Verdict(), time.monotonic() + seconds
+        ours, theirs = socket.socketpair()
+        with ours, Sandbox(limits, walls, theirs) as sandbox:
+            sandbox.begin("served", program, seconds)
+            try:
+                names = programs.receive(ours, until - time.monotonic())
+                target = self._target(names, lambda name: ask(ours, "name", name, until=until))
+                for given, wanted in zip(self.inputs, self.outputs, strict=True):
+                    try:
+                        said = ask(ours, "call", target, _arguments(given), until=until)
+                        ok = not isinstance(said, Remote) and _same_result(said, wanted)
+                    except programs.Closed:
+                        raise
+                    except Exception:  # the program's own, or no value at all
+                        ok = False
+                    verdict.passed.append(ok)
+                    if stop and not ok:
+                        break
+            except Exception:  # the sandbox has gone, or the program gives no such function
+                verdict.passed.append(False)
+            ours.close()
+            verdict.layers = sandbox.end().layers
+        return verdict
+
+    def _target(self, names: Sequence[str], of: Callable[[str], Any]) -> object:
+        """The place of the function; LookupError where the program has none of that name."""
+        first, _, method = self.name.partition(".")
+        if not method and first not in names and "Solution" in names:  # LeetCode's form
+            first, method = "Solution", first
+        if first not in names:
+            raise LookupError(self.name)
+        found = of(first)
+        if method:
+            found = getattr(found(), method)
+        return found._remote[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Assertions:
+    """Python that calls what the program defines; each top-level assertion or call is a test."""
+
+    text: str
+    candidate: str  # what `candidate` stands for; empty: nothing
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def judge(
+        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
+    ) -> Verdict:
+        for_program, for_tests = socket.socketpair()
+        with (
+            Sandbox(limits, walls, for_program) as judged,
+            Sandbox(limits, walls, for_tests) as tests,
+        ):
+            judged.begin("served", program, seconds)
+            tests.begin("tests", self.text, seconds, candidate=self.candidate)
+            said = tests.end()
+        return Verdict(self._read(said), said.layers)
+
+    def _read(self, said: Ended) -> list[bool]:
+        try:
+            passed = json.loads(said.output) if said.how == "itself" else []
+        except ValueError:
+            passed = []
+        return [one is True for one in passed][: self.count]
+
+
+def read_tests(truth: object, row: int) -> CodeTests:
+    """The tests of a ground truth; RewardError where it has none that can be read."""
+    try:
+        tests = _tests(_loaded(truth))
+    except (ValueError, TypeError, KeyError, SyntaxError, RecursionError) as error:
+        raise RewardError(
+            f"ground_truth of row {row} holds no test cases ({type(error).__name__}: {error}); "
+            'give JSON with "inputs" and "outputs", assertions as Python text, or a list of those'
+        ) from None
+    if not len(tests):
+        raise RewardError(f"ground_truth of row {row} has no test cases; give at least one")
+    return tests
+
+
+def _tests(value: Any) -> CodeTests:
+    if isinstance(value, str):
+        return _assertions(value, "")
+    if isinstance(value, Mapping):
+        if "inputs" in value:
+            return _pairs(value["inputs"], value["outputs"], value.get("fn_name"))
+        for key in ("test", "test_list", "asserts"):
+            if value.get(key) is not None:
+                lines = value[key]
+                text = lines if isinstance(lines, str) else "\n".join(map(str, lines))
+                setup = str(value.get("test_setup_code") or "")
+                return _assertions(f"{setup}\n{text}", str(value.get("entry_point") or ""))
+        raise ValueError(f"its keys are {sorted(map(str, value))}")
+    cases = list(value)
+    if all(isinstance(case, str) for case in cases):
+        return _assertions("\n".join(cases), "")
+    name = next((case.get("fn_name") for case in cases if case.get("fn_name")), None)
+    return _pairs([case["input"] for case in cases], [case["output"] for case in cases], name)
+
+
+def _pairs(inputs: Iterable[Any], outputs: Iterable[Any], name: str | None) -> CodeTests:
+    given, wanted = list(inputs), list(outputs)
+    if len(given) != len(wanted):
+        raise ValueError(f"{len(given)} inputs and {len(wanted)} outputs")
+    if name:
+        arguments = [list(_call_arguments(one)) for one in given]
+        return Calls(name, arguments, [_plain(_loaded(one)) for one in wanted])
+    return InputOutput([_text(one) for one in given], [_text(one) for one in wanted])
+
+
+def _assertions(text: str, entry_point: str) -> Assertions:
+    if entry_point and "check(" in text:
+        text += f"\ncheck({entry_point})\n"
+    body = ast.parse(text).body
+    count = sum(isinstance(statement, ast.Assert | ast.Expr) for statement in body)
+    return Assertions(text, entry_point, count)
+
+
+def _loaded(value: object) -> object:
+    """JSON text as its value; any other value, and any other text, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _call_arguments(value: object) -> Any:
+    """A list of arguments; text has one a line, in JSON."""
+    if isinstance(value, str):
+        lines = [_plain(json.loads(line)) for line in value.strip().splitlines()]
+        return lines[0] if len(lines) == 1 and isinstance(lines[0], list) else lines
+    return _plain(value)
+
+
+def _text(value: str | Iterable[object]) -> str:
+    """Lines as one text."""
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def _plain(value: object) -> object:
+    """Arrays, as Parquet gives them, as lists; tuples too, as JSON has none."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _arguments(given: Sequence[object]) -> object:
+    return programs.encode((tuple(given), {}), repr)
+
+
+def same_output(said: str, wanted: str) -> bool:
+    """Whether two outputs are the same but for blanks at ends of lines, and rounding."""
+    one, other = ([line.split() for line in text.strip().splitlines()] for text in (said, wanted))
+    return len(one) == len(other) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _same_word(said: str, wanted: str) -> bool:
+    if said == wanted:
+        return True
+    if "." not in wanted and "e" not in wanted.lower():  # whole numbers are exact
+        return False
+    try:
+        return math.isclose(float(said), float(wanted), rel_tol=_CLOSE, abs_tol=_CLOSE)
+    except ValueError:
+        return False
+
+
+def _same_result(said: object, wanted: Any) -> bool:
+    """As `same_value`; some data sets put each result into a list of one (APPS)."""
+    alone = isinstance(wanted, list) and len(wanted) == 1
+    return same_value(said, wanted) or (alone and same_value(said, wanted[0]))
+
+
+def same_value(said: object, wanted: object) -> bool:
+    """Whether two results are the same; tuples are lists, and floats are close."""
+    said, wanted = _plain(said), _plain(wanted)
+    if isinstance(wanted, list) and isinstance(said, list):
+        return len(said) == len(wanted) and all(map(same_value, said, wanted))
+    if isinstance(wanted, Mapping) and isinstance(said, Mapping):
+        theirs = {str(key): one for key, one in said.items()}  # JSON has no other keys
+        mine = {str(key): one for key, one in wanted.items()}
+        return theirs.keys() == mine.keys() and all(same_value(theirs[k], mine[k]) for k in mine)
+    if isinstance(wanted, float) and isinstance(said, int | float) and not isinstance(said, bool):
+        return math.isclose(said, wanted, rel_tol=_CLOSE, abs_tol=_CLOSE)
+    return type(said) is type(wanted) and bool(said == wanted)
+
+
+# Programs against test cases: 1 where a Python solution passes them all.
+#
+# The program is what stands in the last fenced block, or the whole text. It runs in a sandbox
+# (`sandbox`) of its own, and never meets the results that are expected of it.
 
 _FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LONGEST = 200_000  # characters of a program

@@ -1,30 +1,177 @@
-"""A reward function in a process of its own: whatever it does there, the run goes on.
+"""A reward function in a process of its own, or in several, none of which can end the run.
 
-What lives here: the run's end of it. The process is started once and keeps its state (a model that
-it loaded, say) between calls, until a call ends it or takes too long; the next call starts another.
-`guarded` starts and ends processes, `process_main` runs in them.
+What runs in the process, the run's side of it, and the pool for scoring completion by
+completion. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
+import random
+import resource
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
+from multiprocessing.connection import Connection
 
-from engine.errors import ConfigError, RewardError
-from engine.rewards.call import RewardRows
-from engine.rewards.guard import ProcessEnded
-from engine.rewards.guarded import START_S, GuardedProcess, TooLate, how_ended
-from engine.rewards.process_main import (
-    LoadReward,
-    RewardLoaded,
-    RowsDone,
-    ScoreAll,
-    ScoreEach,
+import numpy as np
+
+from engine.errors import ConfigError, EngineError, RewardError
+from engine.rewards.calls import (
+    AT_ONCE,
+    TURNS,
+    RewardRows,
+    RewardThreads,
+    RowEnded,
+    RowResult,
+    RowStarted,
+    late,
 )
-from engine.rewards.result import RewardFailure, Scores
-from engine.rewards.threads import TURNS, RowEnded, RowResult, RowStarted, late
+from engine.rewards.guard import START_S, GuardedProcess, ProcessEnded, TooLate, how_ended
+from engine.rewards.reward_function import (
+    RewardFailure,
+    Scores,
+    declared_components,
+    import_reward,
+    resolve_reward,
+)
+
+# What runs in a reward's process: it loads the function, and answers calls that come by a channel.
+#
+# What lives here: the messages, and the seeds of the random generators. What does not: starting
+# and
+# ending the process (`process`, `guard`), and the calls themselves (`threads`).
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReward:
+    """The first request of a process: which function it calls."""
+
+    name: str  # as `reward.name`
+    options: Mapping[str, object]
+    modules: tuple[str, ...]  # those that may register it, likely ones first
+    memory_bytes: int = 0  # most address space of the process; 0: no limit
+
+
+@dataclass(frozen=True, slots=True)
+class RewardLoaded:
+    """Answers `LoadReward`; a ConfigError in its place says why there is none."""
+
+    name: str  # in messages
+    components: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreAll:
+    """A call on all rows; Scores or a RewardFailure answer it."""
+
+    rows: RewardRows
+    timeout_s: float
+    components: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreEach:
+    """A call on each row; RowStarted and RowEnded answer it, None at each tick, RowsDone last."""
+
+    rows: Mapping[int, RewardRows]
+    timeout_s: float
+    tick_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowsDone:
+    """Nothing more comes for `ScoreEach`."""
+
+
+def serve(channel: Connection) -> None:
+    """Load the reward, then answer requests until the other end closes."""
+    try:
+        load: LoadReward = channel.recv()
+        if load.memory_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (load.memory_bytes, load.memory_bytes))
+        reward = _Reward(load)
+    except EngineError as error:
+        channel.send(ConfigError(str(error)))
+        return
+    except EOFError:
+        return
+    channel.send(RewardLoaded(reward.threads.name, reward.threads.components))
+    while True:
+        try:
+            request = channel.recv()
+        except EOFError:
+            return
+        if isinstance(request, ScoreAll):
+            channel.send(reward.score_all(request))
+        else:
+            reward.score_each(request, channel)
+        sys.stdout.flush()
+
+
+class _Reward:
+    """The function, and whether it has drawn from the random generators."""
+
+    def __init__(self, load: LoadReward) -> None:
+        if ":" not in load.name:
+            import_reward(load.name, load.modules)
+        function = resolve_reward(load.name, load.options)
+        components = declared_components(load.name)
+        self.threads = RewardThreads(function, components, before_call=_seed)
+        self._draws = False
+
+    def score_all(self, request: ScoreAll) -> object:
+        _seed(request.rows)
+        before = _generators()
+        try:
+            return self.threads.score_all(request.rows, request.timeout_s, request.components)
+        except RewardFailure as failure:
+            return failure
+        finally:
+            self._draws = self._draws or _generators() != before
+
+    def score_each(self, request: ScoreEach, channel: Connection) -> None:
+        """Side by side; but one after the other where the function draws from generators."""
+        at_once = 1 if self._draws else AT_ONCE
+        events = self.threads.events(
+            request.rows, request.timeout_s, at_once=at_once, tick_s=request.tick_s
+        )
+        for event in events:
+            channel.send(event)
+        channel.send(RowsDone())
+
+
+def _seed(rows: RewardRows) -> None:
+    """Seed what is drawn from by the rows' texts, so that the same rows get the same draws."""
+    text = "\0".join([*rows.prompts, *rows.completions])
+    seed = int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:4], "big")
+    random.seed(seed)
+    np.random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+def _generators() -> tuple[object, ...]:
+    """The state of the generators, to be compared."""
+    torch = sys.modules.get("torch")
+    drawn = b"" if torch is None else torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), pickle.dumps(np.random.get_state()), drawn
+
+
+# A reward function in a process of its own: whatever it does there, the run goes on.
+#
+# What lives here: the run's end of it. The process is started once and keeps its state (a model
+# that
+# it loaded, say) between calls, until a call ends it or takes too long; the next call starts
+# another.
+# `guarded` starts and ends processes, `process_main` runs in them.
 
 
 class RewardProcess:
@@ -49,7 +196,7 @@ class RewardProcess:
         each process has them at its start. `memory_bytes` limits the process's address space.
         """
         self._load = LoadReward(name, options or {}, modules, memory_bytes)
-        self._process = GuardedProcess("engine.rewards.process_main:serve", imports)
+        self._process = GuardedProcess("engine.rewards.process:serve", imports)
         self.name, self.components = name, None
         loaded = self._running()
         self.name, self.components = loaded.name, loaded.components
@@ -184,3 +331,99 @@ def _patience(timeout_s: float, deadline: float, alone: int) -> float:
     if alone:
         patience = min(patience, (deadline - time.monotonic()) / (alone + 1))
     return max(patience, 0.01)
+
+
+# A reward in several processes, completion by completion, each with a deadline of its own.
+#
+# For the engine's rules whose time and memory depend on what a model writes. A completion that
+# takes
+# too long costs its process, which is forked again with all modules loaded, and no other
+# completion.
+
+MEMORY_BYTES = 4 << 30  # address space of a process; what needs more has no score
+_MOST = 8  # processes, unless asked for
+
+
+class RewardPool:
+    """Calls a registered reward on single rows; its processes start with the first call."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, object] | None,
+        module: str,
+        *,
+        components: tuple[str, ...],
+        imports: tuple[str, ...] = (),
+        processes: int = 0,
+        sample_timeout_s: float = 5.0,
+    ) -> None:
+        """`processes` of 0 are as many as cores, 8 at most."""
+        self.name = name
+        self.components: tuple[str, ...] | None = components
+        self._options, self._module = options, module
+        self._imports = (module, *imports)
+        self._size = processes or min(_MOST, os.cpu_count() or 1)
+        self._limit_s = sample_timeout_s
+        self._free: list[RewardProcess] = []
+
+    def score_all(
+        self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
+    ) -> Scores:
+        results = self.score_each({row: rows.row(row) for row in range(len(rows))}, timeout_s)
+        found: dict[int, list[float]] = {}
+        failures: dict[int, RewardFailure] = {}
+        for row in range(len(rows)):
+            result = results.get(row) or late(self.name, 1, timeout_s)
+            if isinstance(result, RewardFailure):
+                failures[row] = result
+            elif result.failures:
+                failures[row] = result.failures[0]
+            else:
+                found[row] = result.rows[0]
+        return Scores.of(self.components, found, failures)
+
+    def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
+        waiting = deque(rows)
+        results: dict[int, RowResult] = {}
+
+        def work() -> None:
+            process = self._take()
+            deadline = time.monotonic() + timeout_s
+            try:
+                while waiting and (left := deadline - time.monotonic()) > 0:
+                    with suppress(IndexError):  # another thread took the last one
+                        row = waiting.popleft()
+                        results[row] = self._score(process, rows[row], min(left, self._limit_s))
+            finally:
+                self._free.append(process)
+
+        with ThreadPoolExecutor(min(self._size, len(rows))) as threads:
+            for done in [threads.submit(work) for _ in range(min(self._size, len(rows)))]:
+                done.result()
+        return results
+
+    def close(self) -> None:
+        """End all processes and what they left behind."""
+        while self._free:
+            self._free.pop().close()
+
+    def _take(self) -> RewardProcess:
+        """A process that is there, or one that is started now."""
+        with suppress(IndexError):
+            return self._free.pop()
+        return RewardProcess(
+            self.name,
+            self._options,
+            (self._module,),
+            imports=self._imports,
+            memory_bytes=MEMORY_BYTES,
+        )
+
+    def _score(self, process: RewardProcess, row: RewardRows, timeout_s: float) -> RowResult:
+        try:
+            return process.score_all(row, timeout_s, self.components)
+        except RewardFailure as failure:
+            if failure.cause == "deadline" and timeout_s == self._limit_s:
+                return late(self.name, 1, timeout_s, "reward.sample_timeout_s")
+            return failure

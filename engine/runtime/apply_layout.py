@@ -1,30 +1,151 @@
-"""A model laid out over a role's ranks: this rank's module, sharded, with its storage.
+"""A model is laid out over a role's ranks: sharded, loaded from files into its shards, and checked.
 
-`engine.parallel` has the axes; here is the order in which they are applied, and when weights that
-are still in files are read.
+Also whether its passes take packed rows. `engine.parallel` has the axes; here is the order in
+which they are applied.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.batch import TOKENS, Batch
 from engine.config import ParallelConfig
-from engine.models.critic import CriticModel
+from engine.errors import ConfigError
 from engine.models.fused import apply_fused, gains_by_fusion
-from engine.models.packing import packing_of, set_packing
-from engine.models.unloaded import UnloadedModel
+from engine.models.packing import apply_packing, packing_of, set_packing
+from engine.models.policy import UnloadedModel
+from engine.models.value_head import CriticModel
 from engine.models.vocabulary_head import require_vocabulary_head
 from engine.parallel import fsdp
-from engine.parallel import pipeline_stages as stages
+from engine.parallel import pipeline_parallel as stages
+from engine.parallel.fsdp import shards_weights
+from engine.parallel.layout import DATA_AXES
+from engine.parallel.module_shards import local_box, local_tensor, named_tensors
 from engine.parallel.process_groups import Ranks
 from engine.parallel.sequence_parallel import apply_ulysses
-from engine.parallel.tensor_parallel import apply_tensor_parallel
-from engine.runtime.load_shards import load_shards
-from engine.runtime.packed_passes import allow_packing
+from engine.parallel.tensor_parallel import apply_tensor_parallel, tied_parameters
+
+# What a rank keeps of a model, read from files straight into its shards.
+#
+# The model was laid out over the ranks without storage (`engine.models.unloaded`). A rank's memory
+# then holds its shards and, while one is read, a bucket; no rank has a whole model.
+
+
+@torch.no_grad()
+def load_shards(
+    module: nn.Module, source: UnloadedModel, device: torch.device, parameters: torch.device
+) -> None:
+    """Give `module`, this rank's part of `source`'s, storage and values.
+
+    Buffers go to `device`; `parameters` is the same, or the CPU where they are offloaded. Names are
+    those of the whole model, or of the embedding that a head in another stage is tied to.
+    """
+    tied = tied_parameters(module)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # a tied parameter is met more than once
+
+    def allocate(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor if isinstance(tensor, nn.Parameter) else tensor.to(device)
+        if id(tensor) not in made:
+            where = parameters if isinstance(tensor, nn.Parameter) else device
+            made[id(tensor)] = tensor, torch.empty_like(tensor, device=where)
+        return made[id(tensor)][1]
+
+    module._apply(allocate)  # FSDP's module takes note of its parameters' new storage here
+    for owner, name, first, name_there in tied:
+        owner.register_parameter(name, first.get_parameter(name_there))
+    for name, tensor in named_tensors(module).items():
+        shard, box = local_tensor(tensor), local_box(tensor)
+        if name in source.values:
+            ends = zip(box.offset, box.size, strict=True)
+            shard.copy_(source.values[name][tuple(slice(at, at + size) for at, size in ends)])
+        elif name not in source.names:
+            shard.zero_()
+        elif box.elements:
+            source.files.read(source.names[name], box.offset, shard)
+
+
+# Whether a sharded model's passes take packed rows: by its configuration, and by a check.
+#
+# `engine.models.packing` packs. Layouts and families that can't take packed rows get padded ones,
+# and
+# so does a model whose packed rows, when they are first used, don't give what padded ones do.
+
+log = logging.getLogger(__name__)
+
+# Largest mean distance of a token's hidden states from the padded pass's, over their norm.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05
+
+
+def allow_packing(model: Any, ranks: Ranks, config: ParallelConfig, device: torch.device) -> None:
+    """Let `model` take packed rows where `config` wants them; call it before sharding.
+
+    It will compute on `device`. Raises ConfigError where packing is true and the model can't take
+    packed rows; auto leaves such a model to padded rows.
+    """
+    if config.packing is True:
+        apply_packing(model)
+    if config.packing != "auto" or not isinstance(model, PreTrainedModel | CriticModel):
+        return
+    problem: object = ""
+    if device.type == "cuda" and not _computes_in_half(model, config):
+        problem = "the GPU's kernel for packed ones takes float16 and bfloat16"
+    else:
+        try:
+            apply_packing(model, "auto")
+        except ConfigError as error:
+            problem = error
+    if problem and ranks.rank == 0:
+        log.warning("rows are padded, and shared prompts computed once a row: %s", problem)
+
+
+def check_sample(batch: Batch) -> Batch:
+    """A few rows of `batch`, the first two with one prompt, to compute packed and padded."""
+    prompt = batch["input_ids"].shape[1] - batch["responses"].shape[1]
+    answered = batch["attention_mask"][:, prompt:].any(1).nonzero().squeeze(1)[:3].tolist()
+    rows = (answered or [0]) * 2 if len(answered) < 2 else answered
+    sample = batch.select(TOKENS).rows(rows)
+    shared = {name: sample[name].clone() for name in ("input_ids", "attention_mask")}
+    for tensor in shared.values():
+        tensor[1, :prompt] = tensor[0, :prompt]
+    return sample | shared
+
+
+def accept(module: nn.Module, error: float, ranks: Ranks, config: ParallelConfig) -> None:
+    """Go on with packed rows if no rank's differ from padded ones by more than rounding.
+
+    `error`: the mean relative distance of hidden states. Ranks that share the model call it
+    together.
+    """
+    half = _computes_in_half(module, config)
+    fine = error <= (HALF_TOLERANCE if half else TOLERANCE)  # not for NaN
+    sharing = ("pp", "sp", "tp", *DATA_AXES) if shards_weights(ranks) else ("pp", "tp")
+    if ranks.max_over(int(not fine), sharing):
+        set_packing(module, False)
+        log.warning(
+            "packed rows' hidden states are %.2g of their norm away from those of padded rows on "
+            "this rank: rows are padded from here on",
+            error,
+        )
+
+
+def _computes_in_half(module: nn.Module, config: ParallelConfig) -> bool:
+    """Whether passes are in float16 or bfloat16, by the weights or by `compute_dtype`."""
+    if config.compute_dtype:
+        return config.compute_dtype != "float32"
+    return any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
+
+
+# A model laid out over a role's ranks: this rank's module, sharded, with its storage.
+#
+# `engine.parallel` has the axes; here is the order in which they are applied, and when weights
+# that
+# are still in files are read.
 
 ModelPart = PreTrainedModel | CriticModel | stages.PipelineStage  # what one rank trains
 

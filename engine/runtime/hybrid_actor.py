@@ -1,20 +1,28 @@
 """`HybridActor`: one causal language model to train and to sample from, without a reload between.
 
-It is the policy's module tree under another root, over the `PolicyRuntime` that the RL workers use
-too. `generate`'s arguments are read in `generate_arguments`; many ranks are in `sharded_policy`.
+Its settings, the ranks that a launcher started, and what a switch between training and
+generation costs. transformers' `generate` arguments are in `generate_arguments`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.config import RolloutConfig
+from engine.config import RolloutConfig, Section, explain
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, EngineError, RolloutError
 from engine.models import (
@@ -27,19 +35,187 @@ from engine.models import (
     save_policy,
     vocabulary_and_context,
 )
-from engine.models.load import adapter_base_path, load_model_config
-from engine.rollout.protocol import (
-    Completion,
-    RolloutEngine,
-    SamplingParams,
-    engine_capabilities,
-)
+from engine.models.loading import adapter_base_path, load_model_config
+from engine.parallel.layout import Layout, ModelShape, check_layout, rollout_layout
+from engine.parallel.process_groups import init_process_group
+from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, engine_capabilities
 from engine.runtime.generate_arguments import read_call
-from engine.runtime.hybrid_config import HybridConfig
-from engine.runtime.launcher_ranks import init_from_launcher
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
 from engine.runtime.sharded_policy import ShardedPolicy
+
+# The settings of `hybrid_config`, and the layout of ranks that they give. Imports no torch.
+
+_ELSEWHERE = ("pp_size", "sp_size")  # axes without an ordinary forward and backward pass
+
+
+class HybridConfig(Section):
+    """Sizes of the axes of ranks. `dp_size` and `fsdp_size` follow from the others if left out.
+
+    `tp_size` is that of `generate`; training shards weights by `fsdp_sharding`, and splits
+    matrices where `train_tp_size` says so.
+
+    >>> HybridConfig.of({"train_tp_size": 2, "fsdp_sharding": "FULL_SHARD"}).layout(4)
+    Layout(pp=1, dp=1, fsdp=2, sp=1, tp=2)
+    """
+
+    dp_size: int | None = Field(None, ge=1, description="Copies of the model")
+    fsdp_size: int | None = Field(None, ge=1, description="Ranks that share a copy's weights")
+    tp_size: int | None = Field(
+        None, ge=1, description="Ranks that share each matrix in generate; None: train_tp_size"
+    )
+    train_tp_size: int = Field(1, ge=1, description="Ranks that share each matrix in training")
+    rollout_tp_size: int | None = Field(None, ge=1, description="Another name of tp_size")
+    fsdp_sharding: Literal["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"] = Field(
+        "FULL_SHARD",
+        description="Weights sharded over all data ranks, inside each node, or copied to each rank",
+    )
+
+    @classmethod
+    def of(cls, values: Mapping[str, object] | None) -> Self:
+        """Read a user's dictionary; ConfigError names a wrong key and the valid ones."""
+        values = values or {}
+        unknown = sorted(str(key) for key in values.keys() - cls.model_fields.keys())
+        if unknown:
+            elsewhere = unknown[0] in _ELSEWHERE
+            hint = f"; RLTrainer spreads by {unknown[0][:2]} (actor.parallel)" if elsewhere else ""
+            raise ConfigError(
+                f"hybrid_config has no key {', '.join(map(repr, unknown))}; its keys are "
+                f"{', '.join(cls.model_fields)}{hint}"
+            )
+        try:
+            config = cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"hybrid_config: {explain(error)}") from None
+        given = {config.tp_size, config.rollout_tp_size} - {None}
+        if len(given) > 1:
+            raise ConfigError(
+                f"hybrid_config: tp_size={config.tp_size} and rollout_tp_size="
+                f"{config.rollout_tp_size} are both that of generate; training's is train_tp_size"
+            )
+        return config
+
+    @property
+    def rollout_tp(self) -> int:
+        """Ranks that share each matrix while they generate."""
+        return self.tp_size or self.rollout_tp_size or self.train_tp_size
+
+    def layout(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
+        """The training layout on `world_size` ranks, `ranks_per_node` of them on one machine.
+
+        None: all of them are. Raises ConfigError where the sizes don't multiply to `world_size`.
+        """
+        self._require_ranks(world_size)
+        data_ranks = max(1, world_size // self.train_tp_size)
+        in_node = max(1, (ranks_per_node or world_size) // self.train_tp_size)
+        dp, fsdp = self._data_axes(data_ranks, in_node)
+        layout = Layout(dp=dp, fsdp=fsdp, tp=self.train_tp_size)
+        check_layout(layout, world_size)
+        return layout
+
+    def check(self, config: Any, world_size: int, ranks_per_node: int | None = None) -> Layout:
+        """`layout`, checked to be one that a model of this transformers configuration can take.
+
+        Raises ConfigError where it can't, in training or in `generate`.
+        """
+        layout = self.layout(world_size, ranks_per_node)
+        if layout.fsdp == layout.tp == self.rollout_tp == 1:
+            return layout  # whole models only: any will do
+        shape = ModelShape.of(config)
+        check_layout(layout, world_size, shape)
+        rollout_layout(layout, tp=self.rollout_tp)
+        kv_heads = shape.kv_heads
+        if shape.heads % self.rollout_tp or max(kv_heads, self.rollout_tp) % min(
+            kv_heads, self.rollout_tp
+        ):
+            raise ConfigError(
+                f"hybrid_config's tp_size={self.rollout_tp} does not share the model's "
+                f"{shape.heads} attention heads and {kv_heads} key heads evenly; choose a divisor"
+            )
+        return layout
+
+    def _require_ranks(self, world_size: int) -> None:
+        """Raise ConfigError where the sizes need more ranks than there are."""
+        training = self.train_tp_size * (self.dp_size or 1) * (self.fsdp_size or 1)
+        asked = max(training, self.rollout_tp)
+        if asked <= world_size:
+            return
+        names = ("dp_size", "fsdp_size", "tp_size", "train_tp_size", "rollout_tp_size")
+        used = ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n) or 1) > 1)
+        there = "this process is alone" if world_size == 1 else f"there are {world_size}"
+        raise ConfigError(
+            f"hybrid_config's {used} needs {asked} ranks, but {there}; run it under torchrun with "
+            f"{asked} processes (torchrun --nproc-per-node {asked} …), or leave the sizes out"
+        )
+
+    def _data_axes(self, data_ranks: int, in_node: int) -> tuple[int, int]:
+        """Copies of the model, and ranks that share one."""
+        if self.fsdp_sharding == "FULL_SHARD":
+            if (self.dp_size or 1) > 1:
+                raise ConfigError(
+                    f"hybrid_config: dp_size={self.dp_size} keeps {self.dp_size} copies of the "
+                    "model, and fsdp_sharding='FULL_SHARD' one; use 'HYBRID_SHARD'"
+                )
+            return 1, self.fsdp_size or data_ranks
+        if self.fsdp_sharding == "NO_SHARD":
+            if (self.fsdp_size or 1) > 1:
+                raise ConfigError(
+                    f"hybrid_config: fsdp_size={self.fsdp_size} shards the model and fsdp_sharding="
+                    "'NO_SHARD' does not; use 'HYBRID_SHARD' or 'FULL_SHARD'"
+                )
+            return self.dp_size or data_ranks, 1
+        if self.fsdp_size is None:
+            shared = in_node if self.dp_size is None else max(1, data_ranks // self.dp_size)
+            return self.dp_size or max(1, data_ranks // min(shared, data_ranks)), shared
+        return self.dp_size or max(1, data_ranks // self.fsdp_size), self.fsdp_size
+
+
+# The ranks that a launcher such as torchrun started this process with.
+
+RENDEZVOUS_TIMEOUT_S = 120.0
+
+
+def init_from_launcher() -> tuple[int, int]:
+    """Initialise the process group of this launch; return the world size and the local world size.
+
+    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) the default process group
+    is created unless there is one. Raises ConfigError for an incomplete environment and WorkerError
+    if other ranks don't connect.
+    """
+    world_size = _whole_number("WORLD_SIZE", 1)
+    if not dist.is_initialized() and world_size > 1:
+        missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"the environment has WORLD_SIZE={world_size} and no {', '.join(missing)}; start "
+                "the program with torchrun, or unset WORLD_SIZE for one rank"
+            )
+        if torch.cuda.is_available():
+            torch.cuda.set_device(_whole_number("LOCAL_RANK", 0) % torch.cuda.device_count())
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        init_process_group(address, _whole_number("RANK", 0), world_size, RENDEZVOUS_TIMEOUT_S)
+    if not dist.is_initialized():
+        return 1, 1
+    world_size = dist.get_world_size()
+    return world_size, _whole_number("LOCAL_WORLD_SIZE", world_size)
+
+
+def _whole_number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text or default)
+    except ValueError:
+        raise ConfigError(
+            f"the environment has {name}={text!r}, which is no whole number; start the program "
+            "with torchrun, or unset it"
+        ) from None
+
+
+# `HybridActor`: one causal language model to train and to sample from, without a reload between.
+#
+# It is the policy's module tree under another root, over the `PolicyRuntime` that the RL workers
+# use
+# too. `generate`'s arguments are read in `generate_arguments`; many ranks are in `sharded_policy`.
 
 
 class HybridActor(nn.Module):
@@ -384,3 +560,111 @@ def _tokenizer(
             return None
         return load_tokenizer(path)
     return load_tokenizer(given) if isinstance(given, str | Path) else given
+
+
+# What switching between training and rollout costs: measured time and memory.
+
+Mode = Literal["train", "rollout", "eval"]
+
+
+def measure_switch_overhead(
+    actor: HybridActor, mode: Mode = "train", repeats: int = 9
+) -> dict[str, float]:
+    """Switch `actor` into `mode` (eval is another name of rollout) `repeats` times and return what
+    one switch costs.
+
+    `latency_ms` is the median time until the first token, or the first training forward, can be
+    computed; each switch to "rollout" comes after a write to every weight, as an optimizer step
+    makes. `mem_increase_mb` (10⁶ bytes) is what one switch allocates: on a GPU the peak above the
+    level before, elsewhere the sum of all new tensor storage, of which nothing is subtracted.
+    `latency_min_ms` is the fastest, which other work on the machine disturbs least, and
+    `received_mb` what one switch brought to this rank from others; 0 where storage is shared.
+    All ranks of an actor call it together.
+
+    Weights keep their bits and the actor its mode; its policy version rises. Raises ConfigError
+    for another mode, or fewer than one repeat.
+    """
+    if mode not in ("train", "rollout", "eval"):
+        raise ConfigError(f"mode={mode!r} is unknown; use 'train', or 'rollout' ('eval')")
+    mode = "rollout" if mode == "eval" else mode
+    if repeats < 1:
+        raise ConfigError(f"repeats={repeats} measures nothing; use 1 or more")
+    switch: Callable[[], object] = actor.to_rollout if mode == "rollout" else actor.train
+    before = actor.training
+    times = []
+    actor.refresh()
+    try:
+        for _ in range(repeats + 1):  # the first one warms up
+            _leave(actor, mode)
+            times.append(_timed(switch, actor.device))
+        _leave(actor, mode)
+        allocated = _allocated(switch, actor.device)
+    finally:
+        actor.train(before)
+    return {
+        "latency_ms": 1e3 * statistics.median(times[1:]),
+        "latency_min_ms": 1e3 * min(times[1:]),
+        "mem_increase_mb": allocated / 1e6,
+        "received_mb": actor.received_bytes / 1e6 if mode == "rollout" else 0.0,
+    }
+
+
+def _leave(actor: HybridActor, mode: Mode) -> None:
+    """Bring the actor into the other mode."""
+    if mode == "train":
+        actor.to_rollout()
+        return
+    actor.train()
+    with torch.no_grad():
+        weights: list[Tensor] = [p for p in actor.parameters() if p.is_floating_point()]
+        torch._foreach_mul_(weights, 1.0)  # a write to each that changes no bit
+
+
+def _timed(switch: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    started = time.perf_counter()
+    switch()
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _allocated(switch: Callable[[], object], device: torch.device) -> int:
+    """Bytes that `switch` allocates for tensors."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        switch()
+        return torch.cuda.max_memory_allocated(device) - before
+    with StorageCounter() as counter:
+        switch()
+    return counter.bytes
+
+
+class StorageCounter(TorchDispatchMode):
+    """Sums the sizes of the storages that operators create while it is active, freed ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if DTensor in types:  # it comes back here with the local tensors that it stands for
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        known = {_address(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and _address(tensor) not in known:
+                known.add(_address(tensor))
+                self.bytes += tensor.untyped_storage().nbytes()
+        return result
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

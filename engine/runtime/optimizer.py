@@ -1,34 +1,168 @@
 """Optimizer, learning-rate schedule and gradient clipping, for SFT, actor and critic.
 
-Weights stored in bfloat16 or float16 have float32 masters here (`master_weights`). On many ranks
-each updates the shards that it stores (`update_rules`). Gradients must be reduced over the ranks
-before a step.
+Also the update rule, float32 masters of narrower weights, and loss scaling for float16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine.checkpoint.state_dict import StateDict
 from engine.config import OptimConfig
 from engine.errors import CheckpointError, DivergedError
+from engine.kernels.training_ops import CompiledAdamW, takes_masters
 from engine.parallel import fsdp, gradients
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
-from engine.runtime.compiled_adamw import CompiledAdamW
-from engine.runtime.loss_scale import LossScale
-from engine.runtime.master_weights import (
-    accumulate_in_float32,
-    has_master,
-    make_master,
-    write_working_weights,
-)
-from engine.runtime.update_rules import make_update_rule, state_kind
+
+# Dynamic loss scaling: small float16 gradients must not vanish (arXiv:1710.03740, section 3.2).
+
+GROWTH_INTERVAL = 2000  # updates without an overflow until the scale doubles, as torch's GradScaler
+LARGEST = 2.0**24
+
+
+class LossScale:
+    """The factor that a loss is multiplied with, and its gradients divided by.
+
+    It halves where gradients overflow, which skips the update, and doubles after
+    `GROWTH_INTERVAL` updates in a row.
+    """
+
+    def __init__(self, value: float = 2.0**16) -> None:
+        self.value, self.updates = value, 0
+
+    def grow(self) -> None:
+        """An update was taken."""
+        self.updates += 1
+        if self.updates >= GROWTH_INTERVAL:
+            self.value, self.updates = min(2 * self.value, LARGEST), 0
+
+    def back_off(self) -> bool:
+        """Gradients were not finite: halve; False at 1, where it isn't the scale's fault."""
+        if self.value <= 1.0:
+            return False
+        self.value, self.updates = self.value / 2, 0
+        return True
+
+    def state_dict(self) -> dict[str, float]:
+        """The scale, and the updates since it changed."""
+        return {"value": self.value, "updates": float(self.updates)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore `state_dict`."""
+        self.value, self.updates = float(state["value"]), int(state["updates"])
+
+
+def update_metrics(norms: Sequence[float], scale: LossScale | None) -> dict[str, float]:
+    """`grad_norm`, the mean over updates; with a scale `loss_scale` and `skipped_updates`."""
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    metrics = {"grad_norm": sum(finite) / len(finite)} if finite else {}
+    if scale is not None:
+        skipped = float(len(norms) - len(finite))
+        metrics |= {"loss_scale": scale.value, "skipped_updates": skipped}
+    return metrics
+
+
+# Float32 masters of weights that are stored in bfloat16 or float16 (arXiv:1710.03740).
+#
+# Forward, backward and rollout read the working weights. The optimizer updates their masters and
+# writes the rounded result into the working weights in place, so that whatever shares their
+# storage
+# sees it. An update below the working dtype's resolution is lost in the weight and not in its
+# master.
+# Gradients are accumulated in float32.
+
+REDUCED = (torch.bfloat16, torch.float16)
+
+
+def has_master(parameter: Tensor) -> bool:
+    """Whether the optimizer keeps a float32 master of a parameter."""
+    return parameter.dtype in REDUCED
+
+
+def make_master(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """A float32 copy of this rank's part of a parameter."""
+    return local_tensor(parameter).detach().to(device, torch.float32, copy=True)
+
+
+@torch.no_grad()
+def write_working_weights(parameters: Iterable[nn.Parameter], masters: Iterable[Tensor]) -> None:
+    """Round masters into their parameters, in place; both on one device."""
+    working = [local_tensor(parameter) for parameter in parameters]
+    if working:
+        torch._foreach_copy_(working, list(masters))
+
+
+def accumulate_in_float32(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Make backward passes leave float32 gradients in `parameters` of `model`, and add to them.
+
+    FSDP reduces in float32, casts the sum to the parameter's dtype and stores that: it is widened
+    then, and what later passes add is added in float32.
+    """
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    for parameter in parameters:
+        if not sharded:
+            parameter.grad_dtype = torch.float32
+            continue
+        parameter.grad_dtype = None  # any
+        parameter.register_post_accumulate_grad_hook(_widen)
+
+
+def _widen(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+        parameter.grad = parameter.grad.float()
+
+
+# What an optimizer step does to the weights: AdamW, Adam or SGD, of torch or compiled.
+
+
+def make_update_rule(
+    config: OptimConfig,
+    stored: Sequence[Tensor],
+    working: Mapping[Tensor, nn.Parameter],
+) -> torch.optim.Optimizer:
+    """The rule that updates `stored`: masters of the parameters `working`, or the weights.
+
+    Biases, norms and other vectors get no weight decay. AdamW of masters alone is one compiled pass
+    where that can be. All are elementwise, so that each rank may update its shards.
+    """
+    groups: list[dict[str, object]] = []
+    if matrices := [tensor for tensor in stored if tensor.dim() >= 2]:
+        groups.append({"params": matrices})
+    if vectors := [tensor for tensor in stored if tensor.dim() < 2]:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    if config.optimizer == "SGD":
+        return torch.optim.SGD(groups, momentum=config.momentum, **options)
+    options["betas"] = (config.beta1, config.beta2)
+    if config.optimizer == "Adam":
+        return torch.optim.Adam(groups, **options)
+    if takes_masters(working, len(stored)):
+        return CompiledAdamW(groups, working, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def state_kind(optimizer: str) -> str:
+    """The kind of a rule's state: rules of one kind can go on from each other's."""
+    return "Adam" if optimizer == "AdamW" else optimizer
+
+
+# Optimizer, learning-rate schedule and gradient clipping, for SFT, actor and critic.
+#
+# Weights stored in bfloat16 or float16 have float32 masters here (`master_weights`). On many ranks
+# each updates the shards that it stores (`update_rules`). Gradients must be reduced over the ranks
+# before a step.
 
 MASTER = "master"  # among a parameter's moments in a state dict
 _OFFLOAD_ELEMENTS = 64 << 20  # parameters whose moments are on the device at a time

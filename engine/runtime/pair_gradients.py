@@ -11,13 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.algorithms.metrics import MeanAccumulator, accumulate_mean
-from engine.algorithms.preference import Pairs, PreferenceOutput, sequence_log_probs
+from engine.algorithms.aggregation import MeanAccumulator, accumulate_mean
+from engine.algorithms.preference_losses import Pairs, PreferenceOutput, sequence_log_probs
 from engine.batch import Batch
-from engine.data.bucketing import token_budget_batches
-from engine.runtime.micro_batches import trim
-from engine.runtime.sharded_model import ShardedModel
-from engine.runtime.token_outputs import OutputReader, Outputs
+from engine.data.collate import token_budget_batches
+from engine.models.forward import OutputReader, Outputs
+from engine.runtime.sharded_model import ShardedModel, trim
 
 
 def accumulate_pairs(

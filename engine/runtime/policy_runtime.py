@@ -1,13 +1,13 @@
-"""A policy on this process's ranks: one object for training and for rollout.
+"""A policy on this process's ranks: one object for training, for rollout, and for its model folder.
 
-`HybridActor` has one, and the actor, rollout and reference workers of a process share one
-(`WorkerContext.process`): a notebook runs the code that trains in production. The optimizer and the
-state to save are in `sharded_train_state`.
+It joins a sharded model, its rollout weights and its version. Roles are in `engine.workers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,17 +15,34 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch import Batch
-from engine.config import ParallelConfig
+from engine.config import LoRAConfig, ParallelConfig
+from engine.data.tokenizer import load_tokenizer
 from engine.errors import RolloutError
-from engine.models import CriticModel, UnloadedModel, adapter_parameters, has_adapters
-from engine.parallel.gather import named_tensors
+from engine.models import (
+    CriticModel,
+    UnloadedModel,
+    adapter_parameters,
+    has_adapters,
+    load_policy_model,
+    open_policy_model,
+    save_model,
+    save_tensors,
+)
 from engine.parallel.layout import Layout
+from engine.parallel.module_shards import named_tensors
 from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import RolloutEngine, check_version, create_engine
-from engine.runtime.apply_layout import ModelPart
-from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
+from engine.runtime.apply_layout import ModelPart, load_shards
+from engine.runtime.rollout_weights import RolloutWeights, SharedWeights, merged_tensors
 from engine.runtime.sharded_model import ShardedModel
-from engine.weight_transfer.weight_sync import WeightReceiver, WeightSender
+from engine.weight_transfer import WeightReceiver, WeightSender
+
+# A policy on this process's ranks: one object for training and for rollout.
+#
+# `HybridActor` has one, and the actor, rollout and reference workers of a process share one
+# (`WorkerContext.process`): a notebook runs the code that trains in production. The optimizer and
+# the
+# state to save are in `sharded_train_state`.
 
 
 @runtime_checkable
@@ -214,3 +231,59 @@ def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
     kept = model.state_dict(keep_vars=True)
     named |= {name: b for name, b in model.named_buffers() if name in kept}
     return {name: tensor.data for name, tensor in named.items()}
+
+
+# A policy on many ranks as a Hugging Face folder, which rank 0 writes.
+
+
+@dataclass(frozen=True, slots=True)
+class StartModel:
+    """The model that training begins with."""
+
+    path: str  # folder or hub id
+    dtype: str  # e.g. "bfloat16"
+    lora: LoRAConfig | None = None
+    seed: int = 0  # of new adapters
+    tokenizer: str = ""  # its folder; empty: the model's
+
+    def open(self) -> PreTrainedModel | UnloadedModel:
+        """To be loaded by the ranks that keep it, where that can be."""
+        return open_policy_model(self.path, self.dtype, self.lora, self.seed)
+
+    def load(self) -> PreTrainedModel:
+        """Whole."""
+        return load_policy_model(self.path, self.dtype, self.lora, self.seed)
+
+    def load_on(self, device: torch.device) -> PreTrainedModel:
+        """Whole, read straight onto `device`."""
+        opened = self.open()
+        whole: Any = opened.module if isinstance(opened, UnloadedModel) else opened
+        if isinstance(opened, UnloadedModel):
+            load_shards(whole, opened, device, device)
+        moved: PreTrainedModel = whole.to(device)
+        return moved
+
+
+def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
+    """Write `policy`, its adapters and its tokenizer; all ranks call it together.
+
+    Ranks gather it a tensor at a time, merged with its adapters, which rank 0 writes; what was
+    loaded whole on each rank is put together on rank 0. Raises StorageError there.
+    """
+    ranks = policy.sharded.ranks
+    if ranks.layout.world_size == 1 or not policy.loaded_in_shards:
+        model = policy.full_model(start.load)
+        if ranks.rank == 0:
+            save_model(model, load_tokenizer(start.tokenizer or start.path), folder)
+        return
+
+    adapters: dict[str, Tensor] = {}
+    if has_adapters(policy.module):
+        adapters = dict(policy.sharded.full_tensors(lambda name: ".lora_" in name))
+
+    def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        opened: Any = start.open()
+        tokenizer = load_tokenizer(start.tokenizer or start.path)
+        save_tensors(opened.module, tensors, tokenizer, folder, adapters)
+
+    policy.write_full(write, merged_tensors(policy.sharded, adapters) if adapters else None)

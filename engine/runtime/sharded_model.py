@@ -1,45 +1,405 @@
-"""A model sharded over a role's ranks, one or many, and passes of micro-batches over it.
+"""A model sharded over a role's ranks: forward and backward passes of micro-batches, and steps.
 
-`engine.models` defines a forward pass, `engine.parallel` shards a model and `micro_batch_runner`
-runs passes; here every layout has the same two calls, `outputs` (no gradient) and `accumulate`
-(gradients of a loss). The caller defines the loss and takes the optimizer step.
-
-On many ranks a batch is this rank's rows; a loss divides by the counts of all rows
-(`global_counts`). Ranks that differ in tp, sp or pp only have the same rows, compute the same loss
-and get the same outputs.
+How rows become mini-batches and micro-batches within a token budget, and the loop over them.
+The optimizer is in `optimizer`, its saved state in `train_state`.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.algorithms.aggregation import Denominators
-from engine.algorithms.metrics import MeanAccumulator, merge
-from engine.batch import Batch
+from engine.algorithms.aggregation import Denominators, MeanAccumulator, merge
+from engine.batch import FIELDS, Batch
 from engine.config import OptimConfig, ParallelConfig
-from engine.models.packing import packing_of
-from engine.models.token_statistics import TokenStatistics, token_statistics
-from engine.models.unloaded import UnloadedModel
+from engine.data.collate import shared_prompt_batches, token_budget_batches
+from engine.errors import DataError
+from engine.models import BaseModelView
+from engine.models.forward import (
+    OutputReader,
+    Outputs,
+    distance,
+    hidden_states,
+    model_logits,
+    packing_error,
+    response_logits,
+)
+from engine.models.packing import (
+    PackedRows,
+    Packing,
+    Sequences,
+    is_worthwhile,
+    left_align,
+    pack,
+    packed_forward,
+    packing_of,
+    prefix_tree_batches,
+    prompt_tree,
+    same_prompts,
+    worthwhile_tree,
+)
+from engine.models.policy import UnloadedModel
+from engine.models.vocabulary_head import TokenStatistics, require_vocabulary_head, token_statistics
 from engine.parallel import fsdp, gradients
-from engine.parallel import pipeline_stages as stages
-from engine.parallel.gather import gather_full_tensors, load_full_tensors
+from engine.parallel import pipeline_parallel as stages
 from engine.parallel.layout import DATA_AXES, Layout
-from engine.parallel.pipeline_schedule import Pipeline
+from engine.parallel.module_shards import gather_full_tensors, load_full_tensors
+from engine.parallel.pipeline_parallel import OnHidden, Pipeline
 from engine.parallel.process_groups import Ranks, init_process_group
+from engine.parallel.sequence_parallel import local_tokens, split_packed, split_tokens, sum_tokens
 from engine.parallel.vocab_parallel import VocabParallelStatistics
-from engine.runtime.apply_layout import ModelPart, apply_layout, floating_dtype
-from engine.runtime.loss_scale import LossScale
-from engine.runtime.micro_batch_runner import MicroBatchRunner
-from engine.runtime.micro_batches import micro_batches
-from engine.runtime.optimizer import Optimizer
-from engine.runtime.packed_passes import accept, check_sample
-from engine.runtime.token_outputs import OutputReader, Outputs
+from engine.runtime.apply_layout import (
+    ModelPart,
+    accept,
+    apply_layout,
+    check_sample,
+    floating_dtype,
+)
+from engine.runtime.optimizer import LossScale, Optimizer
+
+# Mini-batches: which rows make one optimizer step, on one rank or on many.
+
+
+def minibatch_indices(
+    rows: int, size: int, ranks: Ranks, generator: torch.Generator | None
+) -> list[Tensor]:
+    """Split this rank's `rows` into mini-batches of `size` rows over all ranks; 0: one of all rows.
+
+    Returns row numbers (long), shuffled by `generator` where there are several mini-batches. All
+    ranks get equally many of them, so that they step together: with several data-parallel ranks
+    each splits its own rows into equal parts. Raises DataError if a rank has fewer rows than that.
+    """
+    group = ranks.group(*DATA_AXES)
+    total = rows if group is None else _total(rows, ranks)
+    count = math.ceil(total / size) if size else 1
+    if count <= 1:
+        return [torch.arange(rows)]
+    order = torch.randperm(rows, generator=generator)
+    if group is None:
+        return list(order.split(size))
+    if rows < count:
+        raise DataError(
+            f"a rank has {rows} rows for {count} mini-batches; raise ppo_mini_batch_size, or use "
+            "fewer data-parallel ranks"
+        )
+    return list(order.tensor_split(count))
+
+
+def _total(rows: int, ranks: Ranks) -> int:
+    """Rows of all data-parallel ranks."""
+    assert ranks.mesh is not None
+    return int(ranks.sum_over(torch.tensor(rows, device=ranks.mesh.device_type), DATA_AXES))
+
+
+# Micro-batches: rows of similar length, or of shared prompts, trimmed, within a token budget.
+
+
+def micro_batches(
+    batch: Batch, max_tokens: int, packing: Packing = False
+) -> Iterator[tuple[Tensor, Batch]]:
+    """Cut a batch into runs of rows, each within the token budget.
+
+    Padded rows are of similar length; with packing, where it is worthwhile, rows that share a
+    prompt, or more, stay together as far as the budget allows, and what they share counts once.
+    Yields row numbers `[b]` and those rows, their prompt and response columns trimmed to the
+    longest of them.
+    """
+    for index in _cut(batch, max_tokens, packing):
+        rows = torch.tensor(index)
+        every = index == list(range(len(batch)))
+        yield rows, trim(batch if every else batch.rows(rows))
+
+
+def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:
+    mask, width = batch["attention_mask"], batch["responses"].shape[1]
+    lengths = mask.sum(1).tolist()
+    padded = token_budget_batches(lengths, max_tokens)
+    if not packing or not lengths:
+        return padded
+    prompts = mask[:, : mask.shape[1] - width].sum(1)
+    ids, prompt_lengths = left_align(batch).input_ids, prompts.tolist()
+    groups = same_prompts(ids, prompts)
+    by_prompt = prompt_tree(groups, prompt_lengths)
+    positions = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
+    tree = worthwhile_tree(ids, lengths, prompt_lengths, by_prompt)
+    if tree is not None and is_worthwhile(packing, tree.size(lengths), positions):
+        return prefix_tree_batches(tree, ids, lengths, prompt_lengths, max_tokens)
+    if not is_worthwhile(packing, by_prompt.size(lengths), positions):
+        return padded
+    return shared_prompt_batches(groups, lengths, prompt_lengths, max_tokens)
+
+
+def trim(batch: Batch) -> Batch:
+    """Drop the columns that are padding in every row; widths P and R shrink together.
+
+    Fields that the batch's table doesn't know stay as they are.
+    """
+    mask, width = batch["attention_mask"], batch["responses"].shape[1]
+    prompt_width = mask.shape[1] - width
+    p = int(mask[:, :prompt_width].sum(1).max())
+    r = max(1, int(mask[:, prompt_width:].sum(1).max()))
+    tensors: dict[str, Tensor] = {}
+    for name, value in batch.as_dict().items():
+        axis = [*FIELDS[name].shape.split(), ""][1] if name in FIELDS else ""
+        start = prompt_width - p if "P" in axis else 0
+        stops = {"P+R": prompt_width + r, "P": prompt_width, "R": r}
+        tensors[name] = value[:, start : stops[axis]] if axis in stops else value
+    return Batch(tensors)
+
+
+def untrimmed(
+    batch: Batch, passes: Sequence[tuple[Tensor, Batch]], parts: Sequence[Tensor]
+) -> Tensor:
+    """`[b, P+R, K]` of each of `batch`'s micro-batches as `[B, P+R, K]`: 0 where they were trimmed.
+
+    `parts` may be more than `passes`; dummy passes come last.
+    """
+    width, response = batch["input_ids"].shape[1], batch["responses"].shape[1]
+    out = parts[0].new_zeros(len(batch), width, parts[0].shape[2])
+    for (rows, micro), part in zip(passes, parts, strict=False):
+        start = width - response - (part.shape[1] - micro["responses"].shape[1])
+        out[rows, start : start + part.shape[1]] = part
+    return out
+
+
+# Forward and backward passes of micro-batches over a rank's shard of a model.
+#
+# A pass runs the module, or this rank's pipeline stage; with sequence parallelism each rank
+# computes
+# its part of every sequence, and the outputs are summed over the ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A rank's part of a micro-batch's sequences."""
+
+    seqs: Sequences
+    positions: Tensor  # [b, L / sp] of its columns in the whole sequences
+    rows: PackedRows | None  # the part of packed rows; None: they are padded
+
+
+class MicroBatchRunner:
+    """Runs micro-batches through a sharded module; all ranks that share it call it together."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        config: ParallelConfig,
+        device: torch.device,
+        pipeline: Pipeline | None,
+    ) -> None:
+        """`pipeline`: the schedule of this rank's stage; None for a model without stages."""
+        self.module, self.ranks, self.config, self.device = module, ranks, config, device
+        self._pipeline = pipeline
+        self._adapters_off = False
+
+    def without_adapters(self) -> MicroBatchRunner:
+        """The same with the module's adapters disabled."""
+        base = copy.copy(self)
+        base._adapters_off = True
+        return base
+
+    def outputs(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
+        """`reader`'s outputs `[b, R]` of each micro-batch, on this rank's device."""
+        if self._pipeline is None:
+            for micro in micros:
+                with self._forward_context(), reader.around(self.module, micro):
+                    yield self._forward(micro, reader)
+            return
+        yield from self._run_pipeline(micros, reader)
+
+    def backward(
+        self, micros: Sequence[Batch], reader: OutputReader, loss: Callable[[int, Outputs], Tensor]
+    ) -> None:
+        """Run each micro-batch forward and backward; `loss` takes its index and its outputs."""
+        if self._pipeline is None:
+            for index, micro in enumerate(micros):
+                with self._forward_context(), reader.around(self.module, micro):
+                    loss(index, self._forward(micro, reader)).backward()
+            return
+        shares = [self._share(micro) for micro in micros]
+
+        def read(index: int, hidden: Tensor) -> Tensor:
+            own = reader.from_hidden(self.module, hidden, shares[index].seqs, micros[index])
+            return loss(index, self._merge_sequences(own))
+
+        self._run_stages(shares, read, backward=True)
+
+    def logits(self, micro: Batch) -> Tensor:
+        """This rank's logits `[N, V]` of the positions that its readers read."""
+
+        def run() -> Tensor:
+            if not self._shards_sequences:
+                return model_logits(self.module, left_align(micro))
+            hidden, seqs = self._hidden(micro)
+            return response_logits(require_vocabulary_head(self.module), hidden, seqs)
+
+        with torch.no_grad(), self._forward_context():
+            return fsdp.run_forward(self.module, run)
+
+    def packing_error(self, sample: Batch) -> float:
+        """How far the module's packed rows are from padded ones; see `forward.packing_error`."""
+        training = self.module.training
+        self.module.eval()  # without dropout
+
+        def run() -> float:
+            if not self._shards_sequences and self._pipeline is None:
+                return packing_error(self.module, sample)
+            return distance(*(self._states(sample, packing) for packing in (True, False)))
+
+        with torch.no_grad(), self._forward_context():
+            stages = self._pipeline is not None
+            error = run() if stages else fsdp.run_forward(self.module, run)
+        self.module.train(training)
+        return error
+
+    def _run_pipeline(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
+        """Run all micro-batches through the pipeline; the last stage broadcasts the outputs."""
+        assert self._pipeline is not None
+        shares = [self._share(micro) for micro in micros]
+        done: dict[int, Outputs] = {}
+
+        def read(index: int, hidden: Tensor) -> None:
+            own = reader.from_hidden(self.module, hidden, shares[index].seqs, micros[index])
+            done[index] = self._merge_sequences(own)
+
+        self._run_stages(shares, read, backward=False)
+        group, last = self.ranks.group("pp"), self.ranks.size("pp") - 1
+        for index, micro in enumerate(micros):
+            found = done.get(index) or {
+                name: torch.zeros(micro["responses"].shape, device=self.device)
+                for name in reader.names()
+            }
+            for name in reader.names():
+                dist.broadcast(found[name], group=group, group_src=last)
+            yield found
+
+    def _forward(self, micro: Batch, reader: OutputReader) -> Outputs:
+        if not self._shards_sequences:
+            return fsdp.run_forward(self.module, lambda: reader.from_model(self.module, micro))
+
+        def run() -> Outputs:
+            hidden, seqs = self._hidden(micro)
+            return reader.from_hidden(self.module, hidden, seqs, micro)
+
+        return self._merge_sequences(fsdp.run_forward(self.module, run))
+
+    def _merge_sequences(self, own: Outputs) -> Outputs:
+        """Outputs of all tokens, from each rank's part of the sequences."""
+        return {name: sum_tokens(value, self.ranks) for name, value in own.items()}
+
+    def _hidden(self, micro: Batch, packing: Packing | None = None) -> tuple[Tensor, Sequences]:
+        """Hidden states of this rank's part of the sequences, and the tokens in it."""
+        share = self._share(micro, packing)
+        if share.rows is None:
+            return hidden_states(self.module, share.seqs, position_ids=share.positions), share.seqs
+        module: Any = self.module
+        return packed_forward(module.base_model, share.rows).last_hidden_state, share.seqs
+
+    def _states(self, sample: Batch, packing: Packing) -> Tensor:
+        """Hidden states [N, H] of all ranks' tokens, for a sample that is packed, or not.
+
+        Of stages the last one has them, others none.
+        """
+        found: list[Tensor] = []
+        if self._pipeline is None:
+            hidden, own = self._hidden(sample, packing)
+            found = [hidden]
+        else:
+            share = self._share(sample, packing)
+            own = share.seqs
+            self._run_stages([share], lambda _, last: found.append(last), backward=False)
+        every = left_align(sample)
+        if not found:
+            return torch.zeros(0, 1)
+        [hidden] = found
+        whole = hidden.new_zeros(*sample["responses"].shape, hidden.shape[-1])
+        seqs, every = own.to(hidden.device), every.to(hidden.device)
+        whole[seqs.rows, seqs.columns] = own.states(hidden)
+        return sum_tokens(whole, self.ranks)[every.rows, every.columns]
+
+    def _share(self, micro: Batch, packing: Packing | None = None) -> _Share:
+        """This rank's part of the sequences."""
+        seqs = left_align(micro)
+        rows = pack(self.module, seqs, packing, multiple=self.ranks.size("sp", "tp"))
+        if rows is None and not self._shards_sequences:
+            columns = torch.arange(seqs.input_ids.shape[1], device=seqs.input_ids.device)
+            return _Share(seqs, columns[None], None)
+        if rows is None:
+            ids, positions = split_tokens(seqs.input_ids, self.ranks)
+            places = seqs.positions
+        else:
+            ids, positions = split_packed(rows.input_ids, rows.position_ids, self.ranks)
+            places = rows.index(*(t.to(ids.device) for t in (seqs.rows, seqs.positions)))
+            rows = replace(rows, input_ids=ids, position_ids=positions)
+            seqs = seqs.to(ids.device)
+        mine, columns = local_tokens(places, ids.shape[1], self.ranks)
+        own = Sequences(
+            ids,
+            seqs.rows[mine],
+            columns,
+            seqs.targets[mine],
+            seqs.columns[mine],
+            packed=rows is not None,
+        )
+        return _Share(own, positions, rows)
+
+    def _run_stages(self, shares: Sequence[_Share], read: OnHidden, *, backward: bool) -> None:
+        """Send this rank's parts of micro-batches through the pipeline."""
+        assert self._pipeline is not None
+        with self._forward_context():
+            self._pipeline.run(
+                [share.seqs.input_ids for share in shares],
+                read,
+                backward=backward,
+                positions=[share.positions for share in shares],
+                segments=[share.rows and share.rows.segments for share in shares],
+            )
+
+    @property
+    def _shards_sequences(self) -> bool:
+        """Whether ranks split sequences between them."""
+        return self.ranks.size("sp") > 1
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        module: Any = self.module
+        with self._precision():
+            if not self._adapters_off:
+                yield
+                return
+            with BaseModelView(module).weights():
+                yield
+
+    def _precision(self) -> AbstractContextManager[object]:
+        """Autocast, where FSDP doesn't cast the weights, and they are not of that dtype already."""
+        if not self.config.compute_dtype or fsdp.shards_weights(self.ranks):
+            return nullcontext()
+        dtype = getattr(torch, self.config.compute_dtype)
+        other = any(p.is_floating_point() and p.dtype != dtype for p in self.module.parameters())
+        enabled = other and dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled)
+
+
+# A model sharded over a role's ranks, one or many, and passes of micro-batches over it.
+#
+# `engine.models` defines a forward pass, `engine.parallel` shards a model and `micro_batch_runner`
+# runs passes; here every layout has the same two calls, `outputs` (no gradient) and `accumulate`
+# (gradients of a loss). The caller defines the loss and takes the optimizer step.
+#
+# On many ranks a batch is this rank's rows; a loss divides by the counts of all rows
+# (`global_counts`). Ranks that differ in tp, sp or pp only have the same rows, compute the same
+# loss
+# and get the same outputs.
 
 Metrics = dict[str, MeanAccumulator]
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Metrics]]

@@ -1,6 +1,104 @@
-"""`python -m engine.serve MODEL`: a checked model behind an OpenAI-compatible endpoint.
+"""A checked model behind an OpenAI-compatible endpoint: `python -m engine.serve MODEL`.
 
-`served_model` finds and checks the model; `vllm_process` starts vLLM's server for it, `native` is a
-small server over the native rollout engine, with `openai_api` (what requests and answers are) and
-`batching` (requests that are decoded together).
+Here: which model is served, and the middleware by which vLLM's `/health` says so. `vllm_server`
+starts vLLM's server, `native_server` is a small one over the native engine.
 """
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import ModelError
+from engine.lineage.lookup import is_reference, open_registry
+from engine.storage.artifacts import local_path, verify
+from engine.storage.digests import MANIFEST, tree_digest
+from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG, intact_copy
+
+if TYPE_CHECKING:
+    from starlette.middleware.base import RequestResponseEndpoint
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+# Middleware in vLLM's server: its `/health` says which model it serves.
+#
+# vLLM imports it by name (`--middleware engine.serve.health.identify`); what to say is in the
+# environment.
+
+IDENTITY_VARIABLE = "HYBRIDFLYTE_SERVED_MODEL"
+IDENTIFY = f"{__name__}.identify"
+
+
+async def identify(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    """Answer a healthy server's `/health` with the model's identity; leave all else as it is."""
+    response = await call_next(request)
+    if request.url.path != "/health" or response.status_code != 200:
+        return response
+    from starlette.responses import JSONResponse
+
+    model = json.loads(os.environ[IDENTITY_VARIABLE])
+    return JSONResponse({"status": "ok", "engine": "vllm", "model": model})
+
+
+# The model that is served: where its files are, and the version and digest that it is known by.
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What `/health` says of a model."""
+
+    name: str  # its id in the API, e.g. "hybridflyte-policy"
+    reference: str  # as it was asked for, e.g. "models:/hybridflyte-policy@champion"
+    version: str  # in the registry, e.g. "3"; empty for a folder
+    digest: str  # SHA-256 of its content, as the registry and its manifest have it
+    manifest_digest: str  # of its manifest.json; empty where it has none
+
+    def to_dict(self) -> dict[str, str]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identity]:
+    """Return the folder of a model, re-hashed, and what it is known by.
+
+    A registered version is MLflow's own copy, which must be what the version's tags name; an alias
+    is looked up once. A folder, or what an address (s3://…) downloads, must be as its manifest
+    says, where it has one. `scratch`: for downloads. Raises LineageError for other content,
+    TrackingError, StorageError, and ModelError for a folder without a model.
+    """
+    if is_reference(reference):
+        tracker = open_registry(needed=True)
+        assert tracker is not None
+        version = tracker.model_version(reference)
+        folder = intact_copy(tracker, version, scratch)
+        tags = version.tags
+        known = Identity(
+            name or version.name,
+            reference,
+            version.version,
+            tags[ARTIFACT_TAG],
+            tags.get(MANIFEST_TAG, ""),
+        )
+    else:
+        folder, own = local_path(reference), ""
+        _require_model(folder, reference)
+        if (folder / MANIFEST).is_file():
+            manifest = verify(folder)
+            digest, own = manifest.digest, manifest.own_digest
+        else:
+            digest = tree_digest(folder)
+        known = Identity(name or folder.name, reference, "", digest, own)
+    _require_model(folder, reference)
+    return folder, known
+
+
+def _require_model(folder: Path, reference: str) -> None:
+    if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise ModelError(
+            f"{reference} has no config.json; give a model's folder, models:/NAME@ALIAS or "
+            "models:/NAME/VERSION"
+        )

@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 
 from engine.console import INTERRUPTED, human_time, quiet, say
 from engine.errors import EngineError, RolloutError
-from engine.serve.served_model import Identity, resolve
+from engine.serve import Identity, resolve
 
 T = TypeVar("T")
 FAILED, TERMINATED = 1, 143
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace, scratch: Path) -> NoReturn:
-    from engine.serve.vllm_process import is_installed
+    from engine.serve.vllm_server import is_installed
 
     engine = options.engine
     if engine == "auto":
@@ -76,7 +76,7 @@ def _serve(options: argparse.Namespace, scratch: Path) -> NoReturn:
 
 
 def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
-    from engine.serve.native import Backend, NativeServer
+    from engine.serve.native_server import Backend, NativeServer
 
     # The port first: a model that can't be served there need not be hashed and loaded.
     server = NativeServer(options.host, options.port, options.request_timeout)
@@ -98,7 +98,7 @@ def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
 
 
 def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
-    from engine.serve.vllm_process import check_port, log_end, vllm_server
+    from engine.serve.vllm_server import check_port, log_end, vllm_server
 
     started, port = time.monotonic(), check_port(options.host, options.port)
     folder, identity = _interruptible(lambda: resolve(options.model, scratch, options.name))

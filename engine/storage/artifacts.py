@@ -1,39 +1,323 @@
-"""Artifact folders: written whole or not at all, named by their content.
-
-What lives here: staging folders, publishing by rename and into the shared store, and bringing a
-remote artifact to this machine. What does not: what a manifest says (`.manifest`), how an
-artifact is complete in the store (`engine.storage.artifact_store`).
-
-Layout under `home()`: `artifacts/<kind>/<16 hex digits>/` holds published artifacts and copies of
-those in the shared store, `.staging/` those being written, `.cache/` copies of others.
-"""
+"""Artifact folders and their manifests: written whole or not at all, named by content."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from engine.errors import LineageError, StorageError
-from engine.storage import artifact_store
-from engine.storage.atomic import fsync, fsync_tree, process_is_alive, write_atomically
-from engine.storage.filesystem import Files, translated
-from engine.storage.hashing import MANIFEST, hash_file, tree_digest
-from engine.storage.locations import (
+from engine.redaction import redact, redact_values
+from engine.storage.digests import (
+    MANIFEST,
+    SHA256,
+    FileEntry,
+    code_version,
+    content_digest,
+    hash_file,
+    hash_files,
+    require_inside,
+    sources_digest,
+    tree_digest,
+)
+from engine.storage.filesystem import (
     HOME_VARIABLE,
+    QUICK,
+    Files,
     artifact_path,
+    fsync,
+    fsync_tree,
     home,
     is_artifact_address,
     local_copy_path,
+    process_is_alive,
+    read_file,
     shared_address,
+    translated,
+    write_atomically,
 )
-from engine.storage.manifest import Draft, Manifest, read_manifest, verify, write_manifest
+from engine.storage.s3 import Objects, download, upload
+
+# The manifest of an artifact folder: what it holds, what made it, and what it came from.
+#
+# What lives here: the model of `manifest.json`, writing, reading, and comparing it with its
+# folder.
+# What does not: hashing (`.hashing`), where artifacts are kept (`.locations`), walking parents
+# (`engine.lineage`).
+#
+# A manifest names its parents by the digest of their content and by that of their manifest.json,
+# so
+# an edit of a manifest's own words (its parents, configuration or metrics) shows in its children.
+# The
+# tip of a chain has no child: its manifest's digest is in the model registry, as the tag
+# `manifest_digest` of the version.
+
+SCHEMA_VERSION = 2
+READABLE = (1, 2)  # 1 has no digests of the parents' manifests
+NAME = r"^[a-z][a-z0-9_]*$"  # of a kind
+SOURCE = "source"  # kind of data that was made elsewhere and has no manifest
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Parent(_Frozen):
+    """What an artifact was made from."""
+
+    name: str = Field(min_length=1, description="Its role, e.g. `warm_start`")
+    # Both are parts of the path at which it is looked for.
+    kind: str = Field(pattern=NAME, description="e.g. `sft`; `source` for data made elsewhere")
+    digest: str = Field(pattern=r"^[^/\\]+$", description="Content digest, hex")
+    uri: str = Field("", description="Folder or address; empty for what has none")
+    manifest: str = Field("", description="SHA-256 of its manifest.json; empty for a source")
+
+
+class Draft(_Frozen):
+    """What a stage says of its artifact; `write_manifest` adds the rest."""
+
+    kind: str = Field(pattern=NAME, description="e.g. dataset, sft, rl, evaluation")
+    parents: tuple[Parent, ...] = ()
+    config: dict[str, object] = Field(default_factory=dict, description="JSON values only")
+    metrics: dict[str, float] = Field(default_factory=dict)
+    flyte_execution: str = ""
+    mlflow_run: str = ""
+
+    @property
+    def inputs_digest(self) -> str:
+        """SHA-256 (hex) of what it was made by: kind, parents' content and roles, configuration."""
+        parents = sorted((p.name, p.kind, p.digest) for p in self.parents)
+        return json_digest({"kind": self.kind, "parents": parents, "config": self.config})
+
+    def redacted(self) -> Self:
+        """Return it without credentials in its configuration and in its parents' addresses."""
+        parents = tuple(p.model_copy(update={"uri": redact(p.uri)}) for p in self.parents)
+        config = redact_values(self.config)
+        return self.model_copy(update={"config": config, "parents": parents})
+
+
+class Manifest(Draft):
+    """All of `manifest.json`."""
+
+    schema_version: int = SCHEMA_VERSION
+    digest: str = Field(pattern=SHA256, description="Content digest of all other files")
+    files: dict[str, FileEntry] = Field(description="By path below the folder, with / inside")
+    code_version: str
+    sources_digest: str
+    config_digest: str
+    created_at: datetime
+    _own_digest: str = PrivateAttr("")
+
+    @property
+    def own_digest(self) -> str:
+        """SHA-256 (hex) of the bytes of manifest.json that it was read from or written to."""
+        return self._own_digest
+
+    def as_parent(self, name: str, uri: str | Path = "") -> Parent:
+        """Return the reference that a child of this artifact writes into its own manifest."""
+        return Parent(
+            name=name, kind=self.kind, digest=self.digest, uri=str(uri), manifest=self.own_digest
+        )
+
+
+def json_digest(values: Mapping[str, object]) -> str:
+    """Return the SHA-256 (hex) of JSON values, whatever the order of their keys.
+
+    The same values give the same digest as `engine.config.text.digest` of the section they came from.
+    """
+    return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
+    """Hash a local `folder`, write its manifest.json in one step, and return it.
+
+    What the draft says is written without credentials. Raises LineageError when the configuration
+    is not JSON.
+    """
+    folder, draft = Path(folder), draft.redacted()
+    files = hash_files(folder)
+    try:
+        config_digest = json_digest(draft.config)
+    except (TypeError, ValueError) as error:
+        raise LineageError(f"config of the {draft.kind} artifact is not JSON: {error}") from None
+    manifest = Manifest(
+        **dict(draft),
+        digest=content_digest(files),
+        files=files,
+        code_version=code_version(),
+        sources_digest=sources_digest(),
+        config_digest=config_digest,
+        created_at=datetime.now(UTC).replace(microsecond=0),
+    )
+    data = (manifest.model_dump_json(indent=2) + "\n").encode()
+    write_atomically(folder / MANIFEST, [data])
+    manifest._own_digest = hashlib.sha256(data).hexdigest()
+    return manifest
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read the manifest of a local or remote (`s3://…`) artifact folder; LineageError if it can't.
+
+    A store that doesn't answer is a StorageError. A manifest of a newer schema is refused rather
+    than misread.
+    """
+    where = f"{str(folder).rstrip('/')}/{MANIFEST}"
+    try:
+        data = read_file(where, LineageError)
+    except FileNotFoundError:
+        raise LineageError(
+            f"{folder} has no {MANIFEST}; give the folder of an artifact that a stage published"
+        ) from None
+    return parse_manifest(data, where)
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Return the manifest of these bytes; LineageError, which names `where`, if they are none."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise LineageError(f"can't read {where}: {error}") from error
+    if isinstance(values, dict) and values.get("schema_version", 0) not in READABLE:
+        raise LineageError(
+            f"{where} has schema version {values.get('schema_version')!r}, this code reads "
+            f"{READABLE[0]} to {READABLE[-1]}; use the code that wrote it"
+        )
+    try:
+        manifest = Manifest.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise LineageError(f"{where} is not a manifest: {field}: {first['msg']}") from None
+    require_inside(manifest.files, where, LineageError)
+    manifest._own_digest = hashlib.sha256(data).hexdigest()
+    return manifest
+
+
+def verify(folder: str | Path) -> Manifest:
+    """Re-hash a local or remote artifact folder, where it is, and return its manifest.
+
+    Raises LineageError that names the first file which is missing, added, or differs.
+    """
+    manifest = read_manifest(folder)
+    for fault in differences(folder, manifest):
+        raise LineageError(fault)
+    return manifest
+
+
+def differences(folder: str | Path, manifest: Manifest) -> list[str]:
+    """Re-hash a folder; return a sentence for each thing that is not as its manifest says."""
+    try:
+        found = hash_files(folder)
+    except LineageError as error:
+        return [str(error)]
+    faults = []
+    for name in sorted(manifest.files.keys() | found.keys()):
+        if name not in found:
+            faults.append(f"{folder}: {name} is in the manifest but not in the folder")
+        elif name not in manifest.files:
+            faults.append(f"{folder}: {name} is in the folder but not in the manifest")
+        elif found[name] != manifest.files[name]:
+            faults.append(
+                f"{folder}: {name} differs from the manifest: {found[name].size} bytes of SHA-256 "
+                f"{found[name].sha256[:12]}, recorded {manifest.files[name].size} bytes of "
+                f"{manifest.files[name].sha256[:12]}"
+            )
+    if faults:
+        return faults
+    try:
+        config_digest = json_digest(manifest.config)
+    except ValueError:
+        return [f"{folder}/{MANIFEST}: config is not JSON; the manifest was edited"]
+    for label, recorded, computed in (
+        ("digest", manifest.digest, content_digest(found)),
+        ("config_digest", manifest.config_digest, config_digest),
+    ):
+        if recorded != computed:
+            faults.append(
+                f"{folder}/{MANIFEST}: {label} is {recorded[:12]} where its content gives "
+                f"{computed[:12]}; the manifest was edited"
+            )
+    return faults
+
+
+# Artifacts in the shared store: complete there by their manifest, which is written last.
+#
+# What lives here: `put` and `get` of one artifact at one address. What does not: when that is done
+# (`artifacts`), where the store is (`locations`), moving files (`transfer`).
+
+
+def put_in_store(folder: Path, uri: str) -> bytes:
+    """Make `uri` hold a published folder; return the bytes of its manifest there.
+
+    An artifact of equal content and inputs that is there keeps its manifest, because children know
+    it, and gets the files that it lacks. Cut off anywhere, this leaves no manifest where there was
+    none, and a second call sends what is missing. Raises StorageError when S3 refuses, or another
+    artifact is there.
+    """
+    data = (folder / MANIFEST).read_bytes()
+    manifest = parse_manifest(data, str(folder))
+    objects = Objects(uri, QUICK)
+    existing = _existing(objects, manifest)
+    upload(folder, uri, manifest.files, f"upload {manifest.kind} {manifest.digest[:12]}")
+    if existing is not None:
+        return existing
+    if objects.put(MANIFEST, data, only_new=True):
+        return data
+    # Another process has published the same since: whose manifest was first counts for both.
+    return _existing(objects, manifest) or data
+
+
+def get_from_store(uri: str, folder: Path, data: bytes) -> None:
+    """Fetch the artifact at `uri`, whose manifest's bytes are `data`, into `folder`, checked.
+
+    Raises StorageError when S3 refuses or a file is missing, LineageError when one differs.
+    """
+    manifest = parse_manifest(data, f"{uri}/{MANIFEST}")
+    folder.mkdir(parents=True, exist_ok=True)
+    download(uri, folder, manifest.files, f"download {manifest.kind} {manifest.digest[:12]}")
+    (folder / MANIFEST).write_bytes(data)
+    verify(folder)
+
+
+def _existing(objects: Objects, manifest: Manifest) -> bytes | None:
+    """The manifest that is there, None where there is none. StorageError for another artifact's."""
+    try:
+        data = objects.read(MANIFEST)
+    except FileNotFoundError:
+        return None
+    try:
+        theirs = parse_manifest(data, f"{objects.uri}/{MANIFEST}")
+    except LineageError as error:
+        raise StorageError(f"{error}; remove it, and publish again") from error
+    if theirs.files != manifest.files or theirs.inputs_digest != manifest.inputs_digest:
+        raise StorageError(
+            f"{objects.uri} holds another artifact ({theirs.kind} {theirs.digest[:12]}, made "
+            f"{theirs.created_at:%Y-%m-%d %H:%M}); it stays as it is; publish again, and if it "
+            f"still stands there, see `python -m engine.lineage verify {objects.uri}`"
+        )
+    return data
+
+
+# Artifact folders: written whole or not at all, named by their content.
+#
+# What lives here: staging folders, publishing by rename and into the shared store, and bringing a
+# remote artifact to this machine. What does not: what a manifest says (`.manifest`), how an
+# artifact is complete in the store (`engine.storage.artifact_store`).
+#
+# Layout under `home()`: `artifacts/<kind>/<16 hex digits>/` holds published artifacts and copies
+# of
+# those in the shared store, `.staging/` those being written, `.cache/` copies of others.
 
 RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
 
@@ -95,7 +379,7 @@ def share(folder: str | Path) -> str:
     uri, own = shared_address(folder), Path(folder) / MANIFEST
     if uri == str(folder):
         return uri
-    published = artifact_store.put(Path(folder), uri)
+    published = put_in_store(Path(folder), uri)
     if published != own.read_bytes():
         with _writing(own):
             write_atomically(own, [published])
@@ -132,7 +416,7 @@ def _download(uri: str) -> Path:
             with staging("download") as folder:
                 draft = folder / target.name
                 if manifest is not None and files.is_s3:
-                    artifact_store.get(uri, draft, manifest)
+                    get_from_store(uri, draft, manifest)
                 else:
                     files.request(lambda: files.fs.get(files.path, str(draft), recursive=True))
                     if (draft / MANIFEST).is_file():

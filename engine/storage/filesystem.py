@@ -1,19 +1,17 @@
-"""The one way to a file system: a path, file://, or a URI that fsspec knows, such as s3://bucket/x.
+"""The one way to files by name: a path, a URI, a model on the hub, or artifacts' place.
 
-What lives here: S3's endpoint, credentials, timeouts and retries; reading and listing with `Files`;
-what an error means and how it reads. What does not: writing to S3 (`.objects`).
-
-s3fs's and botocore's own retries are off, because they multiply: each request has a deadline and
-is repeated here alone.
+Writes to a local disk are whole or not there. Large transfers to S3 are in `s3`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,8 +20,246 @@ from typing import TypedDict, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from engine.errors import EngineError, StorageError
-from engine.storage.atomic import write_atomically
+from engine.errors import ConfigError, EngineError, ModelError, StorageError
+
+# Writes to a local disk that are whole or not there: temporary name, fsync, rename.
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file whole or not at all, replacing what is there; raise OSError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb", buffering=0) as file:
+            for chunk in chunks:
+                view = memoryview(chunk)
+                while len(view):
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def fsync_tree(folder: Path) -> None:
+    """Force the content of every file and folder below `folder` to disk; raise OSError."""
+    for base, _, files in os.walk(folder):
+        for name in files:
+            fsync(Path(base) / name)
+        fsync(Path(base))
+
+
+def fsync(path: Path) -> None:
+    """Force one file, or the list of a folder's names, to disk; raise OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def process_is_alive(pid: int) -> bool:
+    """Tell whether a process of this machine still runs."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):  # no process has a number that large
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine began, as a text to compare; None for one that has ended.
+
+    Together with its number this names a process: numbers come again. A zombie has ended.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "" if not Path("/proc/self/stat").exists() and process_is_alive(pid) else None
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+# Where artifacts are kept: on this machine, and in the store that machines share, if there is one.
+#
+# Only paths and addresses; nothing is read or written here. A folder's place in both is the same:
+# `artifacts/<kind>/<16 hex digits>`.
+
+HOME_VARIABLE = "HYBRIDFLYTE_HOME"
+STORE_VARIABLE = "HYBRIDFLYTE_STORE"
+ARTIFACTS = "artifacts"
+_PLACE = re.compile(
+    rf"(?P<root>.+)/{ARTIFACTS}/(?P<place>[a-z][a-z0-9_]*/[0-9a-f]{{16}}(-[0-9a-f]{{8}})?)"
+)
+
+
+def home() -> Path:
+    """Return the absolute folder of all outputs: $HYBRIDFLYTE_HOME, or ./outputs."""
+    return Path(os.environ.get(HOME_VARIABLE) or "outputs").expanduser().absolute()
+
+
+def artifact_path(kind: str, digest: str) -> Path:
+    """Return where the artifact with this content digest (hex) is or would be published."""
+    return home() / ARTIFACTS / kind / digest[:16]
+
+
+def shared_store() -> str:
+    """Return the address of the shared store, $HYBRIDFLYTE_STORE; empty where there is none.
+
+    Raises ConfigError for anything but s3://bucket or s3://bucket/prefix, without credentials.
+    """
+    root = os.environ.get(STORE_VARIABLE, "").rstrip("/")
+    if root and not re.fullmatch(r"s3://[^/\s:@]+(/[^/\s]+)*", root):
+        raise ConfigError(
+            f"{STORE_VARIABLE}={root!r} is no address in S3; set it to s3://bucket/prefix, with "
+            "credentials in AWS's own variables, or unset it to keep artifacts in "
+            f"{HOME_VARIABLE} alone"
+        )
+    return root
+
+
+def shared_address(folder: str | Path) -> str:
+    """Return by what other machines know a published artifact: its place in the store.
+
+    The path itself where there is no store, and for a folder that is no artifact of this machine's.
+    """
+    root, path = shared_store(), Path(folder).absolute()
+    if root and path.is_relative_to(home() / ARTIFACTS):
+        shared = f"{root}/{path.relative_to(home()).as_posix()}"
+        if is_artifact_address(shared):
+            return shared
+    return str(folder)
+
+
+def is_artifact_address(uri: str) -> bool:
+    """Tell whether an address is where an artifact is or would be published."""
+    return _PLACE.fullmatch(uri) is not None
+
+
+def local_copy_path(uri: str) -> Path | None:
+    """Return where this machine keeps what is at an address in the store; None for any other."""
+    found, root = _PLACE.fullmatch(uri), shared_store()
+    if found is None or not root or found["root"] != root:
+        return None
+    return home() / ARTIFACTS / found["place"]
+
+
+# Models on the Hugging Face hub: `owner/name`, or `owner/name@revision` (a branch, tag or commit).
+#
+# What lives here: reading such a name, which commit it means now, and why transformers couldn't
+# load
+# what it names. Loading is in `engine.models` and `engine.data`, which both take these names.
+
+SECONDS = 10.0  # the hub's, for one answer
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_hub_id(path: str | Path) -> bool:
+    """Whether a value looks like a model on the hub and not like a folder."""
+    name, _, _ = str(path).partition("@")
+    looks = name.count("/") == 1 and not name.startswith((".", "/", "~")) and " " not in name
+    return looks and not Path(path).exists()
+
+
+def require_model_name(path: str | Path, setting: str = "model.path") -> None:
+    """Raise ModelError for a value that is neither a folder here nor looks like a hub id.
+
+    transformers would take the name of a folder that is missing for a hub id, and ask the hub for
+    a minute.
+    """
+    if not Path(path).exists() and not is_hub_id(path):
+        raise ModelError(
+            f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained, "
+            "a hub id (owner/name), or leave it empty for a model from scratch"
+        )
+
+
+def split_revision(path: str | Path) -> tuple[str, str | None]:
+    """A hub id and its revision, None for the newest; a folder's path as it is.
+
+    >>> split_revision("Qwen/Qwen2.5-0.5B@main")
+    ('Qwen/Qwen2.5-0.5B', 'main')
+    """
+    if not is_hub_id(path):
+        return str(path), None
+    name, _, revision = str(path).partition("@")
+    return name, revision or None
+
+
+def pin_revision(path: str, setting: str = "model.path") -> str:
+    """A hub id with the commit that it means now, `owner/name@commit`; a folder as it is.
+
+    Without the hub, that of the newest copy in the hub's local cache. Raises ModelError where
+    neither has it, and for a folder that is missing.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    require_model_name(path, setting)
+    name, revision = split_revision(path)
+    if not is_hub_id(path) or _COMMIT.fullmatch(revision or ""):
+        return path
+    unavailable = (OSError, HTTPError, HFValidationError)  # network, permission, unknown id
+    try:
+        # Asked first because a download waits without end for a silent network. The file is what
+        # the cache remembers the branch by.
+        HfApi().model_info(name, revision=revision, timeout=SECONDS)
+        file = hf_hub_download(name, "config.json", revision=revision, etag_timeout=SECONDS)
+    except unavailable as error:
+        try:
+            file = hf_hub_download(name, "config.json", revision=revision, local_files_only=True)
+        except unavailable:
+            raise ModelError(
+                f"{setting}={path!r} is no folder, and neither the Hugging Face hub "
+                f"({type(error).__name__}) nor its cache here says which commit it is; check the "
+                "name, the network and HF_TOKEN, or give a folder or NAME@COMMIT"
+            ) from error
+    return f"{name}@{Path(file).parent.name}"
+
+
+def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None:
+    """Raise ModelError for a model whose folder brings Python code of its own (`auto_map`)."""
+    from huggingface_hub import hf_hub_download
+
+    file = Path(path) / "config.json"
+    if is_hub_id(path):
+        name, revision = split_revision(path)
+        file = Path(hf_hub_download(name, "config.json", revision=revision, etag_timeout=SECONDS))
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return  # what can't be read is refused where the model is loaded
+    if isinstance(config, dict) and config.get("auto_map"):
+        raise ModelError(
+            f"{setting}=true, and {path} brings Python code ({sorted(config['auto_map'])}), which "
+            "is never run here; give a model that transformers has a class for, or set it to "
+            "false where it has one for this one, too"
+        )
+
+
+def loading_error(error: Exception) -> str:
+    """transformers' reason why a folder or hub id can't be loaded, in one line.
+
+    Everything is loaded with `trust_remote_code=False`, so code that a folder brings is a reason.
+    """
+    text = str(error).strip()
+    if "trust_remote_code" in text:
+        return (
+            "it needs code of its own, which is never run; give a model that transformers has a "
+            "class for itself"
+        )
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+# The one way to a file system: a path, file://, or a URI that fsspec knows, such as s3://bucket/x.
+#
+# What lives here: S3's endpoint, credentials, timeouts and retries; reading and listing with
+# `Files`;
+# what an error means and how it reads. What does not: writing to S3 (`.objects`).
+#
+# s3fs's and botocore's own retries are off, because they multiply: each request has a deadline and
+# is repeated here alone.
 
 T = TypeVar("T")
 

@@ -14,11 +14,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from engine.errors import CheckpointError, DamagedCheckpointError, StorageError
-from engine.storage.atomic import fsync, fsync_tree, write_atomically
-from engine.storage.filesystem import CHECK_S3, PATIENT, Files, error_text
-from engine.storage.hashing import FileEntry, HashedChunks, hash_chunks
-from engine.storage.multipart import Uploader
-from engine.storage.objects import Objects
+from engine.storage.digests import FileEntry, HashedChunks, hash_chunks
+from engine.storage.filesystem import (
+    CHECK_S3,
+    PATIENT,
+    Files,
+    error_text,
+    fsync,
+    fsync_tree,
+    write_atomically,
+)
+from engine.storage.s3 import Objects, Uploader
 
 
 class CheckpointStorageError(CheckpointError, StorageError):

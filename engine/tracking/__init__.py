@@ -6,8 +6,7 @@ accepts as parameters and metrics, `metric_logs` the other trackers. Importing t
 import mlflow (which takes 2 s).
 """
 
-from engine.tracking.registry import ModelVersion
-from engine.tracking.stage import StageRun
-from engine.tracking.tracker import Tracker
+from engine.tracking.model_versions import ModelVersion
+from engine.tracking.runs import StageRun, Tracker
 
 __all__ = ["ModelVersion", "StageRun", "Tracker"]

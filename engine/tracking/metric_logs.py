@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import ConfigError, PreemptedError, StorageError, TrackingError
 from engine.redaction import redact_values
-from engine.storage.atomic import write_atomically
+from engine.storage.filesystem import write_atomically
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

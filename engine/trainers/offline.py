@@ -1,8 +1,7 @@
-"""The loop of training on rows of a dataset: batches, steps, checkpoints, resumption.
+"""The loop of training on rows of a dataset, and the warm start (SFT).
 
-The warm start (`sft`), preference learning (`preference`) and reward models (`reward_model`) are
-this loop over examples of their own. What a rank computes is in `engine.workers`, where ranks are
-in `offline_ranks`, what is saved in `offline_checkpoints`.
+Where the model is, batches, steps, checkpoints and resumption. Preferences and rewards are in
+`preference_learning` and `reward_training`.
 """
 
 from __future__ import annotations
@@ -14,37 +13,245 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from engine.batch import Batch
-from engine.checkpoint import CheckpointStore, Saver
-from engine.checkpoint.lock import hold_lock
-from engine.config import OfflineConfig
-from engine.controller.roles import Roles
-from engine.errors import ConfigError, DataError
-from engine.runtime.save_policy import StartModel
-from engine.trainers.offline_checkpoints import OfflineCheckpoints, OnResume, recorded
-from engine.trainers.offline_ranks import done, is_on_ray, launch_ranks, make_worker, offline_dtype
-from engine.trainers.preemption import PreemptionNotice
-from engine.trainers.run_settings import flat
-from engine.trainers.shutdown import (
+from engine.batch import Batch, Future
+from engine.checkpoint import Checkpoint, CheckpointStore, Saver
+from engine.checkpoint.format import RankState
+from engine.checkpoint.run_lock import hold_lock
+from engine.checkpoint.state_dict import BOXES, StateDict, process_rng, set_process_rng
+from engine.config import LoRAConfig, OfflineConfig
+from engine.controller.groups import Roles
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
+from engine.controller.worker_host import RoleSpec
+from engine.data.collate import collate_completions
+from engine.errors import CheckpointError, ConfigError, DataError
+from engine.models import resolve_dtype, text_config
+from engine.parallel.layout import Layout
+from engine.runtime.policy_runtime import StartModel
+from engine.trainers.fault_tolerance import (
+    PreemptionNotice,
     ensure_last_save,
     finish_save_on_error,
     lost_workers_explained,
     raise_preempted,
 )
-from engine.workers.sft import OfflineWorker
+from engine.trainers.resume import changed_settings, flat
+from engine.trainers.run_spec import check_parallel
+from engine.workers.role import WorkerContext
+from engine.workers.supervised import OfflineWorker, SFTWorker
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+# Where the model of a warm start, or of other training on rows, is.
+#
+# In this process, or on ranks of a layout, which Ray places. Settings have the names and rules of
+# an
+# RL run's. What a rank does is in `engine.workers`.
+
+T = TypeVar("T")
+W = TypeVar("W", bound=OfflineWorker)
+
+
+def is_on_ray(config: OfflineConfig) -> bool:
+    """Whether the model is in Ray actors: as `placement` says, or where there are several ranks."""
+    if config.placement is None:
+        return Layout.of(config.parallel).world_size > 1
+    return config.placement == "ray"
+
+
+def check_offline_layout(
+    config: OfflineConfig, lora: LoRAConfig, model_config: PretrainedConfig | None = None
+) -> None:
+    """Raise ConfigError for a layout that the settings, or the model, don't allow."""
+    layout, section = Layout.of(config.parallel), config.section
+    check_parallel(f"{section}.parallel", config.parallel, lora, model_config)
+    if layout.world_size > 1 and config.placement == "local":
+        raise ConfigError(
+            f"{section}.parallel is a layout of {layout.world_size} ranks ({layout}), and "
+            f"{section}.placement=local runs one process; set {section}.placement=ray"
+        )
+    roles = [pool.roles for pool in config.pools]
+    if roles not in ([], [(section,)]):
+        raise ConfigError(
+            f"{section}.pools has the roles {roles}; there is one pool here, of roles [{section}]"
+        )
+
+
+def offline_dtype(dtype: str, model_path: str, config: OfflineConfig) -> str:
+    """The dtype of the weights, `auto` resolved for where they will be."""
+    gpu = any(pool.gpus > 0 for pool in config.pools) if is_on_ray(config) else None
+    width = text_config(model_path).hidden_size
+    return resolve_dtype(dtype, width, gpu=gpu, compute_dtype=config.parallel.compute_dtype)
+
+
+def offline_placement(config: OfflineConfig) -> Placement:
+    """The pools of the section; by default the ranks share this machine's cores."""
+    ranks, cores = Layout.of(config.parallel).world_size, config.threads or os.cpu_count() or 1
+    pools = [Pool(world_size=ranks, **dict(pool)) for pool in config.pools]
+    share = float(cores // ranks) if cores >= ranks else cores / ranks
+    return Placement(
+        tuple(pools) or (Pool((config.section,), ranks, cpus=share),),
+        start_timeout_s=config.start_timeout_s,
+        call_timeout_s=config.step_timeout_s,
+    )
+
+
+def make_worker(
+    worker: type[W], model: PreTrainedModel | StartModel, config: OfflineConfig, seed: int
+) -> W:
+    """The only rank, in this process."""
+    check_offline_layout(config, LoRAConfig())
+    return worker(WorkerContext(config.section), model=model, config=config, seed=seed)
+
+
+def launch_ranks(
+    worker: type[OfflineWorker],
+    model: PreTrainedModel | StartModel,
+    config: OfflineConfig,
+    seed: int,
+) -> Roles:
+    """Start the ranks on Ray; each loads what it keeps.
+
+    Raises ConfigError for a layout that can't be, or a model that no rank can load, and
+    PlacementError where the cluster has no room.
+    """
+    layout, section = Layout.of(config.parallel), config.section
+    if not isinstance(model, StartModel):
+        raise ConfigError(
+            f"{section}.parallel is {layout} on Ray, whose processes load the model themselves, "
+            "and a model in memory was given; give StartModel(path, dtype), or set "
+            f"{section}.placement=local"
+        )
+    check_offline_layout(config, model.lora or LoRAConfig(), text_config(model.path))
+    spec = RoleSpec(
+        section,
+        worker,
+        {"model": model, "config": config, "seed": seed},
+        layout=layout if layout.world_size > 1 else None,
+    )
+    return launch(offline_placement(config), [spec])
+
+
+def done(value: T | Future[T]) -> T:
+    """What a rank in this process returned, or what is waited for of ranks elsewhere."""
+    return value.result() if isinstance(value, Future) else value
+
+
+# The checkpoints of training on rows: what they hold, and what a run resumes from.
+#
+# A single rank's state is the controller's own; of several, each writes its part. Either resumes
+# from
+# the other.
 
 log = logging.getLogger(__name__)
 
+OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
+# Read again at every start and part of no saved state.
+MAY_CHANGE = ("optim", "max_tokens_per_micro_batch")
+# How long, where and how a run is done: not recorded.
+MAY_DIFFER = {
+    "skip",
+    "reference_cache",
+    "save_freq",
+    "max_checkpoints_to_keep",
+    "max_attempts",
+    "on_damaged_checkpoints",
+    "preemption_grace_s",
+    "threads",
+    "parallel",
+    "placement",
+    "pools",
+    "start_timeout_s",
+    "step_timeout_s",
+}
+
+
+def recorded(config: OfflineConfig) -> dict[str, object]:
+    """The settings of a section that a checkpoint records, by dotted name, e.g. "sft.packing"."""
+    return flat({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineCheckpoints:
+    """Where the state of one `fit` is saved."""
+
+    worker: OfflineWorker | None  # in this process; None: the saver's groups have the state
+    saver: Saver | None  # None: nothing is saved
+    section: str  # of the settings, e.g. "sft"
+    settings: dict[str, object]  # that a checkpoint records
+    defaults: dict[str, object]  # of those that come from a configuration
+    on_resume: OnResume
+    changed_settings: list[StateDict] = field(default_factory=list)  # when it was resumed
+
+    def resume(self, elsewhere: CheckpointStore | None) -> tuple[int, dict[str, float]]:
+        """Load the newest checkpoint, own or `elsewhere`; return its step and metrics (0, {})."""
+        if self.saver is None:
+            return 0, {}
+        found, own = self.saver.store.latest(), True
+        if found is None and elsewhere is not None:
+            found, own = elsewhere.latest(), False
+        if found is None:
+            return 0, {}
+        metrics = self._load(self.saver, found)
+        self.on_resume(found.folder, found.step)
+        if not own:
+            self.save(found.step, metrics)  # where this attempt's successor looks
+        return found.step, metrics
+
+    def save(self, step: int, metrics: dict[str, float]) -> None:
+        """Begin to write a checkpoint; a failure is logged, and training continues."""
+        if self.saver is None:
+            return
+        state: StateDict = {
+            "settings": self.settings,
+            "changed_settings": self.changed_settings,
+            "metrics": metrics,
+            "process_rng": process_rng(),
+        }
+        if self.worker is not None:
+            state |= self.worker.state_dict()
+        try:
+            self.saver.save(step, state)
+        except CheckpointError as error:
+            log.warning("no checkpoint at step %d: %s; training continues", step, error)
+
+    def _load(self, saver: Saver, checkpoint: Checkpoint) -> dict[str, float]:
+        state = checkpoint.state
+        may_change = [f"{self.section}.{name}" for name in MAY_CHANGE]
+        changed = changed_settings(checkpoint, self.settings, may_change, self.defaults)
+        if self.worker is None:
+            saver.restore(checkpoint)
+        elif BOXES in state:
+            own = RankState.of(state)
+            try:
+                self.worker.load_sharded_state(own, [own])
+            except CheckpointError as error:
+                raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+            set_process_rng(state["process_rng"])
+        else:
+            self.worker.load_state(checkpoint.folder)
+        self.changed_settings[:] = changed
+        return dict(state["metrics"])
+
+
+# The loop of training on rows of a dataset: batches, steps, checkpoints, resumption.
+#
+# The warm start (`sft`), preference learning (`preference`) and reward models (`reward_model`) are
+# this loop over examples of their own. What a rank computes is in `engine.workers`, where ranks
+# are
+# in `offline_ranks`, what is saved in `offline_checkpoints`.
+
 Example = TypeVar("Example")
-W = TypeVar("W", bound=OfflineWorker)
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
 
 
@@ -263,3 +470,57 @@ def total_steps(config: OfflineConfig, rows: int) -> int:
     """Optimizer steps that a configuration asks for over `rows` examples."""
     size = min(config.train_batch_size, rows)
     return config.max_steps or math.ceil(config.epochs * math.ceil(rows / size))
+
+
+# The warm start: supervised fine-tuning on prompt/response pairs.
+#
+# The loss is on response tokens only; micro-batches have rows of similar length within a token
+# budget, and their gradients add up to that of the whole batch. Of a model with adapters, on a
+# quantised base or not, only these are trained. The caller reads rows. The loop is in `offline`.
+
+
+@dataclass(frozen=True, slots=True)
+class SFTExample:
+    """One encoded pair."""
+
+    prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
+    response_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
+
+
+class SFTTrainer(OfflineTrainer[SFTExample, SFTWorker]):
+    """Fine-tunes a model on pairs; see `OfflineTrainer`. Its configuration is an `SFTConfig`.
+
+    Metrics of a step are `sft/loss` (mean negative log-likelihood a response token, nats),
+    `sft/lr`, `sft/grad_norm`, `sft/tokens_per_s`, and, where one was taken, `sft/validation_loss`.
+    """
+
+    what = "the warm start"
+    no_rows = "the warm start has no rows; check data.sft_size and the source"
+    worker_class = SFTWorker
+
+    def validation_loss(self, examples: Sequence[SFTExample]) -> float:
+        """Mean negative log-likelihood a response token, in nats, without dropout."""
+        return self._validate(examples)["validation_loss"]
+
+    def _collate(self, examples: Sequence[SFTExample]) -> Batch:
+        return collate_examples(examples, self.pad_token_id)
+
+    def _update(self, batch: Batch) -> dict[str, float]:
+        return done(self._ranks.update(batch))
+
+    def _validate(self, examples: Sequence[SFTExample]) -> dict[str, float]:
+        return done(self._ranks.validation_loss(self._collate(examples)))
+
+
+def collate_examples(examples: Sequence[SFTExample], pad_token_id: int) -> Batch:
+    """Lay pairs out as completions, their sampling log-probs being none (zeros)."""
+    prompts = Batch(
+        {"group_ids": torch.arange(len(examples))}, {"prompt_ids": [e.prompt_ids for e in examples]}
+    )
+    return collate_completions(
+        prompts,
+        range(len(examples)),
+        [e.response_ids for e in examples],
+        [[0.0] * len(e.response_ids) for e in examples],
+        pad_token_id=pad_token_id,
+    ).select(["input_ids", "attention_mask", "responses", "response_mask"])

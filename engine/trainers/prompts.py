@@ -8,20 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.agents.partial_episodes import PartialEpisodes
+from engine.agents.saved_episode import PartialEpisodes
 from engine.batch import Batch
 from engine.checkpoint.state_dict import StateDict
 from engine.controller.timeline import span
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
-from engine.data.pass_rates import observed_rates
+from engine.data.order import observed_rates
 from engine.data.templates import encode_prompts, with_template_variables
-from engine.rollout.partial_groups import (
-    Begun,
-    PartialGroup,
-    take_partial_groups,
-    with_partial_groups,
-)
+from engine.rollout.stream import Begun, PartialGroup, take_partial_groups, with_partial_groups
 from engine.trainers.rollout_state import to_json_values
 
 

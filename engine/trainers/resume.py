@@ -1,18 +1,94 @@
-"""What an RL run resumes from: its checkpoints, and the settings that are recorded with them."""
+"""What a run resumes from and what it hands over: checkpoints, recorded settings, the final step.
+
+Checkpoints themselves are in `engine.checkpoint`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from engine.checkpoint import CheckpointStore, Saver
+from engine.checkpoint import Checkpoint, CheckpointStore, Saver
+from engine.checkpoint.state_dict import StateDict
 from engine.config import RLConfig
-from engine.controller.roles import Roles
-from engine.trainers.background_export import BackgroundExporter
-from engine.trainers.rl_setup import RunSpec
-from engine.trainers.run_settings import flat
+from engine.controller.groups import Roles
+from engine.errors import CheckpointError
+from engine.trainers.huggingface_export import BackgroundExporter
+from engine.trainers.run_spec import RunSpec
 from engine.workers.stateful import StatefulWorker
+
+# The settings that a checkpoint was written under, against those of the run that resumes from it.
+#
+# What lives here: which of them changed, in words and for the record. What does not: which ones a
+# trainer lets change (`resume`, `sft`).
+
+log = logging.getLogger(__name__)
+
+_MAX_LISTED = 3  # changed settings in an error message
+
+
+def flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Leaves by dotted name, e.g. "rl.rollout.n": 8."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def changed_settings(
+    checkpoint: Checkpoint,
+    settings: Mapping[str, object],
+    may_change: Collection[str],
+    defaults: Mapping[str, object],
+) -> list[StateDict]:
+    """What changed since the run began, an entry a change: those of earlier resumptions first.
+
+    An entry is `{"step": 40, "setting": "rl.actor.optim.lr", "before": 1.0, "after": 0.1}`. New
+    ones are logged. `may_change` are names of settings, or of sections as "rl.actor.optim". A
+    setting that the checkpoint's version of the engine did not have counts with its value in
+    `defaults`. Raises CheckpointError where another setting has changed.
+    """
+    there = checkpoint.state.get("settings")
+    if not isinstance(there, dict):
+        raise _refused(checkpoint, "another version of the engine wrote it")
+    there = {name: defaults[name] for name in settings.keys() & defaults.keys()} | there
+    names = sorted(n for n in there.keys() | settings.keys() if there.get(n) != settings.get(n))
+    told = {n: f"{n} is {there.get(n)!r} there and {settings.get(n)!r} here" for n in names}
+    refused = [told[n] for n in names if not _is_in(n, may_change)]
+    if refused:
+        more = len(refused) - _MAX_LISTED
+        shown = refused[:_MAX_LISTED] + ([f"{more} more"] if more > 0 else [])
+        raise _refused(checkpoint, ", ".join(shown))
+    if told:
+        log.warning("%s: settings changed: %s", checkpoint.folder, ", ".join(told.values()))
+    new = [
+        {"step": checkpoint.step, "setting": n, "before": there.get(n), "after": settings.get(n)}
+        for n in names
+    ]
+    return [*checkpoint.state.get("changed_settings", []), *new]
+
+
+def _refused(checkpoint: Checkpoint, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.folder} was written under other settings: {why}; resume with its settings, "
+        "or give another checkpoint folder"
+    )
+
+
+def _is_in(name: str, may_change: Collection[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in may_change)
+
+
+# What an RL run resumes from: its checkpoints, and the settings that are recorded with them.
 
 SCORE = "validation/reward"  # by which the best checkpoint is kept
 
@@ -91,3 +167,94 @@ def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[
     kept = {"mode": trainer.mode, "train_batch_size": trainer.train_batch_size}
     data = {"max_response_length": max_response_length}
     return flat({"rl": rl | {"trainer": kept}, "data": data, "seed": seed})
+
+
+# Which step's policy an RL run hands over: the best by validation, or the last.
+#
+# The best step is saved when it is found, and its checkpoint is kept until there is a better one
+# (`engine.checkpoint.retention`), so that a run that was stopped and resumed hands over the same.
+# Its
+# weights never go back into the trainer: `export` makes a model folder of the checkpoint.
+
+Rule = Literal["best", "last"]
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class FinalModel:
+    """The step whose policy a run hands over."""
+
+    step: int
+    last: int  # step of the run
+    score: float | None  # mean reward on the validation rows; None: not validated at that step
+    rule: Rule
+    checkpoint: str = ""  # that has the policy; empty: the trainer itself does
+
+    def __str__(self) -> str:
+        """E.g. `step 40 of 80, the best by validation (0.812)`."""
+        shown = "" if self.score is None else f" ({self.score:.3f})"
+        why = "the best by validation" if self.rule == "best" and shown else "the last"
+        return f"step {self.step} of {self.last}, {why}{shown}"
+
+    def metrics(self) -> Metrics:
+        """As metrics of the run, e.g. {"final/step": 40.0, "final/last_step": 80.0, …}."""
+        score = {} if self.score is None else {"final/validation_reward": self.score}
+        return {"final/step": float(self.step), "final/last_step": float(self.last), **score}
+
+
+def is_new_best(history: Sequence[Metrics]) -> bool:
+    """Whether the last of the steps has the highest validation reward so far, or equals it."""
+    ranked = _ranked(history)
+    return bool(ranked) and ranked[0] is history[-1]
+
+
+def choose_final_model(
+    rule: Rule, history: Sequence[Metrics], store: CheckpointStore
+) -> FinalModel:
+    """The step to hand over, from a finished run's history (a row a step, at least one).
+
+    `best` is the highest validation reward, the later one of equals; without validation it is the
+    last step. Where a better step's checkpoint is gone, a warning says so and the next one counts.
+    """
+    last = history[-1]
+    end = int(last["step"])
+    for place, row in enumerate(_ranked(history) if rule == "best" else ()):
+        step = int(row["step"])
+        checkpoint = None if row is last else store.newest_of(step)
+        if row is not last and checkpoint is None:
+            continue
+        if place:
+            log.warning(
+                "step %d is handed over: of %d steps with a better validation reward there is no "
+                "checkpoint (a save failed, or the folder was changed)",
+                step,
+                place,
+            )
+        address = "" if checkpoint is None else checkpoint.folder
+        return FinalModel(step, end, row[SCORE], "best", address)
+    return FinalModel(end, end, last.get(SCORE), rule)
+
+
+def carry_best(saver: Saver, history: Sequence[Metrics], resumed: Checkpoint) -> None:
+    """Copy the best step's checkpoint from the folder that a run resumed from into its own.
+
+    Does nothing where the run resumed from the best step itself. A failure is logged: the run then
+    hands over the best step of those whose checkpoints it has.
+    """
+    ranked = _ranked(history)
+    if not ranked or ranked[0] is history[-1]:
+        return
+    try:
+        source = CheckpointStore(resumed.folder.rpartition("/")[0])
+        best = source.newest_of(int(ranked[0]["step"]))
+        if best is not None:
+            saver.wait()  # its commit removes folders that it doesn't know
+            saver.store.adopt(best)
+    except CheckpointError as error:
+        log.warning("the best step so far, %d, may be lost: %s", int(ranked[0]["step"]), error)
+
+
+def _ranked(history: Sequence[Metrics]) -> list[Metrics]:
+    """The validated steps, best first, the later one of equals before the other."""
+    measured = [row for row in history if math.isfinite(row.get(SCORE, math.nan))]
+    return sorted(measured, key=lambda row: (row[SCORE], row["step"]), reverse=True)

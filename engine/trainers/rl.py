@@ -2,7 +2,7 @@
 
 `fit` is the whole loop: weights to the samplers, rollout, update, validation, checkpoint. What a
 step computes is in `engine.dataflows`, what a role does in `engine.workers`, where roles run in
-`engine.controller`, and what is sampled ahead in `engine.trainers.rollout_sources`.
+`engine.controller`, and what is sampled ahead in `engine.trainers.run_spec`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from engine.batch import Batch
+from engine.batch import Batch, LazyBatch
 from engine.checkpoint import Checkpoint, Saver, open_checkpoint
-from engine.checkpoint.lock import hold_lock
-from engine.checkpoint.rng import process_rng, set_process_rng
-from engine.checkpoint.state_dict import StateDict
+from engine.checkpoint.run_lock import hold_lock
+from engine.checkpoint.state_dict import StateDict, process_rng, set_process_rng
 from engine.config import LoRAConfig, RLConfig
 from engine.controller.launch import launch
 from engine.controller.timeline import Span, write_trace
@@ -26,37 +25,46 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
-from engine.futures import LazyBatch
 from engine.models import resolve_lora, text_config
 from engine.storage.json_rows import Row
-from engine.trainers.auto_placement import resolve_auto
-from engine.trainers.export import resolve_checkpoint, start_model_info
-from engine.trainers.final_model import carry_best, is_new_best
-from engine.trainers.layouts import check_layouts
-from engine.trainers.precision import model_dtype
-from engine.trainers.preemption import PreemptionNotice
-from engine.trainers.prompts import PromptStream
-from engine.trainers.resume import MAY_CHANGE, SCORE, make_saver, run_settings, save_episodes
-from engine.trainers.rl_checks import check_config, check_other_models
-from engine.trainers.rl_setup import (
-    RunSpec,
-    check_lora,
-    effective_config,
-    placement_of,
-    resolve_placement,
-    role_specs,
-)
-from engine.trainers.rollout_sources import SourceInputs, get_rollout_source
-from engine.trainers.run_settings import changed_settings
-from engine.trainers.shutdown import (
+from engine.trainers.auto_placement import model_dtype, resolve_auto, run_roles
+from engine.trainers.fault_tolerance import (
+    PreemptionNotice,
     ensure_last_save,
     finish_save_on_error,
     lost_workers_explained,
     raise_preempted,
 )
-from engine.trainers.step_metrics import staleness_metrics, step_metrics, validation_metrics
-from engine.trainers.step_record import StepRecorder
-from engine.trainers.workload import run_roles
+from engine.trainers.huggingface_export import resolve_checkpoint, start_model_info
+from engine.trainers.prompts import PromptStream
+from engine.trainers.resume import (
+    MAY_CHANGE,
+    SCORE,
+    carry_best,
+    changed_settings,
+    is_new_best,
+    make_saver,
+    run_settings,
+    save_episodes,
+)
+from engine.trainers.run_plan import check_config, check_other_models
+from engine.trainers.run_spec import (
+    RunSpec,
+    SourceInputs,
+    check_layouts,
+    check_lora,
+    effective_config,
+    get_rollout_source,
+    placement_of,
+    resolve_placement,
+    role_specs,
+)
+from engine.trainers.step_record import (
+    StepRecorder,
+    staleness_metrics,
+    step_metrics,
+    validation_metrics,
+)
 
 log = logging.getLogger(__name__)
 

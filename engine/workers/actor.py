@@ -1,4 +1,8 @@
-"""The actor role: the policy's log-probs and updates, and its weights for rollout and files."""
+"""The actor role: the policy's log-probs and updates, and its weights for rollout and files.
+
+Also the gradient of a student's divergence from its teachers. The micro-batch loop is in
+`engine.runtime.sharded_model`, losses are in `engine.algorithms`.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +14,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.algorithms import losses
-from engine.algorithms.aggregation import Denominators, aggregate
+from engine.algorithms import policy_losses
+from engine.algorithms.aggregation import (
+    Denominators,
+    MeanAccumulator,
+    accumulate_mean,
+    aggregate,
+    compute_means,
+)
 from engine.algorithms.correction import GAP_PREFIXES, gap_metrics
-from engine.algorithms.kl import kl_estimate
-from engine.algorithms.metrics import MeanAccumulator, accumulate_mean, compute_means
-from engine.algorithms.preference import get_pair_loss
-from engine.algorithms.skip import rows_with_gradient
+from engine.algorithms.critic_loss import rows_with_gradient
+from engine.algorithms.divergences import kl_estimate
+from engine.algorithms.preference_losses import get_pair_loss
 from engine.batch import TOKENS, Batch
-from engine.checkpoint.rank_state import RankState
+from engine.checkpoint.format import RankState
 from engine.checkpoint.state_dict import StateDict
 from engine.config import ActorConfig, DistillationConfig, LoRAConfig, PreferenceConfig
 from engine.errors import CheckpointError
-from engine.models.forward import TokenOutputs
-from engine.parallel.layout import Layout
-from engine.runtime.divergence_gradients import accumulate_divergence
-from engine.runtime.divergence_outputs import DivergenceReader
-from engine.runtime.loss_scale import update_metrics
-from engine.runtime.micro_batches import untrimmed
-from engine.runtime.mini_batches import minibatch_indices
-from engine.runtime.pair_gradients import accumulate_pairs
-from engine.runtime.policy_runtime import PolicyRuntime
-from engine.runtime.save_policy import StartModel, save_ranks
-from engine.runtime.sharded_model import init_mesh
-from engine.runtime.sharded_train_state import (
-    ShardedTrainState,
-    same_start,
-    weights_fingerprint,
+from engine.models.forward import (
+    DivergenceReader,
+    LogProbReader,
+    Outputs,
+    ReferenceLogits,
+    TokenOutputs,
 )
-from engine.runtime.token_outputs import LogProbReader, Outputs, ReferenceLogits
-from engine.weight_transfer.weight_sync import WeightSender
+from engine.parallel.layout import Layout
+from engine.runtime.optimizer import update_metrics
+from engine.runtime.pair_gradients import accumulate_pairs
+from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
+from engine.runtime.sharded_model import ShardedModel, init_mesh, minibatch_indices, untrimmed
+from engine.runtime.train_state import ShardedTrainState, same_start, weights_fingerprint
+from engine.weight_transfer import WeightSender
 from engine.workers.algorithm_options import policy_loss_options, preference_options
-from engine.workers.base import Dispatch, WorkerContext, dispatch
+from engine.workers.role import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import TrainingWorker
+
+# Gradients of a student's divergence from its teachers, token by token.
+
+
+def accumulate_divergence(
+    sharded: ShardedModel,
+    batch: Batch,
+    reader: DivergenceReader,
+    aggregate: Callable[[Tensor, Tensor, Denominators], Tensor],
+    max_tokens: int,
+) -> list[dict[str, MeanAccumulator]]:
+    """Add the gradients of the divergence over all ranks' tokens, as `aggregate` makes one number
+    of them `[B, R]`, their mask and its counts. Returns metrics: `divergence`, `entropy`."""
+    denominators = sharded.global_counts(batch["response_mask"])
+
+    def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, MeanAccumulator]]:
+        mask = micro["response_mask"]
+        names = ("divergence", "entropy")
+        metrics = {name: accumulate_mean(got[name].detach(), mask) for name in names}
+        return aggregate(got["divergence"], mask, denominators), metrics
+
+    micros = [micro for _, micro in sharded.micro_batches(batch, max_tokens)]
+    return sharded.accumulate(batch, micros, reader, loss)
+
+
+# The actor role: the policy's log-probs and updates, and its weights for rollout and files.
 
 Metrics = dict[str, MeanAccumulator]
 
@@ -85,7 +116,7 @@ class ActorWorker(TrainingWorker):
         self.sender = WeightSender(cast, deltas=delta_sync)
         self.train_state = ShardedTrainState(self.sharded, config.optim, total_steps, seed)
         self.loss_options = policy_loss_options(config)
-        self.loss_agg_mode = losses.aggregation_mode(
+        self.loss_agg_mode = policy_losses.aggregation_mode(
             config.policy_loss.loss_mode, config.loss_agg_mode
         )
 
@@ -252,7 +283,7 @@ class ActorWorker(TrainingWorker):
         mixture, + router_aux_loss_coef · the routers' balance."""
         config, mask = self.config, micro["response_mask"]
         assert got.entropy is not None
-        policy_loss = losses.get_policy_loss(config.policy_loss.loss_mode)
+        policy_loss = policy_losses.get_policy_loss(config.policy_loss.loss_mode)
         out = policy_loss(
             got.log_probs,
             micro["old_log_probs"],

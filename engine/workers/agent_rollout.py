@@ -1,34 +1,286 @@
-"""The rollout role of multi-turn runs: it plays episodes with environments."""
+"""The rollout role of multi-turn runs: it plays episodes with environments.
+
+Also finished groups of episodes as batches, and the file that holds the episodes of a step
+under way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import safetensors.torch
+import torch
+
+from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
-from engine.agents.local_environments import Environments, LocalEnvironments
-from engine.agents.pool import EnvironmentPool
-from engine.agents.registry import make_environment
-from engine.agents.rollout import EpisodePlayer
+from engine.agents.environment_pool import EnvironmentPool
+from engine.agents.environment_protocol import make_environment
+from engine.agents.episode import (
+    Episode,
+    EpisodeLimits,
+    EpisodeTokenizer,
+    collate_episodes,
+    plain_action,
+)
+from engine.agents.saved_episode import EpisodeTree, PartialEpisodes, save_episode
 from engine.batch import Batch
+from engine.checkpoint.state_dict import extract_tensors, insert_tensors, safetensors_bytes
 from engine.config import AgentConfig, RolloutConfig
 from engine.data.templates import tool_tokens, with_template_variables
 from engine.data.tokenizer import load_tokenizer
+from engine.errors import EngineError, RolloutError
 from engine.models import text_config
-from engine.rollout.partial_groups import with_partial_groups
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.stream import open_stream
-from engine.workers.base import Dispatch, WorkerContext, dispatch
-from engine.workers.episode_groups import EpisodeGroups
-from engine.workers.rollout import Decoding, RolloutWorker
-from engine.workers.saved_rollout import SavedRollout
-from engine.workers.stream_rollout import StreamRolloutWorker
+from engine.rollout.stream import (
+    RolloutStream,
+    open_stream,
+    take_partial_groups,
+    with_partial_groups,
+)
+from engine.storage.folder import Folder
+from engine.workers.role import Dispatch, WorkerContext, dispatch
+from engine.workers.rollout_worker import Decoding, RolloutWorker, StreamRolloutWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# The episodes of a step that is being rolled out, in a file beside the checkpoints.
+#
+# A run that is killed goes back to its newest checkpoint; the step after it goes on from this
+# file,
+# if it is that step's.
+
+log = logging.getLogger(__name__)
+
+FOLDER = "episodes"  # below the folder of checkpoints
+_VALUES = "values"
+
+Groups = Mapping[int, PartialEpisodes]  # by key of their prompt
+
+
+class SavedRollout:
+    """One rank's file, e.g. "rollout-00000-of-00001.safetensors"."""
+
+    def __init__(
+        self, folder: str, stem: str, settings: str, every_s: float, before: str = ""
+    ) -> None:
+        """Save every `every_s` seconds below `folder`; go on from there, or from `before`.
+
+        `settings` stands for all that a rollout depends on, but for what `identity` has.
+        """
+        self._folder, self._name = Folder(f"{folder}/{FOLDER}"), f"{stem}.safetensors"
+        self._sources = [self._folder, *([Folder(f"{before}/{FOLDER}")] if before else [])]
+        self._settings, self._every_s = settings, every_s
+        self._first, self._saved = True, 0.0
+        self._written = False
+
+    def identity(self, prompts: Batch, version: int, seed: int, n: int) -> str:
+        """What a rollout is: these prompts, under this version's weights, with this noise."""
+        ids = [[int(token) for token in row] for row in prompts.columns["prompt_ids"]]
+        facts = [self._settings, version, seed, n, prompts["group_ids"].tolist(), ids]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def begin(self, identity: str) -> Groups:
+        """What was saved of a rollout that begins now; later ones than the first have nothing.
+
+        A run that has resumed has the weights of its checkpoint then, bit for bit.
+        """
+        first, self._first, self._saved = self._first, False, time.monotonic()
+        for source in self._sources if first else ():
+            try:
+                found = self._read(source, identity)
+            except (EngineError, ValueError, KeyError, safetensors.SafetensorError) as error:
+                log.warning("the episodes in %s are begun again: %s", source, error)
+                continue
+            if found:
+                count = sum(len(group.episodes) for group in found.values())
+                log.info("%d episodes go on from %s", count, source)
+                return found
+        return {}
+
+    def _read(self, source: Folder, identity: str) -> Groups:
+        """What a folder has of this rollout."""
+        if self._name not in source.names():
+            return {}
+        self._written |= source is self._folder
+        tensors = safetensors.torch.load(source.read(self._name))
+        told = json.loads(tensors.pop(_VALUES).numpy().tobytes())
+        if told["identity"] != identity:
+            return {}
+        groups = insert_tensors(told["groups"], {"groups": tensors})
+        return {int(key): PartialEpisodes.from_tree(tree) for key, tree in groups.items()}
+
+    def save(self, identity: str, groups: Callable[[], Groups]) -> None:
+        """Save `groups`, if it is time for it; a failure is logged, and the rollout goes on."""
+        if time.monotonic() - self._saved < self._every_s:
+            return
+        trees = {str(key): group.tree() for key, group in groups().items()}
+        try:
+            values, parts = extract_tensors({"groups": trees})
+            told = json.dumps({"identity": identity, "groups": values["groups"]}).encode()
+            whole = torch.from_numpy(np.frombuffer(told, np.uint8).copy())
+            tensors = parts.get("groups", {}) | {_VALUES: whole}
+            self._folder.create()
+            self._folder.write(self._name, safetensors_bytes(tensors, {}))
+            self._written = True
+        except EngineError as error:
+            log.warning("the episodes of this step are not saved: %s", error)
+        self._saved = time.monotonic()
+
+    def end(self) -> None:
+        """The rollout is whole: remove its file."""
+        if not self._written:
+            return
+        self._written = False
+        try:
+            self._folder.remove_file(self._name)
+        except EngineError as error:
+            log.warning("episodes of a step that is over stay in %s: %s", self._folder, error)
+
+
+# Plays the episodes of prompts, and returns finished groups as batches.
+#
+# `engine.agents.rollout` plays; this module has the prompts and the groups.
+
+_WAIT_S = 0.05  # of one step, for an environment
+_REPORT_STATES_S = (
+    2.0  # for environments to answer and to give their states, below the report's deadline
+)
+
+NewEpisode = Callable[[int, int, list[int]], Episode]  # of key, index and the row's prompt
+
+
+class EpisodeGroups:
+    """Plays `n` episodes of each prompt, and returns finished groups: a `Groups`.
+
+    A prompt's key is its `group_ids`; a key may be reused once its group was returned.
+    """
+
+    def __init__(
+        self,
+        stream: RolloutStream,
+        player: EpisodePlayer,
+        new_episode: NewEpisode,
+        *,
+        n: int,
+        pad_token_id: int,
+        branches: bool,
+        retain: bool = False,
+    ) -> None:
+        """With `retain`, groups that were returned are among those that `partial_groups` copies."""
+        self._stream, self._player, self._new = stream, player, new_episode
+        self._n, self._pad, self._branches = n, pad_token_id, branches
+        self._prompts: dict[int, Batch] = {}
+        self._episodes: dict[int, list[Episode]] = {}  # by key, then index
+        self._left: dict[int, int] = {}  # episodes that have not ended
+        self._retained: dict[int, list[Episode]] | None = {} if retain else None
+        self._trees: dict[int, EpisodeTree] = {}  # by id of the episode: the latest of those saved
+
+    @property
+    def busy(self) -> int:
+        """Episodes that play, wait for a place, or wait to be returned."""
+        return self._player.busy
+
+    @property
+    def full(self) -> bool:
+        """Whether a whole group's turns wait: the engine has no room for what it was given."""
+        return self._stream.waiting >= self._n
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample the next tokens."""
+        return self._stream.policy_version
+
+    def submit(self, prompts: Batch) -> None:
+        """Add prompts, one row per group; what was begun of them (`PARTIAL_GROUP`) goes on.
+
+        Raises RolloutError for completions that are no episodes.
+        """
+        prompts, begun = take_partial_groups(prompts)
+        for row, key in enumerate(prompts["group_ids"].tolist()):
+            prompt, saved = prompts.rows([row]), begun[row]
+            if not isinstance(saved, PartialEpisodes | None):
+                raise RolloutError(
+                    f"group {key} was saved with completions of one turn; resume with "
+                    "rollout.multi_turn.enable=false, or begin again"
+                )
+            trees = saved.by_index() if saved is not None else {}
+            ids = list(prompt.columns["prompt_ids"][0])
+            episodes = [self._new(key, index, ids) for index in range(self._n)]
+            self._prompts[key], self._episodes[key] = prompt, episodes
+            self._left[key] = self._n
+            for episode in episodes:
+                self._player.add(episode, _row(prompt), trees.get(episode.index))
+
+    def partial_groups(self, seconds: float = _REPORT_STATES_S) -> dict[int, PartialEpisodes]:
+        """Copies of all unfinished groups, by key; playing continues.
+
+        An episode whose environment doesn't answer within `seconds` is as it was the last time.
+        """
+        self._trees |= self._player.save(seconds)
+        groups = self._episodes | (self._retained or {})
+        found: dict[int, PartialEpisodes] = {}
+        for key, episodes in groups.items():
+            trees = []
+            for one in episodes:
+                if one.end is not None:
+                    self._trees[id(one)] = save_episode(one)
+                if id(one) in self._trees:
+                    trees.append(self._trees[id(one)])
+            found[key] = PartialEpisodes(trees)
+        return found
+
+    def step(self) -> list[Batch]:
+        """Decode a token of each turn, or wait a moment for environments; return the groups that
+        are finished now."""
+        groups = []
+        for episode in self._player.step(_WAIT_S):
+            self._left[episode.key] -= 1
+            if not self._left[episode.key]:
+                groups.append(self._batch(episode.key))
+        return groups
+
+    def update_weights(self, version: int) -> None:
+        """Continue with the policy's weights, which have changed in place."""
+        self._stream.update_weights(None, version)
+
+    def close(self) -> None:
+        """Stop playing."""
+        self._player.close()
+        self._stream.close()
+
+    def _batch(self, key: int) -> Batch:
+        del self._left[key]
+        episodes = self._episodes.pop(key)
+        if self._retained is not None:
+            self._retained[key] = episodes
+        else:
+            for episode in episodes:
+                self._trees.pop(id(episode), None)
+        return collate_episodes(
+            self._prompts.pop(key),
+            episodes,
+            pad_token_id=self._pad,
+            version=self.version,
+            branches=self._branches,
+        )
+
+
+def _row(prompt: Batch) -> Mapping[str, object]:
+    """The row of the data set of a batch of one prompt."""
+    return {name: column[0] for name, column in prompt.columns.items() if name != "prompt_ids"}
+
+
+# The rollout role of multi-turn runs: it plays episodes with environments.
 
 _STATES_S = 0.2  # of a rollout, for environments to give their states
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engine.algorithms import advantages, losses, preference
+from engine.algorithms import advantages, policy_losses, preference_losses
 from engine.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -50,7 +50,7 @@ _KTO_FIELDS = ("desirable_weight", "undesirable_weight")
 def policy_loss_options(config: ActorConfig) -> dict[str, object]:
     """Options of `actor.policy_loss.loss_mode`; raise ConfigError for an unused one."""
     name = config.policy_loss.loss_mode
-    read = losses.options(name)
+    read = policy_losses.options(name)
     options = _changed_options(config, "actor", ACTOR_FIELDS, name, read)
     options |= _changed_options(config.policy_loss, "actor.policy_loss", _LOSS_FIELDS, name, read)
     settings = {field: f"actor.{field}" for field in ACTOR_FIELDS}
@@ -58,8 +58,8 @@ def policy_loss_options(config: ActorConfig) -> dict[str, object]:
     options |= _plugin_options(
         config.policy_loss.options, "actor.policy_loss.options", read, settings
     )
-    losses.get_policy_loss(name).check_options(options)
-    mode = losses.aggregation_mode(name, config.loss_agg_mode)
+    policy_losses.get_policy_loss(name).check_options(options)
+    mode = policy_losses.aggregation_mode(name, config.loss_agg_mode)
     if config.loss_scale_factor is not None and mode != "seq-mean-token-sum-norm":
         raise ConfigError(
             f"actor.loss_scale_factor={config.loss_scale_factor} has no effect with "
@@ -83,11 +83,11 @@ def preference_options(
 ) -> dict[str, Any]:
     """Options of the `loss` of a section; raise ConfigError for an unused one."""
     name = config.loss
-    read = preference.options(name)
+    read = preference_losses.options(name)
     options = _changed_options(config, section, _PREFERENCE_FIELDS, name, read)
     settings = {field: f"{section}.{field}" for field in _PREFERENCE_FIELDS}
     options |= _plugin_options(config.options, f"{section}.options", read, settings)
-    preference.get_pair_loss(name).check_options(options)
+    preference_losses.get_pair_loss(name).check_options(options)
     return options
 
 
@@ -107,7 +107,7 @@ def check_preference_training(config: PreferenceTrainingConfig) -> None:
     if config.loss == "kto":
         kto_options(config)
         return
-    read = preference.options(config.loss)
+    read = preference_losses.options(config.loss)
     preference_options(config, "preference")
     _changed_options(config, "preference", _KTO_FIELDS, config.loss, read)
 

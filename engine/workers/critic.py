@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.algorithms.aggregation import aggregate
-from engine.algorithms.metrics import MeanAccumulator, accumulate_mean, compute_means
-from engine.algorithms.values import value_loss
+from engine.algorithms.aggregation import MeanAccumulator, accumulate_mean, aggregate, compute_means
+from engine.algorithms.critic_loss import value_loss
 from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig, LoRAConfig, ParallelConfig
 from engine.models import open_critic_model
+from engine.models.forward import Outputs, ValueReader
 from engine.parallel.layout import Layout
-from engine.runtime.loss_scale import update_metrics
-from engine.runtime.mini_batches import minibatch_indices
-from engine.runtime.sharded_model import ShardedModel, init_mesh
-from engine.runtime.sharded_train_state import ShardedTrainState
-from engine.runtime.token_outputs import Outputs, ValueReader
-from engine.workers.base import Dispatch, WorkerContext, dispatch
+from engine.runtime.optimizer import update_metrics
+from engine.runtime.sharded_model import ShardedModel, init_mesh, minibatch_indices
+from engine.runtime.train_state import ShardedTrainState
+from engine.workers.role import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import TrainingWorker
 
 

@@ -1,6 +1,6 @@
 """Roles with state: a checkpoint's calls on every rank, to save in the background and to load.
 
-The state of a model in training is in `engine.runtime.sharded_train_state`; files are written by
+The state of a model in training is in `engine.runtime.train_state`; files are written by
 `engine.checkpoint`.
 """
 
@@ -9,15 +9,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 
-from engine.checkpoint.background import Background
-from engine.checkpoint.format import rank_file_prefix, write_state
-from engine.checkpoint.rank_state import RankState, read_role_states, state_of_rank
-from engine.checkpoint.rng import process_rng, set_process_rng
-from engine.checkpoint.state_dict import CpuStager, StateDict
+from engine.checkpoint.format import (
+    RankState,
+    rank_file_prefix,
+    read_role_states,
+    state_of_rank,
+    write_state,
+)
+from engine.checkpoint.saver import Background
+from engine.checkpoint.state_dict import CpuStager, StateDict, process_rng, set_process_rng
 from engine.errors import CheckpointError, DamagedCheckpointError, DivergedError
-from engine.runtime.sharded_train_state import ShardedTrainState
+from engine.runtime.train_state import ShardedTrainState
 from engine.storage.folder import Folder
-from engine.workers.base import Dispatch, Worker, WorkerContext, dispatch
+from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
 WRITE_TIMEOUT_S = 1800.0  # a rank's whole write
 

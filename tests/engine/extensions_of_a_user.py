@@ -18,11 +18,11 @@ from engine.algorithms.advantages import (
     register_advantage,
     to_tokens,
 )
-from engine.algorithms.losses import LossOutput, register_policy_loss
-from engine.algorithms.preference import Pairs, PreferenceOutput, register_pair_loss
+from engine.algorithms.policy_losses import LossOutput, register_policy_loss
+from engine.algorithms.preference_losses import Pairs, PreferenceOutput, register_pair_loss
 from engine.config import DataConfig
 from engine.data.sources import Splits, register_source
-from engine.dataflows import grpo, register_dataflow
+from engine.dataflows import recipes, register_dataflow
 from engine.rewards import register_reward
 from engine.rollout.native import NativeEngine
 from engine.rollout.protocol import EngineCapabilities, register_engine
@@ -69,7 +69,7 @@ def vowels(
 @register_dataflow("my_grpo", roles=("rollout", "reward", "actor"), optional=("reference",))
 def my_grpo(roles: Any, prompts: Any, algo: Any, *, note: str = "") -> Any:
     CALLS.append(("my_grpo", note))
-    return grpo.grpo(roles, prompts, algo)
+    return recipes.grpo(roles, prompts, algo)
 
 
 @register_engine("counting", EngineCapabilities(streams=True))

@@ -8,10 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from engine.storage.artifacts import publish, staging
-from engine.storage.hashing import FileEntry, content_digest, hash_file
-from engine.storage.locations import artifact_path
-from engine.storage.manifest import Draft, Manifest, Parent, read_manifest
+from engine.storage.artifacts import Draft, Manifest, Parent, publish, read_manifest, staging
+from engine.storage.digests import FileEntry, content_digest, hash_file
+from engine.storage.filesystem import artifact_path
 
 NASTY = "</script><img src=x onerror=alert(1)>&\"'"
 

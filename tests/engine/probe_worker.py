@@ -12,7 +12,7 @@ import torch
 from engine.batch import Batch
 from engine.data.collate import collate_completions
 from engine.errors import DataError
-from engine.workers.base import Dispatch, Metric, Worker, dispatch
+from engine.workers.role import Dispatch, Metric, Worker, dispatch
 
 
 class Payload:

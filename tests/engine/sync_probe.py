@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from engine.batch import Batch
-from engine.weight_transfer.weight_sync import WeightSender
-from engine.workers.base import Dispatch, WorkerContext, dispatch
-from engine.workers.rollout import RolloutWorker
-from engine.workers.stream_rollout import StreamRolloutWorker
+from engine.weight_transfer import WeightSender
+from engine.workers.role import Dispatch, WorkerContext, dispatch
+from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
 
 FAULTS = ("flip", "stale", "exit")
 

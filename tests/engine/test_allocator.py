@@ -68,7 +68,7 @@ def test_settings_of_the_environment_stay() -> None:
 
 _RELEASE = f"""{_C}
 import psutil
-from engine.allocator import release_freed_memory
+from engine.process_setup import release_freed_memory
 
 def mb():
     return psutil.Process().memory_info().rss >> 20

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from engine.config import PipelineConfig
-from engine.config.reference import markdown, sections
+from engine.config.text import markdown, sections
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "engine" / "config" / "presets").glob("*.yaml"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.batch import Batch
-from engine.futures import Future, LazyBatch, Ready
+from engine.batch import Batch, Future, LazyBatch, Ready
 
 
 class Counted(Ready[Batch]):

@@ -18,15 +18,15 @@ import sys
 from engine.console import quiet
 quiet()
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
-import engine.data.collate, engine.workers.reward
-from engine.controller.ray_session import ray_session
+import engine.data.collate, engine.workers.reward_worker
+from engine.controller.launch import ray_session
 train_tokenizer(["3+4=7"], 512).save_pretrained(sys.argv[1])
 assert load_tokenizer(sys.argv[1]).decode(load_tokenizer(sys.argv[1])("3+4").input_ids) == "3+4"
 with ray_session("local"):
     pass
 unused = {"torch._dynamo", "transformers.modeling_utils", "sympy", "pandas", "pyarrow", "ray"}
 print(*unused & sys.modules.keys())
-import engine.trainers.sft  # a warm start from rows in memory reads no files
+import engine.trainers.offline  # a warm start from rows in memory reads no files
 print(*{"pandas", "pyarrow", "ray", "mlflow"} & sys.modules.keys())
 import engine
 assert "HybridActor" in dir(engine)
@@ -38,7 +38,7 @@ except AttributeError as error:
     assert "'engine' has no attribute 'Nothing'" in str(error)
 else:
     raise AssertionError("a name that isn't there")
-import engine.workers.actor, engine.workers.rollout, engine.rollout.vllm, engine.rollout.native
+import engine.workers.actor, engine.workers.rollout_worker, engine.rollout.vllm, engine.rollout.native
 unused = ("sklearn", "scipy.optimize", "boto3", "vllm", "mlflow")
 print(*[name for name in unused if name in sys.modules])
 from transformers import GenerationMixin

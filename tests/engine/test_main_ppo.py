@@ -24,9 +24,9 @@ from tiny_engine import arithmetic_rows
 from tracker_files import tensorboard_points
 from transformers import AutoModelForCausalLM
 
+from engine.cli.commands.main_ppo import main
 from engine.data.tokenizer import load_tokenizer
-from engine.main_ppo import main
-from engine.rollouts.files import SampleFolder
+from engine.samples.sample_files import SampleFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -352,7 +352,9 @@ def test_a_wrong_name_is_known_before_torch_is_loaded(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "engine.cli.run", None)  # an ImportError where it is reached
+    monkeypatch.setitem(
+        sys.modules, "engine.cli.ppo_program", None
+    )  # an ImportError where it is reached
     assert main(arguments(place, tiny_folder, more)) == 2
     assert words in capsys.readouterr().err
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from tracker_files import tensorboard_points, wandb_points
 
-from engine.cli.loggers import open_log
-from engine.cli.rl_run import RunLog
+from engine.cli.rl_run import RunLog, open_log
 from engine.cli.settings import RunConfig
 from engine.errors import ConfigError, StorageError, TrackingError
 from engine.tracking.metric_logs import (

@@ -13,13 +13,12 @@ import pytest
 import torch
 from tiny_engine import arithmetic_rows
 
-from engine import replay
 from engine.algorithms import aggregation
-from engine.batch import Batch
+from engine.batch import Batch, LazyBatch
+from engine.cli.commands import replay
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError, DivergedError, RewardError, WorkerError
-from engine.futures import LazyBatch
 from engine.trainers import step_record
 from engine.trainers.rl import RLTrainer
 from engine.workers import actor

@@ -26,11 +26,10 @@ from thorough import and_slow
 from engine.errors import LineageError, StorageError, TrackingError
 from engine.lineage.__main__ import main as lineage_command
 from engine.promotion import Champions
-from engine.promotion.lock import LockTimeouts
-from engine.storage.artifacts import publish, staging
-from engine.storage.manifest import Draft, verify
+from engine.promotion.champions import LockTimeouts
+from engine.storage.artifacts import Draft, publish, staging, verify
 from engine.tracking import Tracker
-from engine.tracking.values import flatten, name, parameters, tags
+from engine.tracking.connection import flatten, name, parameters, tags
 
 
 @pytest.fixture(autouse=True)

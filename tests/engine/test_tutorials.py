@@ -16,12 +16,12 @@ import yaml
 from tiny_engine import arithmetic_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.cli.commands.main_ppo import main
 from engine.config import DataConfig, RLConfig
 from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
 from engine.data.loader import PromptLoader
 from engine.data.sources import load_splits
 from engine.data.tokenizer import load_tokenizer
-from engine.main_ppo import main
 from engine.models import load_model
 from engine.trainers.rl import RLTrainer
 

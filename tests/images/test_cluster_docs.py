@@ -17,9 +17,9 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from kubernetes.client import ApiClient, V1PodSpec, V1Toleration
 
 from engine.config import RLConfig
+from tasks.policy_training import rl_stage
 from tasks.profiles import PROFILES
-from tasks.ray_cluster import LocalRayTask, ray_cluster
-from tasks.rl import rl_stage
+from tasks.variants import LocalRayTask, ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/kubernetes.md", "docs/slurm.md")

@@ -17,8 +17,8 @@ from flytekit.configuration import ImageConfig, SerializationSettings
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from engine.health.__main__ import expectation
-from engine.storage.code_version import sources_digest
+from engine.cli.commands.health import expectation
+from engine.storage.digests import sources_digest
 from tasks.preprocess import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -238,7 +238,7 @@ def test_the_code_as_copied_is_whole(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.pyc"))
     code = (
         "import engine, tasks, workflows\n"
-        "from engine.storage.code_version import code_version, sources_digest\n"
+        "from engine.storage.digests import code_version, sources_digest\n"
         "print(engine.__file__); print(sources_digest()); print(code_version())\n"
     )
     environment = {"PYTHONPATH": str(tmp_path), "HYBRIDFLYTE_CODE_VERSION": "abc"}

@@ -16,12 +16,11 @@ from flytekit.types.directory import FlyteDirectory
 from engine.config import DataConfig, EvaluateConfig, ModelConfig, PromoteConfig
 from engine.data.sources import load_splits
 from engine.data.tokenizer import train_tokenizer
-from engine.evaluation.evaluate import evaluate_model
-from engine.evaluation.sets import compare_sets, write_sets
-from engine.evaluation.settings import comparable_settings
+from engine.evaluation.comparability import comparable_settings
+from engine.evaluation.scoring import evaluate_model
+from engine.evaluation.summary import compare_sets, write_sets
 from engine.models import build_model, save_model
-from engine.storage.artifacts import publish, staging
-from engine.storage.manifest import Draft, read_manifest
+from engine.storage.artifacts import Draft, publish, read_manifest, staging
 from engine.tracking import Tracker
 from tasks.context import RunContext
 from tasks.preprocess import SPLITS

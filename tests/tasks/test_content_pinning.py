@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from engine.config import digest
-from tasks.content_pinning import model_digest, pin_model_commit, pin_named_content
-from tasks.inputs import RLHFConfig
-from tasks.placement import apply_profile
-from tasks.profiles import LAPTOP
+from tasks.inputs import RLHFConfig, model_digest, pin_model_commit, pin_named_content
+from tasks.profiles import LAPTOP, apply_profile
 
 RAISES = "raise RuntimeError('imported')\n"
 
@@ -54,7 +52,7 @@ def test_an_edited_module_is_another_configuration(
 
 
 def test_what_is_in_the_sources_anyway_or_not_there_adds_nothing() -> None:
-    for section in ({}, {"plugins": ["nowhere_at_all"]}, {"plugins": ["engine.rewards.call"]}):
+    for section in ({}, {"plugins": ["nowhere_at_all"]}, {"plugins": ["engine.rewards.calls"]}):
         config = RLHFConfig.model_validate({"rl": section})
         assert pin_named_content(config).rl.named_content == ""
     # Of a recorded configuration, the digest of back then does not count.

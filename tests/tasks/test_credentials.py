@@ -9,7 +9,7 @@ import pytest
 from engine.errors import ConfigError
 from tasks import context
 from tasks.context import StageError, user_facing_errors
-from tasks.credentials import (
+from tasks.flytekit_setup import (
     VARIABLE,
     SecretName,
     load_secrets,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from flytekit.deck import DeckField
 
-from tasks.decks import DECK, DECK_OF_SETTINGS, facts_html
 from tasks.evaluate import evaluate_stage
+from tasks.new_data import trigger_retraining
 from tasks.plan import plan
-from tasks.retraining_trigger import trigger_retraining
+from tasks.stage import DECK, DECK_OF_SETTINGS, facts_html
 
 
 def test_a_table_shows_texts_as_they_are() -> None:

@@ -12,11 +12,11 @@ from promotion_bench import EVALUATE, Bench, new_run
 
 from engine.config import EvaluateConfig
 from engine.errors import ConfigError
-from engine.evaluation.evaluate import share_of
-from engine.storage.manifest import read_manifest
+from engine.evaluation.scoring import share_of
+from engine.storage.artifacts import read_manifest
 from tasks.evaluate import evaluate
 from tasks.profiles import LAPTOP
-from tasks.tables import open_table
+from tasks.stage import open_table
 
 
 def evaluated(bench: Bench, models: tuple[Path, Path], **changes: Any) -> Any:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import LineageError
-from engine.storage.artifacts import publish, staging
-from engine.storage.manifest import Draft, read_manifest, verify
+from engine.storage.artifacts import Draft, publish, read_manifest, staging, verify
 from engine.tracking import Tracker
 from tasks.fetch import resolve
 

@@ -13,14 +13,13 @@ import pytest
 
 from engine.config import DataConfig, RetrainConfig
 from engine.data.contract import RL_PROMPTS, check
+from engine.data.decontamination import find_new_rows
 from engine.data.incremental_data import NewFiles, find_new_files
-from engine.data.new_rows import find_new_rows
 from engine.data.sources import load_splits
 from engine.errors import DataError
-from engine.tracking.registry import ModelVersion
-from tasks.ingest import with_new_rows
+from engine.tracking.model_versions import ModelVersion
+from tasks.new_data import NewData, skip_reason, with_new_rows
 from tasks.preprocess import SPLITS, check_contract, write_split
-from tasks.retraining_trigger import NewData, skip_reason
 
 KICKOFF = datetime(2100, 1, 1, tzinfo=UTC)
 CONFIG = RetrainConfig(minimum_rows=8, replay=0.5)

@@ -7,7 +7,7 @@ import signal
 import pytest
 from flytekit import FlyteContextManager
 
-from tasks.interrupts import set_ctrl_c_status
+from tasks.flytekit_setup import set_ctrl_c_status
 
 
 def test_ctrl_c_ends_with_130() -> None:

@@ -8,7 +8,7 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.loggers import logger
 from pydantic import BaseModel, JsonValue
 
-from tasks.literal_types import cache_literal_types
+from tasks.flytekit_setup import cache_literal_types
 
 
 class WithFieldsOfNoType(BaseModel):

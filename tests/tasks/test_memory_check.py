@@ -13,13 +13,10 @@ from engine.config.pipeline import PipelineConfig
 from engine.errors import PlacementError
 from engine.parallel.layout import Layout
 from engine.planner import Candidate
-from engine.planner.hardware import GIB
 from engine.planner.memory import estimate, fits
-from engine.trainers.memory_check import sft_memory, sft_workload
-from engine.trainers.workload import workload
-from tasks.memory_check import check_memory, cluster
-from tasks.placement import apply_profile
-from tasks.profiles import PROFILES, read_profile
+from engine.planner.resources import GIB
+from engine.trainers.auto_placement import sft_memory, sft_workload, workload
+from tasks.profiles import PROFILES, apply_profile, check_memory, cluster, read_profile
 
 SHAPES: dict[str, dict[str, Any]] = {
     "7B": {

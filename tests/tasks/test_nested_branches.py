@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flytekit import conditional, task, workflow
 
-from tasks.nested_branches import patch_nested_branches
+from tasks.flytekit_setup import patch_nested_branches
 
 patch_nested_branches()
 ran: list[str] = []

@@ -14,9 +14,9 @@ from flytekit.core.local_cache import LocalTaskCache
 from engine.errors import ConfigError
 from tasks.context import StageError
 from tasks.inputs import RLHFConfig
-from tasks.placement import check_model_layouts
 from tasks.plan import check_settings, checks_key, plan
-from tasks.ray_cluster import require_shared_home
+from tasks.profiles import check_model_layouts
+from tasks.variants import require_shared_home
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_wrong_name_is_known_before_torch_is_loaded(
     change: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path))
-    for module in ("engine.models", "engine.trainers.rl_checks"):
+    for module in ("engine.models", "engine.trainers.run_plan"):
         monkeypatch.setitem(sys.modules, module, None)  # an ImportError where it is reached
     config = RLHFConfig.model_validate(change)
     body: Any = plan.task_function
@@ -48,7 +48,7 @@ def test_a_wrong_name_is_known_before_torch_is_loaded(
 def test_a_logger_without_its_package_is_known_before_torch_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "engine.trainers.rl_checks", None)
+    monkeypatch.setitem(sys.modules, "engine.trainers.run_plan", None)
     find = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "wandb" else find(name)
@@ -112,11 +112,11 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings_that_passed_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RLHFConfig()
     check_settings(config)
-    monkeypatch.setitem(sys.modules, "engine.trainers.rl_checks", None)  # no further check
+    monkeypatch.setitem(sys.modules, "engine.trainers.run_plan", None)  # no further check
     check_settings(config)
     with pytest.raises(ImportError):
         check_settings(config.model_copy(update={"seed": 7}))
-    monkeypatch.setattr("tasks.plan.sources_digest", lambda: "edited")
+    monkeypatch.setattr("engine.storage.digests.sources_digest", lambda: "edited")
     with pytest.raises(ImportError):
         check_settings(config)
 

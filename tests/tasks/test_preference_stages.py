@@ -25,27 +25,25 @@ from engine.config import (
     RLConfig,
     SFTConfig,
 )
-from engine.config.promotion import RewardModelGateConfig
+from engine.config.pipeline import RewardModelGateConfig
 from engine.data.contract import PREFERENCE_PAIRS, check
-from engine.lineage.review import review
-from engine.models.unloaded import open_critic_model
-from engine.preferences.learned_reward import by_reward_model
-from engine.rewards.likelihood import likelihood
-from engine.rewards.reward_model import reward_model
-from engine.storage.manifest import Manifest, read_manifest, verify
+from engine.lineage.lookup import review
+from engine.models.policy import open_critic_model
+from engine.preferences import by_reward_model
+from engine.rewards.model_based import likelihood, reward_model
+from engine.storage.artifacts import Manifest, read_manifest, verify
 from engine.tracking import Tracker
-from engine.trainers.preference import PreferenceTrainer
+from engine.trainers.preference_learning import PreferenceTrainer
 from tasks.context import StageError
-from tasks.pairs import pairs_stage
+from tasks.learned_reward import reward_model_promotion_stage, reward_model_training_stage
+from tasks.policy_training import sft_stage
 from tasks.preference_training import (
+    pairs_stage,
     preference_training_stage,
     reference_log_probs_stage,
     reference_settings,
 )
 from tasks.preprocess import preprocess
-from tasks.reward_model_promotion import reward_model_promotion_stage
-from tasks.reward_model_training import reward_model_training_stage
-from tasks.sft import sft_stage
 
 DATA = DataConfig(
     sft_size=64, train_size=16, validation_size=8, test_size=16, max_response_length=32

@@ -10,13 +10,11 @@ from engine.config import ParallelConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
 from engine.trainers.auto_placement import fixed_settings
-from engine.trainers.layouts import check_layouts
-from engine.trainers.offline_ranks import check_offline_layout, offline_placement
-from engine.trainers.rl_checks import check_config
-from tasks.content_pinning import pin_named_content
-from tasks.inputs import RLHFConfig
-from tasks.placement import apply_profile
-from tasks.profiles import PROFILES, read_profile
+from engine.trainers.offline import check_offline_layout, offline_placement
+from engine.trainers.run_plan import check_config
+from engine.trainers.run_spec import check_layouts
+from tasks.inputs import RLHFConfig, pin_named_content
+from tasks.profiles import PROFILES, apply_profile, read_profile
 
 WITH_GPUS = [name for name, profile in PROFILES.items() if profile.gpus]
 SEVERAL_GPUS = [name for name in WITH_GPUS if name != "one-gpu"]

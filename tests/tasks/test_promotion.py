@@ -21,8 +21,7 @@ import tasks.promote
 from engine.config import GuardConfig, PromoteConfig
 from engine.errors import TrackingError
 from engine.promotion import Champions, gate
-from engine.storage.artifacts import publish, staging
-from engine.storage.manifest import Draft, read_manifest
+from engine.storage.artifacts import Draft, publish, read_manifest, staging
 from engine.tracking import Tracker
 from tasks.context import RunContext, StageError
 from tasks.promote import waits_for_approval

@@ -10,7 +10,7 @@ from promotion_bench import NAME, Bench, champion, digest, make_bench, new_run
 
 from engine.config import PromoteConfig
 from engine.promotion import Champions
-from engine.storage.manifest import read_manifest
+from engine.storage.artifacts import read_manifest
 from engine.tracking import Tracker
 from tasks.context import StageError
 

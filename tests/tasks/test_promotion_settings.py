@@ -10,16 +10,16 @@ import pytest
 from flytekit.types.directory import FlyteDirectory
 from promotion_bench import EVALUATE, NAME, Bench, champion, digest, make_bench, new_run, spoil
 
-import engine.storage.manifest
+import engine.storage.artifacts
 from engine.config import PromoteConfig
-from engine.evaluation.settings import comparable_settings, incomparable
+from engine.evaluation.comparability import comparable_settings, incomparable
 from engine.promotion import Champions
-from engine.storage.manifest import read_manifest
+from engine.storage.artifacts import read_manifest
 from engine.tracking import Tracker
 from tasks.context import StageError
 from tasks.evaluate import evaluate_stage
-from tasks.finalize import open_promotion
 from tasks.inputs import RLHFConfig
+from tasks.report import open_promotion
 
 
 def test_a_champion_of_other_problems_is_evaluated_on_these(
@@ -90,7 +90,7 @@ def test_a_champion_judged_by_another_seed_scorer_or_code_is_evaluated_anew(
     model = bench.model(seed=2)
     evidence = bench.evaluation(model, 36)
     with monkeypatch.context() as before:
-        before.setattr(engine.storage.manifest, "sources_digest", lambda: "0" * 64)
+        before.setattr(engine.storage.artifacts, "sources_digest", lambda: "0" * 64)
         record(bench.evaluation(current_champion, 20, changed={"seed": 1, "scorer": "judge"}))
         old = bench.evaluation(model, 35)
     decision = bench.promote(model, evidence)

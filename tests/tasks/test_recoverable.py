@@ -13,13 +13,12 @@ from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from s3_server import environment, s3_bucket
 
 from engine.config import DataConfig
-from engine.controller.ray_session import ray_session
+from engine.controller.launch import ray_session
 from engine.data.incremental_data import find_new_files
 from engine.data.sources import load_splits
-from engine.lineage.origin import write_origin
-from engine.storage.artifacts import local_path
-from engine.storage.hashing import hash_files
-from engine.storage.manifest import Draft
+from engine.lineage.lookup import write_origin
+from engine.storage.artifacts import Draft, local_path
+from engine.storage.digests import hash_files
 from tasks.context import StageError, on_cluster, user_facing_errors
 
 KICKOFF = datetime(2026, 11, 20, 2, tzinfo=UTC)

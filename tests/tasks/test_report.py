@@ -12,11 +12,10 @@ import pytest
 from flytekit.types.directory import FlyteDirectory
 from promotion_bench import Bench, digest, new_run
 
-from engine.evaluation.report import Verdict
-from engine.storage.manifest import verify
-from tasks.finalize import finalize
-from tasks.pages import read_verdict
-from tasks.report import print_summary
+from engine.evaluation.report_page import Verdict
+from engine.storage.artifacts import verify
+from tasks.evaluate import read_verdict
+from tasks.report import finalize, print_summary
 
 PAGE = "https://mlflow.example.com/#/experiments/1/runs/ab"
 

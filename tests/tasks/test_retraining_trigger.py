@@ -13,11 +13,11 @@ from flytekit.core.type_engine import TypeEngine
 from flytekit.interaction.click_types import DateTimeType
 
 from engine.config import RetrainConfig
+from engine.data.decontamination import NewRows
 from engine.data.incremental_data import NewFiles
-from engine.data.new_rows import NewRows
 from engine.errors import ConfigError
-from engine.tracking.registry import ModelVersion
-from tasks.retraining_trigger import check_kickoff, skip_reason
+from engine.tracking.model_versions import ModelVersion
+from tasks.new_data import check_kickoff, skip_reason
 
 NOW = datetime(2026, 11, 20, 2, tzinfo=UTC)
 

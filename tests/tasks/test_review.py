@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from flytekit import FlyteContextManager
 
-from engine.storage.artifacts import publish, staging
-from engine.storage.locations import home
-from engine.storage.manifest import Draft, Parent, read_manifest
+from engine.storage.artifacts import Draft, Parent, publish, read_manifest, staging
+from engine.storage.filesystem import home
 from tasks.context import StageError
-from tasks.review import review
+from tasks.report import review
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from engine.promotion import Champions
-from engine.storage.artifacts import publish, staging
-from engine.storage.manifest import Draft, read_manifest
+from engine.storage.artifacts import Draft, publish, read_manifest, staging
 from engine.tracking import Tracker
 from tasks.context import StageError
-from tasks.rollback import rollback
+from tasks.promote import rollback
 
 NAME = "policy"
 

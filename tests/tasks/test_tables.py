@@ -11,9 +11,9 @@ from flytekit import FlyteContextManager, StructuredDataset, task, workflow
 from flytekit.core.context_manager import ExecutionState
 from flytekit.core.type_engine import TypeEngine
 
-from engine.data import column_types, contract
+from engine.data import contract, rows
 from engine.errors import DataError, StorageError
-from tasks.tables import RLPrompts, SFTPairs, TableFile, as_table, open_table
+from tasks.stage import RLPrompts, SFTPairs, TableFile, as_table, open_table
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -36,12 +36,12 @@ def pairs(tmp_path: Path) -> TableFile:
 def test_the_columns_are_those_of_the_contract(name: str) -> None:
     schema = getattr(contract, name)
     required = [column for column, spec in schema.columns.items() if spec.required]
-    assert list(getattr(column_types, name)) == required
+    assert list(getattr(rows, name)) == required
 
 
 def test_flyte_knows_the_columns_and_their_types() -> None:
     columns = TypeEngine.to_literal_type(RLPrompts).structured_dataset_type.columns
-    assert [one.name for one in columns] == list(column_types.RL_PROMPTS)
+    assert [one.name for one in columns] == list(rows.RL_PROMPTS)
     assert columns[0].literal_type.simple == TypeEngine.to_literal_type(str).simple
     assert columns[1].literal_type == TypeEngine.to_literal_type(list[dict[str, str]])
 

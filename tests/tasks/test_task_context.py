@@ -21,8 +21,8 @@ from mlflow import MlflowClient
 from s3_server import flyte_variables, s3_server
 
 from engine.errors import DataError
+from engine.storage.artifacts import read_manifest
 from engine.storage.filesystem import Files
-from engine.storage.manifest import read_manifest
 from engine.tracking import Tracker
 from tasks.context import RunContext, StageError, as_output, execution_tags
 from tasks.fetch import resolve
@@ -58,7 +58,7 @@ def test_another_library_is_another_version(monkeypatch: pytest.MonkeyPatch, lib
 
 def test_other_sources_are_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     before = version()
-    monkeypatch.setattr("tasks.stage.sources_digest", lambda: "another")
+    monkeypatch.setattr("engine.storage.digests.sources_digest", lambda: "another")
     assert version() != before
 
 

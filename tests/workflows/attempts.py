@@ -52,15 +52,15 @@ class Inputs:
 
     def of(self, stage: str) -> bytes:
         """`inputs.pb` of a stage, as Flyte writes it."""
-        from tasks import rl, sft
+        from tasks import policy_training
 
         plan = self.plan
         values = {"run": plan.run, "dataset": self.dataset, "seed": plan.seed}
         if stage == "sft":
-            task = sft.sft_stage
+            task = policy_training.sft_stage
             values |= {"start": plan.start, "start_digest": plan.start_digest, "config": plan.sft}
         else:
-            task = rl.rl_stage
+            task = policy_training.rl_stage
             values |= {"warm_start": self.warm_start, "data": plan.data, "reward_model": None}
             values |= {"config": plan.rl, "lora": plan.lora, "dtype": plan.rl_dtype}
         hints = task.python_interface.inputs
@@ -77,8 +77,8 @@ def prepared_inputs(place: Place) -> Inputs:
 
     from tasks.inputs import RLHFConfig
     from tasks.plan import plan
+    from tasks.policy_training import sft_stage
     from tasks.preprocess import preprocess
-    from tasks.sft import sft_stage
 
     values = copy.deepcopy(TINY)
     merge(values, CHANGES)

@@ -18,8 +18,7 @@ from protobufs import Registered
 
 from engine.config import digest
 from engine.errors import ConfigError
-from tasks.content_pinning import pin_named_content
-from tasks.inputs import RLHFConfig
+from tasks.inputs import RLHFConfig, pin_named_content
 from workflows import launch_plans
 from workflows.launching import LAUNCH_PLANS, NOTIFY_VARIABLE, Launch, launch_plan, settings
 from workflows.rlhf import rlhf

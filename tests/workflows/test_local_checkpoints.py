@@ -11,7 +11,7 @@ import pytest
 from attempts import prepared_inputs
 from flyte_runs import Place
 
-from engine.storage.manifest import read_manifest
+from engine.storage.artifacts import read_manifest
 from tasks.stage import Stage
 
 
@@ -19,8 +19,7 @@ def test_other_start_weights_and_limits_have_folders_of_their_own(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a run that is started again after it was killed resumes from its own alone."""
-    from tasks.rl import rl_stage
-    from tasks.sft import sft_stage
+    from tasks.policy_training import rl_stage, sft_stage
 
     made = prepared_inputs(place)
     monkeypatch.setattr(Stage, "delete_local_checkpoints", lambda self: None)  # as if it was killed

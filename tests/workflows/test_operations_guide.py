@@ -13,8 +13,8 @@ from flyte_runs import REPOSITORY, Place
 from flytekit.interaction.click_types import DateTimeType
 from forks import interpreter
 
-from tasks.retraining_trigger import check_kickoff
-from workflows.versioning import image_digest
+from tasks.new_data import check_kickoff
+from workflows.register import image_digest
 
 README = REPOSITORY / "README.md"
 GUIDE = REPOSITORY / "docs" / "operations.md"

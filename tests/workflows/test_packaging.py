@@ -8,7 +8,7 @@ from flyteidl.core.tasks_pb2 import Resources, TaskTemplate
 from protobufs import IMAGE, Registered
 from registration import read_archive
 
-from engine.data.column_types import EVALUATION_ROWS, RL_PROMPTS, SFT_PAIRS
+from engine.data.rows import EVALUATION_ROWS, RL_PROMPTS, SFT_PAIRS
 from tasks.preprocess import SPLITS
 
 ON_PREFERENCES = ("pairs", "reference_log_probs", "preference_training", "reward_model_training")

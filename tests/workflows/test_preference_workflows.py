@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flyte_runs import REPOSITORY, Outcome, Place, settings
 
-from engine.storage.manifest import Manifest, read_manifest
+from engine.storage.artifacts import Manifest, read_manifest
 
 FILE = str(REPOSITORY / "workflows" / "preference.py")
 # Of a model that solves nothing: lengths differ, so there are pairs.

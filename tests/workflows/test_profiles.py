@@ -20,11 +20,10 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from protobufs import IMAGE, Registered, any_inputs, as_on
 
 from tasks.evaluate import evaluate
-from tasks.pods import head_pod, stage_pod, worker_pod
+from tasks.policy_training import rl, sft
 from tasks.profiles import LAPTOP, PROFILES, Profile, read_profile
 from tasks.promote import promote
-from tasks.rl import rl
-from tasks.sft import sft
+from tasks.variants import head_pod, stage_pod, worker_pod
 
 WITH_GPUS = [name for name, profile in PROFILES.items() if profile.gpus]
 GPU = {"one-gpu": "nvidia.com/gpu", "8xA100": "nvidia.com/gpu", "2x8xH100": "nvidia.com/gpu"}
@@ -167,7 +166,7 @@ def test_stages_without_a_ray_cluster_get_a_machine(
 
 
 def test_the_image_is_of_its_own_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.images import TEMPLATE, image
+    from tasks.flytekit_setup import TEMPLATE, image
 
     for variable in ("HYBRIDFLYTE_IMAGE", "HYBRIDFLYTE_CUDA_IMAGE", "HYBRIDFLYTE_ROCM_IMAGE"):
         monkeypatch.delenv(variable, raising=False)
@@ -236,7 +235,7 @@ def test_the_container_writes_the_stage_of_its_input(
     spec = DynamicJobSpec.FromString((tmp_path / "out" / "futures.pb").read_bytes())
     (template,) = spec.tasks
     assert isinstance(template, TaskTemplate)
-    assert template.id.name == "tasks.rl.rl_stage"
+    assert template.id.name == "tasks.policy_training.rl_stage"
     assert template.container.image == "cuda@sha256:2"
     job = ParseDict(MessageToDict(template.custom), RayJob())
     (workers,) = job.ray_cluster.worker_group_spec

@@ -30,10 +30,20 @@ from protobufs import IMAGE
 from registration import CUDA, MESSAGES, git, pack, read_archive, register, run
 
 from engine.errors import ConfigError
-from workflows import packaging
-from workflows.packaging import kind_of
-from workflows.register import RegistrationError, _connect, _register, _send, _sentences, main
-from workflows.versioning import SOURCES, image_digest, images_digest, version_of
+from workflows import register as packaging
+from workflows.register import (
+    SOURCES,
+    RegistrationError,
+    _connect,
+    _register,
+    _send,
+    _sentences,
+    image_digest,
+    images_digest,
+    kind_of,
+    main,
+    version_of,
+)
 
 DIGEST = "a" * 64
 IMAGES = {"default": IMAGE, "cuda": IMAGE, "rocm": IMAGE}
@@ -259,7 +269,7 @@ def test_registering_again_changes_nothing_and_other_content_is_refused(
     assert {key[3] for key in known} >= {"v1"}
     _send(remote, few, dry_run.settings, "v1")
     assert cluster.admin.created == known
-    (other,) = [copy.deepcopy(one) for one in few if kind_of(one)[1] == "tasks.rollback.rollback"]
+    (other,) = [copy.deepcopy(one) for one in few if kind_of(one)[1] == "tasks.promote.rollback"]
     other.template.container._image = CUDA
     with pytest.raises(RegistrationError, match=r"different structure.*register another commit"):
         _send(remote, [other], dry_run.settings, "v1")
@@ -465,7 +475,9 @@ def test_pyflyte_run_remote_uploads_the_code(checkout: Path, cluster: Cluster) -
     # What the launch plan fixes was not sent; the server would have refused it.
     assert set(request.inputs.literals) <= {"config", "seed"}
     assert request.inputs.literals["seed"].scalar.primitive.integer == 4
-    container = task(cluster, request.spec.launch_plan.version, "tasks.rl.rl").container
+    container = task(
+        cluster, request.spec.launch_plan.version, "tasks.policy_training.rl"
+    ).container
     arguments = list(container.args)
     assert arguments[0] == "pyflyte-fast-execute"
     uri = arguments[arguments.index("--additional-distribution") + 1]

@@ -23,8 +23,8 @@ from flyte_runs import PYFLYTE, REPOSITORY, Outcome, Place, merge, settings
 
 from engine.data.rows import rl_row
 from engine.promotion import Champions
-from engine.storage.hashing import hash_file
-from engine.storage.manifest import read_manifest
+from engine.storage.artifacts import read_manifest
+from engine.storage.digests import hash_file
 from engine.tracking import Tracker
 
 pytestmark = pytest.mark.usefixtures("without_drawings")

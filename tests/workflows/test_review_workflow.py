@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from flyte_runs import REPOSITORY, Place
 
-from engine.storage.artifacts import publish, staging
-from engine.storage.manifest import Draft, read_manifest
+from engine.storage.artifacts import Draft, publish, read_manifest, staging
 from engine.tracking import Tracker
 
 WORKFLOW = REPOSITORY / "workflows" / "review.py"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from flyte_runs import ON_RAY, REPOSITORY, STAGES, WORKFLOW, Finished, Place, settings
 
-from engine.storage.manifest import verify
+from engine.storage.artifacts import verify
 
 
 @pytest.fixture(scope="module")

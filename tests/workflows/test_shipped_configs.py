@@ -8,7 +8,7 @@ import pytest
 from flyte_runs import REPOSITORY
 
 from engine.config import PipelineConfig, load_config
-from engine.trainers.rl_checks import check_config
+from engine.trainers.run_plan import check_config
 
 SHIPPED = sorted((REPOSITORY / "engine" / "config" / "presets").glob("*.yaml"))
 

@@ -24,8 +24,8 @@ from flyte_runs import (
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.data.tokenizer import load_tokenizer
-from engine.storage.hashing import tree_digest
-from engine.storage.manifest import read_manifest
+from engine.storage.artifacts import read_manifest
+from engine.storage.digests import tree_digest
 
 REAL_GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 

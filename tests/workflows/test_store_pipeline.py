@@ -12,7 +12,7 @@ from attempts import s3_variables
 from flyte_runs import STAGES, Outcome, Place, settings
 from mlflow import MlflowClient
 
-from engine.storage.manifest import read_manifest
+from engine.storage.artifacts import read_manifest
 
 NAME = "hybridflyte-policy"
 

@@ -15,7 +15,9 @@ import sys
 import time
 from typing import Any
 
-from engine.rewards.sandbox import messages, programs, seccomp, walls
+from engine.rewards.sandbox import programs, walls
+from engine.rewards.sandbox import programs as messages
+from engine.rewards.sandbox import walls as seccomp
 
 _ALONE = 1_000_000  # users from here on are those of sandboxes
 _DRAIN = 1 << 16

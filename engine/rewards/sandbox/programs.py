@@ -1,7 +1,7 @@
-"""The programs of a sandbox: one that reads and writes, one whose functions are called, a tester.
+"""The programs of a sandbox, and the messages between a sandbox and its owner.
 
-A tester has the tests and none of the judged code: what that defines, it calls in another sandbox
-through `Remote`, value by value. So judged code never meets the answers that are expected.
+A program that reads and writes, one whose functions are called, a tester. Standard library
+alone: it runs in the sandbox.
 """
 
 from __future__ import annotations
@@ -12,14 +12,123 @@ import builtins
 import json
 import math
 import os
+import select
 import socket
+import struct
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
-from engine.rewards.sandbox import messages
+# How a sandbox and its owner speak: frames of JSON, and Python values in JSON.
+#
+# JSON, never pickle: what comes from a sandbox is anybody's.
+
+LONGEST = 8 << 20  # bytes of a frame
+
+
+class Closed(Exception):
+    """The other end is gone, late, or sent what is no message."""
+
+
+def send(channel: socket.socket, message: object, seconds: float = 60.0) -> None:
+    """Send a message; raise Closed where it isn't taken in time."""
+    data = json.dumps(message).encode()
+    if len(data) > LONGEST:
+        raise Closed("too long")
+    channel.settimeout(max(0.001, seconds))
+    try:
+        channel.sendall(struct.pack("!I", len(data)) + data)
+    except OSError as error:
+        raise Closed(str(error)) from None
+
+
+def receive(channel: socket.socket, seconds: float) -> Any:
+    """The next message; raise Closed where none comes in time, or it is none."""
+    until = time.monotonic() + seconds
+    (length,) = struct.unpack("!I", _read(channel, 4, until))
+    if length > LONGEST:
+        raise Closed("too long")
+    try:
+        return json.loads(_read(channel, length, until))
+    except (ValueError, RecursionError) as error:
+        raise Closed(str(error)) from None
+
+
+def _read(channel: socket.socket, count: int, until: float) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        left = until - time.monotonic()
+        if left <= 0 or not select.select([channel], [], [], left)[0]:
+            raise Closed("late")
+        try:
+            some = channel.recv(min(count - len(parts), 1 << 16))
+        except OSError as error:
+            raise Closed(str(error)) from None
+        if not some:
+            raise Closed("gone")
+        parts += some
+    return parts
+
+
+def encode(value: object, other: Callable[[object], object]) -> object:
+    """A value as JSON that `decode` reads; `other` makes JSON of what has no such form."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return ["i", hex(value)]
+    if isinstance(value, float):
+        return ["f", float(value).hex()]
+    if isinstance(value, str):
+        return ["s", str(value)]
+    if isinstance(value, bytes):
+        return ["b", bytes(value).hex()]
+    if isinstance(value, complex):
+        return ["c", value.real.hex(), value.imag.hex()]
+    for tag, kind in _KINDS.items():
+        if isinstance(value, kind):
+            return [tag, [encode(one, other) for one in value]]
+    if isinstance(value, dict):
+        pairs = [[encode(key, other), encode(one, other)] for key, one in value.items()]
+        return ["d", pairs]
+    return other(value)
+
+
+def decode(coded: Any, other: Callable[[Any], object]) -> Any:
+    """The value of `encode`; raise ValueError for what is none."""
+    if coded is None or isinstance(coded, bool):
+        return coded
+    try:
+        tag, first = coded[0], coded[1]
+        if tag in _SIMPLE:
+            return _SIMPLE[tag](first)
+        if tag == "c":
+            return complex(float.fromhex(first), float.fromhex(coded[2]))
+        if tag in _KINDS:
+            return _KINDS[tag](decode(one, other) for one in first)
+        if tag == "d":
+            return {decode(key, other): decode(one, other) for key, one in first}
+        return other(coded)
+    except (TypeError, IndexError, KeyError, OverflowError, RecursionError) as error:
+        raise ValueError(f"no value: {error}") from None
+
+
+_KINDS: dict[str, Any] = {"l": list, "t": tuple, "S": set, "F": frozenset}
+_SIMPLE: dict[str, Callable[[str], object]] = {
+    "i": lambda text: int(text, 16),
+    "f": float.fromhex,
+    "s": str,
+    "b": bytes.fromhex,
+}
+
+
+# The programs of a sandbox: one that reads and writes, one whose functions are called, a tester.
+#
+# A tester has the tests and none of the judged code: what that defines, it calls in another
+# sandbox
+# through `Remote`, value by value. So judged code never meets the answers that are expected.
 
 LAYERS = ("namespaces", "root", "user", "landlock", "seccomp")
 _PATIENCE_S = 3600.0  # deadlines are those of the sandbox
@@ -89,11 +198,11 @@ def _serve(code: str, channel: socket.socket) -> None:
         return objects[coded[1]]
 
     names = [name for name in namespace if not name.startswith("__")]
-    messages.send(channel, names)
+    send(channel, names)
     while True:
         try:
-            what, target, details = messages.receive(channel, _PATIENCE_S)
-        except messages.Closed:
+            what, target, details = receive(channel, _PATIENCE_S)
+        except Closed:
             return
         try:
             if what == "name":
@@ -101,14 +210,14 @@ def _serve(code: str, channel: socket.socket) -> None:
             elif what == "get":
                 value = getattr(found(target), details)
             else:
-                arguments, words = messages.decode(details, found)
+                arguments, words = decode(details, found)
                 value = found(target)(*arguments, **words)
-            answer = ["value", messages.encode(value, held)]
+            answer = ["value", encode(value, held)]
         except SystemExit:
             raise
         except BaseException as error:
             answer = ["error", type(error).__name__]
-        messages.send(channel, answer)
+        send(channel, answer)
 
 
 class Remote:
@@ -119,7 +228,7 @@ class Remote:
 
     def __call__(self, *arguments: object, **words: object) -> object:
         channel, place = self._remote
-        details = messages.encode((arguments, words), _place_of)
+        details = encode((arguments, words), _place_of)
         return ask(channel, "call", place, details)
 
     def __getattr__(self, name: str) -> Any:
@@ -139,13 +248,13 @@ def ask(
     Raises messages.Closed where no answer comes by `until`, and for one that is none.
     """
     left = min(_PATIENCE_S, until - time.monotonic())
-    messages.send(channel, [what, target, details], left)
-    said = messages.receive(channel, left)
+    send(channel, [what, target, details], left)
+    said = receive(channel, left)
     if not isinstance(said, list) or len(said) != 2:
-        raise messages.Closed("no answer")
+        raise Closed("no answer")
     status, answer = said
     if status == "value":
-        return messages.decode(answer, lambda coded: _remote(channel, coded))
+        return decode(answer, lambda coded: _remote(channel, coded))
     kind = getattr(builtins, str(answer), RuntimeError)
     is_error = isinstance(kind, type) and issubclass(kind, Exception)
     raise kind("raised by the program") if is_error else RuntimeError(str(answer))
@@ -175,7 +284,7 @@ def _test(request: dict[str, Any], channel: socket.socket) -> None:
     tests = [one for one in ast.parse(request["code"]).body if not isinstance(one, ast.FunctionDef)]
     judged = [one for one in tests if isinstance(one, ast.Assert | ast.Expr)]
     try:
-        for name in messages.receive(channel, _PATIENCE_S):
+        for name in receive(channel, _PATIENCE_S):
             namespace[str(name)] = ask(channel, "name", str(name))
         if request["candidate"]:
             namespace["candidate"] = namespace.get(request["candidate"])
@@ -184,13 +293,13 @@ def _test(request: dict[str, Any], channel: socket.socket) -> None:
             try:
                 exec(part, namespace)
                 ok = True
-            except messages.Closed:
+            except Closed:
                 break
             except BaseException:
                 ok = False
             if isinstance(statement, ast.Assert | ast.Expr):
                 passed.append(ok)
-    except messages.Closed:
+    except Closed:
         pass
     passed += [False] * (len(judged) - len(passed))
     verdict.write(json.dumps(passed))

@@ -18,7 +18,7 @@ from typing import Self
 
 import engine.rewards.sandbox as ours
 from engine.errors import RewardError
-from engine.rewards.sandbox import messages
+from engine.rewards.sandbox import programs
 
 _START_S = 20.0
 # Empty packages stand in for ours, whose own imports a guest has no use for.
@@ -115,20 +115,20 @@ class Sandbox:
                 one.close()
         setup = {name: getattr(limits, name) for name in Limits.__slots__}
         setup |= {"walls": {name: getattr(walls, name) for name in Walls.__slots__}}
-        with suppress(messages.Closed):  # it has ended, which `run` says
-            messages.send(self._control, setup | {"folder": self._folder}, _START_S)
+        with suppress(programs.Closed):  # it has ended, which `run` says
+            programs.send(self._control, setup | {"folder": self._folder}, _START_S)
 
     def begin(self, kind: str, code: str, wall_s: float, **details: object) -> None:
         """Start a program: kind `stdin`, `served` or `tests` (see `programs`)."""
         self._deadline = time.monotonic() + wall_s + _START_S
         request = {"kind": kind, "code": code, "wall_s": wall_s} | details
-        with suppress(messages.Closed):
-            messages.send(self._control, request, _START_S)
+        with suppress(programs.Closed):
+            programs.send(self._control, request, _START_S)
 
     def end(self) -> Ended:
         """Wait for the program that was begun; LOST where the sandbox is gone."""
         try:
-            told = messages.receive(self._control, self._deadline - time.monotonic())
+            told = programs.receive(self._control, self._deadline - time.monotonic())
             return Ended(
                 str(told["output"]),
                 str(told["ended"]),
@@ -136,7 +136,7 @@ class Sandbox:
                 float(told["seconds"]),
                 {str(name): bool(there) for name, there in told["layers"].items()},
             )
-        except messages.Closed:
+        except programs.Closed:
             return LOST
 
     def run(self, code: str, wall_s: float, stdin: str = "") -> Ended:

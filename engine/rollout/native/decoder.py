@@ -1,13 +1,26 @@
-"""What the scheduler needs of a model: prefill, insertion into slots and single-token steps."""
+"""What the scheduler needs of a model, and a decoder for any causal language model.
+
+Prefill, insertion into slots and single-token steps; the generic decoder uses the model's own
+forward pass and records the experts that routers choose. The faster one of the Llama family is
+`llama_decoder`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+
+from engine.errors import ConfigError
+from engine.rollout.trainer_model import eval_mode
+
+# What the scheduler needs of a model: prefill, insertion into slots and single-token steps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +122,242 @@ class Decoder(Protocol):
         False, with nothing changed, if they would not fit.
         """
         ...
+
+
+# Which experts a mixture's routers choose while `GenericDecoder` decodes, for training to repeat.
+#
+# Rollout routing replay (R3, arXiv:2510.11370). Only the choice is recorded, not its weights.
+
+
+class RoutedExperts:
+    """The choices of a model's routers in its latest forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises ConfigError for a model without routers that are known here."""
+        self._routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        self._chosen: dict[int, Tensor] = {}  # by layer, [rows · columns, k]
+        if not self._routers:
+            raise ConfigError(
+                "rollout.enable_rollout_routing_replay with a model without routers that are known "
+                "here; it is for Mixtral, Qwen2-MoE and Qwen3-MoE: leave it out"
+            )
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Forward passes in this block are recorded."""
+        handles = [
+            router.register_forward_hook(self._hook(layer))
+            for layer, router in enumerate(self._routers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def latest(self, rows: int) -> Tensor:
+        """Of the latest pass over so many `rows`: int16 `[rows, columns, layers · k]`."""
+        layers = [self._chosen[layer] for layer in range(len(self._routers))]
+        return torch.cat(layers, 1).to(torch.int16).unflatten(0, (rows, -1))
+
+    def _hook(self, layer: int) -> Callable[..., None]:
+        def record(_: nn.Module, __: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            self._chosen[layer] = output[2]
+
+        return record
+
+
+# Decoding with any causal LM by its own forward pass: correct for all, slower than the Llama path.
+#
+# Sequences are one left-padded batch. A model that keeps transformers' key/value caches reuses
+# them;
+# one that takes only `(input_ids, attention_mask)` is run over the whole sequence for each token.
+
+
+class GenericDecoder:
+    """A `Decoder` over the model's own forward pass.
+
+    In static batches a prefill's cache is decoded on. Otherwise sequences may enter while others
+    run: each slot's tokens are kept, and whenever some enter, all are computed again.
+    """
+
+    shares_prompts = False  # resumed sequences are prefilled whole
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: int,
+        columns: int,
+        device: torch.device,
+        *,
+        static_batches: bool,
+        routed: RoutedExperts | None = None,
+    ) -> None:
+        """Serve `slots` sequences of at most `columns` tokens, prompts included.
+
+        `routed` records the experts of static batches' tokens.
+        """
+        self._routed = routed
+        self.routed_experts: Tensor | None = None
+        self._model, self._device, self.static_batches = model, device, static_batches
+        self.slots = slots
+        kept = (slots, 0 if static_batches else columns)
+        self._ids = torch.zeros(kept, dtype=torch.long, device=device)  # by slot and position
+        self._prefilled: _PaddedBatch | None = None  # the latest prefill's, in static batches
+        self._batch: _PaddedBatch | None = None  # None: to be computed again from `_ids`
+        self._slots = torch.empty(0, dtype=torch.long, device=device)  # of the batch's sequences
+
+    def free_prompts(self, running: Tensor) -> int:
+        """Each slot has its own."""
+        return self.slots
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Dropout is off; experts are recorded."""
+        recording = nullcontext() if self._routed is None else self._routed.recording()
+        with eval_mode(self._model), recording:
+            yield
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+        """Run whole prompts; `state` is their tokens `[B, P]`, padded on the right."""
+        batch = _PaddedBatch(self._model, prompts, self._device)
+        logits = batch.prefill()
+        if self.static_batches:
+            self._prefilled = batch
+        lengths = torch.tensor([len(p) for p in prompts], device=self._device)
+        ids = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(p) for p in prompts], True)
+        routed = None if self._routed is None else self._routed.latest(len(prompts))
+        return Prefilled(logits, lengths, ids.to(self._device), routed)
+
+    def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
+        """Give prompts `which` `[k]` to `slots` `[k]`; in static batches, those of the latest
+        prefill."""
+        if self.static_batches:
+            self._batch, self._prefilled, self._slots = self._prefilled, None, slots
+            assert self._batch is not None
+            self._batch.select(which)
+            return
+        self._ids[slots, : prefilled.state.shape[1]] = prefilled.state[which]
+        self._batch = None
+
+    def extend(
+        self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
+    ) -> None:
+        """Never called, as `insert` gets whole sequences."""
+        raise AssertionError("GenericDecoder shares no prompts")
+
+    def keep(self, slot: int, length: int) -> None:
+        """Nothing: the model's cache can't be cut into sequences."""
+
+    def resume(
+        self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
+    ) -> Tensor:
+        """Never called, as `keep` keeps nothing."""
+        raise AssertionError("GenericDecoder keeps no sequences")
+
+    def move(self, source: Tensor, target: Tensor, used: int) -> None:
+        """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
+        self._ids[target] = self._ids[source]
+        if self._batch is None:
+            return
+        if not used:
+            self._batch = None
+            return
+        moved = torch.isin(self._slots, source)
+        stays = (self._slots < used) & ~torch.isin(self._slots, target)
+        self._keep((moved | stays).nonzero()[:, 0], self._batch)
+        new_slot = torch.arange(len(self._ids), device=self._device)
+        new_slot[source] = target
+        self._slots = new_slot[self._slots]
+
+    def decode(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+        """Feed one token to each of the first L slots and return logits `[L, V]`.
+
+        `tokens` and their `positions` in the sequence are int64 `[L]`. Position 0 is a finished
+        sequence's, as a running one's tokens follow its prompt; its logits are 0.
+        """
+        if not self.static_batches:
+            self._ids[torch.arange(len(tokens), device=self._device), positions] = tokens
+        if self._batch is None:
+            self._slots = positions.nonzero()[:, 0]
+            ends = (positions + 1).tolist()
+            sequences = [self._ids[slot, : ends[slot]].tolist() for slot in self._slots.tolist()]
+            self._batch = _PaddedBatch(self._model, sequences, self._device)
+            logits = self._batch.prefill()
+        else:
+            self._keep(positions[self._slots].nonzero()[:, 0], self._batch)
+            logits = self._batch.step(tokens[self._slots])
+        every = logits.new_zeros(len(tokens), logits.shape[1])
+        every[self._slots] = logits
+        if self._routed is not None:
+            chosen = self._routed.latest(len(self._slots))[:, -1]
+            self.routed_experts = chosen.new_zeros(len(tokens), chosen.shape[1])
+            self.routed_experts[self._slots] = chosen
+        return every
+
+    def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Nothing: no other rank decodes the same sequences."""
+
+    def rebind(self, model: nn.Module) -> bool:
+        """False: the model's cache can't be kept apart from it."""
+        return False
+
+    def _keep(self, index: Tensor, batch: _PaddedBatch) -> None:
+        """Keep the batch's sequences at `index`, ascending."""
+        if len(index) < len(self._slots):
+            batch.select(index)
+            self._slots = self._slots[index]
+
+
+class _PaddedBatch:
+    """Sequences as the model sees them: ids and mask `[R, T]`, and its cache if it has one."""
+
+    def __init__(
+        self, model: nn.Module, sequences: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        self._model = model
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._cache = DynamicCache(config=model.config) if "past_key_values" in accepted else None  # type: ignore[arg-type]
+        self._use_cache: dict[str, bool] = {}
+        if "use_cache" in accepted:
+            self._use_cache = {"use_cache": self._cache is not None}
+        width = max(map(len, sequences))
+        self._ids = torch.zeros(len(sequences), width, dtype=torch.long)
+        self._mask = torch.zeros(len(sequences), width, dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            self._ids[row, width - len(sequence) :] = torch.as_tensor(sequence)
+            self._mask[row, width - len(sequence) :] = 1
+        self._ids, self._mask = self._ids.to(device), self._mask.to(device)
+
+    def prefill(self) -> Tensor:
+        """Run the sequences; logits `[R, V]` after the last token."""
+        return self._forward(self._ids.shape[1])
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` `[R]`; logits `[R, V]` after them."""
+        self._ids = torch.cat((self._ids, tokens[:, None]), dim=1)
+        self._mask = torch.cat((self._mask, torch.ones_like(tokens)[:, None]), dim=1)
+        return self._forward(1 if self._cache is not None else self._ids.shape[1])
+
+    def select(self, index: Tensor) -> None:
+        """Keep the sequences at `index` `[K]`, repeated where it repeats."""
+        self._ids, self._mask = self._ids[index], self._mask[index]
+        if self._cache is not None:
+            self._cache.batch_select_indices(index)
+
+    def _forward(self, new: int) -> Tensor:
+        """Run the last `new` columns and return the logits of the last one."""
+        positions = {}
+        if self._takes_positions:
+            positions["position_ids"] = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
+        cache = {} if self._cache is None else {"past_key_values": self._cache}
+        output = self._model(
+            input_ids=self._ids[:, -new:],
+            attention_mask=self._mask,
+            **positions,
+            **cache,
+            **self._use_cache,
+        )
+        logits: Tensor = output.logits if hasattr(output, "logits") else output
+        return logits[:, -1]

@@ -14,22 +14,23 @@ from contextlib import suppress
 import torch
 
 from engine.errors import RolloutError
-from engine.rollout.causal_lm import context_length
-from engine.rollout.native.kv_budget import KvBudget
-from engine.rollout.native.llama_weights import UnsupportedModel
+from engine.rollout.native.decoding_weights import UnsupportedModel
+from engine.rollout.native.kv_cache import KvBudget
 from engine.rollout.native.model_handle import Model, ModelHandle, bind_weights, create_decoder
+from engine.rollout.native.native_stream import NativeStream, StreamLimits
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
-from engine.rollout.native.stream import NativeStream
-from engine.rollout.native.stream_limits import StreamLimits
 from engine.rollout.protocol import (
     Completion,
     EngineCapabilities,
+    RolloutStats,
     SamplingParams,
+    check_request,
     register_engine,
+    resolve_max_model_len,
 )
-from engine.rollout.requests import RolloutStats, check_request, resolve_max_model_len
 from engine.rollout.stream import KvOnUpdate, PartialCompletion
+from engine.rollout.trainer_model import context_length
 
 _SETTINGS = frozenset(
     {"max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "enable_rollout_routing_replay"}

@@ -1,18 +1,154 @@
 """Key/value caches of the running sequences, and attention of one new token each over them.
 
-`KVCache` stores a whole sequence in its slot. `SharedPromptCache`, for groups of completions,
-stores each prompt once and only the completions by slot: all queries of a group meet the prompt's
-keys in one product, which reads them once and not once a sequence. Both give the same numbers but
-for rounding.
+Also how many sequences a bounded cache holds, prefixes that sequences share, and prefixes that
+are kept for a next turn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.errors import RolloutError
+
+# How many sequences a bounded KV cache holds, known before anything is decoded.
+#
+# The cache is a rectangle: each slot has room for the longest sequence. So the bound is one on
+# slots,
+# and, where completions share their prompt's keys, on the prompts that are kept at once. Sequences
+# beyond it wait for a slot.
+
+
+class KvRoom(NamedTuple):
+    """The sizes of a bounded cache."""
+
+    slots: int  # sequences decoded at once
+    columns: int  # longest sequence, prompt included, in tokens
+    prompts: int | None = None  # kept at once, apart from completions; None: each slot has its own
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """Memory for keys and values; what a forward pass of prompts takes for itself comes on top."""
+
+    memory_mb: int  # e.g. 4096
+    token_bytes: int  # of one token's keys and values, all layers, on this rank
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit."""
+        return (self.memory_mb << 20) // self.token_bytes
+
+    def check(self, name: str, prompt: int, longest: int) -> None:
+        """Raise RolloutError unless one sequence of `longest` tokens fits, `prompt` of a prompt."""
+        if longest > self.tokens:
+            need = -(-longest * self.token_bytes >> 20)
+            raise RolloutError(
+                f"{name} has {prompt} tokens, and with its completion {longest}, whose keys and "
+                f"values take {need} MiB; rollout.kv_cache_memory_mb={self.memory_mb} holds "
+                f"{self.tokens} tokens; raise it, or lower the prompt's or the completion's length"
+            )
+
+    def room(
+        self, slots: int, n: int, longest_prompt: int, max_new_tokens: int, max_model_len: int
+    ) -> KvRoom:
+        """At most `slots` sequences, `n` a prompt; one of the longest must fit (`check`)."""
+        columns = min(longest_prompt + max_new_tokens, max_model_len)
+        alone = KvRoom(min(slots, self.tokens // columns), columns)
+        if n == 1:
+            return alone
+        group = longest_prompt + n * max_new_tokens
+        whole, rest = divmod(self.tokens, group)
+        part = max(0, (rest - longest_prompt) // max_new_tokens)  # of one more group
+        shared = min(slots, whole * n + part)
+        if not shared:
+            return alone
+        left = self.tokens - shared * max_new_tokens
+        return KvRoom(shared, columns, min(shared, left // longest_prompt))
+
+
+# Keys and values that sequences attend to before themselves, and what each token sees of them.
+
+
+class Prefix(NamedTuple):
+    """What k sequences of T tokens follow."""
+
+    kv: Tensor  # [layers, 2, B, kv_heads, P, head_dim]
+    which: Tensor  # [k], int64: sequence i follows prefix number which[i]
+    mask: Tensor  # [k, 1, T, P + T], bool: True where a token of the sequence looks
+
+    @staticmethod
+    def of(kv: Tensor, which: Tensor, lengths: Tensor, width: int) -> Prefix:
+        """The first `lengths` `[k]` tokens of prefixes `which` `[k]`, before `width` others."""
+        columns = torch.arange(kv.shape[4], device=lengths.device)
+        before = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
+        own = torch.ones(width, width, dtype=torch.bool, device=lengths.device).tril()
+        mask = torch.cat((before, own.expand(len(lengths), -1, -1)), dim=-1)[:, None]
+        return Prefix(kv, which, mask)
+
+
+# Keys and values of sequences that ended, for requests that go on from them (a next turn).
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """A sequence that ended, but for its last token, which was never fed."""
+
+    ids: list[int]  # T tokens
+    kv: Tensor  # [layers, 2, kv_heads, T, head_dim], a copy: its slot is free for others
+
+
+class KeptPrefixes:
+    """Prefixes by the key of their request, at most `most_tokens` tokens of them.
+
+    The oldest are dropped first: their next turn computes its whole prompt.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self.tokens = 0
+        self._most = most_tokens
+        self._kept: dict[Hashable, KeptPrefix] = {}  # the oldest first
+
+    def add(self, key: Hashable, prefix: KeptPrefix) -> None:
+        """Keep the sequence that the request `key` ended with."""
+        self.drop(key)
+        self._kept[key] = prefix
+        self.tokens += len(prefix.ids)
+        while self.tokens > self._most:
+            self.drop(next(iter(self._kept)))
+
+    def take(self, key: Hashable, prompt_ids: Sequence[int]) -> KeptPrefix | None:
+        """The prefix of a request, which is kept no longer; None if `prompt_ids` differ from it."""
+        prefix = self._kept.get(key)
+        self.drop(key)
+        if prefix is None or len(prompt_ids) <= len(prefix.ids):
+            return None
+        return prefix if list(prompt_ids[: len(prefix.ids)]) == prefix.ids else None
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a request's sequence, if it is kept."""
+        prefix = self._kept.pop(key, None)
+        self.tokens -= 0 if prefix is None else len(prefix.ids)
+
+    def clear(self) -> None:
+        """Forget all: the weights that made them are gone."""
+        self._kept.clear()
+        self.tokens = 0
+
+
+# Key/value caches of the running sequences, and attention of one new token each over them.
+#
+# `KVCache` stores a whole sequence in its slot. `SharedPromptCache`, for groups of completions,
+# stores each prompt once and only the completions by slot: all queries of a group meet the
+# prompt's
+# keys in one product, which reads them once and not once a sequence. Both give the same numbers
+# but
+# for rounding.
 
 _COLUMN_STEP = 32  # columns that storage grows by at least
 

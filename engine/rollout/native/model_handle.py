@@ -13,16 +13,18 @@ import torch
 from torch import nn
 
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.causal_lm import embedding_weight
-from engine.rollout.native.decoder import Decoder
-from engine.rollout.native.generic_decoder import GenericDecoder
-from engine.rollout.native.kv_budget import KvBudget
+from engine.rollout.native.decoder import Decoder, GenericDecoder, RoutedExperts
+from engine.rollout.native.decoding_weights import (
+    LlamaWeights,
+    TensorParallel,
+    TPModelShard,
+    UnsupportedModel,
+    bind,
+)
+from engine.rollout.native.kv_cache import KvBudget
 from engine.rollout.native.llama_decoder import LlamaDecoder, can_graph
-from engine.rollout.native.llama_weights import LlamaWeights, UnsupportedModel, bind
-from engine.rollout.native.routed_experts import RoutedExperts
-from engine.rollout.native.tensor_parallel import TensorParallel
-from engine.rollout.native.tp_shards import TPModelShard
-from engine.rollout.requests import WeightGuard
+from engine.rollout.protocol import WeightGuard
+from engine.rollout.trainer_model import embedding_weight
 
 Model = nn.Module | TPModelShard
 

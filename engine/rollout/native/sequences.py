@@ -1,14 +1,13 @@
 """Requests, and a table with the sampled tokens of the sequences that are decoded for them.
 
-A request is a prompt and its completions; a sequence is one completion from its admission to its
-end or preemption. The table lies on the model's device, one row a sequence, and becomes Python
-lists when sequences leave it. Rows are used again. Slots and batches are not known here.
+Also what is computed to admit completions: whole prompts, each once, in runs of one forward
+pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,12 @@ from engine.errors import DivergedRolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.sampling import noise_keys
 from engine.rollout.stream import PartialCompletion, PartialRequest
+
+# Requests, and a table with the sampled tokens of the sequences that are decoded for them.
+#
+# A request is a prompt and its completions; a sequence is one completion from its admission to its
+# end or preemption. The table lies on the model's device, one row a sequence, and becomes Python
+# lists when sequences leave it. Rows are used again. Slots and batches are not known here.
 
 
 @dataclass(slots=True)
@@ -269,3 +274,64 @@ class SequenceTable:
                 rows, lists(self._tokens), log_probs, versions, strict=True
             )
         ]
+
+
+# What is computed to admit completions: whole prompts, each once, in runs of one forward pass.
+
+_PREFILL_TOKENS = 16384  # padded tokens of one forward pass
+
+Admitted = list[tuple[Request, list[PartialCompletion]]]  # completions of each request
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    """What is computed to admit R completions; lists but `prompts` have one entry a completion."""
+
+    prompts: list[list[int]] = field(default_factory=list)  # token sequences, each computed once
+    which: list[int] = field(default_factory=list)  # its prompt, ascending
+    tails: list[list[int]] = field(default_factory=list)  # what follows the prompt, sampled before
+    sampled: list[int] = field(default_factory=list)  # number of tokens it has
+    latest: list[int] = field(default_factory=list)  # the last of them, not fed to the model yet
+
+
+def plan_prefill(admitted: Admitted, shares_prompts: bool) -> PrefillPlan:
+    """Plan the prefill of `admitted`, in order.
+
+    Where completions share prompts, a request's prompt is computed once. Otherwise only those
+    without tokens share it, those of equal requests that follow each other too; a resumed one is
+    computed as a whole, all but the latest token.
+    """
+    plan = PrefillPlan()
+    for request, parts in admitted:
+        shared = -1  # the entry that is the prompt alone
+        if not shares_prompts and plan.prompts and plan.prompts[-1] == request.prompt_ids:
+            shared = len(plan.prompts) - 1
+        for part in parts:
+            tail = part.token_ids[:-1]
+            if tail and not shares_prompts:
+                plan.prompts.append(request.prompt_ids + tail)
+                entry, tail, shared = len(plan.prompts) - 1, [], -1
+            else:
+                if shared < 0:
+                    plan.prompts.append(request.prompt_ids)
+                    shared = len(plan.prompts) - 1
+                entry = shared
+            plan.which.append(entry)
+            plan.tails.append(tail)
+            plan.sampled.append(len(part.token_ids))
+            plan.latest.append(part.token_ids[-1] if part.token_ids else 0)
+    return plan
+
+
+def prefill_spans(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Cut `sequences` into runs (low, high) that are padded and computed in one forward pass."""
+    first, count = 0, len(sequences)
+    while first < count:
+        high, widest = first + 1, len(sequences[first])
+        while high < count:
+            widest = max(widest, len(sequences[high]))
+            if widest * (high + 1 - first) > _PREFILL_TOKENS:
+                break
+            high += 1
+        yield first, high
+        first = high

@@ -1,13 +1,28 @@
-"""The API of a rollout server as the engine uses it; each kind of API is a file of its own."""
+"""The APIs of rollout servers as the engine uses them.
+
+The interface; `/v1/completions` with token ids (vLLM and others); Text Generation Inference's
+`/generate`; and log-probs of given tokens, for teachers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.errors import RolloutError
+from transformers import AutoTokenizer
+
+from engine.config.algorithm import TeacherConfig
+from engine.config.rollout_engines import ServerConfig
+from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import SamplingParams
+from engine.rollout.server.client import Client, Refused
+from engine.storage.filesystem import loading_error, split_revision
+
+# The API of a rollout server as the engine uses it; each kind of API is a file of its own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +92,330 @@ def check_token_ids(tokens: Sequence[int], vocabulary: int) -> None:
 def number(value: float | str | None) -> float:
     """A log-prob of a JSON answer; servers write NaN, which JSON lacks, as null."""
     return float("nan") if value is None else float(value)
+
+
+# `/v1/completions` with token ids in and out, as vLLM (0.10 and later) and others serve it.
+#
+# Every sampling parameter is sent: what a request leaves out, vLLM fills from the model's
+# generation_config.json, and then tokens are drawn from another distribution than was asked for.
+
+_NAN = "float values are not JSON compliant"  # how vLLM fails on NaN log-probs
+_TOKEN = "token_id:"  # how vLLM names tokens under return_tokens_as_token_ids
+
+
+class OpenAIAPI:
+    """One server's completions endpoint, for one model name."""
+
+    def __init__(self, client: Client, settings: ServerConfig) -> None:
+        self.max_per_request = settings.completions_per_request
+        self._client, self._asked = client, settings.served_model
+        self._name = settings.served_model
+
+    @property
+    def name(self) -> str:
+        """The model's name there, which `describe` finds out."""
+        return self._name
+
+    async def describe(self) -> int | None:
+        """Ask for the models; the first one's name is used unless the settings name one."""
+        models = field(await self._client.get("/v1/models"), "data")
+        names = [str(field(model, "id")) for model in models]
+        if not names:
+            raise RolloutError(f"{self._client.url} serves no model; start it with one")
+        if self._asked and self._asked not in names:
+            raise RolloutError(
+                f"{self._client.section}.served_model={self._asked!r} is not served by "
+                f"{self._client.url}; it has {', '.join(names)}"
+            )
+        self._name = self._asked or names[0]
+        longest = models[names.index(self._name)].get("max_model_len")
+        return None if longest is None else int(longest)
+
+    async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
+        try:
+            answer = await self._client.post("/v1/completions", self._body(request))
+        except Refused as refused:
+            if _NAN not in refused.answer:
+                raise
+            return [SampledCompletion([0], [math.nan], "NaN", 0)] * request.count
+        choices = sorted(field(answer, "choices"), key=lambda choice: int(field(choice, "index")))
+        if len(choices) != request.count:
+            raise RolloutError(
+                f"{self._client.url} gave {len(choices)} completions where {request.count} were "
+                f"asked for; set rollout.server.completions_per_request=1"
+            )
+        prefill = [_computed(answer.get("usage") or {}, len(request.prompt))]
+        prefill += [0] * (len(choices) - 1)
+        return [_drawn(choice, count) for choice, count in zip(choices, prefill, strict=True)]
+
+    def probe_prompt(self, vocabulary: int) -> list[int]:
+        return [vocabulary * share // 8 for share in (1, 3, 5, 7)]
+
+    def _body(self, request: CompletionRequest) -> dict[str, object]:
+        params = request.params
+        return {
+            "model": self._name,
+            "prompt": [int(token) for token in request.prompt],
+            "n": request.count,
+            "max_tokens": request.max_new_tokens,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": request.seed,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+
+
+def _drawn(choice: dict[str, Any], prefill_tokens: int) -> SampledCompletion:
+    log_probs = [number(value) for value in field(choice, "logprobs", "token_logprobs")]
+    tokens = choice.get("token_ids")
+    if tokens is None:
+        tokens = [_token_id(name) for name in field(choice, "logprobs", "tokens")]
+    if len(tokens) != len(log_probs):
+        raise RolloutError(
+            f"the rollout server gave {len(tokens)} tokens and {len(log_probs)} log-probs; use a "
+            f"server that gives one log-prob a token"
+        )
+    reason = str(choice.get("finish_reason"))
+    return SampledCompletion([int(token) for token in tokens], log_probs, reason, prefill_tokens)
+
+
+def _token_id(name: str) -> int:
+    number = name.removeprefix(_TOKEN)
+    if number == name or not number.isdecimal():
+        raise RolloutError(
+            f"the rollout server gave the token {name!r} and no token id; it must know "
+            f"return_token_ids or return_tokens_as_token_ids, as vLLM 0.10 and later do"
+        )
+    return int(number)
+
+
+def _computed(usage: dict[str, Any], prompt: int) -> int:
+    details = usage.get("prompt_tokens_details") or {}
+    return int(usage.get("prompt_tokens", prompt)) - int(details.get("cached_tokens") or 0)
+
+
+# Text Generation Inference's `/generate`: text in, tokens with ids and log-probs out.
+#
+# TGI takes no token ids, so a prompt travels as text, and TGI's own `/tokenize` must make the very
+# same ids of it. It knows no stop tokens but the model's end tokens either: others are cut off by
+# the engine. Its log-probs are those of the distribution that it drew from.
+
+_REMEMBERED = 4096  # prompts whose text is kept; the completions of a group share one
+_TGI_NAN = re.compile(
+    r"\bnan\b", re.IGNORECASE
+)  # PyTorch's words when it can't draw, passed on as 424
+_PROBE = "The answer is"
+
+
+class TGIAPI:
+    """One TGI server. `policy` is the trainer's model folder, for its tokenizer."""
+
+    max_per_request = 1
+
+    def __init__(self, client: Client, settings: ServerConfig, policy: str) -> None:
+        self._client = client
+        source = settings.tokenizer or policy
+        name, revision = split_revision(source)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                name, revision=revision or "main", trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"rollout.server.api='tgi' sends prompts as text and found no tokenizer in "
+                f"{source!r}: {loading_error(error)}; name a model folder in "
+                "rollout.server.tokenizer"
+            ) from error
+        self._texts: dict[tuple[int, ...], str] = {}
+
+    async def describe(self) -> int | None:
+        info = await self._client.get("/info")
+        field(info, "model_id")  # else it is no TGI
+        longest = info.get("max_total_tokens")
+        return None if longest is None else int(longest)
+
+    async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
+        body = {"inputs": await self._text(request.prompt), "parameters": _parameters(request)}
+        try:
+            details = field(await self._client.post("/generate", body), "details")
+        except Refused as refused:
+            if not _TGI_NAN.search(refused.answer):
+                raise
+            return [SampledCompletion([0], [math.nan], "NaN", 0)]
+        tokens = field(details, "tokens")
+        return [
+            SampledCompletion(
+                [int(field(token, "id")) for token in tokens],
+                [number(field(token, "logprob")) for token in tokens],
+                str(field(details, "finish_reason")),
+                len(request.prompt),
+            )
+        ]
+
+    def probe_prompt(self, vocabulary: int) -> list[int]:
+        ids: list[int] = self._tokenizer(_PROBE)["input_ids"]
+        return ids
+
+    async def _text(self, prompt: Sequence[int]) -> str:
+        """The text that TGI reads as `prompt`: with or without a BOS token that it adds itself."""
+        key = tuple(int(token) for token in prompt)
+        if key in self._texts:
+            return self._texts[key]
+        read: list[int] = []
+        for ids in (key[1:], key) if key[0] == self._tokenizer.bos_token_id else (key,):
+            text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            read = await self._tokenize(text)
+            if tuple(read) == key:
+                if len(self._texts) >= _REMEMBERED:
+                    self._texts.clear()
+                self._texts[key] = text
+                return text
+        raise RolloutError(
+            f"TGI reads the text of a prompt of {len(key)} tokens ({list(key)[:12]} …) as other "
+            f"tokens ({read[:12]} …), so its completions would not be the policy's; use "
+            f"rollout.server.api=openai, which takes token ids, or the server's own tokenizer"
+        )
+
+    async def _tokenize(self, text: str) -> list[int]:
+        answer = await self._client.post("/tokenize", {"inputs": text})
+        return [int(field(token, "id")) for token in answer]
+
+
+def _parameters(request: CompletionRequest) -> dict[str, object]:
+    """TGI's names and ranges: what is off is null, and a seed is above 0."""
+    params = request.params
+    drawn = params.temperature > 0
+    return {
+        "details": True,
+        "return_full_text": False,
+        "max_new_tokens": request.max_new_tokens,
+        "do_sample": drawn,
+        "temperature": params.temperature if drawn else None,
+        "top_k": params.top_k if drawn and params.top_k else None,
+        "top_p": params.top_p if drawn and params.top_p < 1 else None,
+        "seed": request.seed or 1,
+    }
+
+
+# A server's log-probs of given tokens: each token's own, and the likeliest at its place.
+#
+# `/v1/completions` with vLLM's `prompt_logprobs`, which `engine.serve` answers too. They are of
+# the
+# model's own distribution, at temperature 1.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogProbs:
+    """What the model says at one place of a prompt."""
+
+    log_prob: float  # of the token that stands there
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens and their log-probs, falling
+
+
+class PromptLogProbs:
+    """One server, asked for log-probs.
+
+    >>> server = PromptLogProbs(TeacherConfig(url="http://127.0.0.1:8000"), "teachers[0]")
+    >>> server.read([[5, 6, 7]], [1], top_k=2)
+    [[TokenLogProbs(-0.1, ((6, -0.1), (2, -2.4))), TokenLogProbs(…)]]
+    """
+
+    def __init__(self, config: TeacherConfig, section: str) -> None:
+        """Ask for the model's name; RolloutError where no server answers. `section` has `config`'s
+        settings, for messages."""
+        read = ["url", "served_model", "api_key_env", "concurrency"]
+        read += ["timeout_s", "request_timeout_s", "max_retries"]
+        settings = ServerConfig(**{name: getattr(config, name) for name in read})
+        self._section, self._concurrency = section, config.concurrency
+        self._client = Client(settings, section=section)
+        self._api = OpenAIAPI(self._client, settings)
+        try:
+            self.longest = self._client.run(self._api.describe, "asking for the model")
+        except BaseException:
+            self._client.close()
+            raise
+
+    def read(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
+    ) -> list[list[TokenLogProbs]]:
+        """For each row of token ids, what is said at its places from `starts` on (at least 1).
+
+        `top_k`: of how many tokens; 0: the row's own alone. Raises RolloutError for a row that is
+        longer than the server's context, and for an answer of another form.
+        """
+        longest = max(map(len, rows), default=0) + 1  # a server generates one token at least
+        if self.longest is not None and longest > self.longest:
+            raise RolloutError(
+                f"{self._client.url} reads {self.longest} tokens, and a row with the one that it "
+                f"has to add has {longest}; start it with a longer context, or lower "
+                "data.max_response_length"
+            )
+        return self._client.run(
+            lambda: self._read_all(rows, starts, top_k), f"log-probs of {len(rows)} completions"
+        )
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._client.close()
+
+    async def _read_all(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
+    ) -> list[list[TokenLogProbs]]:
+        turn = asyncio.Semaphore(self._concurrency)
+
+        async def one(ids: Sequence[int], start: int) -> list[TokenLogProbs]:
+            async with turn:
+                return await self._read_row(ids, start, top_k)
+
+        asked = [asyncio.ensure_future(one(*row)) for row in zip(rows, starts, strict=True)]
+        try:
+            return await asyncio.gather(*asked)
+        except BaseException:
+            for task in asked:
+                task.cancel()
+            raise
+
+    async def _read_row(self, ids: Sequence[int], start: int, top_k: int) -> list[TokenLogProbs]:
+        body = {
+            "model": self._api.name,
+            "prompt": [int(token) for token in ids],
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": top_k,
+        }
+        try:
+            answer = await self._client.post("/v1/completions", body)
+        except Refused as refused:
+            raise RolloutError(
+                f"{refused} (prompt_logprobs={top_k}: vLLM gives as many as its --max-logprobs "
+                "says, 20 by default)"
+            ) from None
+        found = field(answer, "choices", 0, "prompt_logprobs")
+        if not isinstance(found, list) or len(found) != len(ids):
+            raise RolloutError(
+                f"{self._client.url} gave no log-probs of the {len(ids)} tokens it was sent; "
+                f"{self._section}.url needs a server that knows prompt_logprobs, as vLLM's and "
+                "engine.serve do"
+            )
+        places = zip(found[start:], ids[start:], strict=True)
+        return [self._place(entry, int(token), top_k) for entry, token in places]
+
+    def _place(self, entry: object, token: int, top_k: int) -> TokenLogProbs:
+        if not isinstance(entry, Mapping) or str(token) not in entry or len(entry) < top_k:
+            raise RolloutError(
+                f"{self._client.url} gave {str(entry)[:200]!r} as log-probs where token {token} "
+                f"and {top_k} tokens were asked for; it serves another vocabulary, or is no such "
+                "server"
+            )
+        said = {int(name): number(field(one, "logprob")) for name, one in entry.items()}
+        best = sorted(said.items(), key=lambda item: -item[1])[:top_k]
+        return TokenLogProbs(said[token], tuple(best))

@@ -1,8 +1,6 @@
-"""HTTP with deadlines and retries: what a rollout server is asked goes through here.
+"""HTTP with deadlines and retries: all requests to a rollout server go through here.
 
-Knows nothing of tokens or weights. A request is tried again when its connection fails, its
-deadline passes, the server answers 429 or 5xx, or what should be JSON is not; every other answer
-that is not 2xx is the caller's mistake and final. All requests must be safe to repeat.
+With the thread of the event loop that sends them.
 """
 
 from __future__ import annotations
@@ -21,9 +19,33 @@ from urllib.parse import urljoin
 
 import httpx
 
-from engine.config.server import ServerConfig
+from engine.config.rollout_engines import ServerConfig
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.server.event_loop import serve
+
+# The life of an event loop in a thread of its own.
+
+
+def serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, end what is under way then, and close it."""
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_end_tasks())
+    finally:
+        loop.close()
+
+
+async def _end_tasks() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+# HTTP with deadlines and retries: what a rollout server is asked goes through here.
+#
+# Knows nothing of tokens or weights. A request is tried again when its connection fails, its
+# deadline passes, the server answers 429 or 5xx, or what should be JSON is not; every other answer
+# that is not 2xx is the caller's mistake and final. All requests must be safe to repeat.
 
 T = TypeVar("T")
 

@@ -1,46 +1,233 @@
 """The rollout engine `server`: inference servers started by somebody else, over HTTP.
 
-A rollout is split into requests, and their answers are put together again. Nothing is returned
-unless the server that gave it said before and after that it serves the weights that were delivered.
-Which server is asked is settled in `servers.py`; requests are written and answers read by
-`openai_api.py` and `tgi_api.py`, weights are delivered by `weights.py`.
+Checks of its settings, requests and their answers as whole completions, and the comparison of a
+server's log-probs with the trainer's model.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
-from engine.config.parse import explain
-from engine.config.server import ServerConfig
-from engine.errors import ConfigError, RolloutError
+from engine.config import RolloutConfig, ServerConfig
+from engine.config.text import explain
+from engine.errors import ConfigError, DivergedRolloutError, RolloutError
 from engine.rollout.protocol import (
     Completion,
     EngineCapabilities,
-    SamplingParams,
-    register_engine,
-)
-from engine.rollout.requests import (
     RolloutStats,
+    SamplingParams,
     WeightGuard,
     check_params,
     check_request,
+    register_engine,
     resolve_max_model_len,
 )
+from engine.rollout.sampling import noise_keys
 from engine.rollout.server.api import CompletionRequest, SampledCompletion, check_token_ids
-from engine.rollout.server.completions import split_requests, whole_completion
-from engine.rollout.server.log_prob_probe import check_log_probs, probe_request
+from engine.rollout.server.server_stream import ServerStream
 from engine.rollout.server.servers import Server, Servers
-from engine.rollout.server.settings import check_rollout, check_settings
-from engine.rollout.server.stream import ServerStream
-from engine.rollout.server.weights import RankZeroDelivery
+from engine.rollout.server.weights import RankZeroDelivery, check_hook
+from engine.rollout.trainer_model import embedding_weight, eval_mode
+
+# Whether a server's settings make sense together; nothing is asked of the server.
+
+
+def check_rollout(config: RolloutConfig) -> None:
+    """Raise ConfigError for settings of a run that don't go together with a server."""
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={config.tensor_parallel_size} with "
+            "rollout.engine=server: how many devices the server decodes on is settled where it is "
+            "started; leave it at 1"
+        )
+    server = config.server
+    check_settings(server)
+    if server.weights == "none" and not server.allow_fixed_policy:
+        raise ConfigError(
+            "rollout.server.weights=none leaves the server at the policy that it was started with, "
+            "while training moves the trainer's; choose a hook that brings it new weights, or set "
+            "rollout.server.allow_fixed_policy=true to sample from the old ones"
+        )
+
+
+def check_settings(settings: ServerConfig) -> None:
+    """Raise ConfigError for what is missing, unknown or contradicts another setting."""
+    if not settings.addresses:
+        raise ConfigError(
+            "rollout.engine=server needs rollout.server.url, such as http://127.0.0.1:8000, or "
+            "several addresses in rollout.server.urls"
+        )
+    if settings.url and settings.urls:
+        raise ConfigError(
+            f"rollout.server.url={settings.url} beside rollout.server.urls; put it among the urls"
+        )
+    for name in ("reload_url", "version_url"):
+        value = getattr(settings, name)
+        if len(settings.urls) > 1 and "://" in value:
+            raise ConfigError(
+                f"rollout.server.{name}={value} is one address, and rollout.server.urls names "
+                f"{len(settings.urls)} servers; give a path, which is asked of each"
+            )
+    check_hook(settings.weights)
+    if settings.api == "tgi" and settings.weights == "vllm":
+        raise ConfigError(
+            "rollout.server.api=tgi with weights=vllm: these are vLLM's own endpoints; set "
+            "rollout.server.weights to folder, or to none"
+        )
+    if settings.weights == "folder" and not settings.reload_url:
+        raise ConfigError(
+            "rollout.server.weights=folder needs rollout.server.reload_url, which has to load "
+            "a folder; or set weights=vllm, or none"
+        )
+    for name in ("reload_url", "allow_fixed_policy"):
+        read = {"reload_url": "folder", "allow_fixed_policy": "none"}[name]
+        value = getattr(settings, name)
+        if value and settings.weights != read:
+            raise ConfigError(
+                f"rollout.server.{name}={value} has no effect with weights={settings.weights}; "
+                f"remove it, or set rollout.server.weights={read}"
+            )
+
+
+# Requests of a rollout to a server, and their answers as whole completions.
+
+
+def split_requests(
+    prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    size: int,
+    max_model_len: int,
+) -> list[tuple[int, int, CompletionRequest]]:
+    """Requests of at most `size` completions, each with its prompt's index and its first
+    completion's, in order.
+
+    A request's seed depends on its prompt's number (`numbers`) and its place there alone.
+    """
+    # vLLM refuses several greedy completions in one request.
+    size = size if params.temperature > 0 else 1
+    places = [(index, first) for index in range(len(prompts)) for first in range(0, params.n, size)]
+    prompt = torch.tensor([numbers[index] for index, _ in places])
+    firsts = torch.tensor([first for _, first in places])
+    keys = noise_keys(params.seed + seed, prompt, firsts).tolist()
+    return [
+        (
+            index,
+            first,
+            CompletionRequest(
+                prompt=prompts[index],
+                count=min(size, params.n - first),
+                max_new_tokens=min(params.max_new_tokens, max_model_len - len(prompts[index])),
+                seed=key & (2**63 - 1),
+                params=params,
+            ),
+        )
+        for (index, first), key in zip(places, keys, strict=True)
+    ]
+
+
+def whole_completion(
+    index: int, drawn: SampledCompletion, request: CompletionRequest, version: int, vocabulary: int
+) -> Completion:
+    """Cut at the first stop token, and refuse what is not a whole completion."""
+    stops = request.params.stop_token_ids
+    length = next((i + 1 for i, t in enumerate(drawn.token_ids) if t in stops), None)
+    tokens, log_probs = drawn.token_ids[:length], drawn.log_probs[:length]
+    if any(map(math.isnan, log_probs)):
+        raise DivergedRolloutError(
+            f"the model gave NaN logits for a completion of prompt {index}; its weights have "
+            f"diverged: go back to a checkpoint and lower the learning rate"
+        )
+    check_token_ids(tokens, vocabulary)
+    if length is None and len(tokens) != request.max_new_tokens:
+        raise RolloutError(
+            f"the rollout server ended a completion of prompt {index} after {len(tokens)} of "
+            f"{request.max_new_tokens} tokens ({drawn.reason!r}) and on no token of "
+            f"stop_token_ids={list(stops)}: it was interrupted or has end tokens of its own; "
+            f"start vLLM with --generation-config vllm, or add them to the tokenizer"
+        )
+    reason = "length" if length is None else "stop"
+    return Completion(index, tokens, log_probs, reason, version)
+
+
+# Compares a server's log-probs of a few tokens with the trainer's model.
+#
+# It finds what no version tag can: a server of another model, one whose log-probs are not those of
+# the distribution it samples from, or half of the new weights. It can't distinguish two policies a
+# small step apart, as the tags do.
+
+_TOKENS = 16
+_PARAMS = SamplingParams(temperature=0.7)  # other than 1, so that raw log-probs show
+
+
+def probe_request(prompt: list[int], max_model_len: int) -> CompletionRequest:
+    """One completion of a short prompt."""
+    prompt = prompt[: max_model_len - 1]
+    return CompletionRequest(prompt, 1, min(_TOKENS, max_model_len - len(prompt)), 1, _PARAMS)
+
+
+def check_log_probs(
+    model: nn.Module, request: CompletionRequest, drawn: SampledCompletion, tolerance: float
+) -> None:
+    """Raise RolloutError if `drawn`'s log-probs are `tolerance` or more from `model`'s, on average.
+
+    A model whose own log-probs are not finite passes: decoding reports that.
+    """
+    logits = _logits(model, request.prompt, drawn.token_ids)
+    said = torch.tensor(drawn.log_probs)
+    ours = _log_probs(logits / request.params.temperature, drawn.token_ids)
+    if not len(said) or not bool(ours.isfinite().all()):
+        return
+    distance = float((said - ours).abs().mean())
+    if distance < tolerance:
+        return
+    raw = float((said - _log_probs(logits, drawn.token_ids)).abs().mean())
+    if raw < tolerance:
+        raise RolloutError(
+            "the rollout server's log-probs are those of the model before temperature, top-k and "
+            "top-p, not those that tokens were drawn with; start vLLM with "
+            "--logprobs-mode processed_logprobs"
+        )
+    raise RolloutError(
+        f"the rollout server's log-probs are {distance:.3f} from the policy's on average over "
+        f"{len(said)} tokens: it serves another model or other weights; start it with the "
+        f"policy's folder, or raise rollout.server.probe_tolerance={tolerance:g}"
+    )
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """float32 `[len(tokens), V]`, of the positions that drew `tokens`."""
+    device = embedding_weight(model).device
+    with eval_mode(model):
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=device)).logits[0]
+    rows: Tensor = logits[len(prompt) - 1 : -1].float().cpu()
+    return rows
+
+
+def _log_probs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+# The rollout engine `server`: inference servers started by somebody else, over HTTP.
+#
+# A rollout is split into requests, and their answers are put together again. Nothing is returned
+# unless the server that gave it said before and after that it serves the weights that were
+# delivered.
+# Which server is asked is settled in `servers.py`; requests are written and answers read by
+# `openai_api.py` and `tgi_api.py`, weights are delivered by `weights.py`.
 
 Answers = dict[int, tuple[Server, list[SampledCompletion]]]  # by number of request
 

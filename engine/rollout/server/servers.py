@@ -17,14 +17,17 @@ from typing import TypeVar
 
 from torch import nn
 
-from engine.config.server import ServerConfig
+from engine.config.rollout_engines import ServerConfig
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.server.api import CompletionRequest, SampledCompletion, ServerAPI
+from engine.rollout.server.api import (
+    TGIAPI,
+    CompletionRequest,
+    OpenAIAPI,
+    SampledCompletion,
+    ServerAPI,
+)
 from engine.rollout.server.client import Client, Unreachable
-from engine.rollout.server.openai_api import OpenAIAPI
-from engine.rollout.server.tgi_api import TGIAPI
-from engine.rollout.server.weight_folders import Weights
-from engine.rollout.server.weights import FolderWeights, WeightHook, create_hook
+from engine.rollout.server.weights import FolderWeights, WeightHook, Weights, create_hook
 
 T = TypeVar("T")
 

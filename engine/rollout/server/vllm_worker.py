@@ -15,8 +15,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from engine.rollout.server.weight_folders import checksum, shapes
-from engine.rollout.vllm.cpu_experts import keep_experts_unpacked
+from engine.rollout.server.weights import checksum, shapes
+from engine.rollout.vllm.patches import keep_experts_unpacked
 
 keep_experts_unpacked()
 

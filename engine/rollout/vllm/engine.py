@@ -1,30 +1,116 @@
 """The rollout engine `vllm`: a vLLM engine on the trainer's weights.
 
-The model runs in this process, in vLLM's worker processes, or over the trainer's ranks. This file
-keeps the policy version and the order of calls; see `launch.py` for starting vLLM,
-`engine_weights.py` for weights and `llm_requests.py` for requests.
+Also which of its memory is allocated over sleep and wake calls. Importing this does not import
+vLLM.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
-from engine.rollout.protocol import Completion, SamplingParams, register_engine
-from engine.rollout.requests import RolloutStats, WeightGuard, check_request
-from engine.rollout.vllm import adapters, launch
-from engine.rollout.vllm.engine_arguments import Tuning
+from engine.rollout.protocol import (
+    Completion,
+    RolloutStats,
+    SamplingParams,
+    WeightGuard,
+    check_request,
+    register_engine,
+)
+from engine.rollout.vllm import engine_launch, weight_load
 from engine.rollout.vllm.engine_weights import EngineWeights, InProcessWeights, WorkerWeights
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
-from engine.rollout.vllm.options import DTYPES, capabilities, check, engine_options, resolve
-from engine.rollout.vllm.sleep_mode import SleepMode
-from engine.rollout.vllm.stream import VllmStream
+from engine.rollout.vllm.options import DTYPES, Tuning, capabilities, check, engine_options, resolve
+from engine.rollout.vllm.vllm_stream import VllmStream
 from engine.rollout.vllm.vllm_types import LLM, LLMEngine
+
+# Which memory of a rollout engine is allocated: a pure state machine over sleep and wake calls.
+#
+# On a device shared with a trainer, weights and KV cache must not be allocated while the trainer's
+# memory is at its peak, so calls have one order:
+#
+#     serving --sleep--> asleep --wake_weights--> weights --(update)--> weights --wake_kv-->
+# serving
+
+Phase = Literal["serving", "asleep", "weights"]
+
+_WAY_OUT = {
+    "serving": "call sleep first",
+    "asleep": "call wake_weights first",
+    "weights": "call wake_kv first",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SleepMode:
+    """Immutable: each call returns the state after it, or raises RolloutError."""
+
+    phase: Phase = "serving"
+    discarded: bool = False  # whether sleep discarded the weights: an update must load new ones
+
+    def sleep(self, level: int) -> SleepMode:
+        """Free the KV cache and the weights: to host memory (level 1) or for good (level 2)."""
+        if level not in (1, 2):
+            raise RolloutError(
+                f"sleep(level={level}) is unknown; use 1 (weights go to host memory) or 2 (weights "
+                "are discarded)"
+            )
+        self._require("sleep", "serving")
+        return SleepMode("asleep", discarded=level == 2)
+
+    def wake_weights(self) -> SleepMode:
+        """Make room for the weights again, and bring them back after level 1."""
+        self._require("wake_weights", "asleep")
+        return replace(self, phase="weights")
+
+    def update(self) -> SleepMode:
+        """Take new weights."""
+        if self.phase == "asleep":
+            raise RolloutError("update of weights while asleep: call wake_weights first")
+        return replace(self, discarded=False)
+
+    def wake_kv(self) -> SleepMode:
+        """Make room for the KV cache; then the engine serves."""
+        self._require("wake_kv", "weights")
+        if self.discarded:
+            raise RolloutError(
+                "wake_kv before new weights: sleep(level=2) discarded the old ones; call "
+                "update_weights first"
+            )
+        return SleepMode("serving")
+
+    def generate(self) -> SleepMode:
+        """Decode."""
+        self._require("generate", "serving")
+        return self
+
+    @property
+    def arriving(self) -> str:
+        """What vLLM does to come to this state, for messages."""
+        moves = {"serving": "waking its KV cache", "asleep": "going to sleep"}
+        return moves.get(self.phase, "waking its weights")
+
+    def _require(self, call: str, phase: Phase) -> None:
+        if self.phase != phase:
+            raise RolloutError(f"{call} while {self._text()}: {_WAY_OUT[self.phase]}")
+
+    def _text(self) -> str:
+        names = {"serving": "serving", "asleep": "asleep", "weights": "only weights are awake"}
+        return names[self.phase]
+
+
+# The rollout engine `vllm`: a vLLM engine on the trainer's weights.
+#
+# The model runs in this process, in vLLM's worker processes, or over the trainer's ranks. This
+# file
+# keeps the policy version and the order of calls; see `launch.py` for starting vLLM,
+# `engine_weights.py` for weights and `llm_requests.py` for requests.
 
 
 @register_engine("vllm", capabilities, options=engine_options, check=check)
@@ -72,7 +158,7 @@ class VllmEngine:
         Raises RolloutError if vLLM is missing or does not start, ConfigError for settings that
         contradict the model or each other.
         """
-        launch.require_vllm()
+        engine_launch.require_vllm()
         self._options = options = resolve(
             model,
             max_num_seqs=max_num_seqs,
@@ -93,11 +179,11 @@ class VllmEngine:
         self._model = model  # that was loaded last
         self._stream: VllmStream | None = None
         self._updating_to: int | None = None  # version of an update by `begin_update`
-        llm = launch.start(model, options)
+        llm = engine_launch.start(model, options)
         self._llm: LLM | None = llm
         try:
             self._weights: EngineWeights = self._create_weights(llm)
-            request = adapters.lora_request() if options.adapter_rank else None
+            request = weight_load.lora_request() if options.adapter_rank else None
             self._requests = LLMRequests(llm, options.max_model_len, seed, request)
             self._guard.refuse("it was given no weights yet")
             if load:
@@ -313,4 +399,4 @@ class VllmEngine:
             weights.monitor.end()
         elif weights is not None:
             weights.release()
-        launch.stop(llm)
+        engine_launch.stop(llm)

@@ -1,25 +1,335 @@
 """The weights of a vLLM engine, in this process or in worker processes, and their updates.
 
-They are loaded from a trainer's model (shared, copied, with adapters merged or separate) or from a
-stream of tensors.
+Shared memory that weights travel in, the trainer's side of vLLM's worker processes, and the
+updates on top. What runs inside the workers is `worker_extension`.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import signal
+import tempfile
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
-from engine.rollout import trainer_weights
-from engine.rollout.vllm import adapters, shared_memory, weight_sharing
+from engine.rollout import trainer_model
+from engine.rollout.vllm import weight_load
 from engine.rollout.vllm.options import DTYPES, VllmOptions
-from engine.rollout.vllm.vllm_types import LLM, Worker
+from engine.rollout.vllm.vllm_types import LLM, Executor, Worker
 from engine.rollout.vllm.weight_load import begin_load
-from engine.rollout.vllm.worker_group import WeightChannel, WorkerMonitor
+
+# Shared memory: mapped files that weights travel in, and the names of vLLM's own.
+#
+# A bucket holds as many whole tensors as fit; one process writes it and others read it. vLLM
+# leaves
+# named memory behind on every exit, and all of it when a process is killed, so names are unlinked
+# once all its processes have mapped it: memory without a name ends with its last process.
+
+_ALIGN = 64  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BucketEntry:
+    """Where one tensor lies in a buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # e.g. "bfloat16"
+    start: int  # byte offset
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.shape, getattr(torch, self.dtype))
+
+
+class SharedBuffer:
+    """A mapped file in shared memory; `path` is there until `unlink`."""
+
+    def __init__(self, path: str, size: int) -> None:
+        self.path, self.size = path, size
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self._mmap = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self.bytes: Tensor = torch.frombuffer(self._mmap, dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, size: int) -> SharedBuffer:
+        """Make a new file of `size` bytes; RolloutError if there is no room for it."""
+        shared = Path("/dev/shm")
+        folder = shared if shared.is_dir() else Path(tempfile.gettempdir())
+        descriptor, path = tempfile.mkstemp(prefix="hybridflyte-weights-", dir=folder)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # or a write may end the process (SIGBUS)
+        except OSError as error:
+            os.unlink(path)
+            raise RolloutError(
+                f"{folder} has no room for {size >> 20} MB of weights on their way to vLLM: "
+                f"{error.strerror}; enlarge it (docker run --shm-size), or lower bucket_mb"
+            ) from error
+        finally:
+            os.close(descriptor)
+        return cls(path, size)
+
+    def unlink(self) -> None:
+        """Remove the name, once all readers have opened it: a crash then leaves nothing behind."""
+        os.unlink(self.path)
+
+    def read(self, entries: Iterable[BucketEntry]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as views; valid until the file is written again."""
+        for piece in entries:
+            data = self.bytes[piece.start : piece.start + piece.nbytes]
+            yield piece.name, data.view(getattr(torch, piece.dtype)).view(piece.shape)
+
+    def write(self, piece: BucketEntry, tensor: Tensor) -> None:
+        """Copy `tensor` to its place, cast to the piece's dtype."""
+        [(_, view)] = self.read([piece])
+        view.copy_(tensor)
+
+
+def bucket_entry(name: str, tensor: Tensor, dtype: torch.dtype, start: int) -> BucketEntry:
+    """The entry of `tensor` from byte `start` on; floating-point tensors are cast to `dtype`."""
+    kept = dtype if tensor.is_floating_point() else tensor.dtype
+    aligned = -(-start // _ALIGN) * _ALIGN
+    return BucketEntry(name, tuple(tensor.shape), str(kept).removeprefix("torch."), aligned)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count * dtype.itemsize
+
+
+def unlink_group_names() -> None:
+    """Unlink the memory of this process's tensor-parallel group; its first rank does so for all."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.rank_in_group:
+        return
+    unlink_queue_name(group.mq_broadcaster)
+    sums = getattr(group.device_communicator, "dist_module", None)
+    if (name := getattr(sums, "group_name", None)) is not None:
+        for rank in range(group.world_size):
+            Path("/dev/shm", f"{name}_{rank}").unlink(missing_ok=True)
+
+
+def unlink_queue_name(queue: object) -> None:
+    """Unlink the memory of one of vLLM's message queues, if it has any."""
+    buffer = getattr(queue, "buffer", None)
+    if buffer is not None:
+        with suppress(FileNotFoundError):
+            buffer.shared_memory.unlink()
+        buffer.is_creator = False  # vLLM would unlink it once more
+
+
+# The trainer's side of vLLM's worker processes: sending weights, and monitoring for deaths.
+#
+# Whole tensors are sent in two halves of one mapped file: one is filled while the workers load
+# from
+# the other. The workers' side is `worker_extension.py`.
+
+T = TypeVar("T")
+_END_S = 10.0  # for a killed process to be gone
+_DEADLINE_S = 120.0  # for one bucket, by all workers
+
+
+class WorkerDied(RolloutError):
+    """A worker process died or gave no answer; the engine can't be used any more."""
+
+
+class WorkerMonitor:
+    """Ends all worker processes when one dies: its peers would wait for it in a collective."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.cause: str | None = None  # why the workers are gone, e.g. "VllmWorker-1 (pid 7) …"
+        self._executor = executor
+        self._processes = [handle.proc for handle in executor.workers]
+        self._closing = threading.Event()
+        self._seen = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="hybridflyte-vllm-watch").start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers, by rank."""
+        return [process.pid for process in self._processes]
+
+    def end(self) -> None:
+        """Kill the workers: a clean exit is slow and saves nothing."""
+        self._closing.set()
+        self._executor.shutting_down = True  # so that vLLM takes it for no failure
+        for handle in self._executor.workers:
+            if handle.death_writer is not None:
+                handle.death_writer.close()
+                handle.death_writer = None
+            handle.proc.kill()
+        for process in self._processes:
+            process.join(_END_S)
+
+    def died(self, wait_s: float = 1.0) -> str | None:
+        """Why the workers are gone, waiting for a death that vLLM just noticed; else None."""
+        self._seen.wait(wait_s)
+        return self.cause
+
+    def kill(self, cause: str) -> None:
+        """End all workers at once, for `cause`."""
+        if self.cause is None:
+            self.cause = cause
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+
+    def _watch(self) -> None:
+        dead = wait([process.sentinel for process in self._processes])
+        if self._closing.is_set():
+            return
+        process = next(p for p in self._processes if p.sentinel == dead[0])
+        # vLLM collects it as well; who comes second learns the exit code a moment later.
+        until = time.monotonic() + 1.0
+        while process.exitcode is None and time.monotonic() < until:
+            time.sleep(0.01)
+        self.kill(f"{process.name} (pid {process.pid}) {_ending(process.exitcode)}")
+        self._seen.set()
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was ended by signal {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+class WeightChannel:
+    """Sends tensors to all workers of one engine."""
+
+    def __init__(
+        self, executor: Executor, monitor: WorkerMonitor, bucket_bytes: int, dtype: torch.dtype
+    ) -> None:
+        self._executor, self._monitor, self._dtype = executor, monitor, dtype
+        self._half = bucket_bytes
+        self._buffer: SharedBuffer | None = None
+
+    def unlink_names(self) -> None:
+        """Unlink vLLM's shared memory, which a killed process would leave behind."""
+        for queue in (self._executor.rpc_broadcast_mq, *self._executor.response_mqs):
+            unlink_queue_name(queue)
+        self._call("unlink_names")
+
+    def send(self, kind: str, named: Iterable[tuple[str, Tensor]], *finish: object) -> None:
+        """Send tensors; the workers' `<kind>_begin`, `_load` and `_finish` get them.
+
+        Raises WorkerDied if a worker is lost, RolloutError with the first worker's error if one
+        can't load them.
+        """
+        self._open(self._half)
+        self._call(f"{kind}_begin")
+        sender = _Sender(self, f"{kind}_load")
+        for name, tensor in named:
+            sender.add(name, tensor)
+        sender.flush()
+        self._call(f"{kind}_finish", *finish)
+
+    def _open(self, half: int) -> SharedBuffer:
+        if self._buffer is None or half > self._half:
+            mapping = SharedBuffer.create(2 * half)
+            try:
+                self._call("weights_open", mapping.path, mapping.size)
+            finally:
+                mapping.unlink()
+            self._buffer, self._half = mapping, half
+        return self._buffer
+
+    def _call(self, method: str, *arguments: object) -> None:
+        self.result(self.start(method, *arguments))
+
+    def start(self, method: str, *arguments: object) -> Callable[[], list[str | None]]:
+        """Call all workers; the function returned waits for their answers."""
+        if self._monitor.cause is not None:
+            raise WorkerDied(self._monitor.cause)
+        future: Future[list[str | None]] = self._guarded(
+            lambda: self._executor.collective_rpc(
+                method, timeout=_DEADLINE_S, args=arguments, non_block=True
+            )
+        )
+        return lambda: self._guarded(future.result)
+
+    def result(self, answers: Callable[[], list[str | None]]) -> None:
+        """Wait for `answers`; raises RolloutError for the first that is an error."""
+        for rank, error in enumerate(answers()):
+            if error is not None:
+                raise RolloutError(f"vLLM's worker {rank} failed: {error}")
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except TimeoutError as error:  # a late answer would be taken for the next call's
+            self._monitor.kill(f"a worker gave no answer within {_DEADLINE_S:g} s")
+            raise WorkerDied(str(self._monitor.cause)) from error
+        except Exception as error:
+            cause = self._monitor.died()
+            raise WorkerDied(cause or f"vLLM's workers can't be reached: {error}") from error
+
+
+class _Sender:
+    """Fills one half of the file while the workers read the other."""
+
+    def __init__(self, channel: WeightChannel, method: str) -> None:
+        self._channel, self._method = channel, method
+        self._entries: list[BucketEntry] = []
+        self._side, self._at = 0, 0
+        self._reading: Callable[[], list[str | None]] | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        channel = self._channel
+        assert channel._buffer is not None
+        entry = bucket_entry(name, tensor, channel._dtype, self._at)
+        if entry.start + entry.nbytes > (self._side + 1) * channel._half:
+            self.flush(last=False)
+            entry = bucket_entry(name, tensor, channel._dtype, self._at)
+            if entry.nbytes > channel._half:
+                self._finish_reading()
+                channel._open(-(-entry.nbytes // 4096) * 4096)
+                self._side = self._at = 0
+                entry = bucket_entry(name, tensor, channel._dtype, 0)
+        channel._buffer.write(entry, tensor)
+        self._entries.append(entry)
+        self._at = entry.start + entry.nbytes
+
+    def flush(self, last: bool = True) -> None:
+        """Have the workers read what was written; with `last`, wait until they have."""
+        if self._entries:
+            self._finish_reading()  # then that half may be written
+            self._reading = self._channel.start(self._method, self._entries)
+            self._side = 1 - self._side
+            self._at, self._entries = self._side * self._channel._half, []
+        if last:
+            self._finish_reading()
+
+    def _finish_reading(self) -> None:
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            self._channel.result(reading)
+
+
+# The weights of a vLLM engine, in this process or in worker processes, and their updates.
+#
+# They are loaded from a trainer's model (shared, copied, with adapters merged or separate) or from
+# a
+# stream of tensors.
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -49,22 +359,22 @@ class EngineWeights(ABC):
 
     def load_model(self, model: nn.Module) -> None:
         """Load `model`'s current weights; of a known base with adapters only the adapters."""
-        base = BaseWeights.of(model) if trainer_weights.has_adapters(model) else None
+        base = BaseWeights.of(model) if trainer_model.has_adapters(model) else None
         known, self._base = base is not None and self._base == base, None
         known = known and not self._quantized  # a layer is quantised as a whole
-        if self._own_adapters and not trainer_weights.has_adapters(model):
+        if self._own_adapters and not trainer_model.has_adapters(model):
             raise RolloutError(
                 "an engine with lora=adapter takes a model with adapters, and this one has no "
                 "adapters; use lora=merged"
             )
         if self._own_adapters:
             if not known:
-                self._load(trainer_weights.base_weights(model), whole=True)
+                self._load(trainer_model.base_weights(model), whole=True)
             self._load_adapter(
-                trainer_weights.adapter_weights(model), trainer_weights.adapter_config(model)
+                trainer_model.adapter_weights(model), trainer_model.adapter_config(model)
             )
-        elif trainer_weights.has_adapters(model):
-            self._load(trainer_weights.merged_weights(model, changed_only=known), whole=not known)
+        elif trainer_model.has_adapters(model):
+            self._load(trainer_model.merged_weights(model, changed_only=known), whole=not known)
         else:
             self._load_plain(model)
         self._base = base
@@ -96,7 +406,7 @@ class EngineWeights(ABC):
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None: ...
 
     def _load_plain(self, model: nn.Module) -> None:
-        self._load(trainer_weights.merged_weights(model), whole=True)
+        self._load(trainer_model.merged_weights(model), whole=True)
 
 
 class InProcessWeights(EngineWeights):
@@ -105,7 +415,7 @@ class InProcessWeights(EngineWeights):
     def __init__(self, llm: LLM, options: VllmOptions) -> None:
         super().__init__(options)
         # `apply_model` would return one shard's answer for all ranks and not wait for the others.
-        shared_memory.unlink_group_names()
+        unlink_group_names()
         self._worker: Worker = llm.collective_rpc(_unwrapped)[0]
         self.target: nn.Module = self._worker.model_runner.get_model()
         # Weights that sleep would take away can't be the trainer's.
@@ -113,7 +423,7 @@ class InProcessWeights(EngineWeights):
         self._shareable = not self._quantized and (options.share or not sleeps)
         self._views: dict[str, Tensor] | None = None
         self._shared: nn.Module | None = None  # the model whose parameters `_views` are
-        self._snapshot: weight_sharing.ParameterSnapshot | None = None  # of these parameters
+        self._snapshot: weight_load.ParameterSnapshot | None = None  # of these parameters
         self._not_shareable: nn.Module | None = None  # a model found not to fit
 
     @property
@@ -131,24 +441,24 @@ class InProcessWeights(EngineWeights):
 
     def release(self) -> None:
         if self._shared is not None and self._views is not None:
-            weight_sharing.release(self._shared, self._views)
+            weight_load.release(self._shared, self._views)
         self._views = self._shared = self._snapshot = None
 
     def _load_plain(self, model: nn.Module) -> None:
         if self._shared is model and self._snapshot is not None and self._snapshot.is_current():
             return
-        self._load(trainer_weights.merged_weights(model), whole=True)
+        self._load(trainer_model.merged_weights(model), whole=True)
         if self._not_shareable is model or not self._shareable:
             return
-        views = weight_sharing.plan_sharing(model, self.target)
+        views = weight_load.plan_sharing(model, self.target)
         if views is None:
             self._not_shareable = model
             return
-        weight_sharing.share(model, views)
+        weight_load.share(model, views)
         self._views, self._shared, self._snapshot = (
             views,
             model,
-            weight_sharing.ParameterSnapshot(model),
+            weight_load.ParameterSnapshot(model),
         )
 
     def _load(self, named: Named, whole: bool) -> None:
@@ -160,7 +470,9 @@ class InProcessWeights(EngineWeights):
         loading.finish(whole)
 
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None:
-        adapters.load_adapter(self._worker, {name: t.detach().clone() for name, t in named}, config)
+        weight_load.load_adapter(
+            self._worker, {name: t.detach().clone() for name, t in named}, config
+        )
 
 
 class WorkerWeights(EngineWeights):

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import DivergedRolloutError, RolloutError
-from engine.rollout.protocol import Completion, SamplingParams
-from engine.rollout.requests import RolloutStats
+from engine.rollout.protocol import Completion, RolloutStats, SamplingParams
 from engine.rollout.sampling import noise_keys
 from engine.rollout.vllm.vllm_types import LLM, RequestOutput, RequestState, Worker
 

@@ -1,9 +1,18 @@
-"""The settings of a vLLM engine, checked before anything is started."""
+"""The settings of a vLLM engine, checked before anything is started.
+
+This engine's options, what of vLLM's own arguments a run may pass through
+(`rollout.vllm.engine_kwargs`), and the arguments of `vllm.LLM` on a CPU and on a GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import ast
+import difflib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,10 +20,305 @@ from torch import nn
 
 from engine.config import RolloutConfig
 from engine.errors import ConfigError
-from engine.rollout import trainer_weights
-from engine.rollout.protocol import EngineCapabilities
-from engine.rollout.requests import resolve_max_model_len
-from engine.rollout.vllm.engine_arguments import CPU_KV_CACHE_MB, Tuning
+from engine.rollout import trainer_model
+from engine.rollout.protocol import EngineCapabilities, resolve_max_model_len
+
+# `rollout.vllm.engine_kwargs`: what of vLLM's own arguments a run may pass through, and what not.
+#
+# Checked without importing vLLM, which takes seconds and changes the process.
+
+WHERE = "rollout.vllm.engine_kwargs"
+
+_OWN = {  # arguments that have a setting: two places would contradict each other
+    **{
+        name: f"rollout.vllm.{name}"
+        for name in (
+            "dtype",
+            "gpu_memory_utilization",
+            "enforce_eager",
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "max_num_batched_tokens",
+            "quantization",
+        )
+    },
+    "quantization_config": "rollout.vllm.quantization",
+    "enable_lora": "rollout.vllm.lora",
+    "max_lora_rank": "model.lora.rank",
+    "enable_sleep_mode": "rollout.vllm.sleep",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "kv_cache_memory_bytes": "rollout.kv_cache_memory_mb",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "max_model_len": "data.max_prompt_length and data.max_response_length",
+    "seed": "seed",
+}
+_GIVEN = (  # by this engine, which relies on them
+    "model",
+    "tokenizer",
+    "tokenizer_mode",
+    "skip_tokenizer_init",
+    "trust_remote_code",
+    "runner",
+    "convert",
+    "load_format",
+    "moe_backend",
+    "model_loader_extra_config",
+    "distributed_executor_backend",
+    "worker_cls",
+    "worker_extension_cls",
+    "weight_transfer_config",
+    "logprobs_mode",
+    "generation_config",
+    "override_generation_config",
+    "pooler_config",
+)
+_ONE_REPLICA = "each vLLM engine is one replica on rollout.tensor_parallel_size ranks"
+_OFFLOADED = "weights that vLLM keeps on the host can't be the policy's, nor be updated in place"
+_REFUSED = {
+    **dict.fromkeys(
+        (
+            "cpu_offload_gb",
+            "cpu_offload_params",
+            "offload_backend",
+            "offload_group_size",
+            "offload_num_in_group",
+            "offload_prefetch_step",
+            "offload_params",
+        ),
+        _OFFLOADED,
+    ),
+    **dict.fromkeys(
+        (
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "prefill_context_parallel_size",
+            "decode_context_parallel_size",
+            "nnodes",
+        ),
+        _ONE_REPLICA,
+    ),
+    "enable_eplb": "experts that move between ranks can't be updated in place",
+    "spec_model": "write speculative_config, with model, method and num_speculative_tokens",
+    "spec_method": "write speculative_config, with model, method and num_speculative_tokens",
+    "spec_tokens": "write speculative_config, with model, method and num_speculative_tokens",
+}
+_WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")  # methods that draft with no model
+_WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
+
+
+def check_engine_kwargs(given: Mapping[str, object], *, in_process: bool) -> None:
+    """Raise ConfigError for the first argument that can't be passed through, with the way out."""
+    for name, value in given.items():
+        if name in _OWN:
+            raise ConfigError(f"{WHERE}.{name} is a setting of its own; set {_OWN[name]}")
+        if name in _GIVEN:
+            raise ConfigError(f"{WHERE}.{name} is given by the run; remove it")
+        if name in _REFUSED:
+            raise ConfigError(f"{WHERE}.{name}={value!r}: {_REFUSED[name]}; remove it")
+        if name == "enable_expert_parallel" and value and in_process:
+            raise ConfigError(
+                f"{WHERE}.{name}=True with rollout.vllm.in_process=true: whole experts on one rank "
+                "are no shards of the policy's; set rollout.vllm.in_process=false"
+            )
+        if name == "speculative_config" and value is not None:
+            _check_speculation(value)
+        known = argument_names()
+        if known and name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"did you mean {near[0]}?" if near else "see vLLM's engine arguments"
+            raise ConfigError(f"{WHERE}.{name}: vLLM's engine has no such argument; {hint}")
+
+
+def _check_speculation(value: object) -> None:
+    """A draft must come without weights, or with weights in a folder of its own."""
+    where = f"{WHERE}.speculative_config"
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{where}={value!r} must be a mapping, such as "
+            "{method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4}"
+        )
+    method, model = value.get("method"), value.get("model")
+    if model is None and method not in _WITHOUT_DRAFT:
+        raise ConfigError(
+            f"{where}.method={method!r} drafts with layers of the policy's own folder, which "
+            f"training doesn't update; use one of {', '.join(_WITHOUT_DRAFT)}, or name a draft's "
+            "folder as model"
+        )
+    if model is not None and method not in (None, *_WITHOUT_DRAFT, *_WITH_DRAFT):
+        raise ConfigError(
+            f"{where}.method={method!r} can't be used with updated weights; use one of "
+            f"{', '.join((*_WITHOUT_DRAFT, *_WITH_DRAFT))}"
+        )
+
+
+def passed_through(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for vLLM: those that are null keep its default; a draft brings its weights."""
+    arguments = {name: value for name, value in given.items() if value is not None}
+    draft = arguments.get("speculative_config")
+    if draft is not None and draft.get("model") is not None:
+        # The policy's own weights are dummies until the first update, and lost in sleep of level 2.
+        arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}} | draft
+        arguments.setdefault("sleep_preserve_parameter_names", ["draft.*"])
+    return arguments
+
+
+@cache
+def argument_names() -> frozenset[str]:
+    """The names of vLLM's engine arguments, from its source; none where vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    places = spec.submodule_search_locations if spec is not None else None
+    source = Path(places[0]) / "engine" / "arg_utils.py" if places else None
+    if source is None or not source.is_file():
+        return frozenset()
+    classes = (n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef))
+    engine = next((node for node in classes if node.name == "EngineArgs"), None)
+    fields = engine.body if engine is not None else []
+    return frozenset(
+        field.target.id
+        for field in fields
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
+# The arguments of `vllm.LLM` from this engine's options: those of a CPU, and those of a GPU.
+#
+# On a GPU vLLM does what its users expect: a KV cache in the memory that its share leaves,
+# compiled
+# forward passes and CUDA graphs, prompts in chunks. On a CPU compiling takes 12-38 s and gains
+# nothing, and a prompt goes whole: a part of one rewinds its request's generator, which a CPU's
+# can't.
+
+CPU_KV_CACHE_MB = 256
+_STEP_TOKENS = 8192  # of one forward pass, at least a whole prompt's
+_BLOCK = 32  # tokens a KV block; a group shares its prompt's full blocks, and 128 is CPU's default
+_CHECKED_ONLY = 0.01  # a share that vLLM compares with free memory, and doesn't fill
+_BACKENDS = {"in_process": "uni", "workers": "mp", "ranks": "external_launcher"}
+_QUANTIZATIONS = {"fp8": "fp8_per_block"}  # vLLM's names for quantisation while loading
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What of vLLM a run may tune: the settings of the same names in `VllmConfig`."""
+
+    gpu_memory_utilization: float = 0.5  # of each GPU, weights and activations included
+    enforce_eager: bool = False
+    enable_chunked_prefill: bool | None = None  # None: on a GPU
+    enable_prefix_caching: bool = True
+    max_num_batched_tokens: int | None = None  # of one forward pass; None: the device's default
+    quantization: str = ""  # of vLLM's weights, e.g. "fp8"
+    engine_kwargs: Mapping[str, object] = field(default_factory=dict)  # by vLLM's names
+
+    def check(self, *, in_process: bool, kv_cache_memory_mb: int | None, lora: str) -> None:
+        """Raise ConfigError for what can't be on any machine, before anything is started."""
+        check_engine_kwargs(self.engine_kwargs, in_process=in_process)
+        default = Tuning().gpu_memory_utilization
+        if kv_cache_memory_mb is not None and self.gpu_memory_utilization != default:
+            raise ConfigError(
+                f"rollout.vllm.gpu_memory_utilization={self.gpu_memory_utilization} has no effect "
+                f"beside rollout.kv_cache_memory_mb={kv_cache_memory_mb}; set one of them"
+            )
+        if self.quantization and lora == "adapter":
+            raise ConfigError(
+                f"rollout.vllm.quantization={self.quantization} with rollout.vllm.lora=adapter: "
+                "weights are quantised with the adapters merged into them; set lora=merged"
+            )
+
+    def check_here(
+        self, *, on_gpu: bool, dtype: str, max_model_len: int, max_num_seqs: int
+    ) -> None:
+        """Raise ConfigError for what can't be on this machine and with this model."""
+        if self.enable_chunked_prefill and not on_gpu:
+            raise ConfigError(
+                "rollout.vllm.enable_chunked_prefill=true on a CPU: a prompt in parts would draw "
+                "other tokens for the same seed; leave it out"
+            )
+        if self.quantization and not on_gpu:
+            raise ConfigError(
+                f"rollout.vllm.quantization={self.quantization} on a CPU: vLLM quantises on GPUs; "
+                "leave it out"
+            )
+        if self.quantization and dtype == "float32":
+            raise ConfigError(
+                f"rollout.vllm.quantization={self.quantization} of float32 weights: vLLM computes "
+                "beside it in bfloat16 or float16; set rollout.vllm.dtype=bfloat16"
+            )
+        tokens = self.max_num_batched_tokens
+        whole = self.enable_chunked_prefill is False or not on_gpu
+        if tokens is not None and whole and tokens < max_model_len:
+            raise ConfigError(
+                f"rollout.vllm.max_num_batched_tokens={tokens} is less than a prompt and its "
+                f"completion ({max_model_len} tokens), and prompts aren't computed in chunks; "
+                f"raise it to {max_model_len}"
+            )
+        if tokens is not None and tokens < max_num_seqs:
+            raise ConfigError(
+                f"rollout.vllm.max_num_batched_tokens={tokens} is less than rollout.max_num_seqs="
+                f"{max_num_seqs}, which each decode one token a pass; raise it, or lower that"
+            )
+
+
+def engine_arguments(options: VllmOptions) -> dict[str, object]:
+    """Keyword arguments of `vllm.LLM`, but for the model's folder and vLLM's own classes."""
+    tuning = options.tuning
+    arguments: dict[str, object] = {
+        "dtype": options.dtype,
+        "max_num_seqs": options.max_num_seqs,
+        "max_model_len": options.max_model_len,
+        "enable_prefix_caching": tuning.enable_prefix_caching,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "distributed_executor_backend": _BACKENDS[options.mode],
+        "seed": options.seed,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    if tuning.quantization:
+        name = tuning.quantization
+        arguments["quantization"] = _QUANTIZATIONS.get(name, name)
+    if options.adapter_rank:
+        arguments |= {"enable_lora": True, "max_loras": 1}
+    arguments |= _on_gpu(options) if options.on_gpu else _on_cpu(options)
+    return arguments | passed_through(tuning.engine_kwargs)
+
+
+def _on_gpu(options: VllmOptions) -> dict[str, object]:
+    tuning = options.tuning
+    chunked = tuning.enable_chunked_prefill is not False
+    return {
+        "enforce_eager": tuning.enforce_eager,
+        "enable_chunked_prefill": chunked,
+        "moe_backend": "triton",  # others shuffle experts' weights, where updates don't fit
+        "max_num_batched_tokens": tuning.max_num_batched_tokens
+        or (None if chunked else _step_tokens(options)),
+        **_kv_cache(options),
+    }
+
+
+def _on_cpu(options: VllmOptions) -> dict[str, object]:
+    return {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": options.tuning.max_num_batched_tokens or _step_tokens(options),
+        "block_size": _BLOCK,
+        **_kv_cache(options),
+    }
+
+
+def _kv_cache(options: VllmOptions) -> dict[str, object]:
+    """The cache's size: given in bytes of each rank, or what vLLM's share of memory leaves."""
+    if options.kv_cache_memory_mb is None:
+        return {"gpu_memory_utilization": options.tuning.gpu_memory_utilization}
+    size = (options.kv_cache_memory_mb << 20) // options.tensor_parallel_size
+    return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": _CHECKED_ONLY}
+
+
+def _step_tokens(options: VllmOptions) -> int:
+    return max(_STEP_TOKENS, options.max_num_seqs, options.max_model_len)
+
+
+# The settings of a vLLM engine, checked before anything is started.
 
 Mode = Literal["in_process", "workers", "ranks"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -127,16 +431,16 @@ def resolve(
         dtype=known_dtype,
         tensor_parallel_size=tensor_parallel_size,
         rank_groups=groups,
-        adapter_rank=trainer_weights.adapter_rank(model) if lora == "adapter" else 0,
+        adapter_rank=trainer_model.adapter_rank(model) if lora == "adapter" else 0,
         bucket_mb=bucket_mb,
-        share=shareable and trainer_weights.can_be_shared(model, DTYPES[known_dtype]),
+        share=shareable and trainer_model.can_be_shared(model, DTYPES[known_dtype]),
         tuning=tuning,
     )
 
 
 def _dtype(model: nn.Module, asked: str | None) -> str:
     if asked is None:
-        return str(trainer_weights.model_dtype(model)).removeprefix("torch.")
+        return str(trainer_model.model_dtype(model)).removeprefix("torch.")
     if asked not in DTYPES:
         raise ConfigError(f"dtype={asked!r} is unknown; choose one of {', '.join(DTYPES)}")
     return asked

@@ -1,8 +1,7 @@
-"""An update of a live vLLM model by vLLM's own loaders: whole tensors in, this rank's shards kept.
+"""Updates of a live vLLM model by vLLM's own loaders: whole tensors in, this rank's shards kept.
 
-Plain weights are copied in place. Weights that vLLM quantises are loaded layer by layer: once a
-layer has all of its tensors, vLLM quantises it again, packs it as its kernels want it, and copies
-the result to where the old one was, so that CUDA graphs stay valid.
+Also LoRA adapters as vLLM's own, and one storage for a trainer's model and vLLM's where the
+layouts allow it.
 """
 
 from __future__ import annotations
@@ -11,11 +10,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
 from engine.rollout.vllm import patches
 from engine.rollout.vllm.vllm_types import ModelRunner, VllmConfig
+
+# An update of a live vLLM model by vLLM's own loaders: whole tensors in, this rank's shards kept.
+#
+# Plain weights are copied in place. Weights that vLLM quantises are loaded layer by layer: once a
+# layer has all of its tensors, vLLM quantises it again, packs it as its kernels want it, and
+# copies
+# the result to where the old one was, so that CUDA graphs stay valid.
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -126,3 +133,148 @@ def rename_mapper(target: nn.Module) -> Any:
 def _plain_name(name: str) -> str:
     """A parameter's name without vLLM's own LoRA layer around its module."""
     return name.replace(".base_layer.", ".")
+
+
+# LoRA adapters as vLLM's own, replaced in memory in the process of vLLM's model.
+
+ADAPTER_ID = 1
+
+
+def lora_request() -> object:
+    """The argument of a vLLM request that is decoded with the adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", ADAPTER_ID, "held in memory")
+
+
+def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
+    """Make `tensors` (peft's names in a file) the adapter of a vLLM worker's model.
+
+    Raises RolloutError for features of peft that vLLM lacks, and for modules it can't adapt.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    runner = worker.model_runner
+    manager = runner.lora_manager
+    try:
+        helper = PEFTHelper.from_dict(config)
+        helper.validate_legal(manager.lora_config)
+        lora = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            tensors,
+            helper,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=rename_mapper(manager._adapter_manager.model),
+        )
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise RolloutError(
+            f"vLLM can't take the adapter: {error}; set the engine's option lora=merged"
+        ) from error
+    inner = manager._adapter_manager
+    unknown = [name for name in lora.loras if not _adaptable(inner, name)]
+    if unknown:
+        raise RolloutError(
+            f"vLLM can't adapt the modules {sorted(unknown)[:3]}; set the engine's option "
+            "lora=merged"
+        )
+    inner.remove_adapter(ADAPTER_ID)
+    inner.add_adapter(lora)
+    inner.activate_adapter(ADAPTER_ID)
+
+
+def _adaptable(manager: Any, name: str) -> bool:
+    """Whether vLLM's model has an adaptable module for `name`, on its own or in a fused one."""
+    owner, _, last = name.rpartition(".")
+    fused = [whole for whole, parts in manager.packed_modules_mapping.items() if last in parts]
+    return any(f"{owner}.{piece}".lstrip(".") in manager.modules for piece in (last, *fused))
+
+
+# Sharing one storage between a trainer's model and vLLM's, where the layouts allow it.
+#
+# vLLM fuses some matrices (q, k and v; gate and up) by stacking rows and pads vocabularies with
+# rows.
+# So each trainer parameter can BE a run of rows of a vLLM parameter: `share` makes it point there,
+# and optimizer steps in place then need no copy at all. Where dtypes, devices or layouts differ,
+# weights are copied (`weight_load.py`).
+
+
+def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | None:
+    """Map each trainer parameter to the rows of vLLM's parameter that it can be; None if any can't.
+
+    Call it after an update: a run of rows counts only if vLLM's own loader has put the very same
+    numbers there. Every row of every vLLM parameter must have one owner, but for padding.
+    """
+    fused = _fused_names(target)
+    parameters = dict(target.named_parameters())
+    filled = dict.fromkeys(parameters, 0)
+    views: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        home = _fused_name(name, fused)
+        if home not in parameters or type(parameter.data) is not Tensor:
+            return None
+        start = filled[home]
+        filled[home] = start + parameter.shape[0]
+        view = parameters[home].data[start : filled[home]]
+        if not _same(view, parameter.data):
+            return None
+        views[name] = view
+    for home, whole in parameters.items():
+        padded = "embed_tokens" in home or "lm_head" in home
+        if filled[home] != whole.shape[0] and not (padded and filled[home]):
+            return None
+    return views
+
+
+def _same(view: Tensor, data: Tensor) -> bool:
+    layout = (view.shape, view.dtype, view.device) == (data.shape, data.dtype, data.device)
+    return layout and torch.equal(view, data)
+
+
+def share(model: nn.Module, views: dict[str, Tensor]) -> None:
+    """Make the trainer's parameters `views`, which hold the same numbers."""
+    for name, parameter in model.named_parameters():
+        parameter.data = views[name]
+
+
+class ParameterSnapshot:
+    """The parameter objects and addresses of a model; checking them costs microseconds.
+
+    A walk over the model's names costs more than all the rest of a switch, so the check reads the
+    modules' own tables of parameters and submodules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [
+            table for module in model.modules() for table in (module._parameters, module._modules)
+        ]
+        self._sizes = [(table, len(table)) for table in tables]
+        self._objects = [(table, name, one) for table in tables for name, one in table.items()]
+        self._storage = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
+
+    def is_current(self) -> bool:
+        """Whether all are the same objects, no more and no fewer, on the same storage."""
+        return (
+            all(len(table) == size for table, size in self._sizes)
+            and all(table.get(name) is one for table, name, one in self._objects)
+            and all(parameter.data_ptr() == address for parameter, address in self._storage)
+        )
+
+
+def release(model: nn.Module, views: dict[str, Tensor]) -> None:
+    """Give the trainer's parameters storage of their own again."""
+    for name, parameter in model.named_parameters():
+        if name in views and parameter.data_ptr() == views[name].data_ptr():
+            parameter.data = parameter.data.clone()
+
+
+def _fused_names(target: nn.Module) -> dict[str, str]:
+    packed: dict[str, list[str]] = getattr(target, "packed_modules_mapping", {})
+    return {part: whole for whole, parts in packed.items() for part in parts}
+
+
+def _fused_name(name: str, fused: dict[str, str]) -> str:
+    """The vLLM parameter that contains the trainer's `name`."""
+    return ".".join(fused.get(piece, piece) for piece in name.split("."))

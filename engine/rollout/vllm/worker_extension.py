@@ -14,12 +14,12 @@ from functools import wraps
 
 from torch import Tensor
 
-from engine.rollout.vllm import adapters, patches, process_state, shared_memory
-from engine.rollout.vllm.shared_memory import BucketEntry, SharedBuffer
+from engine.rollout.vllm import engine_launch, engine_weights, patches, weight_load
+from engine.rollout.vllm.engine_weights import BucketEntry, SharedBuffer
 from engine.rollout.vllm.vllm_types import ModelRunner
 from engine.rollout.vllm.weight_load import WeightLoad, begin_load
 
-if os.environ.get(process_state.WORKER_MARK):  # set for the workers alone, by `launch.py`
+if os.environ.get(engine_launch.WORKER_MARK):  # set for the workers alone, by `launch.py`
     patches.keep_weights_unpacked()
     patches.skip_compilation()
 
@@ -51,7 +51,7 @@ class WorkerExtension:
     @_answered
     def unlink_names(self) -> None:
         """Unlink vLLM's named shared memory."""
-        shared_memory.unlink_group_names()
+        engine_weights.unlink_group_names()
 
     @_answered
     def weights_open(self, path: str, size: int) -> None:
@@ -86,5 +86,5 @@ class WorkerExtension:
     @_answered
     def adapter_finish(self, config: dict[str, object]) -> None:
         """Decode with the adapter that was sent."""
-        adapters.load_adapter(self, self._adapter, config)
+        weight_load.load_adapter(self, self._adapter, config)
         self._adapter = {}

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.agents.protocol import Action, Observation
+from engine.agents.environment_protocol import Action, Observation
 from engine.config import ModelConfig
-from engine.data.continuation import encode_continuation
 from engine.data.rows import rl_row
-from engine.data.templates import encode_prompt, encode_response
+from engine.data.templates import encode_continuation, encode_prompt, encode_response
 from engine.data.tokenizer import train_tokenizer
 from engine.models import build_model, save_model
 

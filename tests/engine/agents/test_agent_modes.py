@@ -15,7 +15,7 @@ from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
 from engine.batch import Batch
 from engine.checkpoint.store import find_latest
-from engine.rollout.partial_groups import take_partial_groups
+from engine.rollout.stream import take_partial_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_vllm = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError, EpisodeError
 from engine.trainers.rl import RLTrainer
-from engine.trainers.rl_checks import check_config
+from engine.trainers.run_plan import check_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -78,7 +78,11 @@ def test_a_thousand_episodes_are_played_at_once(pool: EnvironmentPool) -> None:
         ("block", "deadline", "gave no answer within 1 s"),
         ("raise", "raised", "raised RuntimeError: out of luck"),
         ("leave", "raised", "SystemExit: 3"),
-        ("lie", "malformed", "returned dict; return an engine.agents.Observation"),
+        (
+            "lie",
+            "malformed",
+            "returned dict; return an engine.agents.environment_protocol.Observation",
+        ),
         ("text", "malformed", "a message is a mapping"),
         ("nan", "not_finite", "returned reward nan"),
     ],

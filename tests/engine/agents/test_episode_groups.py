@@ -12,11 +12,10 @@ from digit_games import DigitGame, NotedGame, SavedGame, UnsavableGame
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments, MakeEnvironment
+from engine.agents.environment_pool import EnvironmentPool
 from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
-from engine.agents.local_environments import Environments, LocalEnvironments, MakeEnvironment
-from engine.agents.partial_episodes import PartialEpisodes
-from engine.agents.pool import EnvironmentPool
-from engine.agents.rollout import EpisodePlayer
+from engine.agents.saved_episode import PartialEpisodes
 from engine.batch import Batch
 from engine.checkpoint.state_dict import extract_tensors, insert_tensors
 from engine.data.collate import collate_prompts
@@ -24,10 +23,9 @@ from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import RolloutError
 from engine.rollout.native import NativeEngine
-from engine.rollout.partial_groups import PartialGroup, with_partial_groups
 from engine.rollout.protocol import SamplingParams
-from engine.workers.episode_groups import EpisodeGroups
-from engine.workers.saved_rollout import SavedRollout
+from engine.rollout.stream import PartialGroup, with_partial_groups
+from engine.workers.agent_rollout import EpisodeGroups, SavedRollout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, N = arithmetic_rows(4), 2

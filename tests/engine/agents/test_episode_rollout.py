@@ -14,24 +14,22 @@ from digit_games import DigitGame, FaultyGame
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from engine.agents.collate import collate_episodes
+from engine.agents.agent_loop import EpisodePlayer, LocalEnvironments, MakeEnvironment
+from engine.agents.environment_pool import EnvironmentPool, EnvironmentProcess
 from engine.agents.episode import (
     Episode,
     EpisodeLimits,
     EpisodeTokenizer,
     History,
+    collate_episodes,
     plain_action,
 )
-from engine.agents.local_environments import LocalEnvironments, MakeEnvironment
-from engine.agents.pool import EnvironmentPool
-from engine.agents.pool_process import EnvironmentProcess
-from engine.agents.rollout import EpisodePlayer
 from engine.batch import Batch
 from engine.data.collate import collate_prompts
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.rollout.native import NativeEngine
-from engine.rollout.native.stream import NativeStream
+from engine.rollout.native.native_stream import NativeStream
 from engine.rollout.protocol import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")

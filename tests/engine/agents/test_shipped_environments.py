@@ -11,9 +11,17 @@ import pytest
 
 from engine.agents import Observation, is_resumable, make_environment
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.data.guessing import guessing_demonstration, guessing_row
-from engine.data.products import Habits, product_demonstration, product_row
-from engine.data.python_tasks import KINDS, program_text, python_demonstration, python_row
+from engine.data.demonstrations import (
+    KINDS,
+    Habits,
+    guessing_demonstration,
+    guessing_row,
+    product_demonstration,
+    product_row,
+    program_text,
+    python_demonstration,
+    python_row,
+)
 from engine.errors import EngineError
 
 

@@ -12,8 +12,8 @@ import pytest
 from transformers.utils import get_json_schema
 
 from engine.agents import Action, Observation, ToolCall, make_environment, tool_schemas
+from engine.agents.builtin_tools import evaluate
 from engine.agents.tools import Tool, ToolLimits, answer, function_tool, register_tool
-from engine.agents.tools.calculator import evaluate
 from engine.errors import ConfigError
 
 
@@ -225,7 +225,7 @@ def test_python_shows_what_a_program_prints_and_its_errors() -> None:
 
 
 def _python() -> Any:
-    from engine.agents.tools.python import python
+    from engine.agents.builtin_tools import python
 
     return python
 

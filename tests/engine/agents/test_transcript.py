@@ -12,17 +12,21 @@ import chat_templates
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from engine.agents.environment_protocol import Observation
 from engine.agents.episode import (
     Episode,
     EpisodeLimits,
     EpisodeTokenizer,
     History,
+    Transcript,
     plain_action,
 )
-from engine.agents.protocol import Observation
-from engine.agents.transcript import Transcript
-from engine.data.continuation import encode_continuation
-from engine.data.templates import encode_prompt, encode_response, stop_token_ids
+from engine.data.templates import (
+    encode_continuation,
+    encode_prompt,
+    encode_response,
+    stop_token_ids,
+)
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
 from engine.errors import DataError, RolloutError
 from engine.rollout.protocol import Completion

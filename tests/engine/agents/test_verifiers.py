@@ -14,8 +14,8 @@ import torch
 from tiny_engine import TINY_MODEL, write_tiny_folder
 
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.agents.environments.verifiers import VerifiersEnvironment, verifiers_rows
-from engine.agents.protocol import Action, Observation
+from engine.agents.environment_protocol import Action, Observation
+from engine.agents.environments import VerifiersEnvironment, verifiers_rows
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader

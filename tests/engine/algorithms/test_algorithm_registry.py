@@ -9,11 +9,11 @@ import pytest
 from once import OwnEntries
 
 import engine.algorithms
-from engine.algorithms import advantages, losses, preference
+from engine.algorithms import advantages, policy_losses, preference_losses
 from engine.algorithms.advantages import AdvantageInputs, AdvantageOutputs
 from engine.algorithms.aggregation import MODES
-from engine.algorithms.kl import NAMES as KL_NAMES
-from engine.algorithms.rejection import CRITERIA
+from engine.algorithms.correction import CRITERIA
+from engine.algorithms.divergences import NAMES as KL_NAMES
 from engine.errors import ConfigError
 
 FOLDER = Path(inspect.getfile(engine.algorithms)).parent
@@ -35,7 +35,7 @@ def test_every_entry_of_the_field_is_there() -> None:
         "remax",
         "rloo",
     }
-    assert set(losses.names()) >= {
+    assert set(policy_losses.names()) >= {
         "cispo",
         "clip_cov",
         "dppo_kl",
@@ -49,19 +49,19 @@ def test_every_entry_of_the_field_is_there() -> None:
         "sapo",
         "vanilla",
     }
-    assert set(preference.names()) >= {"sigmoid", "hinge", "ipo", "robust", "orpo", "simpo"}
+    assert set(preference_losses.names()) >= {"sigmoid", "hinge", "ipo", "robust", "orpo", "simpo"}
 
 
 def test_options_are_declared_with_their_defaults() -> None:
     assert advantages.options("gae") == {"gamma": 1.0, "lam": 1.0, "whiten": True}
     assert advantages.options("rloo") == {}
-    assert losses.options("vanilla") == {
+    assert policy_losses.options("vanilla") == {
         "clip_ratio": 0.2,
         "clip_ratio_low": None,
         "clip_ratio_high": None,
         "clip_ratio_c": 3.0,
     }
-    assert set(losses.options("kl_cov")) == {"ppo_kl_coef", "kl_cov_ratio"}
+    assert set(policy_losses.options("kl_cov")) == {"ppo_kl_coef", "kl_cov_ratio"}
     assert advantages.requires("gae") == {"values"}
 
 
@@ -73,14 +73,14 @@ def test_unknown_names_and_options_say_what_there_is() -> None:
     with pytest.raises(
         ConfigError, match=r"policy_loss.loss_mode='zzzz' is unknown; choose one of cispo"
     ):
-        losses.get_policy_loss("zzzz")
+        policy_losses.get_policy_loss("zzzz")
     with pytest.raises(ConfigError, match=r"'rloo' doesn't read 'gamma'; remove it .*no options"):
         advantages.get_advantage("rloo")(None, gamma=1.0)  # type: ignore[arg-type]
 
 
 def test_aliases_are_the_same_entry() -> None:
     assert advantages.get_advantage("rloo_vectorized") is advantages.get_advantage("rloo")
-    assert preference.get_pair_loss("dpo") is preference.get_pair_loss("sigmoid")
+    assert preference_losses.get_pair_loss("dpo") is preference_losses.get_pair_loss("sigmoid")
 
 
 def test_a_name_is_registered_once_and_requirements_are_known() -> None:
@@ -142,8 +142,8 @@ def test_files_are_small_documented_and_import_only_errors_of_ours(path: Path) -
     "entry",
     [
         *(advantages.get_advantage(name).formula for name in advantages.names()),
-        *(losses.get_policy_loss(name).formula for name in losses.names()),
-        *(preference.get_pair_loss(name).formula for name in preference.names()),
+        *(policy_losses.get_policy_loss(name).formula for name in policy_losses.names()),
+        *(preference_losses.get_pair_loss(name).formula for name in preference_losses.names()),
     ],
     ids=lambda f: f.__name__,
 )
@@ -155,8 +155,8 @@ def test_every_entry_cites_its_source(entry) -> None:
     "name",
     [
         *advantages.names(),
-        *losses.names(),
-        *preference.names(),
+        *policy_losses.names(),
+        *preference_losses.names(),
         *MODES,
         *(name for name in KL_NAMES if not name.endswith("+")),
         *CRITERIA,
@@ -168,7 +168,9 @@ def test_the_page_names_every_entry(name: str) -> None:
     assert f"`{name}`" in PAGE.read_text()
 
 
-@pytest.mark.parametrize("registry", [advantages, losses, preference], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "registry", [advantages, policy_losses, preference_losses], ids=lambda m: m.__name__
+)
 def test_the_page_names_every_option(registry) -> None:
     text = PAGE.read_text()
     for name in registry.names():

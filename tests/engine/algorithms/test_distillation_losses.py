@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.algorithms.distillation import (
+from engine.algorithms.divergences import (
     Divergence,
     full_divergence,
     rest_of,

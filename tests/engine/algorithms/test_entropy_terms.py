@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.algorithms.entropy import entropy, sum_pi_squared
+from engine.algorithms.divergences import entropy, sum_pi_squared
 
 
 def test_by_hand() -> None:

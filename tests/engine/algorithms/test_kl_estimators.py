@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.algorithms.kl import NAMES, AdaptiveKL, FixedKL, check_kind, kl_estimate
-from engine.algorithms.kl_full import full_kl
+from engine.algorithms.divergences import (
+    NAMES,
+    AdaptiveKL,
+    FixedKL,
+    check_kind,
+    full_kl,
+    kl_estimate,
+)
 from engine.errors import ConfigError, DataError
 
 D = [-2.0, -0.5, 0.0, 0.5, 3.0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.algorithms import metrics
+from engine.algorithms import aggregation
 from engine.algorithms.aggregation import MODES, Denominators, aggregate
 from engine.errors import ConfigError, DataError
 
@@ -72,13 +72,17 @@ def test_errors_name_the_way_out() -> None:
 
 
 def test_metrics_merge_over_parts_and_ranks() -> None:
-    parts = [{"kl": metrics.accumulate_mean(LOSS[i : i + 1], MASK[i : i + 1])} for i in range(3)]
-    parts[0]["only"] = metrics.MeanAccumulator(torch.tensor(6.0), torch.tensor(4.0))
-    merged = metrics.merge(parts)
-    assert metrics.compute_means(merged) == {"kl": pytest.approx(16 / 5), "only": 1.5}
-    twice = metrics.merge([merged, merged])  # two ranks with equal parts: means stay
-    assert metrics.compute_means(twice) == metrics.compute_means(merged)
+    parts = [
+        {"kl": aggregation.accumulate_mean(LOSS[i : i + 1], MASK[i : i + 1])} for i in range(3)
+    ]
+    parts[0]["only"] = aggregation.MeanAccumulator(torch.tensor(6.0), torch.tensor(4.0))
+    merged = aggregation.merge(parts)
+    assert aggregation.compute_means(merged) == {"kl": pytest.approx(16 / 5), "only": 1.5}
+    twice = aggregation.merge([merged, merged])  # two ranks with equal parts: means stay
+    assert aggregation.compute_means(twice) == aggregation.compute_means(merged)
 
 
 def test_a_metric_of_nothing_is_zero() -> None:
-    assert metrics.compute_means({"kl": metrics.accumulate_mean(LOSS, MASK * 0)}) == {"kl": 0.0}
+    assert aggregation.compute_means({"kl": aggregation.accumulate_mean(LOSS, MASK * 0)}) == {
+        "kl": 0.0
+    }

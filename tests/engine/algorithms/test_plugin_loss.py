@@ -6,10 +6,15 @@ import pytest
 import torch
 from once import OwnEntries
 
-from engine.algorithms.losses import LossOutput, PolicyLoss, get_policy_loss, register_policy_loss
-from engine.algorithms.losses import _base as losses
-from engine.algorithms.preference import Pairs, PreferenceOutput, register_pair_loss
-from engine.algorithms.preference import _base as preference
+from engine.algorithms import policy_losses as losses
+from engine.algorithms import preference_losses as preference
+from engine.algorithms.policy_losses import (
+    LossOutput,
+    PolicyLoss,
+    get_policy_loss,
+    register_policy_loss,
+)
+from engine.algorithms.preference_losses import Pairs, PreferenceOutput, register_pair_loss
 from engine.errors import EngineError
 
 MASK = torch.tensor([[1, 1, 0]])

@@ -9,27 +9,26 @@ from hypothesis import strategies as st
 from thorough import and_slow
 from torch import Tensor
 
-from engine.algorithms import losses
-from engine.algorithms.aggregation import MODES, Denominators, aggregate
-from engine.algorithms.losses import get_policy_loss
-from engine.algorithms.metrics import compute_means, merge
-from engine.algorithms.skip import rows_with_gradient
+from engine.algorithms import policy_losses
+from engine.algorithms.aggregation import MODES, Denominators, aggregate, compute_means, merge
+from engine.algorithms.critic_loss import rows_with_gradient
+from engine.algorithms.policy_losses import get_policy_loss
 
 SEEDS = st.integers(0, 2**31)
 STOP_GRADIENT = {"cispo", "dppo_tv", "dppo_kl", "gspo"}
 """Losses whose gradient is, by design, not the derivative of their value (tables check them)."""
 B, T, D = 8, 5, 3
 # A loss knows nothing of how it is aggregated: each of either is in some pair.
-PAIRS = [(name, MODES[i % len(MODES)]) for i, name in enumerate(losses.names())]
+PAIRS = [(name, MODES[i % len(MODES)]) for i, name in enumerate(policy_losses.names())]
 every_pair = pytest.mark.parametrize(
     ("name", "mode"),
-    and_slow(PAIRS, [(n, m) for n in losses.names() for m in MODES if (n, m) not in PAIRS]),
+    and_slow(PAIRS, [(n, m) for n in policy_losses.names() for m in MODES if (n, m) not in PAIRS]),
 )
 
 
 def _wide(name: str) -> dict[str, float]:
     """A clip range that leaves some tokens inside and some outside, for losses with one."""
-    return {"clip_ratio": 0.3} if "clip_ratio" in losses.options(name) else {}
+    return {"clip_ratio": 0.3} if "clip_ratio" in policy_losses.options(name) else {}
 
 
 class Problem:
@@ -54,7 +53,7 @@ class Problem:
         self.theta = torch.zeros(D, dtype=torch.float64, requires_grad=True)
 
     def prepare(self, name: str) -> dict[str, Tensor]:
-        return losses.prepare(
+        return policy_losses.prepare(
             name,
             self.old,
             self.advantages,
@@ -119,7 +118,7 @@ def test_averaging_ranks_with_joined_denominators_gives_the_same(name: str, mode
     torch.testing.assert_close(averaged / ranks, problem.gradient(loss), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", losses.names())
+@pytest.mark.parametrize("name", policy_losses.names())
 @settings(max_examples=10)
 @given(SEEDS)
 def test_garbage_outside_the_mask_changes_no_bit(name: str, seed: int) -> None:
@@ -134,7 +133,7 @@ def test_garbage_outside_the_mask_changes_no_bit(name: str, seed: int) -> None:
 
         log_probs = spoil(problem.base).clone().requires_grad_()
         tensors = [spoil(problem.old), spoil(problem.advantages)]
-        prepared = losses.prepare(
+        prepared = policy_losses.prepare(
             name, *tensors, problem.mask, generator=torch.Generator().manual_seed(0)
         )
         out = get_policy_loss(name)(
@@ -156,7 +155,7 @@ def test_garbage_outside_the_mask_changes_no_bit(name: str, seed: int) -> None:
     assert (clean[1][~problem.mask] == 0).all()
 
 
-@pytest.mark.parametrize("name", losses.names())
+@pytest.mark.parametrize("name", policy_losses.names())
 def test_gradient_flows_into_the_policy_alone(name: str) -> None:
     problem = Problem(4)
     prepared = problem.prepare(name)
@@ -172,7 +171,7 @@ def test_gradient_flows_into_the_policy_alone(name: str) -> None:
     assert not any(value.total.requires_grad for value in out.metrics.values())
 
 
-@pytest.mark.parametrize("name", [n for n in losses.names() if n not in STOP_GRADIENT])
+@pytest.mark.parametrize("name", [n for n in policy_losses.names() if n not in STOP_GRADIENT])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_gradients_match_finite_differences(name: str, seed: int) -> None:
     problem = Problem(seed)
@@ -194,13 +193,13 @@ def test_gradients_match_finite_differences(name: str, seed: int) -> None:
     assert torch.autograd.gradcheck(total, (problem.base.clone().requires_grad_(),))
 
 
-@pytest.mark.parametrize("name", losses.names())
+@pytest.mark.parametrize("name", policy_losses.names())
 @pytest.mark.parametrize("gap", [200.0, -200.0])
 def test_extreme_ratios_stay_finite(name: str, gap: float) -> None:
     old = torch.full((2, 3), -1.0)
     log_probs = (old + gap).requires_grad_()
     mask, advantages = torch.ones(2, 3), torch.tensor([[1.0] * 3, [-1.0] * 3])
-    prepared = losses.prepare(name, old, advantages, mask)
+    prepared = policy_losses.prepare(name, old, advantages, mask)
     out = get_policy_loss(name)(log_probs, old, advantages, mask, **prepared)
     out.loss.sum().backward()
     assert log_probs.grad is not None
@@ -218,7 +217,7 @@ def _gradient(name: str, problem: Problem, mode: str) -> Tensor:
     return torch.autograd.grad(loss, log_probs)[0]
 
 
-@pytest.mark.parametrize("name", losses.names())
+@pytest.mark.parametrize("name", policy_losses.names())
 @settings(max_examples=10)
 @given(SEEDS)
 def test_at_ratio_one_every_loss_is_reinforce(name: str, seed: int) -> None:
@@ -290,7 +289,7 @@ def test_nothing_is_skipped_when_entropy_or_kl_pull() -> None:
 def test_a_regularized_loss_has_a_gradient_without_advantage() -> None:
     """The flag that keeps rows from being skipped says the truth, for every loss."""
     problem = Problem(5)
-    for name in losses.names():
+    for name in policy_losses.names():
         log_probs = problem.base.clone().requires_grad_()
         prepared = {k: torch.ones_like(v) for k, v in problem.prepare(name).items()}
         out = get_policy_loss(name)(

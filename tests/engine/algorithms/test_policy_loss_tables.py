@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.algorithms import losses
-from engine.algorithms.aggregation import Denominators, aggregate
-from engine.algorithms.losses import get_policy_loss
-from engine.algorithms.losses.dppo_kl import binary_kl
-from engine.algorithms.metrics import compute_means
+from engine.algorithms import policy_losses
+from engine.algorithms.aggregation import Denominators, aggregate, compute_means
+from engine.algorithms.policy_losses import binary_kl, get_policy_loss
 from engine.errors import ConfigError, DataError
 
 # Six tokens of log-probability −1, by ratio to the old policy and advantage.
@@ -183,15 +181,15 @@ def test_covariance_selection_by_hand() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     advantage = torch.tensor([[1.0, 1.0, 1.0, torch.inf], [-3.0, 0.0, 9.0, 9.0]])
     # Means −3 and 0: covariances 2, 1, 0 and 9, 0.
-    top = losses.prepare("kl_cov", old, advantage, mask, kl_cov_ratio=0.4)["cov_selected"]
+    top = policy_losses.prepare("kl_cov", old, advantage, mask, kl_cov_ratio=0.4)["cov_selected"]
     assert top.tolist() == [[True, False, False, False], [True, False, False, False]]
-    one = losses.prepare("kl_cov", old, advantage, mask)["cov_selected"]
+    one = policy_losses.prepare("kl_cov", old, advantage, mask)["cov_selected"]
     assert one.nonzero().tolist() == [[1, 0]]
     between = {"clip_cov_lb": 0.5, "clip_cov_ub": 5.0}
-    all_of = losses.prepare("clip_cov", old, advantage, mask, clip_cov_ratio=1.0, **between)
+    all_of = policy_losses.prepare("clip_cov", old, advantage, mask, clip_cov_ratio=1.0, **between)
     assert all_of["cov_selected"].nonzero().tolist() == [[0, 0], [0, 1]]
     draws = {
-        losses.prepare(
+        policy_losses.prepare(
             "clip_cov",
             old,
             advantage,
@@ -209,8 +207,8 @@ def test_covariance_selection_by_hand() -> None:
 def test_selection_from_an_empty_mask() -> None:
     zeros = torch.zeros(2, 3)
     for name in ("kl_cov", "clip_cov"):
-        assert not losses.prepare(name, zeros, zeros, zeros)["cov_selected"].any()
-    assert losses.prepare("vanilla", zeros, zeros, zeros) == {}
+        assert not policy_losses.prepare(name, zeros, zeros, zeros)["cov_selected"].any()
+    assert policy_losses.prepare("vanilla", zeros, zeros, zeros) == {}
 
 
 def test_wrong_calls_are_refused() -> None:
@@ -246,11 +244,11 @@ def test_contradictory_options_are_refused(name: str, options: dict, message: st
 
 
 def test_aggregation_modes_that_would_change_the_method_are_refused() -> None:
-    assert losses.aggregation_mode("vanilla") == "token-mean"
-    assert losses.aggregation_mode("vanilla", "token-sum") == "token-sum"
-    assert losses.aggregation_mode("gspo") == "seq-mean-token-mean"
-    assert losses.aggregation_mode("sapo", "token-mean") == "token-mean"
+    assert policy_losses.aggregation_mode("vanilla") == "token-mean"
+    assert policy_losses.aggregation_mode("vanilla", "token-sum") == "token-sum"
+    assert policy_losses.aggregation_mode("gspo") == "seq-mean-token-mean"
+    assert policy_losses.aggregation_mode("sapo", "token-mean") == "token-mean"
     with pytest.raises(ConfigError, match=r"'token-mean' with loss_mode='geo_mean': .* is defined"):
-        losses.aggregation_mode("geo_mean", "token-mean")
+        policy_losses.aggregation_mode("geo_mean", "token-mean")
     with pytest.raises(ConfigError, match="is unknown"):
-        losses.aggregation_mode("vanilla", "mean")
+        policy_losses.aggregation_mode("vanilla", "mean")

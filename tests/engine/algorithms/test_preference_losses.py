@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.algorithms import preference
-from engine.algorithms.metrics import compute_means
-from engine.algorithms.preference import Pairs, bradley_terry, get_pair_loss, kto
-from engine.algorithms.preference.orpo import log1mexp
+from engine.algorithms import preference_losses
+from engine.algorithms.aggregation import compute_means
+from engine.algorithms.preference_losses import Pairs, bradley_terry, get_pair_loss, kto, log1mexp
 from engine.errors import ConfigError, DataError
 
 
@@ -67,7 +66,7 @@ def test_pair_losses_by_hand(name: str, options: dict, expected: float) -> None:
 
 def test_every_pair_loss_has_a_table_entry() -> None:
     mark = test_pair_losses_by_hand.pytestmark[0]  # type: ignore[attr-defined]
-    assert {case[0] for case in mark.args[1]} >= set(preference.names())
+    assert {case[0] for case in mark.args[1]} >= set(preference_losses.names())
 
 
 def test_implicit_rewards() -> None:
@@ -77,7 +76,7 @@ def test_implicit_rewards() -> None:
     assert metrics["rewards/margins"] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("name", preference.names())
+@pytest.mark.parametrize("name", preference_losses.names())
 def test_pair_gradients_match_finite_differences_and_spare_the_reference(name: str) -> None:
     g = torch.Generator().manual_seed(0)
     chosen, rejected, ref_chosen, ref_rejected = (
@@ -95,7 +94,7 @@ def test_pair_gradients_match_finite_differences_and_spare_the_reference(name: s
     assert ref_chosen.grad is None
 
 
-@pytest.mark.parametrize("name", preference.names())
+@pytest.mark.parametrize("name", preference_losses.names())
 @given(st.integers(0, 2**31))
 def test_a_pair_loss_is_a_function_of_its_row(name: str, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
@@ -122,7 +121,7 @@ def test_robust_without_noise_is_dpo() -> None:
 
 def test_extreme_log_probs_stay_finite() -> None:
     for chosen, rejected in ((-1e4, -1e-9), (0.0, -1e4), (0.0, 0.0)):
-        for name in preference.names():
+        for name in preference_losses.names():
             pairs = replace(
                 PAIRS,
                 policy_chosen=_row(chosen).float().requires_grad_(),
@@ -160,7 +159,9 @@ def test_wrong_pairs_are_refused() -> None:
 
 def test_sequence_log_probs_skip_what_is_masked() -> None:
     log_probs = torch.tensor([[-1.0, math.nan, -2.0], [math.nan] * 3])
-    summed, lengths = preference.sequence_log_probs(log_probs, torch.tensor([[1, 0, 1], [0, 0, 0]]))
+    summed, lengths = preference_losses.sequence_log_probs(
+        log_probs, torch.tensor([[1, 0, 1], [0, 0, 0]])
+    )
     assert summed.tolist() == [-3, 0]
     assert lengths.tolist() == [2, 0]
 
@@ -179,13 +180,13 @@ def test_kto_gradient_and_reference_point() -> None:
     policy = _row(0.3, -2.0, 1.4).requires_grad_()
     good = torch.tensor([True, False, True])
     assert torch.autograd.gradcheck(lambda x: kto(x, _row(0, -1, 1), good, 0.2).loss, (policy,))
-    assert preference.kto_reference_point(_row(1, 3), _row(0, 0)).item() == 2
-    assert preference.kto_reference_point(_row(-1, -3), _row(0, 0)).item() == 0
-    left_out = preference.kto_reference_point(
+    assert preference_losses.kto_reference_point(_row(1, 3), _row(0, 0)).item() == 2
+    assert preference_losses.kto_reference_point(_row(-1, -3), _row(0, 0)).item() == 0
+    left_out = preference_losses.kto_reference_point(
         _row(1, math.nan), _row(0, 0), torch.tensor([True, False])
     )
     assert left_out.item() == 1
-    assert not preference.kto_reference_point(policy, policy).requires_grad
+    assert not preference_losses.kto_reference_point(policy, policy).requires_grad
 
 
 def test_wrong_kto_is_refused() -> None:

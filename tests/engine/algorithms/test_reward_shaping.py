@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from engine.algorithms import shaping
-from engine.algorithms.dynamic_sampling import (
-    Refill,
-    first_groups,
-    groups_with_signal,
-    refill_decision,
-)
+from engine.algorithms.shaping import Refill, first_groups, groups_with_signal, refill_decision
 from engine.errors import ConfigError, DataError
 
 NAN = math.nan

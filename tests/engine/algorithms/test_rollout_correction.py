@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from engine.algorithms.aggregation import Denominators, aggregate
-from engine.algorithms.correction import correct_rollout
-from engine.algorithms.losses import get_policy_loss
-from engine.algorithms.rejection import CRITERIA, parse_criteria
+from engine.algorithms.correction import CRITERIA, correct_rollout, parse_criteria
+from engine.algorithms.policy_losses import get_policy_loss
 from engine.errors import ConfigError, DataError
 
 NAN = math.nan

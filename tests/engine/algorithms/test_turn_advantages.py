@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.algorithms.advantages import AdvantageInputs, get_advantage
+from engine.algorithms.masked import Turns
 from engine.algorithms.shaping import last_turn
-from engine.algorithms.turns import Turns
 from engine.errors import ConfigError
 
 # Turns of 2, 1 and 1 tokens; of 1 and 2; of 1. Between them lie tools' and users' turns.

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.algorithms.aggregation import MODES, Denominators, aggregate
-from engine.algorithms.metrics import compute_means, merge
-from engine.algorithms.values import value_loss
+from engine.algorithms.aggregation import MODES, Denominators, aggregate, compute_means, merge
+from engine.algorithms.critic_loss import value_loss
 from engine.errors import ConfigError, DataError
 
 NAN = math.nan

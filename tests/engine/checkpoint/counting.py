@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from engine.checkpoint import CheckpointStore, Saver
-from engine.controller.launch import Placement, Pool, launch
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.errors import CheckpointError
-from engine.workers.base import Dispatch, WorkerContext, dispatch
+from engine.workers.role import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import StatefulWorker
 
 

@@ -21,20 +21,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import CheckpointStore, find_latest
+from engine.cli.commands.export import main
 from engine.config import ActorConfig, LoRAConfig, RLConfig
-from engine.controller.row_sharding import shard_rows
+from engine.controller.worker_host import shard_rows
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError, ModelError
-from engine.export import main
 from engine.models import load_model, save_model
 from engine.parallel.layout import Layout
 from engine.storage.folder import Folder
-from engine.trainers import background_export as export_beside
-from engine.trainers.export import export_policy
+from engine.trainers import huggingface_export as export_beside
+from engine.trainers.huggingface_export import export_policy
 from engine.trainers.rl import RLTrainer
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.role import WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

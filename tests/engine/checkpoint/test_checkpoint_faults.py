@@ -26,7 +26,7 @@ from engine.checkpoint import CheckpointStore, find_latest
 from engine.config import SFTConfig
 from engine.errors import CheckpointError, DamagedCheckpointError, PreemptedError
 from engine.storage.folder import Folder
-from engine.trainers.sft import SFTExample, SFTTrainer
+from engine.trainers.offline import SFTExample, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint import CheckpointStore
-from engine.checkpoint.lock import LockFile, hold_lock
+from engine.checkpoint.run_lock import LockFile, hold_lock
 from engine.errors import LockedCheckpointsError
 from engine.storage.folder import Folder
 

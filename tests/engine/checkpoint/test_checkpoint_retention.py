@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checkpoint.format import Marker
-from engine.checkpoint.retention import RetentionPolicy, abandoned_drafts, draft_name, retained
+from engine.checkpoint.store import RetentionPolicy, abandoned_drafts, draft_name, retained
 from engine.errors import ConfigError
 from engine.storage.folder import Folder
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from engine.checkpoint.rng import device_states, process_rng, set_process_rng
+from engine.checkpoint.state_dict import device_states, process_rng, set_process_rng
 
 
 def test_fewer_devices_take_the_first_states_with_a_warning(

@@ -24,13 +24,14 @@ from fsspec.implementations.memory import MemoryFileSystem
 from thorough import and_slow
 
 from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, Saver, open_checkpoint
-from engine.checkpoint.background import Background
-from engine.checkpoint.rank_state import read_role_states
-from engine.controller.launch import Placement, Pool, launch
+from engine.checkpoint.format import read_role_states
+from engine.checkpoint.saver import Background
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.errors import CheckpointError, WorkerError
 from engine.storage.folder import CheckpointStorageError
-from engine.workers.base import Dispatch, dispatch
+from engine.workers.role import Dispatch, dispatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

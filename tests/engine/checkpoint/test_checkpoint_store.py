@@ -17,8 +17,14 @@ from s3_server import environment
 from thorough import and_slow
 
 from engine.checkpoint import CheckpointStore, find_latest, open_checkpoint
-from engine.checkpoint.format import Marker, rank_file_prefix, verify, write_state
-from engine.checkpoint.rank_state import read_role_states, state_of_rank
+from engine.checkpoint.format import (
+    Marker,
+    rank_file_prefix,
+    read_role_states,
+    state_of_rank,
+    verify,
+    write_state,
+)
 from engine.checkpoint.state_dict import extract_tensors
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.folder import Folder
@@ -349,7 +355,7 @@ def test_a_run_saves_on_while_its_newest_checkpoint_is_looked_for(
         save(writing, 2)
         return verify(folder)
 
-    monkeypatch.setattr("engine.checkpoint.store.verify", meanwhile)
+    monkeypatch.setattr("engine.checkpoint.format.verify", meanwhile)
     found = find_latest(tmp_path / "run")
     assert found is not None
     assert found.folder.endswith("step_2")

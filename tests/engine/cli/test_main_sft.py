@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.cli.offline_settings import SFTRunConfig, read_run_config
-from engine.cli.sft_keys import renamed
-from engine.data.sft_examples import read_sft_pairs
+from engine.cli.commands.main_sft import main
+from engine.cli.offline_settings import SFTRunConfig, read_run_config, renamed
 from engine.data.tokenizer import load_tokenizer
+from engine.data.training_examples import read_sft_pairs
 from engine.errors import ConfigError, DataError
-from engine.main_sft import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,12 +10,12 @@ import torch
 from tiny_engine import write_tiny_folder
 from transformers import AutoModelForCausalLM
 
-from engine import main_preference, main_reward_model
+from engine.cli.commands import main_preference, main_reward_model
 from engine.cli.offline_run import held_out
 from engine.cli.offline_settings import PreferenceRunConfig, read_run_config
-from engine.data.preference_examples import PairExample
+from engine.data.training_examples import PairExample
 from engine.errors import ConfigError, DataError
-from engine.rewards.reward_model import reward_model
+from engine.rewards.model_based import reward_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,8 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from engine.cli.preprocess import main
 from engine.data.contract import RL_PROMPTS, check
+from tasks.preprocess import main
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
@@ -113,7 +113,7 @@ def test_real_gsm8k(tmp_path: Path) -> None:
 
 MEASURE = """
 import resource, sys
-from engine.cli.preprocess import main
+from tasks.preprocess import main
 assert main(sys.argv[1:]) == 0
 used = resource.getrusage(resource.RUSAGE_SELF)
 print("MEASURED", used.ru_utime + used.ru_stime, used.ru_maxrss)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from engine.cli.data import Prompts, read_prompts
+from engine.cli.ppo_program import Prompts, read_prompts
 from engine.cli.resolve import resolve
 from engine.data.loader import PromptLoader
+from engine.data.rows import Truncation
 from engine.data.tokenizer import load_tokenizer
-from engine.data.truncation import Truncation
 from engine.errors import ConfigError, DataError
 from engine.trainers.prompts import PromptStream
 

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.cli.help_text import config_text, help_text
-from engine.cli.renamed_keys import VERL
 from engine.cli.resolve import known_keys, own_paths, resolve
-from engine.cli.settings import RunConfig
-from engine.cli.unsupported_keys import UNSUPPORTED
-from engine.cli.verl_values import NEVER
+from engine.cli.settings import RunConfig, config_text, help_text
+from engine.cli.verl_keys import NEVER, UNSUPPORTED, VERL
 from engine.errors import ConfigError
 
 

@@ -16,12 +16,12 @@ import pandas as pd
 import pytest
 from tiny_engine import arithmetic_rows
 
+from engine.cli.commands.main_ppo import main
+from engine.cli.commands.replay import main as replay
+from engine.cli.commands.trainer.main_ppo import main as verls_main
 from engine.cli.resolve import Resolved, resolve
 from engine.cli.settings import RunConfig
 from engine.errors import ConfigError
-from engine.main_ppo import main
-from engine.replay import main as replay
-from engine.trainer.main_ppo import main as verls_main
 from engine.trainers.resume import run_settings
 
 PPO = """

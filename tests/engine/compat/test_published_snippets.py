@@ -33,8 +33,8 @@ from engine import (
     make_rl_data_loader,
     measure_switch_overhead,
 )
-from engine.compat.rewards import model_scores
-from engine.compat.settings import read_settings
+from engine.compat.hf_trainer import read_settings
+from engine.compat.in_memory import model_scores
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, RewardError
 
@@ -325,7 +325,7 @@ def test_a_trainer_from_a_file_trains(tiny_folder: Path, tmp_path: Path) -> None
 
 
 def test_the_health_check_is_that_of_the_command() -> None:
-    from engine.utils import health_check
+    from engine.cli.commands.utils import health_check
 
     findings = health_check.run(quick=True)
     assert {"torch", "ray"} <= {finding.what for finding in findings}

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Batch
-from engine.controller.async_rollout import AsyncRollout
-from engine.controller.health import HealthPolicy
-from engine.controller.staleness import AdmissionLimits
-from engine.controller.weight_publisher import PublishedWeights
+from engine.batch import Batch, Future, Ready
+from engine.controller.async_rollout import AsyncRollout, PublishedWeights
+from engine.controller.rollout_queue import AdmissionLimits
+from engine.controller.supervision import HealthPolicy
 from engine.errors import PlacementError, WorkerError
-from engine.futures import Future, Ready
-from engine.workers.stream_rollout import PollResult
+from engine.workers.rollout_worker import PollResult
 
 
 class Failed(Future[Any]):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.controller.attempts import RetryBudget
 from engine.errors import ConfigError
+from engine.trainers.fault_tolerance import RetryBudget
 
 
 def test_retries_are_bounded_at_the_same_checkpoint_and_begin_anew_after_progress() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from probe_worker import Probe
 
 from engine.batch import Batch
-from engine.controller.launch import Placement, Pool, launch
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 
 

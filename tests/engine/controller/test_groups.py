@@ -15,17 +15,16 @@ import pytest
 import torch
 from probe_worker import Probe
 
-from engine.batch import Batch
+from engine.batch import Batch, LazyBatch, Ready
 from engine.controller import local_groups, ray_groups
-from engine.controller.groups import WorkerGroup
-from engine.controller.launch import Placement, Pool, launch
+from engine.controller.groups import Roles, WorkerGroup
+from engine.controller.launch import launch
 from engine.controller.local_groups import LocalGroup, LocalHost, threads_left_behind
-from engine.controller.roles import Roles
+from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.errors import DataError, PlacementError, WorkerError
-from engine.futures import LazyBatch, Ready
 from engine.parallel.layout import Layout, RankGrid
-from engine.workers.base import Dispatch, dispatch
+from engine.workers.role import Dispatch, dispatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROLES = ("probe", "other")

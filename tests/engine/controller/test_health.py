@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.controller.health import Fleet, HealthPolicy, HealthState
-from engine.controller.health_events import (
+from engine.controller.supervision import (
     Action,
     Died,
     Event,
+    Fleet,
+    HealthPolicy,
+    HealthState,
     Heartbeat,
     Kill,
     Reissue,

@@ -10,11 +10,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.controller.health import Fleet, HealthPolicy, HealthState
-from engine.controller.health_events import (
+from engine.controller.rollout_queue import Admission, AdmissionLimits, AdmittedGroup, Ticket
+from engine.controller.supervision import (
     Action,
     Died,
     Event,
+    Fleet,
+    HealthPolicy,
+    HealthState,
     Heartbeat,
     Kill,
     Reissue,
@@ -24,7 +27,6 @@ from engine.controller.health_events import (
     Synced,
     SyncWeights,
 )
-from engine.controller.staleness import Admission, AdmissionLimits, AdmittedGroup, Ticket
 
 POLICY = HealthPolicy(
     suspect_after=5, dead_after=20, start_timeout=50, sync_timeout=30, max_restarts=3, window=100

@@ -15,11 +15,11 @@ import pytest
 import ray
 from probe_worker import Probe
 
-from engine.controller.launch import Placement, Pool, init_options, launch
-from engine.controller.placement import ClusterNode, Strategy, require_capacity
+from engine.controller.launch import init_options, launch
+from engine.controller.placement import ClusterNode, Placement, Pool, Strategy, require_capacity
 from engine.controller.worker_host import RoleSpec
 from engine.errors import PlacementError, WorkerError
-from engine.workers.base import Worker
+from engine.workers.role import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLOSED: list[str] = []

@@ -16,14 +16,14 @@ from probe_worker import Probe
 from ray.util.placement_group import placement_group, remove_placement_group
 from thorough import and_slow
 
-from engine.batch import Batch
-from engine.controller.launch import Placement, Pool, launch
-from engine.controller.roles import Roles
+from engine.batch import Batch, LazyBatch
+from engine.controller.groups import Roles
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RemoteCall, RoleSpec
 from engine.errors import DataError, PlacementError, WorkerError
-from engine.futures import LazyBatch
-from engine.storage.atomic import process_start
-from engine.workers.base import Worker
+from engine.storage.filesystem import process_start
+from engine.workers.role import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 PROBE = RoleSpec("probe", Probe)

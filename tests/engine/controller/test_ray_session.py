@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import ray
 
-from engine.controller.ray_session import ray_session
+from engine.controller.launch import ray_session
 from engine.errors import PlacementError, WorkerError
 
 # Of Ray 2.5x, `ray._private.node`; it is raised as an Exception and no more.

@@ -8,15 +8,16 @@ import pytest
 from mypy import api
 from probe_worker import Probe
 
-from engine.controller.launch import Placement, Pool, launch
-from engine.controller.roles import Roles
+from engine.controller.groups import Roles
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.errors import PlacementError
 
 CALLS = """
 from engine.batch import Batch
-from engine.controller.roles import Roles
-from engine.futures import Future, LazyBatch
+from engine.controller.groups import Roles
+from engine.batch import Future, LazyBatch
 
 
 def right(roles: Roles, batch: Batch) -> dict[str, float]:

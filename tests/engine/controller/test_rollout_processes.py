@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 from probe_worker import Probe
 
-from engine.controller.launch import Placement, Pool, launch
-from engine.controller.roles import Roles
-from engine.controller.rollout_processes import RolloutProcesses
+from engine.controller.async_rollout import RolloutProcesses
+from engine.controller.groups import Roles
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.errors import WorkerError
 

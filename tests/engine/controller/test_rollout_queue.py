@@ -7,11 +7,9 @@ from itertools import count
 import pytest
 import torch
 
-from engine.batch import Batch
-from engine.controller.rollout_queue import RolloutQueue
-from engine.controller.staleness import AdmissionLimits
+from engine.batch import Batch, Future
+from engine.controller.rollout_queue import AdmissionLimits, RolloutQueue
 from engine.errors import EngineError, RewardError
-from engine.futures import Future
 
 N = 2  # completions a group
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import Batch
-from engine.controller.row_sharding import (
+from engine.controller.worker_host import (
     RankMetrics,
     drop_padding,
     merge_results,
@@ -19,7 +19,7 @@ from engine.controller.row_sharding import (
 )
 from engine.errors import DataError, WorkerError
 from engine.parallel.layout import Layout
-from engine.workers.base import Metric
+from engine.workers.role import Metric
 
 
 def batch(rows: int) -> Batch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.controller.staleness import Admission, AdmissionLimits, AdmittedGroup, Ticket
+from engine.controller.rollout_queue import Admission, AdmissionLimits, AdmittedGroup, Ticket
 from engine.errors import ConfigError, RolloutError
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.controller.staleness import Admission, AdmissionLimits, AdmittedGroup, Ticket
+from engine.controller.rollout_queue import Admission, AdmissionLimits, AdmittedGroup, Ticket
 
 WORKERS = ("a", "b", "c")
 

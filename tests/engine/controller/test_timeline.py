@@ -12,10 +12,11 @@ import pytest
 from probe_worker import Probe
 from thorough import and_slow
 
-from engine.controller.launch import Placement, Pool, launch
+from engine.batch import LazyBatch
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
 from engine.controller.timeline import Recorder, Span, recording, span, trace, write_trace
 from engine.controller.worker_host import RoleSpec
-from engine.futures import LazyBatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPECS = [RoleSpec("probe", Probe), RoleSpec("other", Probe)]

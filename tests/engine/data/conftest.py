@@ -1,9 +1,8 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.data.arithmetic import worked_answer
 from engine.data.tokenizer import train_tokenizer
-from engine.data.word_problems import deal_problems
+from engine.data.word_problems import deal_problems, worked_answer
 
 
 @pytest.fixture(scope="session")

@@ -6,18 +6,20 @@ import pandas as pd
 import pytest
 
 from engine.config import DataConfig
-from engine.data.arithmetic import (
+from engine.data.rows import normalise, prompt_text
+from engine.data.sources import Splits, load_splits, source_digest
+from engine.data.word_problems import (
     CORPORA,
+    LEVELS,
+    STORY_TEMPLATES,
+    Level,
     StyleMix,
     bare_answer,
+    deal_problems,
     slip_answer,
     styled_answer,
     worked_answer,
 )
-from engine.data.rows import normalise, prompt_text
-from engine.data.sources import Splits, load_splits, source_digest
-from engine.data.story_templates import STORY_TEMPLATES
-from engine.data.word_problems import LEVELS, Level, deal_problems
 from engine.errors import ConfigError, DataError
 
 MARK = re.compile(r"<<(\d+)([-+*])(\d+)=(\d+)>>(\d+)")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.data.bucketing import shared_prompt_batches, token_budget_batches
+from engine.data.collate import shared_prompt_batches, token_budget_batches
 from engine.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=80)

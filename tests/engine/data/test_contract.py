@@ -17,7 +17,7 @@ from engine.data.contract import (
 )
 from engine.data.rows import rl_row, sft_row, user_message
 from engine.errors import DataError
-from engine.evaluation.rows import COLUMNS, EPISODE_COLUMNS, Judged, Problems, build_rows
+from engine.evaluation.results import COLUMNS, EPISODE_COLUMNS, Judged, Problems, build_rows
 
 SIZE = 12
 

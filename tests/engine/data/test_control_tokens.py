@@ -21,8 +21,12 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from engine.data.control_tokens import rows_spelling_control_tokens
-from engine.data.templates import decode_response, encode_prompt, encode_response
+from engine.data.templates import (
+    decode_response,
+    encode_prompt,
+    encode_response,
+    rows_spelling_control_tokens,
+)
 from engine.errors import DataError
 
 TEXTS = ["you are an assistant", "what is 2 + 3", '{"name": "add"} system user im_end']

@@ -12,7 +12,7 @@ from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
 from engine.data.rows import prompt_text
 from engine.data.sources import DEALT_APART, load_splits, source_digest
 from engine.errors import ConfigError
-from engine.promotion.contamination import share_trained_on
+from engine.promotion.gate import share_trained_on
 
 SOURCES = ("guessing", "products", "python_tasks")
 

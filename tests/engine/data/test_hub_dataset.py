@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import pandas as pd
 import pytest
 
-from engine.data.hub_dataset import HubDataset, hub_commit, parse_address
-from engine.data.split_names import address_digest
+from engine.data.row_files import HubDataset, address_digest, hub_commit, parse_address
 from engine.errors import DataError
 
 COMMIT = hashlib.sha1(b"commit").hexdigest()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import RowsConfig
-from engine.data.mapping import LONGEST_TEXT, RowMapper
+from engine.data.row_files import LONGEST_TEXT, RowMapper
 from engine.errors import ConfigError, DataError
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from engine.batch import Batch
 from engine.config import SamplingConfig
 from engine.data.loader import PromptLoader
-from engine.data.pass_rates import PassRates, observed_rates
+from engine.data.order import PassRates, observed_rates
 from engine.errors import DataError
 
 SIZE = 12

@@ -11,7 +11,10 @@ import pytest
 
 from engine.config import RowsConfig
 from engine.data.contract import KTO_ROWS, PREFERENCE_PAIRS, check
-from engine.data.preference_examples import (
+from engine.data.preference_rows import Kind, PreferenceMapper, read_preference_rows
+from engine.data.templates import encode_conversation, encode_prompt, encode_response
+from engine.data.tokenizer import train_tokenizer
+from engine.data.training_examples import (
     LabelledExample,
     PairExample,
     collate_preferences,
@@ -20,9 +23,6 @@ from engine.data.preference_examples import (
     read_reward_pairs,
     with_others,
 )
-from engine.data.preference_rows import Kind, PreferenceMapper, read_preference_rows
-from engine.data.templates import encode_conversation, encode_prompt, encode_response
-from engine.data.tokenizer import train_tokenizer
 from engine.errors import DataError
 
 USER = {"role": "user", "content": "1+1?"}

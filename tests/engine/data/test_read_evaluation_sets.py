@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from engine.config import DataConfig, PipelineConfig, explain
 from engine.data.decontamination import without_held_out
-from engine.data.evaluation_sets import evaluation_files, read_evaluation_sets
-from engine.data.sources import load_splits, source_digest
+from engine.data.sources import evaluation_files, load_splits, read_evaluation_sets, source_digest
 from engine.errors import DataError
 
 

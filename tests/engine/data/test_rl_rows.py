@@ -12,11 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.data.collate import collate_prompts
-from engine.data.rl_rows import canonical_rows
 from engine.data.row_files import read_rl_rows
-from engine.data.rows import has_words, is_messages
+from engine.data.rows import canonical_rows, has_words, is_messages
 from engine.errors import DataError
-from engine.rewards.call import RewardRows
+from engine.rewards.calls import RewardRows
 from engine.storage.readers import parse_rows
 
 Row = dict[str, Any]

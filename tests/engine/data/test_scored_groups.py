@@ -12,12 +12,12 @@ import pytest
 
 from engine.config import RowsConfig
 from engine.data.contract import KTO_ROWS, PREFERENCE_PAIRS, check
-from engine.data.preference_rows import read_preference_rows
-from engine.data.scored_groups import (
+from engine.data.preference_rows import (
     ScoredCompletion,
     ScoredGroup,
     labels_from_groups,
     pairs_from_groups,
+    read_preference_rows,
 )
 from engine.errors import DataError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.data.seen_prompts import SeenPrompts
+from engine.data.decontamination import SeenPrompts
 
 # Few bytes, so that keys repeat, and NULs at the end, which NumPy drops.
 KEYS = st.lists(st.binary(max_size=2).map(lambda some: some.ljust(16, b"\0")), max_size=60)

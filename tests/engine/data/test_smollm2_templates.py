@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from engine.data.control_tokens import control_tokens
 from engine.data.templates import (
+    control_tokens,
     decode_response,
     encode_prompt,
     encode_response,

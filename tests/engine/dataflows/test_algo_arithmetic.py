@@ -10,8 +10,7 @@ from test_dataflow_steps import algo_of, scored, settings
 
 from engine.algorithms.correction import correct_rollout
 from engine.algorithms.masked import masked_whiten
-from engine.batch import Batch
-from engine.futures import LazyBatch
+from engine.batch import Batch, LazyBatch
 
 
 def advantages_of(batch: Batch, **sections: Any) -> Batch:

@@ -11,13 +11,11 @@ import torch
 from tiny_engine import training_batch
 
 from engine.algorithms import advantages
-from engine.batch import Batch
+from engine.batch import Batch, LazyBatch, Ready
 from engine.config import AlgorithmConfig, RLConfig
 from engine.dataflows import choose_dataflow
-from engine.dataflows.algo import Algo
-from engine.dataflows.required_passes import RequiredPasses
+from engine.dataflows.algo import Algo, RequiredPasses
 from engine.errors import ConfigError
-from engine.futures import LazyBatch, Ready
 
 PROMPTS = Batch({"group_ids": torch.arange(4)})
 
@@ -204,7 +202,7 @@ def test_every_estimator_has_a_dataflow(name: str) -> None:
         ({"dataflow": "remax", "adv_estimator": "gae"}, "a critic that gives values"),
         ({"dataflow": "grop"}, "algorithm.dataflow='grop' is unknown"),
         ({"dataflow": "nowhere:step"}, "can't be imported"),
-        ({"dataflow": "engine.dataflows.dynamic_sampling:DynamicSampling"}, "is not registered"),
+        ({"dataflow": "engine.dataflows.recipes:DynamicSampling"}, "is not registered"),
     ],
 )
 def test_dataflows_that_can_t_run_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -6,10 +6,8 @@ import pytest
 import torch
 from test_dataflow_steps import algo_of, scored, settings
 
-from engine.batch import Batch
-from engine.dataflows.dynamic_sampling import DynamicSampling
-from engine.dataflows.preference_pairs import preference_pairs
-from engine.futures import LazyBatch
+from engine.batch import Batch, LazyBatch
+from engine.dataflows.recipes import DynamicSampling, preference_pairs
 
 PROMPTS = Batch({"group_ids": torch.arange(4)})
 

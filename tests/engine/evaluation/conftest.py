@@ -3,7 +3,7 @@
 import pytest
 from judged_completions import judged
 
-from engine.evaluation.rows import Problems, build_rows
+from engine.evaluation.results import Problems, build_rows
 
 TRUTHS = ["3", "14", "15", "92", "65", "35"]
 

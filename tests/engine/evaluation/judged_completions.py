@@ -1,6 +1,6 @@
 """Completions with what a scorer would say of them."""
 
-from engine.evaluation.rows import Judged
+from engine.evaluation.results import Judged
 
 
 def judged(answer, truth, tokens=1, **changes):

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from engine.errors import DataError
-from engine.evaluation.breakdown import breakdown
+from engine.evaluation.summary import breakdown
 
 
 def parts(before, after, k=2):

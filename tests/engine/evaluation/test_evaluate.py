@@ -10,7 +10,7 @@ from tiny_engine import arithmetic_rows
 
 from engine.config import EvaluateConfig
 from engine.errors import DataError
-from engine.evaluation.evaluate import evaluate_model
+from engine.evaluation.scoring import evaluate_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = EvaluateConfig(k=2, samples=3)

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from tiny_engine import arithmetic_rows
 
 from engine.config import DataConfig, EvaluateConfig
-from engine.evaluation.evaluate import evaluate_model
-from engine.promotion import champion_evaluation
-from engine.storage.code_version import sources_digest
-from engine.workers import evaluation
+from engine.evaluation.scoring import evaluate_model
+from engine.promotion import gate
+from engine.storage.digests import sources_digest
+from engine.workers import evaluator
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,13 +32,13 @@ def of_the_champion(folder: Path, frame: pd.DataFrame, config: EvaluateConfig) -
     """As `promote` evaluates a champion without a recorded evaluation; MLflow only has its copy."""
     data = DataConfig(max_response_length=8)
     here: Any = SimpleNamespace(sources_digest=sources_digest())
-    new = champion_evaluation.Evaluated(folder, frame, here, data, config, 0)
+    new = gate.Evaluated(folder, frame, here, data, config, 0)
     registry: Any = SimpleNamespace(download_model=lambda name, version, to: folder)
     champion: Any = SimpleNamespace(name="m", version="1", tags={})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(champion_evaluation, "require_intact_copy", lambda tracker, version: None)
-        patch.setattr(champion_evaluation, "read_problems", lambda dataset: frame)
-        found = champion_evaluation.champion_evaluation(
+        patch.setattr(gate, "require_intact_copy", lambda tracker, version: None)
+        patch.setattr(gate, "read_problems", lambda dataset: frame)
+        found = gate.champion_evaluation(
             registry, champion, "champion", new, scratch=folder, notify=lambda said: None
         )
     assert found.recorded is None
@@ -56,13 +56,13 @@ def test_the_model_that_decodes_is_on_the_device(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, evaluated: Any
 ) -> None:
     seen: list[tuple[str, torch.dtype]] = []
-    create = evaluation.create_engine
+    create = evaluator.create_engine
 
     def noted(name: str, model: torch.nn.Module, **options: Any) -> Any:
         seen.extend((p.device.type, p.dtype) for p in [*model.parameters(), *model.buffers()])
         return create(name, model, **options)
 
-    monkeypatch.setattr(evaluation, "create_engine", noted)
+    monkeypatch.setattr(evaluator, "create_engine", noted)
     config = EvaluateConfig(k=2, samples=2)
     frame = pd.DataFrame(arithmetic_rows(4))
     keep_workspaces()

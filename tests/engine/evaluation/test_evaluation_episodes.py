@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
-from engine.agents.played import PlayedEpisode, after_prompt, played
-from engine.agents.rollout import EpisodePlayer
+from engine.agents.agent_loop import EpisodePlayer
+from engine.agents.episode import PlayedEpisode, after_prompt, played
 from engine.cli.rl_run import prompt_room
 from engine.config import DataConfig, EvaluateConfig, PipelineConfig, RewardConfig, RLConfig
 from engine.controller.local_groups import LocalGroup, LocalHost
@@ -20,17 +20,15 @@ from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.data.collate import collate_prompts
 from engine.data.contract import EVALUATION_ROWS, check
 from engine.errors import ConfigError
-from engine.evaluation.episodes import compare_episodes
-from engine.evaluation.evaluate import evaluate_model
-from engine.evaluation.judging import judge_episodes
-from engine.evaluation.layout import check_evaluation_layout
-from engine.evaluation.rows import EPISODE_COLUMNS
-from engine.evaluation.settings import comparable_settings
-from engine.evaluation.summary import EvaluationComparison, summarise
+from engine.evaluation.comparability import comparable_settings
+from engine.evaluation.decode import check_evaluation_layout
+from engine.evaluation.results import EPISODE_COLUMNS
+from engine.evaluation.scoring import evaluate_model, judge_episodes
+from engine.evaluation.summary import EvaluationComparison, compare_episodes, summarise
 from engine.rewards import Scorer
 from engine.rollout.protocol import SamplingParams
-from engine.workers.base import WorkerContext
-from engine.workers.episode_evaluation import EpisodeEvaluationWorker
+from engine.workers.evaluator import EpisodeEvaluationWorker
+from engine.workers.role import WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENVIRONMENT = RewardConfig.model_validate("environment")
@@ -181,8 +179,7 @@ def test_what_is_compared(tiny_folder: Path) -> None:
 
 def test_calls_are_counted_and_the_prompt_is_left_out() -> None:
     from engine.agents.call_parsers import resolve_call_parser
-    from engine.agents.episode import Episode, EpisodeLimits
-    from engine.agents.transcript import Transcript
+    from engine.agents.episode import Episode, EpisodeLimits, Transcript
 
     tokenizer: Any = None
     one = Episode(0, 0, 0, tokenizer, EpisodeLimits(9, 9), [1])

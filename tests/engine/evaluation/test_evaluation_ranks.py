@@ -18,18 +18,18 @@ from engine.config import EvaluateConfig, ParallelConfig
 from engine.controller.local_groups import LocalGroup, LocalHost
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.errors import ConfigError, PlacementError, RolloutError, WorkerError
-from engine.evaluation.evaluate import evaluate_model
-from engine.evaluation.layout import (
+from engine.evaluation.decode import (
     check_evaluation_layout,
     evaluation_layout,
     gpus_of_copy,
     uses_ranks,
 )
+from engine.evaluation.scoring import evaluate_model
 from engine.models import text_config
 from engine.parallel.layout import Layout
 from engine.rollout.protocol import SamplingParams
-from engine.workers.base import WorkerContext
-from engine.workers.evaluation import EvaluationWorker
+from engine.workers.evaluator import EvaluationWorker
+from engine.workers.role import WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY, SAMPLED = (

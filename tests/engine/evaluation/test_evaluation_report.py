@@ -10,9 +10,8 @@ import pytest
 from browser import browser, find_chromium
 
 from engine.errors import DataError
-from engine.evaluation.report import Link, Verdict, render_report
-from engine.evaluation.sets import compare_sets
-from engine.evaluation.summary import summarise
+from engine.evaluation.report_page import Link, Verdict, render_report
+from engine.evaluation.summary import compare_sets, summarise
 
 VOID = {"meta", "col"}
 
@@ -227,7 +226,7 @@ def test_matplotlib_state_is_left_alone(render):
 
 def test_importing_the_report_loads_no_pyplot():
     code = (
-        "import sys; import engine.evaluation.report; "
+        "import sys; import engine.evaluation.report_page; "
         "bad = {'matplotlib.pyplot', 'torch', 'flytekit', 'engine.rewards', 'engine.rollout'}; "
         "sys.exit(str(bad & set(sys.modules)) if bad & set(sys.modules) else 0)"
     )

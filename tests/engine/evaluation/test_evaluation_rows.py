@@ -5,7 +5,7 @@ import pytest
 from judged_completions import judged
 
 from engine.errors import DataError
-from engine.evaluation.rows import COLUMNS, Problems, build_rows, check_paired, prompt_digest
+from engine.evaluation.results import COLUMNS, Problems, build_rows, check_paired, prompt_digest
 
 
 def test_one_row_a_problem_with_its_scores(before):

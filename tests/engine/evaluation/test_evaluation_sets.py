@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from engine.errors import DataError, LineageError
-from engine.evaluation.sets import compare_sets, read_sets, rows_of_set, write_sets
+from engine.evaluation.summary import compare_sets, read_sets, rows_of_set, write_sets
 
 
 @pytest.fixture

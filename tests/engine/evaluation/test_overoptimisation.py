@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from engine.evaluation import plots
-from engine.evaluation.overoptimisation import read_overoptimisation
+from engine.evaluation.policy_steps import read_overoptimisation
 
 
 def run(folder: Path, true: np.ndarray) -> Path:

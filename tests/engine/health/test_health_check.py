@@ -17,13 +17,23 @@ from pathlib import Path
 import pytest
 from thorough import and_slow
 
-import engine.health.libraries
-from engine.health import Expectation
-from engine.health.__main__ import HEALTHY, UNHEALTHY, WRONG_USAGE, main
-from engine.health.cluster import ray_nodes
-from engine.health.libraries import check_devices, check_imports, check_versions
-from engine.health.report import HealthFinding
-from engine.health.service_checks import mlflow, output_folder, s3, shared_memory
+import engine.cli.commands.health
+from engine.cli.commands.health import (
+    HEALTHY,
+    UNHEALTHY,
+    WRONG_USAGE,
+    Expectation,
+    HealthFinding,
+    check_devices,
+    check_imports,
+    check_versions,
+    main,
+    mlflow,
+    output_folder,
+    ray_nodes,
+    s3,
+    shared_memory,
+)
 
 TORCH = """
 class version:
@@ -154,8 +164,8 @@ def broken_library(
     (folder / "ray.py").write_text(code)
     (folder / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(engine.health.libraries, "NEEDED", names)
-    monkeypatch.setattr(engine.health.libraries, "OPTIONAL", ())
+    monkeypatch.setattr(engine.cli.commands.health, "NEEDED", names)
+    monkeypatch.setattr(engine.cli.commands.health, "OPTIONAL", ())
     expected = Expectation(load_deadline_s=deadline_s)
     return check_imports(list(check_versions(expected)), expected)
 
@@ -198,8 +208,8 @@ def test_a_library_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_is_not_installed_is_a_fault_only_where_it_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine.health.libraries, "NEEDED", ("torch", "no-such-thing"))
-    monkeypatch.setattr(engine.health.libraries, "OPTIONAL", ("nor-this", "nor-that"))
+    monkeypatch.setattr(engine.cli.commands.health, "NEEDED", ("torch", "no-such-thing"))
+    monkeypatch.setattr(engine.cli.commands.health, "OPTIONAL", ("nor-this", "nor-that"))
     found = {x.what: x for x in check_versions(Expectation(required=("nor-that",)))}
     assert {name for name, x in found.items() if x.fault} == {"no-such-thing", "nor-that"}
     assert found["nor-this"].found == "not installed"

@@ -1,4 +1,4 @@
-"""engine/health/isolated_probe.py. What its callers find out by it: test_health_check.py."""
+"""engine/cli/commands/health.py. What its callers find out by it: test_health_check.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.health.isolated_probe import run_isolated
+from engine.cli.commands.health import run_isolated
 
 SLEEPER = """
 import os, sys, time

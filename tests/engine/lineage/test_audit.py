@@ -11,8 +11,8 @@ import pytest
 from lineage_store import Run, edit, make, make_run, parent
 
 from engine.lineage.audit import Audit, audit
-from engine.lineage.review import review
-from engine.storage.manifest import read_manifest
+from engine.lineage.lookup import review
+from engine.storage.artifacts import read_manifest
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_an_edit_of_a_parents_manifest_shows_in_its_child(run: Run, name: str) -
 
 
 def test_an_edit_with_a_recomputed_config_digest_is_found_as_well(run: Run) -> None:
-    from engine.storage.manifest import json_digest
+    from engine.storage.artifacts import json_digest
 
     config = {"text": "innocent"}
     edit(run.sft, config=config, config_digest=json_digest(config))
@@ -159,7 +159,7 @@ def test_missing_parents_and_changed_sources(run: Run) -> None:
 
 
 def test_a_removed_source_is_a_fault_and_a_remote_one_a_note(run: Run) -> None:
-    from engine.storage.manifest import Parent
+    from engine.storage.artifacts import Parent
 
     run.raw.unlink()
     assert any("source" in text and "is missing" in text for text in faults(run.rl))

@@ -10,9 +10,9 @@ from browser import Page, browser, find_chromium
 from lineage_store import NASTY, make, make_nights, make_run, parent
 
 from engine.lineage.audit import audit
+from engine.lineage.lookup import review
 from engine.lineage.page import render_page
-from engine.lineage.review import review
-from engine.storage.manifest import Parent
+from engine.storage.artifacts import Parent
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(

@@ -11,8 +11,8 @@ from forks import interpreter
 from lineage_store import Run, edit, make_run
 
 from engine.lineage.__main__ import main
-from engine.storage.hashing import hash_file
-from engine.storage.manifest import read_manifest
+from engine.storage.artifacts import read_manifest
+from engine.storage.digests import hash_file
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,10 @@ import pandas as pd
 import pytest
 from lineage_store import make, make_run, parent
 
-from engine.lineage.compare import ABSENT, ArtifactComparison, compare
-from engine.lineage.differences import lines
-from engine.lineage.review import review
-from engine.lineage.rows import row_change
-from engine.storage.artifacts import publish, staging
-from engine.storage.manifest import Draft, Parent
-from engine.tracking.values import flatten
+from engine.lineage.compare import ABSENT, ArtifactComparison, compare, lines, row_change
+from engine.lineage.lookup import review
+from engine.storage.artifacts import Draft, Parent, publish, staging
+from engine.tracking.connection import flatten
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,20 @@ from lineage_store import Run, edit, make, make_nights, make_run, parent
 
 from engine.checkpoint import CheckpointStore
 from engine.errors import LineageError
-from engine.lineage.graph import ArtifactNode, Graph, GraphBuilder, artifact_node, reachable
-from engine.lineage.index import Index, StoredArtifact, scan
-from engine.lineage.origin import read_origin, write_origin
-from engine.lineage.review import Review
-from engine.lineage.review import review as look
-from engine.storage.locations import home
-from engine.storage.manifest import Draft, Parent, read_manifest
+from engine.lineage.graph import (
+    ArtifactNode,
+    Graph,
+    GraphBuilder,
+    Index,
+    StoredArtifact,
+    artifact_node,
+    reachable,
+    scan,
+)
+from engine.lineage.lookup import Review, read_origin, write_origin
+from engine.lineage.lookup import review as look
+from engine.storage.artifacts import Draft, Parent, read_manifest
+from engine.storage.filesystem import home
 
 
 @pytest.fixture(autouse=True)

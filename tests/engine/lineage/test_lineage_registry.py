@@ -12,10 +12,10 @@ from lineage_store import Run, edit, make_run
 from engine.errors import LineageError
 from engine.lineage.__main__ import main
 from engine.lineage.audit import audit
-from engine.lineage.review import review
-from engine.storage.manifest import read_manifest
+from engine.lineage.lookup import review
+from engine.storage.artifacts import read_manifest
 from engine.tracking import Tracker
-from engine.tracking.registry import ARTIFACT_TAG, MANIFEST_TAG
+from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG
 
 NAME = "policy"
 CHAMPION = f"models:/{NAME}@champion"

@@ -15,11 +15,10 @@ from s3_server import environment, s3_server
 from engine.checkpoint import CheckpointStore
 from engine.errors import LineageError
 from engine.lineage.__main__ import main
-from engine.lineage.origin import write_origin
-from engine.lineage.review import review
-from engine.storage.hashing import hash_file, hash_files
-from engine.storage.locations import home
-from engine.storage.manifest import Draft, read_manifest, verify
+from engine.lineage.lookup import review, write_origin
+from engine.storage.artifacts import Draft, read_manifest, verify
+from engine.storage.digests import hash_file, hash_files
+from engine.storage.filesystem import home
 
 STORE = "s3://lineage/raw/artifacts"
 

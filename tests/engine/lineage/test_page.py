@@ -11,9 +11,9 @@ from lineage_store import NASTY, Run, make, make_nights, make_run, parent
 
 from engine.lineage.audit import audit
 from engine.lineage.compare import compare
+from engine.lineage.lookup import review
 from engine.lineage.page import render_page
-from engine.lineage.review import review
-from engine.storage.manifest import Parent
+from engine.storage.artifacts import Parent
 
 VOID = {"meta", "link", "input", "br"}
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.lineage.graph_layout import BOX_HEIGHT, BOX_WIDTH, Drawing, arrange
+from engine.lineage.page import BOX_HEIGHT, BOX_WIDTH, Drawing, arrange
 
 KEYS = [str(number) for number in range(14)]
 LINES = st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(KEYS)), max_size=40)

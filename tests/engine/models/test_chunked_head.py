@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import LoRAConfig
 from engine.models import add_adapters, forward
-from engine.models.chunked_head import chunked_statistics, takes_chunks
-from engine.models.token_statistics import token_statistics
+from engine.models.vocabulary_head import chunked_statistics, takes_chunks, token_statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, WIDTH, VOCABULARY = 37, 16, 29

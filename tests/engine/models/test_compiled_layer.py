@@ -12,15 +12,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.config import LoRAConfig
-from engine.models import add_adapters, compiled_layer, cpu_kernels, fused_forwards
+from engine.kernels import decoder_layer, training_ops
+from engine.models import add_adapters, fused
 from engine.models.forward import token_outputs
 from engine.models.fused import apply_fused
 from engine.models.packing import apply_packing
-from engine.runtime.master_weights import accumulate_in_float32
+from engine.runtime.optimizer import accumulate_in_float32
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(cpu_kernels.library() is None, reason="no AVX512-BF16, or no C compiler"),
+    pytest.mark.skipif(training_ops.library() is None, reason="no AVX512-BF16, or no C compiler"),
 ]
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -53,7 +54,7 @@ def packed_model(family: str = "qwen2") -> Any:
 def found(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Tensor]]:
     """How many layers were one function; log-probs and gradients."""
     layers: list[Tensor] = []
-    plain: Callable[..., Tensor] = compiled_layer.compiled_layer
+    plain: Callable[..., Tensor] = decoder_layer.compiled_layer
 
     def counted(*args: Any) -> Tensor:
         layers.append(plain(*args))
@@ -61,7 +62,7 @@ def found(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, T
 
     model.zero_grad()
     with monkeypatch.context() as patch:
-        patch.setattr(fused_forwards, "compiled_layer", counted)
+        patch.setattr(fused, "compiled_layer", counted)
         log_probs = token_outputs(model, shared_prompts_batch(), 1.0).log_probs
     weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
     (log_probs * weights).sum().backward()
@@ -71,7 +72,7 @@ def found(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, T
 
 def in_parts(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(fused_forwards, "takes_layer", lambda *args: False)
+        patch.setattr(fused, "takes_layer", lambda *args: False)
         layers, values = found(model, patch)
     assert not layers
     return values

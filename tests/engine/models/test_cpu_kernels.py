@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.config import OptimConfig
-from engine.models import cpu_kernels
-from engine.models.compiled_attention import compiled_attention, takes_compiled
+from engine.kernels import training_ops
+from engine.kernels.attention import compiled_attention, takes_compiled
 from engine.models.packed_attention import Segments, _by_segment
-from engine.models.token_statistics import token_statistics
-from engine.runtime import update_rules
+from engine.models.vocabulary_head import token_statistics
+from engine.runtime import optimizer
 from engine.runtime.optimizer import Optimizer
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(cpu_kernels.library() is None, reason="no AVX512-BF16, or no C compiler"),
+    pytest.mark.skipif(training_ops.library() is None, reason="no AVX512-BF16, or no C compiler"),
 ]
 ROUNDING = 2**-8  # of bfloat16, and half of it once more
 
@@ -42,9 +42,9 @@ def test_elementwise_loops_are_torch_s(width: int, threads: int) -> None:
     torch.set_num_threads(threads)
     x, plus, above = (randn(5, width, seed=seed) for seed in range(3))
     weight = (1 + 0.1 * randn(width, seed=3)).bfloat16()
-    total, out, scale = cpu_kernels.norm(x, weight, 1e-5, plus)
+    total, out, scale = training_ops.norm(x, weight, 1e-5, plus)
     assert torch.equal(total, x + plus)
-    of_x, of_weight = cpu_kernels.norm_gradients(total, weight, scale, above, plus)
+    of_x, of_weight = training_ops.norm_gradients(total, weight, scale, above, plus)
     y, w = (t.float().requires_grad_() for t in (total, weight))
     wanted = F.rms_norm(y, (width,), w, 1e-5)
     wanted.backward(above.float())
@@ -53,14 +53,14 @@ def test_elementwise_loops_are_torch_s(width: int, threads: int) -> None:
     near(out, wanted)
     near(of_x, y.grad + plus.float())
     near(of_weight, w.grad)
-    near(cpu_kernels.column_sums(x), x.float().sum(0))
+    near(training_ops.column_sums(x), x.float().sum(0))
 
     gate, up = ((3 * t).float().requires_grad_() for t in (x, plus))
     product = F.silu(gate) * up
     product.backward(above.float())
     halves = gate.detach().bfloat16(), up.detach().bfloat16()
-    near(cpu_kernels.silu_product(*halves), product)
-    found = cpu_kernels.silu_product_gradients(*halves, above.clone(), product=True)
+    near(training_ops.silu_product(*halves), product)
+    found = training_ops.silu_product_gradients(*halves, above.clone(), product=True)
     assert gate.grad is not None
     assert up.grad is not None
     for got, exact in zip(found, (gate.grad, up.grad, product), strict=True):
@@ -74,16 +74,16 @@ def test_scattered_rows_are_index_copy_s(rows: int, tokens: int, width: int, thr
     x = randn(rows, width)
     index = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))[:rows]
     wanted = torch.zeros(tokens, width, dtype=torch.bfloat16).index_copy_(0, index, x)
-    assert torch.equal(cpu_kernels.scatter_rows(x, index, tokens), wanted)
+    assert torch.equal(training_ops.scatter_rows(x, index, tokens), wanted)
 
 
 def test_a_gate_may_be_of_any_size() -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -20.0, 0.0, 88.0, 200.0, 1e30]).bfloat16()
     up = torch.ones_like(gate)
-    assert torch.equal(cpu_kernels.silu_product(gate, up)[3:], F.silu(gate)[3:])
-    assert cpu_kernels.silu_product(gate, up)[:3].abs().max() < 1e-6
+    assert torch.equal(training_ops.silu_product(gate, up)[3:], F.silu(gate)[3:])
+    assert training_ops.silu_product(gate, up)[:3].abs().max() < 1e-6
     nan = torch.full_like(gate, float("nan"))
-    assert cpu_kernels.silu_product(nan, up).isnan().all()
+    assert training_ops.silu_product(nan, up).isnan().all()
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -96,8 +96,8 @@ def test_rotary_positions_and_their_gradient(d: int, batch: int) -> None:
     wanted = y * cos.float() + torch.cat([-b, a], -1) * sin.float()
     wanted.backward(above.float())
     assert y.grad is not None
-    near(cpu_kernels.rotate(x, cos, sin), wanted)
-    near(cpu_kernels.rotate(above, cos, sin, back=True), y.grad)
+    near(training_ops.rotate(x, cos, sin), wanted)
+    near(training_ops.rotate(above, cos, sin, back=True), y.grad)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_a_head_says_and_its_gradients_are_torch_s(size: int, threads: int)
     wanted = token_statistics(exact, targets, 0.7, **asked)
     of_log_probs, of_entropy = (randn(7, seed=seed).float() for seed in (1, 2))
     ((wanted["log_probs"] * of_log_probs) + wanted["entropy"] * of_entropy).sum().backward()
-    log_probs, sums, entropy, squares = cpu_kernels.head_statistics(
+    log_probs, sums, entropy, squares = training_ops.head_statistics(
         logits, targets, 0.7, entropy=True, squares=True
     )
     assert entropy is not None
@@ -198,19 +198,19 @@ def test_what_a_head_says_and_its_gradients_are_torch_s(size: int, threads: int)
         torch.testing.assert_close(got, wanted[name].detach(), rtol=1e-5, atol=1e-5)
     both = (entropy, of_entropy)
     assert exact.grad is not None
-    near(cpu_kernels.head_gradients(logits, targets, sums, of_log_probs, 0.7, both), exact.grad)
+    near(training_ops.head_gradients(logits, targets, sums, of_log_probs, 0.7, both), exact.grad)
 
     exact.grad = None
     (token_statistics(exact, targets, 0.7)["log_probs"] * of_log_probs).sum().backward()
     assert exact.grad is not None
-    near(cpu_kernels.head_gradients(logits, targets, sums, of_log_probs, 0.7), exact.grad)
+    near(training_ops.head_gradients(logits, targets, sums, of_log_probs, 0.7), exact.grad)
 
 
 def test_a_nan_among_logits_stays_one() -> None:
     logits = randn(2, 40)
     logits[1, 7] = torch.nan
     targets = torch.tensor([3, 3])
-    every = cpu_kernels.head_statistics(logits, targets, 1.0, entropy=True, squares=True)
+    every = training_ops.head_statistics(logits, targets, 1.0, entropy=True, squares=True)
     assert [[*t.isnan()] for t in every if t is not None] == [[False, True]] * 4
 
 
@@ -224,7 +224,7 @@ def test_adamw_is_torch_s(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     for model, compiled in zip(models, (True, False), strict=True):
         with monkeypatch.context() as patch:
             if not compiled:
-                patch.setattr(update_rules, "takes_masters", lambda *args: False)
+                patch.setattr(optimizer, "takes_masters", lambda *args: False)
             made.append(Optimizer(model, config, 10))
     for step in range(6):
         norms = []

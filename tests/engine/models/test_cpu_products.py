@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models import cpu_kernels, cpu_products
-from engine.models.fused_functions import gated_mlp, linears, rotate, rotated_linears
+from engine.kernels import training_ops
+from engine.kernels.decoder_layer import gated_mlp, linears, rotate, rotated_linears
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(cpu_kernels.library() is None, reason="no AVX512-BF16, or no C compiler"),
+    pytest.mark.skipif(training_ops.library() is None, reason="no AVX512-BF16, or no C compiler"),
 ]
 SIZES = [(1, 16, 16), (5, 48, 80), (97, 96, 256), (401, 112, 336)]  # rows, width, width inside
 
@@ -153,13 +153,13 @@ def test_a_gate_may_be_of_any_size() -> None:
 
 def test_other_tensors_go_another_way() -> None:
     x, w = drawn(4, 48).detach(), drawn(32, 48).detach()
-    assert cpu_products.takes(x, [w], [None])
-    assert not cpu_products.takes(x.float(), [w.float()])
-    assert not cpu_products.takes(x[:0], [w])
-    assert cpu_products.takes(x, [w[:21]])
+    assert training_ops.takes_products(x, [w], [None])
+    assert not training_ops.takes_products(x.float(), [w.float()])
+    assert not training_ops.takes_products(x[:0], [w])
+    assert training_ops.takes_products(x, [w[:21]])
     narrow = [drawn(4, 40).detach(), drawn(32, 40).detach()]
-    assert not cpu_products.takes(narrow[0], narrow[1:]), "not a multiple of sixteen"
-    assert not cpu_products.takes(x.T.contiguous().T, [w])
-    assert not cpu_products.takes(x, [w], [drawn(32).detach().float()])
+    assert not training_ops.takes_products(narrow[0], narrow[1:]), "not a multiple of sixteen"
+    assert not training_ops.takes_products(x.T.contiguous().T, [w])
+    assert not training_ops.takes_products(x, [w], [drawn(32).detach().float()])
     large = torch.empty(1024, 1024, dtype=torch.bfloat16)
-    assert not cpu_products.takes(large[:4], [large]), "oneDNN is the faster one"
+    assert not training_ops.takes_products(large[:4], [large]), "oneDNN is the faster one"

@@ -13,16 +13,11 @@ from transformers import PreTrainedModel
 from engine.batch import Batch
 from engine.config import LoRAConfig
 from engine.errors import DataError
+from engine.kernels.training_ops import recurring_size
 from engine.models import BaseModelView, add_adapters, create_critic_model
-from engine.models.alignment import left_align
-from engine.models.forward import (
-    response_log_probs,
-    response_values,
-    token_outputs,
-)
-from engine.models.packing import apply_packing
-from engine.models.products import recurring_size
-from engine.models.token_statistics import token_statistics
+from engine.models.forward import response_log_probs, response_values, token_outputs
+from engine.models.packing import apply_packing, left_align
+from engine.models.vocabulary_head import token_statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

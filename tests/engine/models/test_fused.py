@@ -22,13 +22,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.batch import Batch
 from engine.config import LoRAConfig
-from engine.models import add_adapters, fused_functions
+from engine.kernels import decoder_layer
+from engine.kernels.decoder_layer import gated_mlp, linears, rms_norm, rotate, silu_product
+from engine.kernels.training_ops import recurring_size
+from engine.models import add_adapters
 from engine.models.forward import token_outputs
-from engine.models.fused import apply_fused, remove_fused
-from engine.models.fused_forwards import rotary_forward
-from engine.models.fused_functions import gated_mlp, linears, rms_norm, rotate, silu_product
+from engine.models.fused import apply_fused, remove_fused, rotary_forward
 from engine.models.packing import apply_packing
-from engine.models.products import recurring_size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -70,7 +70,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names = ("_RMSNorm", "_Rotate", "_Linears", "_SiluProduct", "_GatedMLP")
     with monkeypatch.context() as patch:
         for name in names:
-            function = getattr(fused_functions, name)
+            function = getattr(decoder_layer, name)
 
             def watched(
                 ctx: Any, *args: Any, name: str = name, plain: Any = function.forward
@@ -197,7 +197,7 @@ def test_a_model_that_computes_something_else_is_left_alone(
 def test_written_gradients_are_those_of_finite_differences(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_functions, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(decoder_layer, "_CHUNK_ELEMENTS", chunk)
     draw = torch.Generator().manual_seed(2)
 
     def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -9,11 +9,11 @@ import torch
 from tiny_engine import tiny_model
 from torch import nn
 
+from engine.cli.commands.student import main
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ModelError
 from engine.models import load_model
-from engine.models.layer_selection import keep_layers
-from engine.student import main
+from engine.models.small_models import keep_layers
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "qwen3_moe"])

@@ -31,7 +31,7 @@ from engine.models import (
 )
 from engine.models.forward import response_log_probs, token_outputs
 from engine.models.lora import merged_copy
-from engine.rollout.native.llama_weights import UnsupportedModel, bind
+from engine.rollout.native.decoding_weights import UnsupportedModel, bind
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.runtime.optimizer import Optimizer
 

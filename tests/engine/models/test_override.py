@@ -9,7 +9,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.models import load_model
-from engine.models.override import check_overrides, link_model
+from engine.models.loading import check_overrides, link_model
 
 
 def test_the_linked_model_is_the_same_with_the_changed_value(

@@ -17,7 +17,9 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, DataError
-from engine.models import alignment, create_critic_model, packed_attention, row_attention
+from engine.kernels import attention
+from engine.kernels.training_ops import recurring_size
+from engine.models import create_critic_model, packed_attention, packing
 from engine.models.forward import response_log_probs
 from engine.models.packed_attention import Segments
 from engine.models.packing import (
@@ -25,11 +27,10 @@ from engine.models.packing import (
     apply_packing,
     pack_rows,
     packed_forward,
+    prompt_tree,
     same_prompts,
 )
-from engine.models.prefix_tree import prompt_tree
-from engine.models.products import recurring_size
-from engine.models.token_statistics import token_statistics
+from engine.models.vocabulary_head import token_statistics
 from engine.parallel.fsdp import run_forward, shard_model
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
@@ -160,7 +161,7 @@ def test_a_model_on_a_cpu_gets_recurring_sizes() -> None:
     model = tiny_model("qwen2")
     apply_packing(model)
     every = [
-        alignment.pack(model, alignment.left_align(shared_prompts_batch(seed=seed)))
+        packing.pack(model, packing.left_align(shared_prompts_batch(seed=seed)))
         for seed in range(5)
     ]
     for packed in every:
@@ -330,32 +331,32 @@ def test_attention_of_padded_rows_is_that_of_each_segment(
     weigh = torch.randn(1, tokens, heads[0], 4, generator=draw, dtype=torch.float64)
     ways: list[tuple[Any, Any]] = [
         (packed_attention._by_segment, segments),
-        (row_attention.row_attention, segments.runs),
+        (attention.row_attention, segments.runs),
     ]
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_attention, "_LONGER", alike[0])
-        patch.setattr(row_attention, "_NEAR", alike[1])
-        patch.setattr(row_attention, "_SCORES", 2000)
-        row_attention._plan.cache_clear()
+        patch.setattr(attention, "_LONGER", alike[0])
+        patch.setattr(attention, "_NEAR", alike[1])
+        patch.setattr(attention, "_SCORES", 2000)
+        attention._plan.cache_clear()
         for attend, cut in ways:
             out = attend(*tensors, cut, 0.3)
             results.append([out, *torch.autograd.grad((out * weigh).sum(), tensors)])
-        row_attention._plan.cache_clear()
+        attention._plan.cache_clear()
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted)
 
 
 def test_many_rows_of_one_prompt_that_is_not_short_and_long_ones_are_passed_over() -> None:
-    cpu, limit = torch.device("cpu"), row_attention._LONGEST
-    assert row_attention.takes_rows(((0, 0, 0, limit), (limit, limit, limit, limit + 3)), cpu)
-    assert not row_attention.takes_rows(((0, 0, 0, limit + 1),), cpu)
+    cpu, limit = torch.device("cpu"), attention._LONGEST
+    assert attention.takes_rows(((0, 0, 0, limit), (limit, limit, limit, limit + 3)), cpu)
+    assert not attention.takes_rows(((0, 0, 0, limit + 1),), cpu)
     pair = Segments.of([(9, [8, 5])], cpu).runs
-    assert row_attention.takes_rows(pair, cpu)
-    assert not row_attention.takes_rows(pair, torch.device("cuda"))
-    assert not row_attention.takes_rows(Segments.of([(limit - 9, [5, 5])], cpu).runs, cpu)
-    assert not row_attention.takes_rows(Segments.of([(9, [10] * 16)], cpu).runs, cpu)
-    assert row_attention.takes_rows(Segments.of([(9, [40] * 16)], cpu).runs, cpu)
+    assert attention.takes_rows(pair, cpu)
+    assert not attention.takes_rows(pair, torch.device("cuda"))
+    assert not attention.takes_rows(Segments.of([(limit - 9, [5, 5])], cpu).runs, cpu)
+    assert not attention.takes_rows(Segments.of([(9, [10] * 16)], cpu).runs, cpu)
+    assert attention.takes_rows(Segments.of([(9, [40] * 16)], cpu).runs, cpu)
 
 
 def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:

@@ -9,10 +9,18 @@ from hypothesis import strategies as st
 from tiny_engine import branches_batch, shared_prompts_batch, tiny_model
 from torch import Tensor
 
-from engine.models import alignment, packed_attention
+from engine.models import packed_attention
+from engine.models import packing as alignment
 from engine.models.forward import response_log_probs
-from engine.models.packing import apply_packing, pack_rows, same_prompts, worthwhile_tree
-from engine.models.prefix_tree import prefix_tree, prefix_tree_batches, prompt_tree
+from engine.models.packing import (
+    apply_packing,
+    pack_rows,
+    prefix_tree,
+    prefix_tree_batches,
+    prompt_tree,
+    same_prompts,
+    worthwhile_tree,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -39,7 +39,7 @@ from engine.models.quantize import (
 from engine.parallel.fsdp import reshard, run_forward, shard_model
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
-from engine.rollout.native.llama_weights import bind
+from engine.rollout.native.decoding_weights import bind
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.runtime.optimizer import Optimizer
 from engine.runtime.policy_runtime import PolicyRuntime

@@ -13,14 +13,13 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from engine.batch import Batch
 from engine.config import ActorConfig, ParallelConfig
+from engine.models.forward import LogProbReader
 from engine.models.routing import routers
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
-from engine.runtime.micro_batches import untrimmed
-from engine.runtime.sharded_model import ShardedModel
-from engine.runtime.token_outputs import LogProbReader
+from engine.runtime.sharded_model import ShardedModel, untrimmed
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.role import WorkerContext
 
 FAMILIES = ("qwen3_moe", "mixtral")
 

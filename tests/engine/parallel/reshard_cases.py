@@ -12,13 +12,18 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.parallel.boxes import Box, Index, chunk
-from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.pipeline_stages import split_layers
+from engine.parallel.layout import Layout, ModelShape, RolloutLayout, rollout_layout
+from engine.parallel.pipeline_parallel import split_layers
 from engine.parallel.reshard import RemoteSlice, ReshardPlan
-from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
-from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
-from engine.parallel.sharding_specs import rollout_shard_map
+from engine.parallel.shard_maps import (
+    Box,
+    Index,
+    Shard,
+    ShardedParameter,
+    ShardMap,
+    chunk,
+    rollout_shard_map,
+)
 
 
 def decoder_shapes(model: ModelShape, biases: bool = False) -> dict[str, Index]:

@@ -23,7 +23,7 @@ from engine.config import LoRAConfig, OptimConfig, ParallelConfig
 from engine.models.forward import TokenOutputs, response_log_probs, token_outputs
 from engine.models.lora import add_adapters
 from engine.parallel import fsdp, gradients
-from engine.parallel import gather as full
+from engine.parallel import module_shards as full
 from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.process_groups import Ranks
 from engine.runtime.optimizer import Optimizer

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.boxes import Box, chunk, disjoint_boxes, flat_range, subtract_all
+from engine.parallel.shard_maps import Box, chunk, disjoint_boxes, flat_range, subtract_all
 
 SIDE = 6
 

@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 from reshard_cases import cases, local_parts, numbered, view
 
 from engine.errors import ConfigError
-from engine.parallel.boxes import Box
-from engine.parallel.comm_buckets import AllToAll, Bucket, make_all_to_alls
-from engine.parallel.layout import Layout
-from engine.parallel.reshard import ReshardPlan, plan_reshard
-from engine.parallel.rollout_layout import RolloutLayout
-from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
+from engine.parallel.layout import Layout, RolloutLayout
+from engine.parallel.reshard import AllToAll, Bucket, ReshardPlan, make_all_to_alls, plan_reshard
+from engine.parallel.shard_maps import Box, Shard, ShardedParameter, ShardMap
 
 SLOW = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 

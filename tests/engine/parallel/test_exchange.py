@@ -20,15 +20,12 @@ from thorough import and_slow
 from torch import Tensor, nn
 
 from engine.errors import ConfigError, ModelError, RolloutError
-from engine.parallel.boxes import Box
 from engine.parallel.exchange import Exchange
-from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.layout import Layout, ModelShape, rollout_layout
 from engine.parallel.module_shards import gather_shard_map, local_tensors
-from engine.parallel.pipeline_stages import layers_by_stage
+from engine.parallel.pipeline_parallel import layers_by_stage
 from engine.parallel.reshard import ReshardPlan, plan_reshard
-from engine.parallel.rollout_layout import rollout_layout
-from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
-from engine.parallel.sharding_specs import rollout_shard_map
+from engine.parallel.shard_maps import Box, Shard, ShardedParameter, ShardMap, rollout_shard_map
 
 
 def carry(

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config import OptimConfig, ParallelConfig
-from engine.models.critic import create_critic_model
 from engine.models.forward import response_log_probs, response_values, token_outputs
 from engine.models.lora import BaseModelView
+from engine.models.value_head import create_critic_model
 from engine.parallel import fsdp
-from engine.parallel import gather as full
+from engine.parallel import module_shards as full
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.runtime.optimizer import Optimizer

@@ -14,10 +14,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 from engine.config import ParallelConfig
 from engine.errors import CheckpointError
 from engine.parallel import fsdp
-from engine.parallel import gather as full
+from engine.parallel import module_shards as full
 from engine.parallel.layout import Layout
 from engine.parallel.module_shards import local_tensor
-from engine.parallel.pipeline_stages import extract_stage
+from engine.parallel.pipeline_parallel import extract_stage
 from engine.parallel.process_groups import Ranks
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 from engine.config import OptimConfig, ParallelConfig
 from engine.parallel import fsdp, gradients
-from engine.parallel import gather as full
+from engine.parallel import module_shards as full
 from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks

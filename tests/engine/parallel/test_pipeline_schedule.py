@@ -20,13 +20,13 @@ from torch.nn import functional as F
 
 from engine.config import ParallelConfig
 from engine.errors import WorkerError
-from engine.models.critic import CriticModel, create_critic_model
 from engine.models.lora import BaseModelView
+from engine.models.value_head import CriticModel, create_critic_model
 from engine.parallel.fsdp import shard_model
 from engine.parallel.gradients import all_reduce_gradients, clip_grad_norm
 from engine.parallel.layout import Layout
-from engine.parallel.pipeline_schedule import Pipeline
-from engine.parallel.pipeline_stages import (
+from engine.parallel.pipeline_parallel import (
+    Pipeline,
     PipelineStage,
     extract_stage,
     sum_tied_gradients,

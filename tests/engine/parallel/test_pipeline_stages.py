@@ -16,11 +16,11 @@ from stage_models import VOCABULARY, Spec, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine.errors import ConfigError, WorkerError
-from engine.models.critic import create_critic_model
 from engine.models.lora import BaseModelView, has_adapters
+from engine.models.value_head import create_critic_model
 from engine.models.vocabulary_head import require_vocabulary_head
 from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.pipeline_stages import (
+from engine.parallel.pipeline_parallel import (
     extract_stage,
     layers_by_stage,
     split_layers,

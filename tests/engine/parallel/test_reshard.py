@@ -29,13 +29,10 @@ from reshard_cases import (
 from thorough import and_slow
 
 from engine.errors import ConfigError, ModelError
-from engine.parallel.boxes import Box
-from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.pipeline_stages import split_layers
+from engine.parallel.layout import Layout, ModelShape, RolloutLayout, rollout_layout
+from engine.parallel.pipeline_parallel import split_layers
 from engine.parallel.reshard import ReshardPlan, plan_reshard
-from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
-from engine.parallel.shard_map import Shard, ShardedParameter, ShardMap
-from engine.parallel.sharding_specs import rollout_shard_map
+from engine.parallel.shard_maps import Box, Shard, ShardedParameter, ShardMap, rollout_shard_map
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TINY = ModelShape(4, 8, 4, 4, 32, 64, 128)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from engine.parallel.layout import Layout
-from engine.parallel.rollout_layout import RolloutLayout, rollout_layout
+from engine.parallel.layout import Layout, RolloutLayout, rollout_layout
 
 SIZES = st.sampled_from([1, 2, 4])
 

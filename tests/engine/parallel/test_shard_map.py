@@ -19,11 +19,8 @@ from reshard_cases import (
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.parallel.boxes import Box
-from engine.parallel.layout import Layout, ModelShape
-from engine.parallel.rollout_layout import rollout_layout
-from engine.parallel.shard_map import ShardMap
-from engine.parallel.sharding_specs import rollout_shard_map
+from engine.parallel.layout import Layout, ModelShape, rollout_layout
+from engine.parallel.shard_maps import Box, ShardMap, rollout_shard_map
 
 MODEL = ModelShape(4, 8, 2, 4, 16, 24, 101)
 SHAPES = decoder_shapes(MODEL, biases=True)

@@ -20,12 +20,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from engine.config import LoRAConfig
 from engine.errors import ConfigError
 from engine.models import add_adapters
-from engine.models.critic import create_critic_model
 from engine.models.lora import adapter_parameters
+from engine.models.value_head import create_critic_model
 from engine.parallel import gradients
 from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import DATA_AXES, Layout
-from engine.parallel.pipeline_stages import PipelineStage, extract_stage
+from engine.parallel.pipeline_parallel import PipelineStage, extract_stage
 from engine.parallel.process_groups import Ranks
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds

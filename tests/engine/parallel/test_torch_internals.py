@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from engine.parallel.pipeline_schedule import _ScheduledStage
+from engine.parallel.pipeline_parallel import _ScheduledStage
 
 CHECKED = "2.13"
 ADVICE = (

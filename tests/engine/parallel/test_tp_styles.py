@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from engine.parallel.tp_styles import (
+from engine.parallel.tensor_parallel import (
     TOKENS,
     Replicated,
     RowParallel,

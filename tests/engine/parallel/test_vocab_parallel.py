@@ -14,9 +14,8 @@ from thorough import and_slow
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.algorithms.entropy import entropy, sum_pi_squared
-from engine.algorithms.kl_full import full_kl
-from engine.models.token_statistics import token_statistics
+from engine.algorithms.divergences import entropy, full_kl, sum_pi_squared
+from engine.models.vocabulary_head import token_statistics
 from engine.parallel import vocab_parallel as vocab
 from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds
 

@@ -14,7 +14,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from engine.config import OptimConfig
 from engine.models.forward import token_outputs
 from engine.parallel.layout import Layout, ModelShape
-from engine.planner.elements import sizes
 from engine.planner.memory import (
     activations,
     estimate,
@@ -22,7 +21,7 @@ from engine.planner.memory import (
     rank_elements,
     stage_elements,
 )
-from engine.planner.workload import Candidate, Workload
+from engine.planner.sizes import Candidate, Workload, sizes
 from engine.runtime.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,14 +25,14 @@ from engine.models import open_model
 from engine.parallel import process_groups
 from engine.parallel.layout import Layout, ModelShape
 from engine.planner.memory import Memory, estimate
-from engine.planner.workload import Candidate, Workload
-from engine.runtime.save_policy import StartModel
+from engine.planner.sizes import Candidate, Workload
+from engine.runtime.policy_runtime import StartModel
 from engine.runtime.sharded_model import ShardedModel
 from engine.storage import weight_files
-from engine.trainers.memory_check import sft_memory, sft_workload
+from engine.trainers.auto_placement import sft_memory, sft_workload
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
-from engine.workers.sft import SFTWorker
+from engine.workers.role import WorkerContext
+from engine.workers.supervised import SFTWorker
 
 pytestmark = [
     pytest.mark.gpu,

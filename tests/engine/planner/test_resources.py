@@ -10,8 +10,7 @@ import pytest
 from engine.controller.placement import ClusterNode
 from engine.errors import PlacementError
 from engine.planner import Cluster, Machine, read_cluster
-from engine.planner.hardware import GIB
-from engine.planner.resources import cluster_of, gpu_memory_here
+from engine.planner.resources import GIB, cluster_of, gpu_memory_here
 
 LABEL = "ray.io/accelerator-type"
 

@@ -10,8 +10,8 @@ from test_search import GRPO_7B, QWEN_05B, gpus
 
 from engine.errors import PlacementError
 from engine.planner import Cluster, PlacementPlan, SamplerChoices, explain, search, search_apart
-from engine.planner.samplers import priced_samplers
-from engine.planner.workload import Workload
+from engine.planner.layout_search import priced_samplers
+from engine.planner.sizes import Workload
 
 AHEAD = replace(GRPO_7B, runs_ahead=True, samplers=1, sampler_bytes=2.0)
 SMALL = replace(AHEAD, shape=QWEN_05B)

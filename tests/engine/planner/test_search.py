@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError, EngineError, PlacementError
-from engine.parallel.layout import Layout, ModelShape, check_layout
-from engine.parallel.rollout_layout import rollout_layout
+from engine.parallel.layout import Layout, ModelShape, check_layout, rollout_layout
 from engine.planner import Cluster, FixedSettings, Machine, PlacementPlan, Workload, explain, search
-from engine.planner.hardware import GIB
 from engine.planner.memory import RUNTIME, estimate, usable_bytes
+from engine.planner.resources import GIB
 
 SHAPE = ModelShape(4, 4, 2, 16, 64, 128, 1000)  # of a toy; real ones are below
 QWEN_7B = ModelShape(28, 28, 4, 128, 3584, 18944, 152064)

@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import DataConfig, PairsConfig
 from engine.errors import DataError
-from engine.preferences.from_files import read_preference_tables
+from engine.preferences import read_preference_tables
 
 
 def write(path: Path, prompts: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import RLConfig
-from engine.preferences.learned_reward import by_reward_model
+from engine.preferences import by_reward_model
 from engine.rewards import Scorer
 
 PPO = {"algorithm": {"adv_estimator": "gae"}}

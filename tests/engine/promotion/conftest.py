@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from thorough import and_slow
 
-from engine.storage.artifacts import publish, staging
-from engine.storage.manifest import Draft
+from engine.storage.artifacts import Draft, publish, staging
 from engine.tracking import Tracker
 
 

@@ -15,8 +15,14 @@ import pytest
 from engine.errors import LineageError, TrackingError
 from engine.promotion import Champions
 from engine.promotion.__main__ import main
-from engine.promotion.history import AliasMove, tag_key, tag_value
-from engine.promotion.lock import TAG_PREFIX, LockTimeouts, lock_model
+from engine.promotion.champions import (
+    TAG_PREFIX,
+    AliasMove,
+    LockTimeouts,
+    lock_model,
+    tag_key,
+    tag_value,
+)
 from engine.tracking import Tracker
 
 PointsTo = Callable[[], str | None]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import DataError
-from engine.promotion.contamination import share_trained_on, trained_on
+from engine.promotion.gate import share_trained_on, trained_on
 
 LONG = "Tom has three apples and he gives two of them to his friend Ann on Monday at noon"
 TEXTS = st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=8).map(" ".join))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import TrackingError
-from engine.promotion.history import (
+from engine.promotion.champions import (
     AliasMove,
     previous_version,
     read_moves,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.config.promotion import RewardModelGateConfig
-from engine.promotion.reward_models import decide_reward_model
+from engine.config.pipeline import RewardModelGateConfig
+from engine.promotion.gate import decide_reward_model
 
 RULES = RewardModelGateConfig()
 

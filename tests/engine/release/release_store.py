@@ -9,9 +9,8 @@ from typing import Any
 
 from engine.evaluation.metrics import Interval, LengthSummary
 from engine.evaluation.summary import EvaluationComparison, ModelSummary
-from engine.storage.artifacts import publish, staging
-from engine.storage.hashing import hash_file
-from engine.storage.manifest import Draft, Parent, read_manifest
+from engine.storage.artifacts import Draft, Parent, publish, read_manifest, staging
+from engine.storage.digests import hash_file
 from engine.tracking import Tracker
 
 NAME = "policy"

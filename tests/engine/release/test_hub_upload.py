@@ -13,8 +13,8 @@ from hub_server import TOKEN, Hub, hub_server
 from huggingface_hub import ModelCard, close_session, constants
 from release_store import make_run
 
-from engine.export import main
-from engine.storage.manifest import read_manifest
+from engine.cli.commands.export import main
+from engine.storage.artifacts import read_manifest
 
 REPOSITORY = "acme/math"
 

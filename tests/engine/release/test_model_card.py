@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub import ModelCard, constants
 from release_store import NAME, Made, edit, evaluate, make_run, register
 
-from engine.export import main
-from engine.storage.manifest import read_manifest
+from engine.cli.commands.export import main
+from engine.storage.artifacts import read_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ HOSTILE = {
         "    frame = frame.f_back\n"
         "print(found[0])"
     ),
-    "imports_the_judge": "import engine.rewards.code_tests as t\nt.same_output = lambda a, b: True",
+    "imports_the_judge": "import engine.rewards.code as t\nt.same_output = lambda a, b: True",
     "imports_its_way_up": (
         "import sys\nfor m in list(sys.modules.values()):\n"
         "    for n in ('same_output', 'same_value'): setattr(m, n, lambda a, b: True)"

@@ -4,7 +4,7 @@ import pytest
 
 from engine.errors import ConfigError, RewardError
 from engine.rewards import declared_components, ordered_weights, resolve_reward
-from engine.rewards.answer_and_format import answer_and_format
+from engine.rewards.answers import answer_and_format
 
 
 @pytest.fixture

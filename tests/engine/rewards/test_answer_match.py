@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import RewardError
-from engine.rewards.answer_match import answer_match, extract_answer, has_format, normalise_number
+from engine.rewards.answers import answer_match, extract_answer, has_format, normalise_number
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
 

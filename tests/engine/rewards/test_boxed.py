@@ -1,6 +1,6 @@
 import pytest
 
-from engine.rewards.boxed import last_boxed
+from engine.rewards.answers import last_boxed
 
 
 @pytest.mark.parametrize(

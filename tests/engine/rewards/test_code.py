@@ -24,8 +24,7 @@ from hostile_programs import CHEATS, HARMLESS, HOSTILE
 
 from engine.errors import RewardError
 from engine.rewards import open_reward, score
-from engine.rewards.code import code, has_program, program
-from engine.rewards.code_tests import read_tests, same_output, same_value
+from engine.rewards.code import code, has_program, program, read_tests, same_output, same_value
 from engine.rewards.sandbox.run import ALL, LIMITS, Limits, Sandbox, Walls
 
 WANTS_42 = {"inputs": ["41"], "outputs": ["42"]}

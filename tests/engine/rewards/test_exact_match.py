@@ -1,6 +1,6 @@
 import pytest
 
-from engine.rewards.exact_match import exact_match, normalised_match
+from engine.rewards.answers import exact_match, normalised_match
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from engine.data.templates import encode_prompt, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import RewardError
 from engine.models import build_model, load_model, save_model
-from engine.rewards.likelihood import likelihood
+from engine.rewards.model_based import likelihood
 
 TEXTS = ["4", "four, which is 2+2", "5", "<|end|>"]
 USER = {"role": "user", "content": "2+2?"}

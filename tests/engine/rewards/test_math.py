@@ -3,8 +3,8 @@ from collections.abc import Iterator
 import pytest
 
 from engine.rewards import open_reward, score
-from engine.rewards.math import math
-from engine.rewards.threads import RewardScorer
+from engine.rewards.answers import math
+from engine.rewards.calls import RewardScorer
 
 
 @pytest.mark.parametrize(

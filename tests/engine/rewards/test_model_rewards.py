@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from engine.config import RewardConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import RewardError
-from engine.rewards import Scorer, judge
-from engine.rewards import reward_model as reward_models
-from engine.rewards.reward_model import reward_model
+from engine.rewards import Scorer, http_rewards
+from engine.rewards import model_based as reward_models
+from engine.rewards.model_based import reward_model
 
 Answer = Callable[[str, Any, int], tuple[int, Any]]  # path, request, number → status, JSON
 
@@ -138,8 +138,8 @@ def graded(path: str, content: Any, number: int) -> tuple[int, Any]:
 @pytest.fixture
 def fresh() -> None:
     """A judge that remembers nothing."""
-    judge._known.clear()
-    judge._asked.clear()
+    http_rewards._known.clear()
+    http_rewards._asked.clear()
 
 
 @pytest.mark.usefixtures("fresh")
@@ -155,7 +155,7 @@ def test_a_judge_scores_by_a_rubric_and_asks_once(tmp_path: Path) -> None:
         assert "<reference>\n4\n</reference>" in text
         assert (requests[0]["model"], requests[0]["temperature"]) == ("m", 0.0)
         asked = len(requests)
-        judge._known.clear()
+        http_rewards._known.clear()
         assert scores("judge", texts[:2], options) == [0.5, 1.0]
         assert len(requests) == asked, "what the folder has is not asked again"
         assert scores("judge", texts[:1], options | {"scale": [0, 5]}) == [1.0]
@@ -227,7 +227,7 @@ def test_a_reward_model_scores_conversations_in_any_batch_size(classifier: Path)
 
 
 def test_a_completion_can_t_write_control_tokens_for_a_reward_model(classifier: Path) -> None:
-    loaded = reward_models._load(str(classifier), "", "")
+    loaded = reward_models._load_classifier(str(classifier), "", "")
     end = loaded.tokenizer.eos_token
     text = loaded.text([{"role": "user", "content": f"2+2?{end}"}], f"4{end}{end}")
     clean = loaded.text([{"role": "user", "content": "2+2?"}], "4")

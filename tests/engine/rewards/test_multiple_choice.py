@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import RewardError
-from engine.rewards.multiple_choice import choice, multiple_choice
+from engine.rewards.answers import choice, multiple_choice
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from engine.rewards import open_reward, score
-from engine.rewards.call import RewardRows
-from engine.rewards.pool import RewardPool
+from engine.rewards.calls import RewardRows
+from engine.rewards.process import RewardPool
 
 PATTERN = r"(a+)+$|(?P<answer>\d+)"  # a text such as aaaaaaaaaaaaaaaaaaaaaaaaaaaaaab takes ages
 HANGS = "a" * 60 + "b"

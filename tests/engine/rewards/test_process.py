@@ -16,8 +16,15 @@ import pytest
 from once import OwnEntries
 
 from engine.errors import ConfigError, RewardError
-from engine.plugins import import_plugins
-from engine.rewards import RewardThreads, Scores, open_reward, registry, resolve_reward, score
+from engine.registry import import_plugins
+from engine.rewards import (
+    RewardThreads,
+    Scores,
+    open_reward,
+    resolve_reward,
+    reward_function,
+    score,
+)
 from engine.rewards.process import RewardProcess
 
 MODULE = '''
@@ -261,7 +268,7 @@ def test_what_can_t_be_loaded_is_said_before_any_call(modules: Path) -> None:
 
 
 def test_a_reward_that_a_plugin_registers(modules: Path, own_entries: OwnEntries) -> None:
-    own_entries(registry._registry)
+    own_entries(reward_function._registry)
     plugin = ("plugin_of_a_process",)
     import_plugins(plugin)
     reward = open_reward("later_of_a_plugin", {"scale": 2}, plugins=plugin)

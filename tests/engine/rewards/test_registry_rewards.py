@@ -5,9 +5,9 @@ import pytest
 from once import OwnEntries
 
 from engine.errors import ConfigError
-from engine.rewards import registry
-from engine.rewards.answer_match import answer_match
-from engine.rewards.registry import declared_components, register_reward, resolve_reward
+from engine.rewards import reward_function
+from engine.rewards.answers import answer_match
+from engine.rewards.reward_function import declared_components, register_reward, resolve_reward
 
 MODULE = """
 from engine.rewards import register_reward
@@ -46,7 +46,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_entries: Ow
     (tmp_path / "user_rewards_of_test.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "user_rewards_of_test", raising=False)
-    own_entries(registry._registry)
+    own_entries(reward_function._registry)
     return "user_rewards_of_test"
 
 
@@ -100,7 +100,7 @@ def test_a_module_that_fails_on_import_is_named(
 
 
 def test_registering_makes_a_name_selectable_once(own_entries: OwnEntries) -> None:
-    own_entries(registry._registry)
+    own_entries(reward_function._registry)
 
     @register_reward("length")
     def length(prompts, completions, *, ground_truth, **columns):  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.errors import RewardError
-from engine.rewards.call import DeadlinePassed, RewardCall, RewardOutcome, RewardRows
+from engine.rewards.calls import DeadlinePassed, RewardCall, RewardOutcome, RewardRows
 
 ROWS = RewardRows(["p", "q"], ["a", "bb"], {"ground_truth": ["1", "2"]})
 
@@ -100,7 +100,7 @@ def test_threads_of_a_coroutine_work_and_hand_back_errors() -> None:
 
 HUNG = """
 import asyncio, queue, time
-from engine.rewards.call import RewardCall, RewardRows
+from engine.rewards.calls import RewardCall, RewardRows
 
 def hang(*args, **columns):
     time.sleep(60)

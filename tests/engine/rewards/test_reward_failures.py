@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import RewardError
-from engine.rewards import runner
-from engine.rewards.result import RewardFailure, Scores
-from engine.rewards.threads import AT_ONCE, RewardThreads
+from engine.rewards import calls as runner
+from engine.rewards.calls import AT_ONCE, RewardThreads
+from engine.rewards.reward_function import RewardFailure, Scores
 
 Reward = Callable[..., Any]
 RELEASE = threading.Event()  # ends what hangs, after each test

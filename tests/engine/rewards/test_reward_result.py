@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.errors import RewardError
-from engine.rewards.result import RewardFailure, Scores, read
+from engine.rewards.reward_function import RewardFailure, Scores, read
 
 TWO = {"answer": [1.0, 0.0, 1.0], "format": [0.5, 0.5, 0.0]}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.errors import RewardError
-from engine.rewards import runner
-from engine.rewards.answer_match import answer_match
-from engine.rewards.threads import RewardThreads
+from engine.rewards import calls
+from engine.rewards.answers import answer_match
+from engine.rewards.calls import RewardThreads
 
 COLUMNS = {"ground_truth": ["1", "2", "3"]}
 
@@ -18,7 +18,7 @@ COLUMNS = {"ground_truth": ["1", "2", "3"]}
 def run(reward: Any, timeout_s: float = 5.0, columns: dict[str, list[Any]] | None = None) -> Any:
     """One strict call on three completions; their scores."""
     texts = ["a", "bb", "ccc"]
-    scores = runner.score(RewardThreads(reward), ["p"] * 3, texts, columns or COLUMNS, timeout_s)
+    scores = calls.score(RewardThreads(reward), ["p"] * 3, texts, columns or COLUMNS, timeout_s)
     assert scores.components == ()
     assert scores.failures == {}
     return [value for (value,) in scores.rows]
@@ -134,11 +134,11 @@ def test_columns_must_fit_the_completions() -> None:
     with pytest.raises(RewardError, match="ground_truth has 2 entries for 3 completions"):
         run(returning([0.0] * 3), columns={"ground_truth": ["1", "2"]})
     with pytest.raises(RewardError, match="prompts has 1 entries for 3 completions"):
-        runner.score(RewardThreads(returning([0.0] * 3)), ["p"], ["a", "b", "c"], COLUMNS, 1.0)
+        calls.score(RewardThreads(returning([0.0] * 3)), ["p"], ["a", "b", "c"], COLUMNS, 1.0)
 
 
 def test_no_completions_need_no_call() -> None:
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         return [max(completions)]
 
-    assert runner.score(RewardThreads(reward), [], [], {"ground_truth": []}, 1.0).rows == []
+    assert calls.score(RewardThreads(reward), [], [], {"ground_truth": []}, 1.0).rows == []

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.rollout.native import cpu_sampling
-from engine.rollout.native.cpu_library import library
-from engine.rollout.native.cpu_sampling import draw
+from engine.kernels import decoding_ops
+from engine.kernels.decoding_ops import draw, library
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.sampling import noise_keys, sample, uniforms
 
@@ -38,7 +37,7 @@ def test_tokens_and_log_probs_are_the_rules(vocabulary: int, temperature: float)
 
 def test_more_threads_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     one = draw(*case(700), SamplingParams())
-    monkeypatch.setattr(cpu_sampling, "_ROWS_OF_TWO", 1)
+    monkeypatch.setattr(decoding_ops, "_ROWS_OF_TWO", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     several = draw(*case(700), SamplingParams())
     assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.errors import DivergedRolloutError
-from engine.rollout.native import NativeEngine, cpu_sampling, cpu_step, llama_decoder
-from engine.rollout.native.cpu_library import library
-from engine.rollout.native.cpu_step import CpuStep
+from engine.kernels import decoding_ops
+from engine.kernels.decoding_ops import CpuStep, library
+from engine.rollout.native import NativeEngine, llama_decoder
 from engine.rollout.protocol import Completion, SamplingParams
 
 compiled = pytest.mark.skipif(library() is None, reason="no AVX512-BF16, or no C compiler")
@@ -123,10 +123,10 @@ def test_threads_change_no_bit(
     name: str, threads: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompts = MODELS[name]().bfloat16(), make_prompts(9)
-    monkeypatch.setattr(cpu_step, "_WORK_OF_A_THREAD", 1 << 60)
+    monkeypatch.setattr(decoding_ops, "_WORK_OF_A_THREAD", 1 << 60)
     expected = NativeEngine(model).generate(prompts, SAMPLED)
-    monkeypatch.setattr(cpu_step, "_WORK_OF_A_THREAD", 1)
-    monkeypatch.setattr(cpu_step, "_SHARED_BYTES", shared)
+    monkeypatch.setattr(decoding_ops, "_WORK_OF_A_THREAD", 1)
+    monkeypatch.setattr(decoding_ops, "_SHARED_BYTES", shared)
     before = torch.get_num_threads()
     # PyTorch's own operations may sum in another order: only the steps get more threads.
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -176,7 +176,7 @@ def test_a_cache_folder_that_cannot_be_written_is_done_without(
 
 
 def test_its_sources_are_installed_with_the_package() -> None:
-    folder = Path(cpu_step.__file__).parent
+    folder = Path(decoding_ops.__file__).parent
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["*"]
     installed = {path for pattern in patterns for path in folder.glob(pattern)}
@@ -189,7 +189,7 @@ def test_a_compiler_that_fails_is_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "false")
     assert library.__wrapped__() is None
-    for module in (cpu_step, cpu_sampling):
+    for module in (decoding_ops, decoding_ops):
         monkeypatch.setattr(module, "library", lambda: None)
     done = NativeEngine(build("qwen2").bfloat16()).generate([[5, 6]], SAMPLED)
     assert [len(c.token_ids) > 0 for c in done] == [True] * 3

@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.native import NativeEngine
-from engine.rollout.native.llama_weights import LlamaWeights, UnsupportedModel, bind
+from engine.rollout.native.decoding_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.protocol import SamplingParams, create_engine
 
 

@@ -16,11 +16,10 @@ from stream_checks import drain, generated, texts, update, weights_of, with_n, w
 from thorough import and_slow
 from torch import Tensor
 
-from engine.rollout.native import NativeEngine, cuda_graphs, model_handle
-from engine.rollout.native.cuda_graphs import GraphedSteps
+from engine.rollout.native import NativeEngine, llama_decoder, model_handle
+from engine.rollout.native.decoding_weights import bind
 from engine.rollout.native.kv_cache import KVCache
-from engine.rollout.native.llama_decoder import LlamaDecoder, can_graph
-from engine.rollout.native.llama_weights import bind
+from engine.rollout.native.llama_decoder import GraphedSteps, LlamaDecoder, can_graph
 from engine.rollout.protocol import SamplingParams
 
 
@@ -78,7 +77,7 @@ def test_tokens_are_those_of_plain_steps(
 def test_steps_are_captured_again_after_the_cache_has_grown(
     captures: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "_COLUMNS", 32)
+    monkeypatch.setattr(llama_decoder, "_COLUMNS", 32)
     prompt, model = [5, 6, 7], build("qwen3")
     (done,) = NativeEngine(model).generate([prompt], SamplingParams(max_new_tokens=120))
     expected = reference_log_probs(model, prompt, done.token_ids)

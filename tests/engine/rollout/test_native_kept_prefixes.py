@@ -11,8 +11,8 @@ from stream_checks import drain
 
 from engine.errors import RolloutError
 from engine.rollout.native import NativeEngine
-from engine.rollout.native.kept_prefixes import KeptPrefix, KeptPrefixes
-from engine.rollout.native.stream import NativeStream
+from engine.rollout.native.kv_cache import KeptPrefix, KeptPrefixes
+from engine.rollout.native.native_stream import NativeStream
 from engine.rollout.protocol import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=6, seed=3, stop_token_ids=tuple(range(20, 40)))

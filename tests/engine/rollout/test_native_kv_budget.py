@@ -11,8 +11,7 @@ from torch import Tensor
 from engine.config import RolloutConfig
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.native import NativeEngine
-from engine.rollout.native.kv_budget import KvBudget, KvRoom
-from engine.rollout.native.kv_cache import KVCache
+from engine.rollout.native.kv_cache import KvBudget, KVCache, KvRoom
 from engine.rollout.native.llama_decoder import LlamaDecoder
 from engine.rollout.native.model_handle import ModelHandle
 from engine.rollout.protocol import SamplingParams, engine_options

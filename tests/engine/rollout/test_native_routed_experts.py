@@ -11,15 +11,14 @@ from engine.batch import Batch
 from engine.config import ParallelConfig
 from engine.data.collate import collate_completions, pad_tokens
 from engine.errors import ConfigError
+from engine.models.forward import LogProbReader
 from engine.models.routing import routers
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
+from engine.rollout.native.decoder import RoutedExperts
 from engine.rollout.native.engine import NativeEngine
-from engine.rollout.native.routed_experts import RoutedExperts
 from engine.rollout.protocol import Completion, SamplingParams
-from engine.runtime.micro_batches import untrimmed
-from engine.runtime.sharded_model import ShardedModel
-from engine.runtime.token_outputs import LogProbReader
+from engine.runtime.sharded_model import ShardedModel, untrimmed
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12]]
 PARAMS = SamplingParams(n=3, max_new_tokens=7, stop_token_ids=tuple(range(0, 97, 4)), seed=5)

@@ -16,7 +16,7 @@ from stream_checks import (
     worst_error,
 )
 
-from engine.rollout.native import NativeEngine, prefill_plan
+from engine.rollout.native import NativeEngine, sequences
 from engine.rollout.stream import PartialCompletion, PartialRequest, noise_index
 
 
@@ -49,7 +49,7 @@ def test_a_partial_is_continued_in_another_engine_with_its_prompt_prefilled_once
 def test_resumed_and_fresh_completions_of_a_group_are_decoded_together(
     family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_plan, "_PREFILL_TOKENS", at_once)
+    monkeypatch.setattr(sequences, "_PREFILL_TOKENS", at_once)
     engine = NativeEngine(build(family).double())
     expected = generated(engine, [[5, 6, 7]], with_n(4, stop_token_ids=()))
     parts = []

@@ -8,7 +8,7 @@ from rollout_models import build, make_prompts
 from stream_checks import PARAMS, Found, drain, gather, generated, texts, weights_of, with_n, write
 
 from engine.errors import RolloutError
-from engine.rollout.native import NativeEngine, prefill_plan
+from engine.rollout.native import NativeEngine, sequences
 
 
 def test_diverged_weights_cost_no_token() -> None:
@@ -41,7 +41,7 @@ def test_diverged_weights_cost_no_token() -> None:
 def test_what_ended_before_a_failure_in_the_same_step_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefill_plan, "_PREFILL_TOKENS", 1)  # one prompt a prefill
+    monkeypatch.setattr(sequences, "_PREFILL_TOKENS", 1)  # one prompt a prefill
     model = build("qwen2")
     with torch.no_grad():
         model.model.embed_tokens.weight[50] = torch.nan

@@ -25,7 +25,7 @@ from fake_server import (
 from rollout_models import build, make_prompts
 from server_process import free_port
 
-from engine.config.server import ServerConfig
+from engine.config.rollout_engines import ServerConfig
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server import ServerEngine

@@ -14,7 +14,7 @@ from engine.config import LoRAConfig, RLConfig
 from engine.models import adapter_parameters, add_adapters
 from engine.models.quantize import quantize_linears
 from engine.rollout.protocol import SamplingParams
-from engine.trainers.rl_setup import check_lora
+from engine.trainers.run_spec import check_lora
 
 
 @pytest.mark.parametrize("quantize", ["", "int8"])

@@ -20,7 +20,7 @@ from torch import nn
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.server import ServerEngine
-from engine.rollout.server.weight_folders import WeightFolders
+from engine.rollout.server.weights import WeightFolders
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the server's start
 

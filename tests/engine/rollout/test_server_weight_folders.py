@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.errors import RolloutError
-from engine.rollout.server.weight_folders import WeightFolders, checksum, find_tag, shapes
-from engine.rollout.trainer_weights import merged_weights
+from engine.rollout.server.weights import WeightFolders, checksum, find_tag, shapes
+from engine.rollout.trainer_model import merged_weights
 from engine.storage import weight_files
 
 IDS = torch.tensor([[3, 14, 15, 9, 26]])

@@ -14,9 +14,9 @@ from test_vllm_options import DEFAULTS
 from engine.config import RolloutConfig
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import SamplingParams, check_engine_settings
-from engine.rollout.vllm import VllmEngine, engine_kwargs, options
-from engine.rollout.vllm.engine_arguments import Tuning, engine_arguments
-from engine.rollout.vllm.engine_kwargs import argument_names
+from engine.rollout.vllm import VllmEngine, options
+from engine.rollout.vllm import options as engine_kwargs
+from engine.rollout.vllm.options import Tuning, argument_names, engine_arguments
 from engine.rollout.vllm.weight_load import QuantizedLoad
 
 needs_vllm = pytest.mark.skipif(

@@ -22,7 +22,7 @@ from transformers import Qwen2ForCausalLM
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.rollout.vllm import VllmEngine
-from engine.rollout.vllm.weight_sharing import ParameterSnapshot
+from engine.rollout.vllm.weight_load import ParameterSnapshot
 
 with contextlib.suppress(ImportError):  # it comes with vLLM
     import llvmlite.binding  # noqa: F401 (its functions once broke the start of an engine, too)

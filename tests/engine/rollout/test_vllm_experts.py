@@ -22,7 +22,7 @@ from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server import ServerEngine
 from engine.rollout.vllm import VllmEngine
-from engine.rollout.vllm.cpu_experts import apply_experts
+from engine.rollout.vllm.patches import apply_experts
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -16,13 +16,11 @@ from torch import nn
 from engine.config import ParallelConfig
 from engine.errors import ConfigError, RolloutError
 from engine.parallel.exchange import Exchange
-from engine.parallel.layout import Layout, ModelShape
+from engine.parallel.layout import Layout, ModelShape, rollout_layout
 from engine.parallel.module_shards import gather_shard_map, local_tensors
 from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import plan_reshard
-from engine.parallel.rollout_layout import rollout_layout
-from engine.parallel.shard_map import ShardMap
-from engine.parallel.sharding_specs import rollout_shard_map
+from engine.parallel.shard_maps import ShardMap, rollout_shard_map
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.vllm import VllmEngine
 from engine.runtime.sharded_model import ShardedModel

@@ -13,7 +13,7 @@ from rollout_models import CONTEXT, build
 from stream_checks import Found, drain, texts, worst_error
 
 from engine.rollout.protocol import SamplingParams, create_engine
-from engine.rollout.vllm.kv_admission import KvAdmission, Row
+from engine.rollout.vllm.vllm_stream import KvAdmission, Row
 
 
 def room(tokens: int, **changes: Any) -> KvAdmission:

@@ -15,7 +15,7 @@ from engine.errors import ConfigError, RolloutError
 from engine.models import adapter_parameters, add_adapters
 from engine.models.lora import merged_copy
 from engine.models.quantize import quantize_linears
-from engine.rollout import trainer_weights
+from engine.rollout import trainer_model
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.vllm import VllmEngine
 
@@ -64,21 +64,21 @@ def test_merged_weights_are_those_of_the_saved_model(family: str, quantize: str)
         pytest.skip("its Conv1D is no linear module")
     model = adapted(family, quantize=quantize)
     expected = dict(merged_copy(model).named_parameters())
-    merged = dict(trainer_weights.merged_weights(model))
+    merged = dict(trainer_model.merged_weights(model))
     assert merged.keys() == expected.keys()
     for name, tensor in merged.items():
         assert torch.equal(tensor, expected[name]), name
-    changed = dict(trainer_weights.merged_weights(model, changed_only=True))
-    base = dict(trainer_weights.base_weights(model))
+    changed = dict(trainer_model.merged_weights(model, changed_only=True))
+    base = dict(trainer_model.base_weights(model))
     assert base.keys() == expected.keys()
     assert changed.keys() == {n for n in expected if not torch.equal(base[n], expected[n])}
 
 
 def test_a_plain_model_is_its_own_parameters() -> None:
     model = build("qwen2")
-    for name, tensor in trainer_weights.merged_weights(model):
+    for name, tensor in trainer_model.merged_weights(model):
         assert tensor.data_ptr() == model.get_parameter(name).data_ptr()
-    assert dict(trainer_weights.merged_weights(model, changed_only=True)) == {}
+    assert dict(trainer_model.merged_weights(model, changed_only=True)) == {}
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ from rollout_models import build
 
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.vllm.engine import VllmEngine
-from engine.rollout.vllm.engine_arguments import Tuning
-from engine.rollout.vllm.launch import _lora_rank_size
-from engine.rollout.vllm.options import resolve
+from engine.rollout.vllm.engine_launch import _lora_rank_size
+from engine.rollout.vllm.options import Tuning, resolve
 
 DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 8,

@@ -11,8 +11,7 @@ from test_vllm_options import DEFAULTS
 
 from engine.config import RolloutConfig
 from engine.rollout.protocol import engine_capabilities
-from engine.rollout.vllm.engine_arguments import Tuning, engine_arguments
-from engine.rollout.vllm.options import resolve
+from engine.rollout.vllm.options import Tuning, engine_arguments, resolve
 
 pytestmark = [
     pytest.mark.gpu,

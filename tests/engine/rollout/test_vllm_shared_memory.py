@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import RolloutError
-from engine.rollout.vllm.shared_memory import BucketEntry, SharedBuffer, bucket_entry
+from engine.rollout.vllm.engine_weights import BucketEntry, SharedBuffer, bucket_entry
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 tensors = st.lists(

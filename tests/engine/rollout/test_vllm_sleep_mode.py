@@ -15,7 +15,7 @@ from rollout_models import Subject, build, make_prompts, reference_log_probs, tr
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams, check_version
 from engine.rollout.vllm import VllmEngine
-from engine.rollout.vllm.sleep_mode import SleepMode
+from engine.rollout.vllm.engine import SleepMode
 
 CALLS = ("sleep1", "sleep2", "wake_weights", "update", "wake_kv", "generate")
 # What may follow what, written out apart from the code: phase, whether weights are there → calls.

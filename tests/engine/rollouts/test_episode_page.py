@@ -18,18 +18,16 @@ from step_batches import tokenizer
 from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
 from engine.agents.call_parsers import parsed_action
-from engine.agents.collate import turn_spans
-from engine.agents.episode import Episode, EpisodeTokenizer
-from engine.agents.protocol import Action, ToolCall
+from engine.agents.environment_protocol import Action, ToolCall
+from engine.agents.episode import Episode, EpisodeTokenizer, Transcript, turn_spans
 from engine.agents.saved_episode import load_episode, save_episode
-from engine.agents.transcript import Transcript
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
-from engine.rollouts.files import SampleFolder, SampleName
-from engine.rollouts.page import page_of
-from engine.rollouts.writer import RolloutLog
+from engine.samples.sample_files import SampleFolder, SampleName
+from engine.samples.viewer import page_of
+from engine.samples.writer import RolloutLog
 from engine.trainers.rl import RLTrainer
 
 PROGRAM = find_chromium()
@@ -127,8 +125,7 @@ def test_a_sample_of_episodes_says_what_was_sampled_and_what_it_earned(played: P
 
 
 def test_tokens_that_training_leaves_out_are_told(played: Played) -> None:
-    from engine.rollouts.sample import as_table, pick
-    from engine.rollouts.token_texts import TokenTexts
+    from engine.samples.writer import TokenTexts, as_table, pick
 
     mask = played.batch["response_mask"].clone()
     mask[1] = 0.0

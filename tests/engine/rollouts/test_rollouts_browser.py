@@ -9,9 +9,9 @@ import pytest
 from browser import Page, browser, find_chromium
 from step_batches import step_batch, tokenizer
 
-from engine.rollouts.files import SampleFolder
-from engine.rollouts.page import page_of
-from engine.rollouts.writer import RolloutLog
+from engine.samples.sample_files import SampleFolder
+from engine.samples.viewer import page_of
+from engine.samples.writer import RolloutLog
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""`python -m engine.rollouts FOLDER`: the page in a file, or served."""
+"""`python -m engine.samples FOLDER`: the page in a file, or served."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from step_batches import step_batch, tokenizer
 
-from engine.rollouts.__main__ import main, make_server
-from engine.rollouts.files import find_samples
-from engine.rollouts.writer import RolloutLog
+from engine.samples.__main__ import main, make_server
+from engine.samples.sample_files import find_samples
+from engine.samples.writer import RolloutLog
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_it_is_served_to_this_machine_anew_at_each_visit(run: Path) -> None:
 
 def test_the_command_loads_neither_torch_nor_transformers(run: Path) -> None:
     code = (
-        "import sys; from engine.rollouts.__main__ import main; "
+        "import sys; from engine.samples.__main__ import main; "
         f"status = main([{str(run)!r}]); "
         "bad = {'torch', 'transformers', 'ray', 'mlflow'} & set(sys.modules); "
         "sys.exit(str(bad) if bad else status)"

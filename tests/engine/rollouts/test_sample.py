@@ -7,9 +7,8 @@ import torch
 from step_batches import step_batch, tokenizer
 
 from engine.batch import Batch
-from engine.rollouts.columns import SCHEMA
-from engine.rollouts.sample import as_table, pick, prompt_text
-from engine.rollouts.token_texts import TokenTexts
+from engine.samples.sample_files import SCHEMA
+from engine.samples.writer import TokenTexts, as_table, pick, prompt_text
 
 GROUPS = {f"{i}+{i}=": [f"{i}", f"{2 * i}", f"the answer is {2 * i}"] for i in range(6)}
 REWARDS = [i / 18 for i in range(18)]

@@ -11,7 +11,7 @@ import pytest
 from step_batches import step_batch, tokenizer
 
 from engine.errors import DataError, StorageError
-from engine.rollouts.files import (
+from engine.samples.sample_files import (
     PAGE,
     SampleFolder,
     SampleName,
@@ -19,8 +19,7 @@ from engine.rollouts.files import (
     copy_samples,
     find_samples,
 )
-from engine.rollouts.sample import as_table, pick
-from engine.rollouts.token_texts import TokenTexts
+from engine.samples.writer import TokenTexts, as_table, pick
 
 FIRST, TENTH, VALIDATED = (
     SampleName(1, "train"),

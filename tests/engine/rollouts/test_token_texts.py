@@ -9,7 +9,7 @@ from step_batches import tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from engine.rollouts.token_texts import TokenTexts
+from engine.samples.writer import TokenTexts
 
 WORDS = st.text(st.sampled_from("a1 é€😀\n<&‮"), max_size=12)
 

@@ -16,9 +16,9 @@ import pytest
 from s3_server import s3_bucket
 from step_batches import step_batch, tokenizer
 
-from engine.rollouts import writer
-from engine.rollouts.files import PAGE, SampleFolder, SampleName, copy_samples, find_samples
-from engine.rollouts.writer import RolloutLog
+from engine.samples import writer
+from engine.samples.sample_files import PAGE, SampleFolder, SampleName, copy_samples, find_samples
+from engine.samples.writer import RolloutLog
 
 STEPS = 25
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.rank_state import read_role_states
-from engine.runtime.sharded_train_state import load_weights
+from engine.checkpoint.format import read_role_states
+from engine.runtime.train_state import load_weights
 
 WROTE = {"fsdp": 2, "tp": 2}
 

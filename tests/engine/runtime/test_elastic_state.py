@@ -14,17 +14,17 @@ from tiny_engine import save_family, training_batch
 from torch import Tensor
 
 from engine.checkpoint import CheckpointStore
-from engine.checkpoint.rank_state import read_role_states
+from engine.checkpoint.format import read_role_states
 from engine.config import ActorConfig, CriticConfig, LoRAConfig
-from engine.controller.row_sharding import shard_rows
+from engine.controller.worker_host import shard_rows
 from engine.models import load_model
-from engine.parallel.boxes import Box
 from engine.parallel.layout import Layout
 from engine.parallel.module_shards import local_box, local_tensor
+from engine.parallel.shard_maps import Box
 from engine.runtime.optimizer import MASTER
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
+from engine.workers.role import WorkerContext
 
 ROWS, BEFORE, AFTER = 8, 1, 1
 OPTIM = {"lr": 1e-2, "warmup_ratio": 0.3, "schedule": "cosine"}

@@ -32,14 +32,13 @@ from engine.models import (
     open_model,
     open_policy_model,
 )
-from engine.models.packed_base import load_packed
-from engine.models.unloaded import UnloadedModel
-from engine.parallel.gather import named_tensors
+from engine.models.forward import LogProbReader, ValueReader
+from engine.models.policy import UnloadedModel
+from engine.models.quantize import load_packed
 from engine.parallel.layout import Layout
-from engine.parallel.module_shards import local_tensor
+from engine.parallel.module_shards import local_tensor, named_tensors
 from engine.parallel.process_groups import Ranks
 from engine.runtime.sharded_model import ShardedModel
-from engine.runtime.token_outputs import LogProbReader, ValueReader
 from engine.storage import weight_files
 
 Sizes = dict[str, int]
@@ -303,7 +302,7 @@ def said(folder: str) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("engine.models.unloaded").addHandler(handler)
+    logging.getLogger("engine.models.policy").addHandler(handler)
     ranks = Ranks.form(Layout(fsdp=2))
     model = ShardedModel(open_model(folder), ranks, ParallelConfig(fsdp=2))
     assert all(isinstance(p, DTensor) for p in model.module.parameters())
@@ -324,8 +323,7 @@ def test_a_model_that_ranks_load_whole_is_said_once(tmp_path: Path) -> None:
 
 def written(folder: str, out: str, sizes: Sizes, lora: LoRAConfig | None) -> None:
     """A policy's folder; of one with adapters, B is no longer zeros."""
-    from engine.runtime.policy_runtime import PolicyRuntime
-    from engine.runtime.save_policy import StartModel, save_ranks
+    from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
 
     config = ParallelConfig.model_validate(sizes)
     start = StartModel(folder, "bfloat16", lora)

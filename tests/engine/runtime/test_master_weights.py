@@ -11,18 +11,17 @@ from tiny_engine import tiny_model, training_batch
 from torch import Tensor, nn
 
 from engine import HybridActor
-from engine.checkpoint.rank_state import RankState
+from engine.checkpoint.format import RankState
 from engine.config import OptimConfig
 from engine.errors import CheckpointError, DivergedError
 from engine.models.forward import response_log_probs
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import SamplingParams
-from engine.runtime.loss_scale import GROWTH_INTERVAL, LossScale
-from engine.runtime.optimizer import MASTER, Optimizer
+from engine.runtime.optimizer import GROWTH_INTERVAL, MASTER, LossScale, Optimizer
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import SharedWeights
-from engine.runtime.sharded_train_state import ShardedTrainState
+from engine.runtime.train_state import ShardedTrainState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

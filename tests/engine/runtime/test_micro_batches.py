@@ -15,7 +15,7 @@ from tiny_engine import (
 )
 
 from engine.models.forward import response_log_probs
-from engine.runtime.micro_batches import micro_batches, trim
+from engine.runtime.sharded_model import micro_batches, trim
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

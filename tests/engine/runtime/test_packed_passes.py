@@ -15,13 +15,14 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.config import ParallelConfig
 from engine.errors import ConfigError
-from engine.models import packed_attention, row_attention
+from engine.kernels import attention
+from engine.kernels.training_ops import recurring_size
+from engine.models import packed_attention
+from engine.models.forward import LogProbReader
 from engine.models.packing import packing_of
-from engine.models.products import recurring_size
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.runtime.sharded_model import ShardedModel
-from engine.runtime.token_outputs import LogProbReader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,20 +46,20 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> None:
     def seen(*args: Any) -> Any:
         return cut(*args[:-1], args[-1].logical_and(torch.ones_like(args[-1]).triu(1)))
 
-    masked = row_attention._unseen
+    masked = attention._unseen
 
     def all_seen(rows: Any, longest: int) -> Tensor:
         return masked([replace(row, cuts=()) for row in rows], longest)
 
     forget()
     monkeypatch.setattr(packed_attention, "_Block", seen)
-    monkeypatch.setattr(row_attention, "_unseen", all_seen)
+    monkeypatch.setattr(attention, "_unseen", all_seen)
 
 
 def forget() -> None:
     """No mask is taken from an earlier pass."""
     packed_attention._blocks.cache_clear()
-    row_attention._plan.cache_clear()
+    attention._plan.cache_clear()
 
 
 def test_rows_that_come_out_different_are_padded_from_then_on(

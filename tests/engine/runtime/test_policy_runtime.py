@@ -15,7 +15,7 @@ from engine.rollout.protocol import SamplingParams
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import SharedWeights
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.role import WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = [5, 6, 7]

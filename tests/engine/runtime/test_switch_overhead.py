@@ -15,10 +15,10 @@ from engine import HybridActor, measure_switch_overhead
 from engine.errors import ConfigError
 from engine.rollout import protocol
 from engine.rollout.native import NativeEngine, model_handle
+from engine.rollout.native.decoding_weights import LlamaWeights
 from engine.rollout.native.llama_decoder import LlamaDecoder
-from engine.rollout.native.llama_weights import LlamaWeights
 from engine.rollout.protocol import register_engine
-from engine.runtime.switch_overhead import StorageCounter
+from engine.runtime.hybrid_actor import StorageCounter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.config import ActorConfig, CriticConfig
 from engine.parallel.layout import Layout
-from engine.runtime.micro_batches import micro_batches
+from engine.runtime.sharded_model import micro_batches
 from engine.workers.actor import ActorWorker
-from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.critic import CriticWorker
-from engine.workers.reference import ReferenceWorker
+from engine.workers.frozen_models import ReferenceWorker
+from engine.workers.role import ProcessState, WorkerContext
 
 BUDGET = 64  # tokens a micro-batch
 PASSES = (2, 6)  # micro-batches by rank

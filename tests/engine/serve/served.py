@@ -19,8 +19,7 @@ from engine.config import ModelConfig
 from engine.data.templates import decode_response, encode_prompt
 from engine.data.tokenizer import load_tokenizer
 from engine.models import load_model
-from engine.storage.artifacts import publish, staging
-from engine.storage.manifest import Draft
+from engine.storage.artifacts import Draft, publish, staging
 from engine.tracking import Tracker
 
 NAME = "policy"

@@ -18,9 +18,9 @@ from served import chat_tokens, greedy_reference
 from transformers import AutoModelForCausalLM
 
 from engine.data.tokenizer import load_tokenizer
+from engine.serve import Identity
 from engine.serve.__main__ import main
-from engine.serve.native import LARGEST, Backend, NativeServer
-from engine.serve.served_model import Identity
+from engine.serve.native_server import LARGEST, Backend, NativeServer
 
 IDENTITY = Identity("tiny", "models:/tiny@champion", "3", "d" * 64, "e" * 64)
 PROMPT = "3+4="
@@ -256,7 +256,7 @@ class Stuck:
 
 @pytest.fixture
 def stuck(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeServer]:
-    monkeypatch.setattr("engine.serve.native.STOP_S", 1)
+    monkeypatch.setattr("engine.serve.native_server.STOP_S", 1)
     engine: Any = Stuck()
     running = NativeServer("127.0.0.1", 0, request_timeout=60)
     running.backend = Backend(engine, load_tokenizer(model_folder), (), 128, 1 << 20)

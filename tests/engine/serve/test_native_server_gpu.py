@@ -10,8 +10,7 @@ import torch
 from served import SHAPE
 from tiny_engine import write_tiny_folder
 
-from engine.serve.native import Backend
-from engine.serve.openai_api import CompletionRequest
+from engine.serve.native_server import Backend, CompletionRequest
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,7 +23,7 @@ from served import (
 )
 
 from engine.serve.__main__ import main
-from engine.storage.manifest import read_manifest
+from engine.storage.artifacts import read_manifest
 
 START_S = 300.0  # on a busy machine
 END_S = 60.0  # on a busy machine; an idle one takes 4 s at most

@@ -9,9 +9,9 @@ import pytest
 from served import NAME, publish_model, register
 
 from engine.errors import LineageError, ModelError, TrackingError
-from engine.serve.served_model import resolve
-from engine.storage.hashing import tree_digest
-from engine.storage.manifest import read_manifest
+from engine.serve import resolve
+from engine.storage.artifacts import read_manifest
+from engine.storage.digests import tree_digest
 from engine.tracking import Tracker
 
 

@@ -19,10 +19,9 @@ from s3_server import s3_bucket
 
 from engine.errors import LineageError, StorageError
 from engine.storage import artifacts
-from engine.storage.artifacts import local_path, publish, staging
-from engine.storage.hashing import tree_digest
-from engine.storage.locations import artifact_path, home
-from engine.storage.manifest import Draft, read_manifest, verify
+from engine.storage.artifacts import Draft, local_path, publish, read_manifest, staging, verify
+from engine.storage.digests import tree_digest
+from engine.storage.filesystem import artifact_path, home
 
 DRAFT = Draft(kind="dataset", config={"rows": 2}, metrics={"rows": 2.0})
 
@@ -135,8 +134,8 @@ import torch
 from safetensors.torch import save_file
 from engine.errors import StorageError
 from engine.storage.artifacts import publish, staging
-from engine.storage.locations import home
-from engine.storage.manifest import Draft
+from engine.storage.filesystem import home
+from engine.storage.artifacts import Draft
 
 fill = {
     "python": lambda file: file.write_bytes(bytes(4 << 20)),
@@ -209,7 +208,7 @@ def test_two_processes_publishing_the_same_content_agree() -> None:
     code = (
         "import sys, time\n"
         "from engine.storage.artifacts import publish, staging\n"
-        "from engine.storage.manifest import Draft\n"
+        "from engine.storage.artifacts import Draft\n"
         "time.sleep(max(0, float(sys.argv[1]) - time.time()))\n"
         "for text in map(str, range(40)):\n"
         "    with staging('sft') as folder:\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.storage.atomic import fsync, fsync_tree
+from engine.storage.filesystem import fsync, fsync_tree
 
 
 def test_nothing_of_a_tree_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

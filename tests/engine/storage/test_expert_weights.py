@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.storage.expert_weights import file_tensors, stack_experts
-from engine.storage.weight_files import WeightFiles
+from engine.storage.weight_files import WeightFiles, file_tensors, stack_experts
 
 E, W, H = 3, 4, 5
 

@@ -20,9 +20,9 @@ from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ModelError
 from engine.models import load_policy_model, text_config, vocabulary_and_context
-from engine.models.load import adapter_base_path
+from engine.models.loading import adapter_base_path
 from engine.models.lora import save_adapter
-from engine.storage.hub import is_hub_id, pin_revision, split_revision
+from engine.storage.filesystem import is_hub_id, pin_revision, split_revision
 
 FIRST, SECOND = (hashlib.sha1(name).hexdigest() for name in (b"first", b"second"))
 

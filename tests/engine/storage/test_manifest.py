@@ -16,19 +16,26 @@ from lineage_store import edit, make, parent
 from engine.config import PipelineConfig
 from engine.config import digest as config_digest_of
 from engine.errors import LineageError
-from engine.lineage.origin import write_origin
-from engine.storage.artifacts import publish, staging
-from engine.storage.code_version import code_version, git_version, sources_digest
-from engine.storage.hashing import FileEntry, content_digest, tree_digest
-from engine.storage.locations import home
-from engine.storage.manifest import (
+from engine.lineage.lookup import write_origin
+from engine.storage.artifacts import (
     Draft,
     Parent,
     differences,
+    publish,
     read_manifest,
+    staging,
     verify,
     write_manifest,
 )
+from engine.storage.digests import (
+    FileEntry,
+    code_version,
+    content_digest,
+    git_version,
+    sources_digest,
+    tree_digest,
+)
+from engine.storage.filesystem import home
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import StorageError
-from engine.storage import filesystem, multipart
-from engine.storage.hashing import FileEntry, HashedChunks
-from engine.storage.multipart import Uploader
-from engine.storage.objects import Objects
+from engine.storage import filesystem, s3
+from engine.storage.digests import FileEntry, HashedChunks
+from engine.storage.s3 import Objects, Uploader
 
 PART = 1 << 16
 
@@ -27,7 +26,7 @@ PART = 1 << 16
 @pytest.fixture(autouse=True)
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     monkeypatch.setattr(filesystem, "BACKOFF_SECONDS", 0.02)
-    monkeypatch.setattr(multipart, "PART", PART)
+    monkeypatch.setattr(s3, "PART", PART)
     monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", PART)  # S3's is 5 MiB
     with faulty_s3("stream") as made:
         yield made
@@ -76,7 +75,7 @@ def test_what_was_sent_is_there(objects: Objects, faults: Faults, size: int) -> 
 def test_parts_go_side_by_side_and_no_more_than_so_many(objects: Objects, faults: Faults) -> None:
     faults.pause_s = 0.2
     send(objects, "file", pieces(11 * PART))
-    assert 4 < faults.at_once <= multipart.PARALLEL
+    assert 4 < faults.at_once <= s3.PARALLEL
 
 
 def test_a_busy_store_and_a_flipped_bit_cost_nothing_but_time(
@@ -144,14 +143,14 @@ def test_an_end_whose_answer_was_lost_counts(
 
 @given(st.integers(0, 5 << 40))
 def test_parts_are_not_too_many_for_s3(size: int) -> None:
-    length = multipart.part_size(size)
-    assert length >= multipart.PART
-    assert -(-size // length) <= multipart.MAX_PARTS
+    length = s3.part_size(size)
+    assert length >= s3.PART
+    assert -(-size // length) <= s3.MAX_PARTS
 
 
 @given(st.lists(st.binary(max_size=9), max_size=9), st.integers(1, 7))
 def test_parts_cover_the_bytes_once(chunks: list[bytes], length: int) -> None:
-    parts = list(multipart._split(chunks, length))
+    parts = list(s3._split(chunks, length))
     assert b"".join(parts) == b"".join(chunks)
     assert all(len(part) == length for part in parts[:-1])
     assert all(0 < len(part) <= length for part in parts)

@@ -21,15 +21,12 @@ from engine.data.sources import load_splits
 from engine.errors import DataError, LineageError, StorageError
 from engine.lineage.__main__ import main
 from engine.lineage.audit import audit
-from engine.lineage.origin import write_origin
-from engine.lineage.review import review
-from engine.promotion.checks import require_unmodified
+from engine.lineage.lookup import review, write_origin
+from engine.promotion.champions import require_unmodified
 from engine.storage import filesystem
-from engine.storage.artifacts import publish, share, staging
-from engine.storage.filesystem import Files
-from engine.storage.hashing import hash_files
-from engine.storage.locations import home
-from engine.storage.manifest import Draft, Parent, read_manifest, verify
+from engine.storage.artifacts import Draft, Parent, publish, read_manifest, share, staging, verify
+from engine.storage.digests import hash_files
+from engine.storage.filesystem import Files, home
 from engine.storage.readers import read_rows
 
 ROOT = "s3://outage"

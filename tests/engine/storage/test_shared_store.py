@@ -21,12 +21,25 @@ from forks import interpreter
 
 from engine.errors import ConfigError, LineageError, StorageError
 from engine.lineage.__main__ import main
-from engine.storage import artifact_store, filesystem, multipart
-from engine.storage.artifacts import local_path, publish, share, staging
-from engine.storage.filesystem import Timeouts
-from engine.storage.hashing import hash_file
-from engine.storage.locations import home, is_artifact_address, local_copy_path, shared_address
-from engine.storage.manifest import Draft, Parent, read_manifest, verify
+from engine.storage import artifacts, filesystem, s3
+from engine.storage.artifacts import (
+    Draft,
+    Parent,
+    local_path,
+    publish,
+    read_manifest,
+    share,
+    staging,
+    verify,
+)
+from engine.storage.digests import hash_file
+from engine.storage.filesystem import (
+    Timeouts,
+    home,
+    is_artifact_address,
+    local_copy_path,
+    shared_address,
+)
 from engine.tracking import Tracker
 
 Machine = Callable[[str], Path]
@@ -176,7 +189,7 @@ PART = 1 << 16
 PUBLISH = (
     "import sys\n"
     "from engine.storage.artifacts import publish, staging\n"
-    "from engine.storage.manifest import Draft\n"
+    "from engine.storage.artifacts import Draft\n"
     "from engine.storage import multipart, transfer\n"
     f"transfer.PARALLEL, multipart.PART = 1, {PART}\n"
     "with staging('rl') as folder:\n"
@@ -195,7 +208,7 @@ def test_killed_in_the_middle_nothing_looks_complete_and_the_next_call_ends_it(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(multipart, "PART", PART)
+    monkeypatch.setattr(s3, "PART", PART)
     monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", PART)  # S3's is 5 MiB
     faults.pause_s = 0.2  # before each answer: what was seen has not been written yet
     first = subprocess.Popen([*interpreter(), "-c", PUBLISH])
@@ -239,7 +252,7 @@ def test_two_processes_that_publish_the_same_agree(machine: Machine, tmp_path: P
     code = (
         "import sys, time\n"
         "from engine.storage.artifacts import publish, staging\n"
-        "from engine.storage.manifest import Draft, read_manifest\n"
+        "from engine.storage.artifacts import Draft, read_manifest\n"
         "time.sleep(max(0, float(sys.argv[1]) - time.time()))\n"
         "for text in map(str, range(6)):\n"
         "    with staging('sft') as folder:\n"
@@ -308,7 +321,7 @@ def test_a_store_that_is_not_there_ends_in_a_sentence_in_seconds(
     path = make()
     uri = share(path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(artifact_store, "QUICK", Timeouts(2, 1, 1, 3))
+    monkeypatch.setattr(artifacts, "QUICK", Timeouts(2, 1, 1, 3))
     start = time.monotonic()
     with pytest.raises(StorageError, match=r"Could not connect.*check the address"):
         share(path)

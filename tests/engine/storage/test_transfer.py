@@ -16,11 +16,10 @@ import s3fs
 from faulty_s3 import Faults, faulty_s3
 
 from engine.errors import StorageError
-from engine.storage import filesystem, multipart, transfer
+from engine.storage import filesystem, s3
+from engine.storage.digests import FileEntry
 from engine.storage.filesystem import QUICK, Timeouts, s3_credentials
-from engine.storage.hashing import FileEntry
-from engine.storage.objects import SHA256_KEY, CompletedPart, Objects
-from engine.storage.transfer import download, upload
+from engine.storage.s3 import SHA256_KEY, CompletedPart, Objects, download, upload
 
 PART = 1 << 16
 
@@ -28,9 +27,9 @@ PART = 1 << 16
 @pytest.fixture(autouse=True)
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     monkeypatch.setattr(filesystem, "BACKOFF_SECONDS", 0.02)
-    monkeypatch.setattr(multipart, "PART", PART)
+    monkeypatch.setattr(s3, "PART", PART)
     monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", PART)  # S3's is 5 MiB
-    monkeypatch.setattr(transfer, "RANGE", PART)
+    monkeypatch.setattr(s3, "RANGE", PART)
     with faulty_s3("transfer") as made:
         yield made
 
@@ -77,10 +76,10 @@ def test_requests_go_side_by_side_and_no_more_than_so_many(
     files = write(tmp_path / "a", big=3 * PART, **{f"f{i}": 100 for i in range(12)})
     faults.pause_s = 0.1
     upload(tmp_path / "a", uri, files)
-    assert 4 < faults.at_once <= transfer.PARALLEL
+    assert 4 < faults.at_once <= s3.PARALLEL
     faults.at_once, faults.reads = 0, True
     download(uri, tmp_path / "b", files)
-    assert 4 < faults.at_once <= transfer.PARALLEL
+    assert 4 < faults.at_once <= s3.PARALLEL
 
 
 def test_a_busy_store_is_asked_again(faults: Faults, uri: str, tmp_path: Path) -> None:
@@ -177,12 +176,12 @@ def test_what_is_large_shows_how_far_it_is(
     uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mib = 1 << 20
-    monkeypatch.setattr(multipart, "PART", mib)
-    monkeypatch.setattr(transfer, "RANGE", mib)
+    monkeypatch.setattr(s3, "PART", mib)
+    monkeypatch.setattr(s3, "RANGE", mib)
     files = write(tmp_path / "a", big=2 * mib)
     upload(tmp_path / "a", f"{uri}/quiet", files)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(transfer, "LARGE", mib)
+    monkeypatch.setattr(s3, "LARGE", mib)
     upload(tmp_path / "a", uri, files, "upload rl")
     assert "upload rl: 2/2 (100 %)" in capsys.readouterr().err
     download(uri, tmp_path / "b", files, "download rl")

@@ -13,13 +13,13 @@ from engine.config import LoRAConfig, RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError, PlacementError
 from engine.planner import Cluster, Machine
-from engine.planner.hardware import GIB
 from engine.planner.memory import RUNTIME
+from engine.planner.resources import GIB
 from engine.trainers import auto_placement as auto
-from engine.trainers.layouts import layout_of
 from engine.trainers.resume import run_settings
 from engine.trainers.rl import RLTrainer
-from engine.trainers.rl_checks import check_config
+from engine.trainers.run_plan import check_config
+from engine.trainers.run_spec import layout_of
 
 RESPONSE, LONGEST = 6, 40
 

@@ -14,18 +14,16 @@ import pytest
 import torch
 from tiny_engine import arithmetic_rows
 
-from engine.batch import Batch
+from engine.batch import Batch, LazyBatch
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.dataflows import choose_dataflow
-from engine.dataflows.algo import Algo, StepResult
-from engine.dataflows.dynamic_sampling import DynamicSampling
-from engine.dataflows.required_passes import RequiredPasses
+from engine.dataflows.algo import Algo, RequiredPasses, StepResult
+from engine.dataflows.recipes import DynamicSampling
 from engine.errors import ConfigError
-from engine.futures import LazyBatch
 from engine.trainers.rl import RLTrainer
-from engine.trainers.rollout_sources import RolloutSource, register_rollout_source
-from engine.trainers.rollout_sources.asynchronous import SignalFilter
+from engine.trainers.rollout_modes import SignalFilter
+from engine.trainers.run_spec import RolloutSource, register_rollout_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

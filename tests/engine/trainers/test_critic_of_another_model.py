@@ -14,9 +14,9 @@ from engine.config import LoRAConfig, ModelConfig, RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError
 from engine.models import load_model
-from engine.trainers.layouts import check_layouts
+from engine.trainers.auto_placement import workload
 from engine.trainers.rl import RLTrainer
-from engine.trainers.workload import workload
+from engine.trainers.run_spec import check_layouts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

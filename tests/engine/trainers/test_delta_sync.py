@@ -14,16 +14,14 @@ import sync_probe
 from tiny_engine import arithmetic_rows
 
 from engine.config import RLConfig
-from engine.controller.async_rollout import AsyncRollout
-from engine.controller.launch import Placement
-from engine.controller.weight_publisher import PublishedWeights, WeightPublisher
+from engine.controller.async_rollout import AsyncRollout, PublishedWeights, WeightPublisher
+from engine.controller.placement import Placement
 from engine.controller.worker_host import RoleSpec
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError
-from engine.trainers import rl_setup
+from engine.trainers import rollout_modes, run_spec
 from engine.trainers.rl import RLTrainer
-from engine.trainers.rl_checks import check_config
-from engine.trainers.rollout_sources import asynchronous
+from engine.trainers.run_plan import check_config
 
 pytestmark = pytest.mark.usefixtures("one_thread", "ray_cluster")
 STEPS = 6
@@ -37,8 +35,8 @@ class Run:
         self.patch, self.notes = patch, notes
         self.extra = {"notes": str(notes), "faults": faults}
         self.published: dict[int, str] = {}
-        real_spec, real_publish = asynchronous.rollout_worker_spec, WeightPublisher.publish
-        real_placement = asynchronous.rollout_worker_placement
+        real_spec, real_publish = rollout_modes.rollout_worker_spec, WeightPublisher.publish
+        real_placement = rollout_modes.rollout_worker_placement
 
         def spec(name: str, build: Any) -> RoleSpec:
             found = real_spec(name, build)
@@ -56,9 +54,9 @@ class Run:
             pools = tuple(replace(pool, cpus=0.25) for pool in found.pools)
             return replace(found, pools=pools)  # two workers and a trainer on Ray's two CPUs
 
-        patch.setattr(asynchronous, "rollout_worker_spec", spec)
-        patch.setattr(asynchronous, "rollout_worker_placement", placement)
-        patch.setattr(asynchronous, "AsyncRollout", Patient)
+        patch.setattr(rollout_modes, "rollout_worker_spec", spec)
+        patch.setattr(rollout_modes, "rollout_worker_placement", placement)
+        patch.setattr(rollout_modes, "AsyncRollout", Patient)
         patch.setattr(WeightPublisher, "publish", publish)
 
     def fit(self, folder: Path, mode: str, placement: str, **changes: Any) -> Any:
@@ -177,7 +175,7 @@ def test_a_repaired_sampler_changes_nothing_in_one_step_off(
 ) -> None:
     run = Run(monkeypatch, tmp_path, {"sampler": fault})
     wanted = run.fit(tiny_folder, "one_step_off", "local", delta_sync=False)
-    real = rl_setup.role_specs
+    real = run_spec.role_specs
 
     def specs(build: Any) -> list[RoleSpec]:
         return [
@@ -187,7 +185,7 @@ def test_a_repaired_sampler_changes_nothing_in_one_step_off(
             for s in real(build)
         ]
 
-    monkeypatch.setattr("engine.trainers.rl.role_specs", specs)
+    monkeypatch.setattr("engine.trainers.run_spec.role_specs", specs)
     found = run.fit(tiny_folder, "one_step_off", placement)
     kinds = [load["kind"] for load in run.loads("sampler")]
     assert kinds == ["whole", fault, "whole", *["delta"] * (STEPS - 3)]

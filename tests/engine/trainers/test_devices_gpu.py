@@ -25,19 +25,16 @@ from engine.config import (
 )
 from engine.controller.worker_host import RoleSpec
 from engine.data.loader import PromptLoader
-from engine.data.preference_examples import LabelledExample, PairExample
-from engine.data.step_examples import StepExample
+from engine.data.training_examples import LabelledExample, PairExample, StepExample
 from engine.dataflows import choose_dataflow
-from engine.dataflows.required_passes import RequiredPasses
+from engine.dataflows.algo import RequiredPasses
 from engine.models import load_model
 from engine.runtime import policy_runtime
-from engine.runtime.policy_runtime import PolicyRuntime
-from engine.runtime.save_policy import StartModel
+from engine.runtime.policy_runtime import PolicyRuntime, StartModel
+from engine.trainers.offline import SFTExample
 from engine.trainers.rl import RLTrainer
-from engine.trainers.rl_setup import RunSpec
-from engine.trainers.role_registry import ROLES, stream_sampler
-from engine.trainers.sft import SFTExample
-from engine.workers.base import WorkerContext
+from engine.trainers.run_spec import ROLES, RunSpec, stream_sampler
+from engine.workers.role import WorkerContext
 
 pytestmark = [
     pytest.mark.gpu,

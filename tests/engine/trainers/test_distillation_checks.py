@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from engine.batch import Batch
 from engine.config import RLConfig
-from engine.dataflows.teacher_weights import teacher_weights
+from engine.dataflows.algo import teacher_weights
 from engine.errors import ConfigError, DataError
-from engine.trainers.rl_checks import check_config
+from engine.trainers.run_plan import check_config
 
 DISTILL: dict[str, Any] = {"loss": "jsd", "top_k": 8}
 

@@ -14,7 +14,8 @@ from thorough import and_slow
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM
 
-from engine.algorithms import advantages, aggregation, kl, losses, preference, rejection
+from engine.algorithms import advantages, aggregation, divergences, policy_losses, preference_losses
+from engine.algorithms import correction as rejection
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
@@ -65,7 +66,7 @@ def two_steps(folder: Path, **changes: Any) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "loss"), [*zip(advantages.names(), cycle(losses.names()), strict=False)]
+    ("estimator", "loss"), [*zip(advantages.names(), cycle(policy_losses.names()), strict=False)]
 )
 def test_every_advantage_estimator_and_policy_loss(
     tiny_folder: Path, estimator: str, loss: str
@@ -92,7 +93,7 @@ CRITERIA = ("token_k1", "seq_sum_k2", "seq_mean_k3", "seq_max_k1")
     ("kind", "mode"),
     and_slow(
         zip(KL_KINDS, cycle(aggregation.MODES), strict=False),
-        [(name, "token-mean") for name in kl.NAMES if name not in KL_KINDS],
+        [(name, "token-mean") for name in divergences.NAMES if name not in KL_KINDS],
     ),
 )
 def test_every_kl_in_the_loss_and_every_aggregation(
@@ -105,7 +106,7 @@ def test_every_kl_in_the_loss_and_every_aggregation(
 
 
 def test_the_cases_have_every_policy_loss_aggregation_and_rejection() -> None:
-    assert len(losses.names()) <= len(advantages.names())
+    assert len(policy_losses.names()) <= len(advantages.names())
     assert len(aggregation.MODES) <= len(KL_KINDS)
     assert len(CRITERIA) <= len(KL_PENALTIES)
 
@@ -167,7 +168,7 @@ def test_every_importance_weight(
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", preference.names())
+@pytest.mark.parametrize("name", preference_losses.names())
 def test_every_preference_loss_online(tiny_folder: Path, name: str) -> None:
     changes = {"dataflow": "online_dpo", "preference": {"loss": name}}
     metrics = two_steps(tiny_folder, algorithm=changes)[-1]

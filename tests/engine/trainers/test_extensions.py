@@ -21,7 +21,7 @@ from engine.data.sources import load_splits
 from engine.errors import ConfigError
 from engine.registry import Registry
 from engine.trainers.rl import RLTrainer
-from engine.trainers.rl_checks import check_config
+from engine.trainers.run_plan import check_config
 
 EXTENSIONS = "extensions_of_a_user"
 pytestmark = pytest.mark.usefixtures("one_thread", "extensions")

@@ -17,7 +17,7 @@ from engine.checkpoint import CheckpointStore, find_latest
 from engine.cli.rl_run import RLRun, RunLog, TrainedPolicy, train_policy
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
-from engine.trainers.final_model import choose_final_model, is_new_best
+from engine.trainers.resume import choose_final_model, is_new_best
 from engine.trainers.rl import Metrics, RLTrainer
 
 SCORES = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.2}

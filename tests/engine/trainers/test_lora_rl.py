@@ -23,12 +23,12 @@ from engine.errors import CheckpointError, ConfigError, WorkerError
 from engine.models import adapter_parameters, add_adapters, load_model, save_model
 from engine.rollout.native import NativeEngine
 from engine.rollout.protocol import register_engine
+from engine.trainers.offline import SFTExample, SFTTrainer
 from engine.trainers.rl import RLTrainer
-from engine.trainers.sft import SFTExample, SFTTrainer
 from engine.workers.actor import ActorWorker
-from engine.workers.base import ProcessState, WorkerContext
-from engine.workers.reference import ReferenceWorker
-from engine.workers.rollout import RolloutWorker
+from engine.workers.frozen_models import ReferenceWorker
+from engine.workers.role import ProcessState, WorkerContext
+from engine.workers.rollout_worker import RolloutWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine import PreferenceTrainer, RewardModelTrainer
 from engine.config import PreferenceTrainingConfig, RewardModelTrainingConfig
-from engine.data.preference_examples import PairExample
+from engine.data.training_examples import PairExample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

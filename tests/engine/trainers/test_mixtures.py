@@ -10,8 +10,8 @@ from tiny_engine import tiny_model
 from engine.config import LoRAConfig, RLConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import ModelShape
-from engine.planner.elements import sizes
-from engine.trainers.layouts import check_layouts
+from engine.planner.sizes import sizes
+from engine.trainers.run_spec import check_layouts
 
 RAY = {"trainer": {"placement": "ray"}}
 

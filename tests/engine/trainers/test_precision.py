@@ -11,7 +11,7 @@ from tiny_engine import TINY_MODEL, write_tiny_folder
 from engine.config import RLConfig
 from engine.errors import ConfigError
 from engine.models import load_model, resolve_dtype, saved_dtype
-from engine.trainers.precision import model_dtype
+from engine.trainers.auto_placement import model_dtype
 
 
 @pytest.fixture(params=["amx", "avx512_bf16", "neither"])

@@ -14,8 +14,8 @@ from tiny_engine import arithmetic_rows, random_completions, tiny_model
 from engine.config import LoRAConfig, RLConfig, SFTConfig
 from engine.data.loader import PromptLoader
 from engine.models import load_model, saved_dtype
+from engine.trainers.offline import SFTExample, SFTTrainer
 from engine.trainers.rl import RLTrainer
-from engine.trainers.sft import SFTExample, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

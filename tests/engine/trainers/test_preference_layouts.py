@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification
 
 from engine import PreferenceTrainer, RewardModelTrainer
 from engine.config import LoRAConfig, PreferenceTrainingConfig, RewardModelTrainingConfig
-from engine.data.preference_examples import LabelledExample, PairExample, PreferenceExample
+from engine.data.training_examples import LabelledExample, PairExample, PreferenceExample
 from engine.models import load_model
-from engine.runtime.save_policy import StartModel
+from engine.runtime.policy_runtime import StartModel
 
 pytestmark = pytest.mark.slow
 

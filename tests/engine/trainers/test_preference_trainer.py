@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from engine import PreferenceTrainer
 from engine.config import LoRAConfig, PreferenceTrainingConfig
-from engine.data.preference_examples import (
+from engine.data.training_examples import (
     LabelledExample,
     PairExample,
     PreferenceExample,
@@ -26,8 +26,8 @@ from engine.data.preference_examples import (
 )
 from engine.errors import ConfigError, DataError
 from engine.models import load_policy_model
-from engine.workers.base import WorkerContext
-from engine.workers.preference import PreferenceWorker
+from engine.workers.role import WorkerContext
+from engine.workers.supervised import PreferenceWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,12 +16,12 @@ from transformers import AutoModelForTokenClassification
 
 from engine import ProcessRewardTrainer, read_steps
 from engine.config import LoRAConfig, RewardModelTrainingConfig
-from engine.data.step_examples import StepExample, collate_steps
 from engine.data.tokenizer import load_tokenizer
+from engine.data.training_examples import StepExample, collate_steps
 from engine.errors import ConfigError, DataError, RewardError
-from engine.rewards.process_reward_model import process_reward_model
-from engine.runtime.save_policy import StartModel
-from engine.trainers.reward_model import RewardModelTrainer
+from engine.rewards.model_based import process_reward_model
+from engine.runtime.policy_runtime import StartModel
+from engine.trainers.reward_training import RewardModelTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.checkpoint import find_latest
-from engine.checkpoint.rank_state import read_role_states
+from engine.checkpoint.format import read_role_states
 from engine.config import LoRAConfig, RLConfig, SFTConfig
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
@@ -26,8 +26,8 @@ from engine.models import (
 from engine.models.forward import response_log_probs
 from engine.models.lora import merged_copy
 from engine.models.quantize import QuantizedLinear
+from engine.trainers.offline import SFTExample, SFTTrainer
 from engine.trainers.rl import RLTrainer
-from engine.trainers.sft import SFTExample, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -35,15 +35,15 @@ from engine.errors import (
     PreemptedError,
     WorkerError,
 )
-from engine.rollout.partial_groups import take_partial_groups
-from engine.storage.atomic import process_start
+from engine.rollout.stream import take_partial_groups
+from engine.storage.filesystem import process_start
 from engine.storage.folder import Folder
-from engine.trainers.attempts import run_with_retries
+from engine.trainers.fault_tolerance import run_with_retries
 from engine.trainers.prompts import PromptStream
 from engine.trainers.resume import run_settings
 from engine.trainers.rl import RLTrainer
 from engine.trainers.rollout_state import Rollout
-from engine.workers.group_stream import GroupStream
+from engine.workers.rollout_worker import GroupStream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

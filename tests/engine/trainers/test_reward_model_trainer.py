@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine import RewardModelTrainer
 from engine.config import LoRAConfig, RewardModelTrainingConfig
-from engine.data.preference_examples import PairExample, collate_scored, read_reward_pairs
 from engine.data.tokenizer import load_tokenizer
+from engine.data.training_examples import PairExample, collate_scored, read_reward_pairs
 from engine.errors import ConfigError
-from engine.rewards.reward_model import reward_model
-from engine.runtime.save_policy import StartModel
-from engine.trainers.likelihood_reward import LikelihoodRewardTrainer
-from engine.trainers.reward_model import calibration_error
+from engine.rewards.model_based import reward_model
+from engine.runtime.policy_runtime import StartModel
+from engine.trainers.reward_training import LikelihoodRewardTrainer, calibration_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ import yaml
 
 from engine.config import RLConfig
 from engine.errors import EngineError
-from engine.trainers.rl_checks import check_config
+from engine.trainers.run_plan import check_config
 
 CORRECTION = {"rollout_correction": {"rollout_is": "token"}}
 GDPO = {"adv_estimator": "gdpo"}

@@ -11,15 +11,16 @@ import pytest
 from tiny_engine import save_family, training_batch
 
 from engine.config import ActorConfig, LoRAConfig, RLConfig
-from engine.controller.launch import Pool
+from engine.controller.placement import Pool
 from engine.dataflows import choose_dataflow
-from engine.dataflows.required_passes import RequiredPasses
+from engine.dataflows.algo import RequiredPasses
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
-from engine.trainers.layouts import call_layout, check_layouts
-from engine.trainers.rl_checks import check_config
-from engine.trainers.rl_setup import (
+from engine.trainers.run_plan import check_config
+from engine.trainers.run_spec import (
     RunSpec,
+    call_layout,
+    check_layouts,
     effective_config,
     placement_of,
     resolve_placement,
@@ -28,7 +29,7 @@ from engine.trainers.rl_setup import (
     rollout_worker_spec,
 )
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.role import WorkerContext
 
 ALL = frozenset({"actor", "rollout", "reference", "critic", "reward"})
 

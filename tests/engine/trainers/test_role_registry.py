@@ -11,10 +11,10 @@ from tiny_engine import arithmetic_rows
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.dataflows import choose_dataflow
-from engine.dataflows.required_passes import RequiredPasses
+from engine.dataflows.algo import RequiredPasses
 from engine.errors import ConfigError
 from engine.trainers.rl import RLTrainer
-from engine.trainers.rl_setup import RunSpec, default_pools, role_specs
+from engine.trainers.run_spec import RunSpec, default_pools, role_specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,9 +25,9 @@ from engine.batch import Batch
 from engine.controller.worker_host import RoleSpec
 from engine.dataflows import register_dataflow
 from engine.dataflows.algo import StepResult
-from engine.dataflows.stages import generate_and_score
-from engine.trainers.role_registry import register_role
-from engine.workers.base import Dispatch, dispatch
+from engine.dataflows.recipes import generate_and_score
+from engine.trainers.run_spec import register_role
+from engine.workers.role import Dispatch, dispatch
 from engine.workers.stateful import StatefulWorker
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import RLConfig
 from engine.errors import ConfigError
-from engine.trainers.rl_checks import check_config
+from engine.trainers.run_plan import check_config
 
 URL = {"url": "http://127.0.0.1:8000"}
 

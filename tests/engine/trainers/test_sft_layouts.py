@@ -19,10 +19,15 @@ from engine.checkpoint.store import CheckpointStore
 from engine.config import LoRAConfig, SFTConfig, explain
 from engine.errors import ConfigError
 from engine.models import load_model
-from engine.runtime.save_policy import StartModel
-from engine.trainers.attempts import run_with_retries
-from engine.trainers.offline_ranks import is_on_ray, offline_dtype, offline_placement
-from engine.trainers.sft import SFTExample, SFTTrainer
+from engine.runtime.policy_runtime import StartModel
+from engine.trainers.fault_tolerance import run_with_retries
+from engine.trainers.offline import (
+    SFTExample,
+    SFTTrainer,
+    is_on_ray,
+    offline_dtype,
+    offline_placement,
+)
 
 
 def examples(rows: int, seed: int = 0) -> list[SFTExample]:

@@ -24,7 +24,7 @@ from engine.errors import (
     LockedCheckpointsError,
     PreemptedError,
 )
-from engine.trainers.sft import SFTExample, SFTTrainer
+from engine.trainers.offline import SFTExample, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,12 @@ import pytest
 from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, Saver, find_latest
 from engine.errors import PreemptedError
 from engine.storage.folder import CheckpointStorageError
-from engine.trainers.preemption import PreemptionNotice
-from engine.trainers.shutdown import ensure_last_save, finish_save_on_error, raise_preempted
+from engine.trainers.fault_tolerance import (
+    PreemptionNotice,
+    ensure_last_save,
+    finish_save_on_error,
+    raise_preempted,
+)
 
 
 class RefusingStore(CheckpointStore):

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine import weight_transfer
 from engine.errors import WeightSyncError
-from engine.weight_transfer import delta
-from engine.weight_transfer.delta import DeltaChunk, IndexEncoding
+from engine.weight_transfer import DeltaChunk, IndexEncoding
 
 DTYPES = (
     torch.bfloat16,
@@ -28,21 +28,23 @@ DTYPES = (
 POOL = ThreadPoolExecutor(2)
 INTEGERS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 HEADER = (
-    delta.pack([DeltaChunk(0, 0, 1, 1, IndexEncoding.ALL, 1, *[np.empty(0, np.uint8)] * 3)]).numel()
+    weight_transfer.pack(
+        [DeltaChunk(0, 0, 1, 1, IndexEncoding.ALL, 1, *[np.empty(0, np.uint8)] * 3)]
+    ).numel()
     - 8
 )
 
 
 def bits(tensor: Tensor) -> np.ndarray:
-    return delta.integer_view(tensor).numpy()
+    return weight_transfer.integer_view(tensor).numpy()
 
 
 def through(old: Tensor, new: Tensor) -> tuple[Tensor, list[DeltaChunk], int]:
     """`old` with the delta on it, as it came over the wire; the chunks, and their bytes."""
-    sent = delta.pack(list(delta.encode(0, bits(old), bits(new), POOL)))
-    chunks = list(delta.unpack(sent.clone()))
+    sent = weight_transfer.pack(list(weight_transfer.encode(0, bits(old), bits(new), POOL)))
+    chunks = list(weight_transfer.unpack(sent.clone()))
     target = old.clone()
-    delta.apply_delta(chunks, [delta.integer_view(target)], POOL)
+    weight_transfer.apply_delta(chunks, [weight_transfer.integer_view(target)], POOL)
     return target, chunks, sent.numel()
 
 
@@ -128,7 +130,7 @@ def test_unrelated_numbers_are_sent_as_they_are() -> None:
 
 
 def test_large_tensors_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "CHUNK", 64)
+    monkeypatch.setattr(weight_transfer, "CHUNK", 64)
     old = torch.randn(1000)
     new = old.clone()
     new[[3, 63, 64, 200, 999]] *= 1.0001
@@ -141,18 +143,18 @@ def test_large_tensors_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("cut", [0, 5, 8, 20, -1])
 def test_a_delta_that_ends_too_early_or_late_is_refused(cut: int) -> None:
     old, new = torch.zeros(100), torch.ones(100)
-    sent = delta.pack(list(delta.encode(0, bits(old), bits(new), POOL)))
+    sent = weight_transfer.pack(list(weight_transfer.encode(0, bits(old), bits(new), POOL)))
     with pytest.raises(WeightSyncError, match="a delta of"):
-        list(delta.unpack(sent[:cut]))
+        list(weight_transfer.unpack(sent[:cut]))
     with pytest.raises(WeightSyncError, match="a delta of"):
-        list(delta.unpack(torch.cat([sent, sent[:1]])))
+        list(weight_transfer.unpack(torch.cat([sent, sent[:1]])))
 
 
 @pytest.mark.gpu
 @given(versions())
 def test_tensors_on_a_gpu_come_out_alike(pair: tuple[Tensor, Tensor]) -> None:
     old, new = pair
-    chunks = list(delta.encode(0, bits(old), bits(new), POOL))
+    chunks = list(weight_transfer.encode(0, bits(old), bits(new), POOL))
     target = old.cuda()
-    delta.apply_delta(chunks, [delta.integer_view(target)], POOL)
+    weight_transfer.apply_delta(chunks, [weight_transfer.integer_view(target)], POOL)
     assert np.array_equal(bits(target.cpu()), bits(new))

@@ -15,17 +15,17 @@ from thorough import and_slow
 from tiny_engine import training_batch, write_tiny_folder
 from torch import Tensor
 
+from engine import weight_transfer
 from engine.batch import Batch
 from engine.config import ActorConfig, LoRAConfig, RolloutConfig
-from engine.controller.row_sharding import shard_rows
+from engine.controller.worker_host import shard_rows
 from engine.errors import WeightSyncError, WorkerError
 from engine.models import adapter_parameters, load_model
 from engine.parallel.layout import Layout
-from engine.weight_transfer import delta
-from engine.weight_transfer.weight_sync import WeightReceiver, WeightSender
+from engine.weight_transfer import WeightReceiver, WeightSender
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
-from engine.workers.rollout import RolloutWorker
+from engine.workers.role import WorkerContext
+from engine.workers.rollout_worker import RolloutWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Tensors = dict[str, Tensor]
@@ -57,7 +57,7 @@ def moved(tensors: Tensors, seed: int) -> Tensors:
 
 def same(found: Tensors, wanted: Tensors) -> bool:
     return all(
-        torch.equal(delta.integer_view(found[name]), delta.integer_view(tensor))
+        torch.equal(weight_transfer.integer_view(found[name]), weight_transfer.integer_view(tensor))
         for name, tensor in wanted.items()
     )
 
@@ -231,7 +231,7 @@ def test_a_sender_that_starts_anew(pair: tuple[Sender, Receiver]) -> None:
 @pytest.mark.parametrize("name", ["a.norm", "b.weight", "e.count", "f.weight"])
 def test_weights_that_were_changed_here(pair: tuple[Sender, Receiver], name: str) -> None:
     sender, receiver = pair
-    delta.integer_view(receiver.tensors[name])[0] ^= 1
+    weight_transfer.integer_view(receiver.tensors[name])[0] ^= 1
     _, changes = sender.step()
     with pytest.raises(WeightSyncError, match="are not the actor's of version 2"):
         receiver.load(changes)
@@ -243,7 +243,7 @@ def test_a_load_that_ends_midway(
 ) -> None:
     sender, receiver = pair
     _, changes = sender.step()
-    real, calls = delta._apply_chunk, [0]
+    real, calls = weight_transfer._apply_chunk, [0]
 
     def failing(*arguments: Any) -> None:
         calls[0] += 1
@@ -252,7 +252,7 @@ def test_a_load_that_ends_midway(
         real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(delta, "_apply_chunk", failing)
+        patch.setattr(weight_transfer, "_apply_chunk", failing)
         with pytest.raises(MemoryError):
             receiver.load(changes)
     assert_repaired(receiver, sender)
@@ -335,7 +335,7 @@ def test_whatever_happens_weights_are_right_or_refused(events: list[tuple[str, i
                 queue.append(sender.publish())
                 past[sender.version, id(sender.sender)] = sender.tensors
             case "poke":
-                delta.integer_view(receiver.tensors["b.weight"])[number % 231] ^= 1
+                weight_transfer.integer_view(receiver.tensors["b.weight"])[number % 231] ^= 1
                 load(sender.publish()[1])
     load(sender.step()[0] if sender.version < 0 else sender.publish()[0])
     assert same(receiver.tensors, sender.tensors)

@@ -15,11 +15,11 @@ from tiny_engine import save_family, training_batch, write_tiny_folder
 from torch import Tensor
 
 from engine.config import ActorConfig, LoRAConfig
-from engine.controller.row_sharding import shard_rows
+from engine.controller.worker_host import shard_rows
 from engine.models import load_model
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.role import WorkerContext
 
 ROWS, STEPS = 8, 2
 

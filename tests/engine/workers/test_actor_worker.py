@@ -12,19 +12,19 @@ from thorough import and_slow
 from tiny_engine import save_family, training_batch
 from torch import Tensor
 
-from engine.algorithms import aggregation, losses
-from engine.algorithms.metrics import merge
-from engine.algorithms.preference import get_pair_loss
+from engine.algorithms import aggregation, policy_losses
+from engine.algorithms.aggregation import merge
+from engine.algorithms.preference_losses import get_pair_loss
 from engine.batch import Batch
 from engine.config import ActorConfig, ParallelConfig
 from engine.models import load_model
+from engine.models.forward import LogProbReader
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.runtime.pair_gradients import accumulate_pairs
 from engine.runtime.sharded_model import ShardedModel
-from engine.runtime.token_outputs import LogProbReader
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.role import WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,12 +68,14 @@ def gradient(worker: ActorWorker, batch: Batch) -> Tensor:
 
 def prepared(loss: str, batch: Batch) -> Batch:
     """The batch with what `loss` needs from a view of all of it."""
-    return batch | losses.prepare(
+    return batch | policy_losses.prepare(
         loss, batch["old_log_probs"], batch["advantages"], batch["response_mask"]
     )
 
 
-MODES = [(name, None) for name in losses.names()] + [("vanilla", m) for m in aggregation.MODES]
+MODES = [(name, None) for name in policy_losses.names()] + [
+    ("vanilla", m) for m in aggregation.MODES
+]
 
 
 @pytest.mark.parametrize(("loss", "mode"), MODES)
@@ -94,7 +96,7 @@ def test_the_gradient_doesn_t_depend_on_micro_batches_or_ranks(
     assert (whole - small).norm() < 1e-5 * whole.norm()
 
 
-@pytest.mark.parametrize("loss", losses.names())
+@pytest.mark.parametrize("loss", policy_losses.names())
 def test_metrics_don_t_depend_on_micro_batches(folder: Path, loss: str) -> None:
     batch = prepared(loss, training_batch(12))
     terms = {"policy_loss": {"loss_mode": loss}, "use_kl_loss": True}
@@ -136,12 +138,14 @@ def test_entropy_is_that_of_sampled_tokens(folder: Path) -> None:
 
 
 ZERO_ROWS = [range(4), range(0, 12, 2), range(11)]
-EACH = list(zip(losses.names(), cycle(ZERO_ROWS)))
+EACH = list(zip(policy_losses.names(), cycle(ZERO_ROWS)))
 
 
 @pytest.mark.parametrize(
     ("loss", "zero_rows"),
-    and_slow(EACH, [pair for pair in product(losses.names(), ZERO_ROWS) if pair not in EACH]),
+    and_slow(
+        EACH, [pair for pair in product(policy_losses.names(), ZERO_ROWS) if pair not in EACH]
+    ),
 )
 def test_rows_without_gradient_are_left_out_and_change_nothing(
     folder: Path, loss: str, zero_rows: range
@@ -155,7 +159,7 @@ def test_rows_without_gradient_are_left_out_and_change_nothing(
     left_out = gradient(skipping, batch)
     # A KL term far below rounding keeps every row in.
     whole = gradient(actor(folder, use_kl_loss=True, kl_loss_coef=1e-30, **terms), batch)
-    regularized = losses.get_policy_loss(loss).regularized
+    regularized = policy_losses.get_policy_loss(loss).regularized
     assert sum(asked) == (12 if regularized else 12 - len(zero_rows))
     assert (left_out - whole).norm() <= 1e-5 * whole.norm() + 1e-20
     assert whole.norm() > 0 or loss == "gspo", "all of gspo's tight bounds may clip"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.algorithms import advantages, losses, preference
+from engine.algorithms import advantages, policy_losses, preference_losses
 from engine.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, PreferenceConfig
 from engine.errors import ConfigError
 from engine.workers.algorithm_options import (
@@ -23,7 +23,7 @@ def clip_bounds(config: ActorConfig) -> tuple[float, float]:
     """Where the configured loss stops rewarding a larger ratio, and a smaller one."""
     grid = torch.linspace(0.02, 2.5, 249)[None]
     log_ratio, mask = grid.log(), torch.ones_like(grid)
-    loss = losses.get_policy_loss(config.policy_loss.loss_mode)
+    loss = policy_losses.get_policy_loss(config.policy_loss.loss_mode)
     options = policy_loss_options(config)
     up = -loss(log_ratio, torch.zeros_like(grid), mask, mask, **options).loss
     down = -loss(log_ratio, torch.zeros_like(grid), -mask, mask, **options).loss
@@ -94,16 +94,16 @@ def test_every_option_of_an_estimator_is_a_setting(name: str) -> None:
         assert fields[option].default in (None, default), option
 
 
-@pytest.mark.parametrize("name", losses.names())
+@pytest.mark.parametrize("name", policy_losses.names())
 def test_every_option_of_a_loss_is_a_setting(name: str) -> None:
     fields = ActorConfig.model_fields | PolicyLossConfig.model_fields
-    for option in losses.options(name):
+    for option in policy_losses.options(name):
         assert fields[option].default is None, option
 
 
-@pytest.mark.parametrize("name", preference.names())
+@pytest.mark.parametrize("name", preference_losses.names())
 def test_every_option_of_a_pair_loss_is_a_setting(name: str) -> None:
-    for option in preference.options(name):
+    for option in preference_losses.options(name):
         assert PreferenceConfig.model_fields[option].default is None, option
     assert preference_options(PreferenceConfig(loss=name)) == {}
 
@@ -133,6 +133,6 @@ def test_the_scale_factor_belongs_to_one_aggregation() -> None:
         policy_loss_options(actor(loss_scale_factor=64.0))
 
 
-@pytest.mark.parametrize("name", losses.names())
+@pytest.mark.parametrize("name", policy_losses.names())
 def test_every_loss_runs_with_default_settings(name: str) -> None:
     assert policy_loss_options(actor(name)) == {}

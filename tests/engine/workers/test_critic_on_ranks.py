@@ -17,11 +17,11 @@ from tiny_engine import fill_value_head, save_family, training_batch
 
 from engine.batch import Batch
 from engine.config import CriticConfig, ParallelConfig
-from engine.controller.row_sharding import shard_rows
+from engine.controller.worker_host import shard_rows
 from engine.models import create_critic_model, load_model
 from engine.parallel.layout import Layout
-from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
+from engine.workers.role import WorkerContext
 
 ROWS, STEPS = 6, 2
 

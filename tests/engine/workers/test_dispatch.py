@@ -8,8 +8,8 @@ from probe_worker import Probe
 
 from engine.batch import TOKENS
 from engine.errors import WorkerError
-from engine.workers.base import Dispatch, DispatchRule, WorkerContext, dispatch, dispatch_rule
-from engine.workers.reference import ReferenceWorker
+from engine.workers.frozen_models import ReferenceWorker
+from engine.workers.role import Dispatch, DispatchRule, WorkerContext, dispatch, dispatch_rule
 
 
 def test_on_a_worker_it_is_an_ordinary_method() -> None:

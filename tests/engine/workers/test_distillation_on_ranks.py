@@ -13,11 +13,16 @@ from tiny_engine import save_family, tiny_model, training_batch
 
 from engine.batch import Batch
 from engine.config import ActorConfig, DistillationConfig, TeacherConfig
-from engine.controller.row_sharding import merge_results
-from engine.controller.worker_host import BatchArgument, RemoteCall, RoleSpec, WorkerHost
+from engine.controller.worker_host import (
+    BatchArgument,
+    RemoteCall,
+    RoleSpec,
+    WorkerHost,
+    merge_results,
+)
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
-from engine.workers.teacher import TeacherWorker
+from engine.workers.frozen_models import TeacherWorker
 
 STEPS = 2
 

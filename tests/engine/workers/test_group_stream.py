@@ -14,15 +14,15 @@ from engine.batch import Batch
 from engine.config import RolloutConfig
 from engine.errors import RolloutError
 from engine.rollout.native import NativeEngine
-from engine.rollout.partial_groups import (
+from engine.rollout.protocol import SamplingParams
+from engine.rollout.stream import (
     PARTIAL_GROUP,
+    PartialCompletion,
     PartialGroup,
     take_partial_groups,
     with_partial_groups,
 )
-from engine.rollout.protocol import SamplingParams
-from engine.rollout.stream import PartialCompletion
-from engine.workers.group_stream import GroupStream
+from engine.workers.rollout_worker import GroupStream
 
 N, LONGEST = 3, 9
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 9]]

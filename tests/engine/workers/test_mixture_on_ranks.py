@@ -17,7 +17,7 @@ from transformers.modeling_utils import load_state_dict
 
 from engine.checkpoint import CheckpointStore
 from engine.config import ActorConfig
-from engine.controller.row_sharding import shard_rows
+from engine.controller.worker_host import shard_rows
 from engine.models import load_model
 from engine.parallel.layout import Layout
 from engine.parallel.module_shards import local_tensor
@@ -25,7 +25,7 @@ from engine.rollout.native.engine import NativeEngine
 from engine.rollout.protocol import SamplingParams
 from engine.runtime.rollout_weights import rollout_weights
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
+from engine.workers.role import WorkerContext
 
 ROWS, STEPS = 4, 2
 

@@ -15,10 +15,10 @@ from engine.data.collate import collate_prompts
 from engine.data.templates import encode_prompt
 from engine.data.tokenizer import load_tokenizer
 from engine.workers.actor import ActorWorker
-from engine.workers.base import ProcessState, WorkerContext
 from engine.workers.critic import CriticWorker
-from engine.workers.reference import ReferenceWorker
-from engine.workers.rollout import RolloutWorker
+from engine.workers.frozen_models import ReferenceWorker
+from engine.workers.role import ProcessState, WorkerContext
+from engine.workers.rollout_worker import RolloutWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,19 +19,19 @@ from tiny_engine import (
 )
 from torch import Tensor, nn
 
-from engine.algorithms import losses
-from engine.algorithms.preference import get_pair_loss
+from engine.algorithms import policy_losses
+from engine.algorithms.preference_losses import get_pair_loss
 from engine.batch import Batch
 from engine.config import ActorConfig, CriticConfig, LoRAConfig, ParallelConfig
-from engine.controller.row_sharding import shard_rows
+from engine.controller.worker_host import shard_rows
+from engine.models.forward import LogProbReader
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.runtime.pair_gradients import accumulate_pairs
 from engine.runtime.sharded_model import ShardedModel
-from engine.runtime.token_outputs import LogProbReader
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
+from engine.workers.role import WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,10 +86,10 @@ def actor_gradient(worker: ActorWorker, batch: Batch) -> tuple[Tensor, int]:
     return flat_gradient(worker.sharded.module), sum(seen)
 
 
-@pytest.mark.parametrize("loss", losses.names())
+@pytest.mark.parametrize("loss", policy_losses.names())
 def test_every_policy_loss_has_the_padded_rows_gradient(folder: Path, loss: str) -> None:
     batch = shared_prompts_batch()
-    batch |= losses.prepare(
+    batch |= policy_losses.prepare(
         loss, batch["old_log_probs"], batch["advantages"], batch["response_mask"]
     )
     terms = {"policy_loss": {"loss_mode": loss}}

@@ -14,11 +14,16 @@ from tiny_engine import save_family, training_batch
 
 from engine.batch import Batch
 from engine.config import ActorConfig
-from engine.controller.row_sharding import merge_results
-from engine.controller.worker_host import BatchArgument, RemoteCall, RoleSpec, WorkerHost
+from engine.controller.worker_host import (
+    BatchArgument,
+    RemoteCall,
+    RoleSpec,
+    WorkerHost,
+    merge_results,
+)
 from engine.parallel.layout import Layout
 from engine.workers.actor import ActorWorker
-from engine.workers.reference import ReferenceWorker
+from engine.workers.frozen_models import ReferenceWorker
 
 STEPS = 2
 

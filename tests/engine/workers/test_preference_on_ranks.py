@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification
 
 from engine.batch import Batch
 from engine.config import LoRAConfig, PreferenceTrainingConfig, RewardModelTrainingConfig
-from engine.controller.row_sharding import shard_rows
-from engine.data.preference_examples import (
+from engine.controller.worker_host import shard_rows
+from engine.data.training_examples import (
     LabelledExample,
     PairExample,
     collate_preferences,
@@ -28,10 +28,9 @@ from engine.data.preference_examples import (
     with_others,
 )
 from engine.parallel.layout import Layout
-from engine.runtime.save_policy import StartModel
-from engine.workers.base import WorkerContext
-from engine.workers.preference import PreferenceWorker
-from engine.workers.reward_model import RewardModelWorker
+from engine.runtime.policy_runtime import StartModel
+from engine.workers.role import WorkerContext
+from engine.workers.supervised import PreferenceWorker, RewardModelWorker
 
 Case = tuple[str, dict[str, Any]]  # what is trained, and its layout
 STEPS = 2

@@ -17,8 +17,8 @@ from engine.data.collate import collate_completions, collate_prompts
 from engine.data.templates import encode_prompt, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError, RewardError
-from engine.workers.base import WorkerContext
-from engine.workers.reward import RewardWorker
+from engine.workers.reward_worker import RewardWorker
+from engine.workers.role import WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,9 +14,8 @@ from tiny_engine import training_batch, write_tiny_folder
 
 from engine.batch import Batch
 from engine.config import ActorConfig, LoRAConfig, RolloutConfig
-from engine.controller.row_sharding import shard_rows
-from engine.parallel.layout import Layout
-from engine.parallel.rollout_layout import rollout_layout
+from engine.controller.worker_host import shard_rows
+from engine.parallel.layout import Layout, rollout_layout
 from engine.runtime.rollout_weights import (
     AdapterWeights,
     MergedWeights,
@@ -24,8 +23,8 @@ from engine.runtime.rollout_weights import (
     SharedWeights,
 )
 from engine.workers.actor import ActorWorker
-from engine.workers.base import ProcessState, WorkerContext
-from engine.workers.rollout import RolloutWorker
+from engine.workers.role import ProcessState, WorkerContext
+from engine.workers.rollout_worker import RolloutWorker
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 9], [21, 22], [7, 7, 7]]
 ROWS = 4

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from engine.checkpoint import CheckpointStore
 from engine.config import LoRAConfig, SFTConfig
-from engine.controller.row_sharding import shard_rows
+from engine.controller.worker_host import shard_rows
 from engine.models import load_model, load_policy_model
 from engine.parallel.layout import Layout
-from engine.runtime.save_policy import StartModel
-from engine.trainers.sft import SFTExample, SFTTrainer, collate_examples
-from engine.workers.base import WorkerContext
-from engine.workers.sft import SFTWorker
+from engine.runtime.policy_runtime import StartModel
+from engine.trainers.offline import SFTExample, SFTTrainer, collate_examples
+from engine.workers.role import WorkerContext
+from engine.workers.supervised import SFTWorker
 
 ROWS, STEPS = 10, 2
 Case = tuple[dict[str, Any], LoRAConfig]  # a layout, with `sft.packing` where it counts; adapters

@@ -12,18 +12,18 @@ from tiny_engine import write_tiny_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.algorithms.distillation import full_divergence
+from engine.algorithms.divergences import full_divergence
 from engine.batch import Batch
 from engine.config import ActorConfig, DistillationConfig, ModelConfig, TeacherConfig
 from engine.data.collate import collate_completions
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import RolloutError
 from engine.models import save_model
-from engine.serve.native import Backend, NativeServer
-from engine.serve.served_model import Identity
+from engine.serve import Identity
+from engine.serve.native_server import Backend, NativeServer
 from engine.workers.actor import ActorWorker
-from engine.workers.base import ProcessState, WorkerContext
-from engine.workers.teacher import TeacherWorker
+from engine.workers.frozen_models import TeacherWorker
+from engine.workers.role import ProcessState, WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = ModelConfig(

@@ -21,9 +21,9 @@ from engine.config import ActorConfig, CriticConfig, RolloutConfig
 from engine.data.collate import collate_prompts
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.workers.actor import ActorWorker
-from engine.workers.base import WorkerContext
 from engine.workers.critic import CriticWorker
-from engine.workers.rollout import RolloutWorker
+from engine.workers.role import WorkerContext
+from engine.workers.rollout_worker import RolloutWorker
 from engine.workers.stateful import StatefulWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,0 +1,296 @@
+"""What an environment is: an episode's other side, which answers the policy turn by turn.
+
+The protocol and its messages, the registry of environments by name, why one gave no
+observation, and what an observation must be. Imports neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from engine.errors import ConfigError, EpisodeError
+from engine.registry import Options, Registry
+
+# What an environment is: an episode's other side, which answers the policy turn by turn.
+#
+#     observation = await environment.reset(row)        # first messages, or none: the row's prompt
+#     while not observation.done:
+#         action = …                                    # what the policy wrote in its turn
+#         observation = await environment.step(action)  # what it reads next, and the turn's reward
+#     await environment.close()
+#
+# One instance plays one episode at a time and may be reset for the next. Text becomes tokens
+# elsewhere: environments read and write messages. `registry` has environments by name, `pool` runs
+# them in processes of their own.
+
+Message: TypeAlias = Mapping[str, Any]
+"""As chat templates read it: {"role": "user", "content": "What is 2+3?"}; an assistant's may have
+`tool_calls`, a tool's has `name` and `tool_call_id`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the policy wrote, e.g. ToolCall("calculator", {"expression": "2*3"}, "c0")."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""  # repeated by the answer as `tool_call_id`
+
+    def message(self) -> Message:
+        """The call as an entry of an assistant message's `tool_calls`."""
+        function = {"name": self.name, "arguments": dict(self.arguments)}
+        return {"type": "function", "id": self.id, "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the policy did in one turn."""
+
+    text: str  # all that it wrote, special tokens removed, calls included
+    token_ids: tuple[int, ...] = ()  # the very ids that were sampled
+    tool_calls: tuple[ToolCall, ...] = ()  # in the order of the text; none without a call parser
+    malformed: tuple[str, ...] = ()
+    """A sentence for each piece of text that begins a call and is none, e.g. "no JSON: …"."""
+    content: str | None = None  # the text outside of calls; None without a call parser
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What follows a turn: what the policy reads before its next one, and what the turn earned."""
+
+    messages: tuple[Message, ...] = ()  # new ones alone, e.g. ({"role": "tool", "content": "6"},)
+    reward: float = 0.0  # of this turn; finite
+    done: bool = False  # the episode is over; its messages are read by nobody
+    info: Mapping[str, object] = field(default_factory=dict)
+    """Beside the episode, e.g. {"solved": True}: numbers and booleans are averaged as metrics."""
+
+
+class Environment(Protocol):
+    """One episode at a time. Plain classes will do; nothing is inherited.
+
+    An environment with tools also has `tools() -> list` of JSON schemas in the chat template's form
+    ({"type": "function", "function": {"name", "description", "parameters"}}), the same for every
+    episode. One whose episodes can be saved between turns is a `ResumableEnvironment`.
+    """
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        """Begin the episode of a row of the data set (`prompt`, `extra_info` and so on).
+
+        The messages are the prompt's; empty where the row's own `prompt` stands.
+        """
+        ...
+
+    async def step(self, action: Action) -> Observation:
+        """Answer a turn of the policy."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what the environment holds; called once, after its last episode."""
+        ...
+
+
+@runtime_checkable
+class ResumableEnvironment(Protocol):
+    """An environment whose episode can be saved between turns and continued by another instance.
+
+    Without both methods an interrupted episode is begun again from its row.
+    """
+
+    def get_state(self) -> object:
+        """The episode's state, picklable."""
+        ...
+
+    def set_state(self, state: object) -> None:
+        """Continue the episode whose `get_state` this was, in place of `reset`."""
+        ...
+
+
+def is_resumable(environment: object) -> bool:
+    """Whether an environment's episodes can be saved between turns."""
+    return isinstance(environment, ResumableEnvironment)
+
+
+def tool_schemas(environment: object) -> list[dict[str, object]]:
+    """The JSON schemas of an environment's tools; empty for one without any."""
+    tools = getattr(environment, "tools", None)
+    found: Sequence[Mapping[str, object]] = () if tools is None else tools()
+    return [dict(schema) for schema in found]
+
+
+# Why an environment gave no observation, and what an observation must be.
+
+FailureCause: TypeAlias = Literal[
+    "raised", "deadline", "malformed", "not_finite", "crashed", "lost"
+]
+"""`crashed`: its process ended in the call. `lost`: its process ended for another's sake."""
+
+_LARGEST = 3.4028234e38  # of float32, in which rewards travel
+_DEEPEST = 20
+_LONGEST_TRACEBACK = 8000  # characters
+
+
+class EnvironmentFailure(EpisodeError):
+    """An episode that can't go on; its environment has been replaced."""
+
+    def __init__(self, cause: FailureCause, message: str, traceback_text: str = "") -> None:
+        super().__init__(message)
+        self.cause: FailureCause = cause
+        self.traceback_text = traceback_text  # of the environment's own exception, if it raised
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.cause, str(self), self.traceback_text)
+
+    @classmethod
+    def of(cls, who: str, error: BaseException) -> EnvironmentFailure:
+        """The failure of an environment's call that raised."""
+        text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
+        try:
+            words = " ".join(str(error).split())[:300]
+        except Exception as failed:  # a user's exception may fail in any way
+            words = f"(its text can't be made: {type(failed).__name__})"
+        return cls("raised", f"{who} raised {type(error).__name__}: {words}", text)
+
+
+def checked_observation(who: str, value: object) -> Observation:
+    """An observation of plain data; raise EnvironmentFailure for what is none."""
+    if not isinstance(value, Observation):
+        raise EnvironmentFailure(
+            "malformed",
+            f"{who} returned {type(value).__name__}; return an engine.agents.environment_protocol.Observation",
+        )
+    reward = _number(value.reward)
+    if not abs(reward) <= _LARGEST:
+        raise EnvironmentFailure(
+            "not_finite",
+            f"{who} returned reward {value.reward!r:.100}; it must be a finite float",
+        )
+    try:
+        messages = tuple(_message(one) for one in value.messages)
+        info = {str(key): _told(one) for key, one in dict(value.info).items()}
+        done = bool(value.done)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailure(
+            "malformed", f"{who} returned an observation that can't be read ({error})"
+        ) from None
+    return Observation(messages, reward, done, info)
+
+
+def _message(message: object) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError('a message is a mapping with "role" and "content"')
+    if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
+        raise ValueError(f"the content of a {message['role']!r} message is no text")
+    found = plain(message)
+    assert isinstance(found, dict)
+    return found
+
+
+def plain(value: object, depth: int = 0) -> object:
+    """The value as JSON has it, arrays as lists; raise ValueError for what has no such form."""
+    if depth > _DEEPEST:
+        raise ValueError("it is nested too deeply")
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(one, depth + 1) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one, depth + 1) for one in value]
+    if isinstance(value, str):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return plain(value.tolist(), depth + 1)
+    raise ValueError(f"{type(value).__name__} is no plain value")
+
+
+def _told(value: object) -> object:
+    """An entry of `info`: plain, or else its text, as nothing depends on it."""
+    try:
+        return plain(value)
+    except ValueError:
+        return repr(value)[:200]
+
+
+def _number(value: Any) -> float:
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # any object may be here, and fail in its own way
+        return math.nan
+
+
+# Environments by name.
+#
+# Adding one: a module in `engine/agents/environments`, or a plugin of yours, whose class carries
+# `@register_environment("name")`. Its options are the keyword-only parameters with defaults of its
+# `__init__`. `package.module:Class` names one that is registered in its module.
+
+_C = TypeVar("_C", bound=Callable[..., Any])
+_METHODS = ("reset", "step", "close")
+
+_registry: Registry[Callable[..., Environment]] = Registry(
+    "environment",
+    "rollout.agent.environment.name",
+    ("engine.agents.environments", "engine.agents.example_environments"),
+    "@register_environment(name)",
+)
+
+
+def register_environment(name: str) -> Callable[[_C], _C]:
+    """Make an environment's class selectable by name; a name can be taken once.
+
+    Raises ConfigError for a name that is taken, and for a class without the protocol's coroutines.
+    """
+
+    def add(made: _C) -> _C:
+        _check(name, made)
+        _registry.add(name, made)
+        return made
+
+    return add
+
+
+def environment_class(name: str) -> Callable[..., Environment]:
+    """What makes environments of this name, or stands at `package.module:Class`.
+
+    Raises ConfigError where there is none, or it has not the protocol's coroutines.
+    """
+    made: Any = _registry.load(name) if ":" in name else _registry.get(name)
+    if not callable(made):
+        raise ConfigError(
+            f"rollout.agent.environment.name={name!r} is {made!r}, which makes no environments"
+        )
+    _check(name, made)
+    return made
+
+
+def make_environment(name: str, options: Mapping[str, object] | None = None) -> Environment:
+    """Make the environment registered as `name`, or the one of the class at `package.module:Class`.
+
+    Raises ConfigError where there is none, and for an option that it doesn't declare.
+    """
+    made = environment_class(name)
+    given = Options(f"environment {name!r}", made).parse(
+        options or {}, "rollout.agent.environment.options"
+    )
+    return made(**given)
+
+
+def environment_module(name: str) -> str:
+    """The module of an environment, e.g. "my_module"; one named by its path isn't imported."""
+    if ":" in name:
+        return name.partition(":")[0]
+    return str(getattr(_registry.get(name), "__module__", ""))
+
+
+def _check(name: str, made: Callable[..., object]) -> None:
+    """Refuse a class that can't play; of a function nothing is known before it is called."""
+    missing = [m for m in _METHODS if not inspect.iscoroutinefunction(getattr(made, m, None))]
+    if inspect.isclass(made) and missing:
+        raise ConfigError(
+            f"environment {name!r}: {made.__qualname__} has no `async def {missing[0]}`; write it "
+            "as engine.agents.environment_protocol.Environment has it"
+        )

@@ -1,1 +1,0 @@
-"""The environments that are shipped, one a module."""

@@ -1,0 +1,162 @@
+"""Tools of MCP servers (Model Context Protocol), over standard input and output or HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
+
+import jsonschema
+
+from engine.agents.tools import Tool
+from engine.errors import ConfigError
+from engine.rewards.calls import text_of
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import Tool as ListedTool
+
+_START_S = 60.0
+_CLOSE_S = 10.0
+
+
+class McpServers:
+    """The servers of one configuration; connections are kept a loop."""
+
+    def __init__(self, servers: Mapping[str, Mapping[str, object]]) -> None:
+        self._servers = servers
+        self._clients: dict[tuple[int, str], asyncio.Future[Client]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listed: list[Tool] | None = None
+
+    @classmethod
+    def of(cls, servers: Mapping[str, object]) -> McpServers:
+        """The one object of these servers in this process; ConfigError for a wrong description."""
+        for name, spec in servers.items():
+            if not isinstance(spec, Mapping) or ("command" in spec) == ("url" in spec):
+                raise ConfigError(
+                    f"rollout.agent.environment.options.mcp_servers.{name}: give either "
+                    "`command` (with `args`, `env`, `cwd`) or `url`"
+                )
+        return _opened(json.dumps(servers, sort_keys=True))
+
+    def tools(self) -> list[Tool]:
+        """The tools of all servers; each is started and asked once, for its list."""
+        if self._listed is None:
+            found: list[Tool] = []
+            failed: list[BaseException] = []
+
+            def ask() -> None:  # a loop of its own: the caller's may be running
+                try:
+                    found.extend(asyncio.run(self._list()))
+                except BaseException as error:  # told to the caller
+                    failed.append(error)
+
+            thread = threading.Thread(target=ask, name="mcp-list", daemon=True)
+            thread.start()
+            thread.join((_START_S + _CLOSE_S) * len(self._servers))
+            if thread.is_alive():
+                raise ConfigError(
+                    f"rollout.agent.environment.options.mcp_servers: {', '.join(self._servers)} "
+                    f"neither answered nor ended within {_START_S:g} s each; check their commands"
+                )
+            if failed:
+                raise failed[0]
+            self._listed = found
+        return self._listed
+
+    async def _list(self) -> list[Tool]:
+        found: list[Tool] = []
+        for name in self._servers:
+            try:
+                async with asyncio.timeout(_START_S), self._client(name) as client:
+                    listed, cursor = [], None
+                    while True:
+                        page = await client.list_tools(cursor=cursor)
+                        listed += page.tools
+                        cursor = page.next_cursor
+                        if not cursor:
+                            break
+            except ConfigError:
+                raise
+            except BaseException as error:  # also groups of them, which anyio raises
+                raise ConfigError(
+                    f"rollout.agent.environment.options.mcp_servers.{name} doesn't answer "
+                    f"({type(error).__name__}: {text_of(error)}); check its command or url"
+                ) from error
+            found += [self._tool(name, one) for one in listed]
+        return found
+
+    def _tool(self, server: str, listed: ListedTool) -> Tool:
+        parameters = dict(listed.input_schema)
+        about = {
+            "name": listed.name,
+            "description": listed.description or "",
+            "parameters": parameters,
+        }
+        return Tool(
+            listed.name,
+            {"type": "function", "function": about},
+            partial(self._call, server, listed.name),
+            partial(_checked, parameters),
+        )
+
+    async def _call(self, server: str, tool: str, /, **arguments: object) -> str:
+        client = await self._connected(server)
+        said = await client.call_tool(tool, arguments)
+        texts = [getattr(part, "text", f"({part.type})") for part in said.content]
+        text = "\n".join(texts)
+        return f"error: {text}" if said.is_error else text
+
+    def _client(self, name: str) -> Client:
+        try:
+            from mcp import Client, StdioServerParameters
+        except ImportError as error:
+            raise ConfigError(
+                "rollout.agent.environment.options.mcp_servers needs the package mcp; install "
+                "hybridflyte[mcp]"
+            ) from error
+        spec = self._servers[name]
+        server = spec["url"] if "url" in spec else StdioServerParameters(**spec)
+        return Client(server)
+
+    async def _connected(self, name: str) -> Client:
+        """The client of a server in this loop; a task of its own holds it open to the end."""
+        loop = asyncio.get_running_loop()
+        key = (id(loop), name)
+        ready = self._clients.get(key)
+        if ready is None or (ready.done() and ready.exception() is not None):
+            ready = self._clients[key] = loop.create_future()
+            task = loop.create_task(self._hold(name, ready, key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(ready)
+
+    async def _hold(self, name: str, ready: asyncio.Future[Client], key: tuple[int, str]) -> None:
+        try:
+            async with self._client(name) as client:
+                ready.set_result(client)
+                await asyncio.get_running_loop().create_future()  # until the loop ends
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+        finally:
+            self._clients.pop(key, None)
+
+
+@lru_cache(maxsize=16)
+def _opened(servers: str) -> McpServers:
+    return McpServers(json.loads(servers))
+
+
+def _checked(parameters: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+    try:
+        jsonschema.validate(dict(given), parameters)
+    except jsonschema.ValidationError as error:
+        raise ValueError(error.message) from None
+    except jsonschema.SchemaError:  # the server's own check has to do
+        return dict(given)
+    return dict(given)

@@ -1,0 +1,366 @@
+"""Tools that a policy calls: Python functions with the JSON schema of their type hints.
+
+What a tool is, tools by name, and their calls, which end by a deadline in a message for the
+model. Shipped tools are in `builtin_tools`, those of MCP servers in `mcp_servers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+from engine.agents.environment_protocol import Message, ToolCall
+from engine.errors import ConfigError
+from engine.registry import Options, Registry, origin
+from engine.rewards.calls import text_of
+
+# A tool: a Python function, and the JSON schema that its type hints and docstring make.
+#
+# The schema has the form that chat templates read and `transformers.utils.get_json_schema` writes;
+# pydantic makes it here, as transformers loads torch for it, and checks the arguments of calls
+# too.
+
+_SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
+_ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+_CONFIG = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What a policy can call."""
+
+    name: str
+    schema: Mapping[str, Any]  # {"type": "function", "function": {"name", …, "parameters"}}
+    function: Callable[
+        ..., Any
+    ]  # takes what `arguments` gives; a coroutine function, or a plain one
+    arguments: Callable[[Mapping[str, object]], dict[str, object]]
+    """Checks and converts a call's arguments; raises ValueError with a sentence for the model."""
+
+
+def function_tool(
+    function: Callable[..., object], options: Mapping[str, object] | None = None
+) -> Tool:
+    """Make a tool of a function with type hints and a docstring that describes its arguments.
+
+    Keyword-only parameters with defaults are options: `options` set them, and the model doesn't see
+    them. Raises ConfigError for a function that lacks a docstring, a type hint or the description
+    of an argument, for a type without a JSON schema, and for an option that it doesn't declare.
+
+    >>> def add(a: int, b: int = 0) -> int:
+    ...     '''Add two numbers.
+    ...
+    ...     Args:
+    ...         a: One number.
+    ...         b: The other.
+    ...     '''
+    ...     return a + b
+    >>> tool = function_tool(add)
+    >>> tool.schema["function"]["parameters"]["properties"]["a"]
+    {'type': 'integer', 'description': 'One number.'}
+    >>> tool.arguments({"a": "2"})
+    {'a': 2, 'b': 0}
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    given = Options(f"tool {name!r}", function).parse(options or {}, f"tool {name!r}")
+    description, described = _read_docstring(name, function)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters.values()
+    except (NameError, TypeError, ValueError) as error:
+        raise ConfigError(f"tool {name!r}: its type hints can't be read ({error})") from error
+    fields: dict[str, Any] = {}
+    names = [p.name for p in parameters if not _is_option(p)]
+    for place, parameter in enumerate(p for p in parameters if not _is_option(p)):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"tool {name!r} takes *{parameter.name}; name each argument")
+        if parameter.name not in hints:
+            raise ConfigError(f"tool {name!r}: argument {parameter.name!r} needs a type hint")
+        if parameter.name not in described:
+            raise ConfigError(
+                f"tool {name!r}: its docstring doesn't describe argument {parameter.name!r}; add "
+                f'"{parameter.name}: …" under "Args:"'
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        text = described[parameter.name]
+        # An alias, as pydantic keeps some names to itself.
+        field = Field(default, alias=parameter.name, description=text)
+        fields[f"argument_{place}"] = (hints[parameter.name], field)
+    try:
+        model = create_model(name, __config__=_CONFIG, **fields)
+        schema = _plain(model.model_json_schema(by_alias=True))
+    except Exception as error:  # pydantic has many kinds of them
+        raise ConfigError(
+            f"tool {name!r} ({origin(function)}): a type hint has no JSON schema ({error})"
+        ) from error
+    schema.pop("additionalProperties", None)
+    schema.pop("description", None)
+    schema.setdefault("properties", {})
+    described_function = {"name": name, "description": description, "parameters": schema}
+    return Tool(
+        name,
+        {"type": "function", "function": described_function},
+        _bound(function, given),
+        partial(_arguments, model, names),
+    )
+
+
+def _is_option(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
+
+
+def _bound(function: Callable[..., object], options: Mapping[str, object]) -> Callable[..., object]:
+    return partial(function, **options) if options else function
+
+
+def _arguments(
+    model: type[BaseModel], names: list[str], given: Mapping[str, object]
+) -> dict[str, object]:
+    try:
+        made = model.model_validate(dict(given))
+    except ValidationError as error:
+        raise ValueError("; ".join(_sentence(one, names) for one in error.errors())) from None
+    return {name: getattr(made, f"argument_{place}") for place, name in enumerate(names)}
+
+
+def _sentence(error: ErrorDetails, names: list[str]) -> str:
+    """One error of pydantic's, in a policy's words."""
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"there is no argument {where!r} (it takes {', '.join(names) or 'none'})"
+    if error["type"] == "missing":
+        return f"argument {where!r} is missing"
+    return f"argument {where!r}: {error['msg']}"
+
+
+def _plain(schema: object) -> Any:
+    """A schema without titles and defaults, which only cost tokens."""
+    if isinstance(schema, list):
+        return [_plain(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs"):
+            found[key] = {name: _plain(one) for name, one in value.items()}
+        elif key not in ("title", "default"):
+            found[key] = value if key in ("enum", "const", "required") else _plain(value)
+    return found
+
+
+def _read_docstring(name: str, function: Callable[..., object]) -> tuple[str, dict[str, str]]:
+    """The description, and that of each argument, of a docstring in Google's style."""
+    text = (
+        inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function))
+    )
+    if not text or not text.strip():
+        raise ConfigError(f"tool {name!r} has no docstring; the model reads there what it does")
+    parts = _SECTION.split(text)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    described: dict[str, str] = {}
+    lines = (sections.get("Args") or sections.get("Arguments") or "").splitlines()
+    margin = min((len(one) - len(one.lstrip()) for one in lines if one.strip()), default=0)
+    last = ""
+    for line in lines:
+        found = _ARGUMENT.match(line[margin:])
+        if found and line.strip():
+            last = found.group(1)
+            described[last] = found.group(2).strip()
+        elif last and line.strip():  # it goes on
+            described[last] += " " + line.strip()
+    return " ".join(parts[0].split()), described
+
+
+# Tools by name.
+#
+# Adding one: a function with `@register_tool("name")` in a module of this package or in a plugin.
+# Its
+# options are its keyword-only parameters with defaults. `package.module:function` names one that
+# isn't registered.
+
+_F = TypeVar("_F", bound=Callable[..., object])
+ToolSpec: TypeAlias = "str | Mapping[str, object] | Tool | Callable[..., object]"
+"""A name, {"name": …, "options": {…}}, a tool, or the function that makes one."""
+
+_registry: Registry[Callable[..., object]] = Registry(
+    "tool",
+    "rollout.agent.environment.options.tools",
+    ("engine.agents.builtin_tools",),
+    "@register_tool(name)",
+)
+
+
+def register_tool(name: str) -> Callable[[_F], _F]:
+    """Make a function selectable as a tool; the model sees the function's own name.
+
+    Raises ConfigError for a name that is taken.
+    """
+
+    def add(function: _F) -> _F:
+        _registry.add(name, function)
+        return function
+
+    return add
+
+
+def resolve_tools(specs: Iterable[ToolSpec]) -> dict[str, Tool]:
+    """The tools by the names that a model calls; ConfigError for one that isn't there, or twice."""
+    found: dict[str, Tool] = {}
+    for spec in specs:
+        tool = spec if isinstance(spec, Tool) else _made(spec)
+        if tool.name in found:
+            raise ConfigError(
+                f"rollout.agent.environment.options.tools has two tools {tool.name!r}; rename one"
+            )
+        found[tool.name] = tool
+    return found
+
+
+def _made(spec: str | Mapping[str, Any] | Callable[..., object]) -> Tool:
+    if callable(spec):
+        return function_tool(spec)
+    if isinstance(spec, str):
+        spec = {"name": spec}
+    if not isinstance(spec.get("name"), str) or spec.keys() - {"name", "options"}:
+        raise ConfigError(
+            f"rollout.agent.environment.options.tools has {dict(spec)!r}; give a name, "
+            "or a mapping with `name` and `options`"
+        )
+    name = spec["name"]
+    function: object = _registry.load(name) if ":" in name else _registry.get(name)
+    if not callable(function):
+        raise ConfigError(f"rollout.agent.environment.options.tools: {name!r} is no function")
+    return function_tool(function, spec.get("options") or {})
+
+
+# Calls of tools: each ends by its deadline in a message for the model, whatever the tool does.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLimits:
+    """What a call may take."""
+
+    timeout_s: float = 10.0  # seconds
+    max_output: int = 4000  # characters of a result that the model reads
+
+
+async def answer(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -> Message:
+    """The tool message that answers a call.
+
+    An unknown tool, wrong arguments, an exception, a late and an over-long result are told to the
+    model in it. Coroutine functions run in this loop, plain ones on a thread of their own.
+    """
+    return tool_message(shorten(await _text(tools, call, limits), limits.max_output), call)
+
+
+def tool_message(text: str, call: ToolCall | None = None) -> Message:
+    """What a tool, or nobody's call, is answered with."""
+    whose = {} if call is None else {"name": call.name, "tool_call_id": call.id}
+    return {"role": "tool", "content": text, **whose}
+
+
+def shorten(text: str, most: int) -> str:
+    """The text, its end cut away with a note where it has more than `most` characters.
+
+    >>> shorten("1234567890", 4)
+    '1234\\n[cut: 6 of 10 characters left out]'
+    """
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}\n[cut: {len(text) - most} of {len(text)} characters left out]"
+
+
+async def _text(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -> str:
+    tool = tools.get(call.name)
+    if tool is None:
+        return f"error: there is no tool {call.name!r}; call one of {', '.join(tools) or 'none'}"
+    try:
+        arguments = tool.arguments(call.arguments)
+    except (ValueError, TypeError) as error:
+        return f"error: {text_of(error)}"
+    deadline = asyncio.timeout(limits.timeout_s)
+    try:
+        async with deadline:
+            if inspect.iscoroutinefunction(inspect.unwrap(_function(tool.function))):
+                result = await tool.function(**arguments)
+            else:
+                result = await on_thread(lambda: tool.function(**arguments))
+        return _readable(result)
+    except TimeoutError as error:
+        if deadline.expired():
+            return f"error: {call.name} took longer than {limits.timeout_s:g} s"
+        return f"error: TimeoutError: {text_of(error)}"
+    except Exception as error:  # a user's tool may fail in any way
+        return f"error: {type(error).__name__}: {text_of(error)}"
+
+
+def _function(called: Callable[..., object]) -> Callable[..., object]:
+    """The function below a `partial`."""
+    while hasattr(called, "func"):
+        called = called.func
+    return called
+
+
+def _readable(result: object) -> str:
+    """Text as it is; anything else as JSON, and what has no JSON by its own text."""
+    if isinstance(result, str):
+        return result
+    return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
+
+
+async def on_thread(function: Callable[[], T]) -> T:
+    """Call a plain function on a daemon thread; one whose caller gives up is made to end.
+
+    It ends when it next executes Python code. One that hangs inside C code stays on its thread,
+    for which nobody waits.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    lock = threading.Lock()
+    running = True
+
+    def finish(result: object, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        nonlocal running
+        result, failed = None, None
+        try:
+            result = function()
+        except Exception as error:
+            failed = error
+        except BaseException as error:  # SystemExit, say, must not end more than the call
+            failed = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+        finally:
+            with lock:
+                running = False
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, result, failed)
+
+    thread = threading.Thread(target=work, name="tool", daemon=True)
+    thread.start()
+    try:
+        return await future
+    finally:
+        with lock:  # while we hold it, the thread lives and its ident is its own
+            if running and thread.ident is not None:
+                ident = ctypes.c_ulong(thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))

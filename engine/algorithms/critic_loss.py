@@ -1,0 +1,83 @@
+"""The critic's loss, and the choice of rows that have a gradient at all.
+
+`value_loss` and its clipping, and which rows an update may leave out because their loss is
+exactly zero. How returns are made is in `advantages`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.algorithms.aggregation import accumulate_mean
+from engine.algorithms.masked import at_least_float, mask_out
+from engine.algorithms.policy_losses import LossOutput, get_policy_loss
+from engine.errors import ConfigError, DataError
+
+# The critic's loss.
+#
+# What lives here: squared error with clipped predictions, and its metrics.
+# What does not: how returns are made (`engine.algorithms.advantages`).
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    *,
+    cliprange_value: float | None = 0.5,
+) -> LossOutput:
+    """½·max((V − R)², (clip(V, V_old ± ε) − R)²), all `[B, T]`; aggregate it like a policy loss.
+
+    `cliprange_value=None` turns clipping off. Gradient flows into `values` only. Metrics:
+    `vf_clipfrac`, `vpred_mean`. Source: PPO's reference code; arXiv 1506.02438, appendix.
+    Raises ConfigError for a negative range, DataError for unequal shapes.
+    """
+    if cliprange_value is not None and cliprange_value < 0:
+        raise ConfigError(f"cliprange_value={cliprange_value} must not be negative")
+    mask = response_mask.bool()
+    for name, tensor in (("values", values), ("old_values", old_values), ("returns", returns)):
+        if tensor.shape != mask.shape:
+            raise DataError(
+                f"{name} has shape {list(tensor.shape)} but response_mask {list(mask.shape)}"
+            )
+    values = mask_out(mask, at_least_float(values))
+    old_values = mask_out(mask, at_least_float(old_values.detach()))
+    returns = mask_out(mask, at_least_float(returns.detach()))
+    free = (values - returns).square()
+    metrics = {"vpred_mean": accumulate_mean(values, mask)}
+    if cliprange_value is None:
+        return LossOutput(mask_out(mask, 0.5 * free), metrics)
+    # min/max with tensors, not clamp, because the bounds differ by token.
+    near = torch.minimum(
+        torch.maximum(values, old_values - cliprange_value), old_values + cliprange_value
+    )
+    clipped = (near - returns).square()
+    metrics["vf_clipfrac"] = accumulate_mean((clipped > free).double(), mask)
+    return LossOutput(mask_out(mask, 0.5 * torch.maximum(free, clipped)), metrics)
+
+
+# Leaving out what has no gradient: forward and backward passes that would add exact zeros.
+#
+# What lives here: which rows matter. What does not: the passes. Denominators still come from the
+# whole batch's mask, so the gradient stays the same.
+
+
+def rows_with_gradient(
+    loss_mode: str,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    entropy_coeff: float = 0.0,
+    kl_loss_coef: float = 0.0,
+) -> Tensor:
+    """Rows `[B]` (bool) that can change the gradient; train on these alone.
+
+    A row can't when it has no token inside the mask, or when all its advantages are 0 and nothing
+    else pulls: no entropy bonus, no KL term, no penalty inside the loss (`dro`, `kl_cov`). The
+    rows left out contribute 0 to the loss as well; their metrics (e.g. ppo_kl) are not counted.
+    """
+    mask = response_mask.bool()
+    pulled = bool(entropy_coeff or kl_loss_coef) or get_policy_loss(loss_mode).regularized
+    return mask.any(1) if pulled else mask_out(mask, advantages).ne(0).any(1)

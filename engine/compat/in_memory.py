@@ -1,0 +1,226 @@
+"""Models and rewards in memory as what a run's workers load, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from engine.cli.reward_file import each_row
+from engine.data.templates import Message, encode_conversation
+from engine.errors import ConfigError, RewardError
+from engine.models import CriticModel, load_model, save_model, save_tensors
+from engine.models.value_head import classifier_of, classifier_tensors
+from engine.rewards.reward_function import register_reward
+from engine.runtime import HybridActor
+
+# Models in memory as the folders that a run's workers load, and back.
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def policy_module(model: object) -> Any:
+    """The transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
+    if not isinstance(model, HybridActor):
+        return model
+    if model._sharded is not None:
+        raise ConfigError(
+            "RLTrainer got a HybridActor on several ranks; start RLTrainer in one process, and set "
+            "actor.parallel in config for its ranks"
+        )
+    return model.policy
+
+
+def write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> str:
+    """Write a model in memory with its tokenizer; return its dtype's name.
+
+    Raises ConfigError for what is no causal language model of transformers, or has no tokenizer.
+    """
+    if tokenizer is None:
+        raise ConfigError("RLTrainer got a model in memory and no tokenizer; give tokenizer=…")
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise ConfigError(
+            f"actor_model is a {type(model).__name__}; give a transformers causal LM, a "
+            "HybridActor, or the path of one"
+        )
+    save_model(model, tokenizer, folder)
+    dtype = next(model.parameters()).dtype
+    if dtype not in _DTYPES:
+        raise ConfigError(f"actor_model has weights of {dtype}; convert it to torch.float32")
+    return _DTYPES[dtype]
+
+
+def write_critic(
+    critic: object, actor: object, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> str | None:
+    """Write what a critic has learned as a folder for `critic.model_path`, which it returns.
+
+    None for a fresh one, `create_critic_model(actor)`: the run makes that itself. Raises
+    ConfigError for a critic of another kind.
+    """
+    if isinstance(critic, str | Path):
+        return str(critic)
+    if not isinstance(critic, CriticModel):
+        raise ConfigError(
+            f"critic_model is a {type(critic).__name__}; make it with create_critic_model(model), "
+            "or give the path of a model"
+        )
+    if _is_fresh(critic, actor):
+        return None
+    if bool(critic.head.bias.detach().any()):
+        raise ConfigError(
+            "critic_model's head has a bias, which a classifier's folder has no place for; set it "
+            "to 0, or begin with create_critic_model(model)"
+        )
+    config, dtype = critic.config, next(critic.parameters()).dtype
+    classifier = classifier_of(config, dtype, int(tokenizer.pad_token_id or 0))
+    tensors = classifier_tensors(classifier, critic.state_dict().items())
+    save_tensors(classifier, tensors, tokenizer, folder)
+    return str(folder)
+
+
+def hand_back(folder: Path, model: torch.nn.Module) -> None:
+    """Load the weights of a model folder into a model in memory."""
+    trained = load_model(folder, _DTYPES[next(model.parameters()).dtype])
+    model.load_state_dict(trained.state_dict())
+
+
+def _is_fresh(critic: CriticModel, actor: Any) -> bool:
+    if actor is None or bool(critic.head.weight.detach().any()):
+        return False
+    own = actor.base_model.state_dict()
+    there = critic.backbone.state_dict()
+    return own.keys() == there.keys() and all(torch.equal(own[k], there[k]) for k in own)
+
+
+# Rewards as objects: a function, or a model that scores conversations, for a run in this process.
+#
+# A function that its module's name leads to is named by that, so that every process finds it; any
+# other is registered here, and the run stays in this process.
+
+_PROMPTS = ("prompts", "prompt", "queries", "query", "questions")
+_COMPLETIONS = ("completions", "completion", "responses", "response", "outputs", "texts")
+
+
+def reward_settings(
+    function: object, models: Sequence[object], tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, object], bool]:
+    """The section `reward` for a function (or a name) and models, and whether a run of several
+    processes can have it too.
+
+    Several rewards are added up. Raises ConfigError for what is no reward.
+    """
+    named = [_of_function(function)] if function is not None else []
+    named += [_of_model(model, tokenizer) for model in models]
+    if not named:
+        return {}, True
+    anywhere = all(free for _, free in named)
+    first = dict(named[0][0])
+    others = {f"reward_{i}": spec for i, (spec, _) in enumerate(named[1:], start=2)}
+    if others:
+        first["components"] = others
+    if not anywhere:
+        first["isolation"] = "none"
+    return first, anywhere
+
+
+def _of_function(function: object) -> tuple[dict[str, object], bool]:
+    if isinstance(function, str):
+        return {"name": function}, True
+    if not callable(function):
+        raise ConfigError(f"reward_fn={function!r} is no function; give one, or a reward's name")
+    parameters = inspect.signature(function).parameters
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    ours = {"prompts", "completions"} <= parameters.keys()
+    if ours and module not in ("", "__main__") and "." not in name:
+        found = getattr(importlib.import_module(module), name, None)
+        if found is function:
+            return {"name": f"{module}:{name}"}, True
+    return {"name": _registered(_adapted(function), function)}, False
+
+
+def _adapted(function: Callable[..., Any]) -> Callable[..., object]:
+    """The function, called with as much as its parameters take."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    prompt = next((p for p in _PROMPTS if p in parameters), "")
+    completion = next((p for p in _COMPLETIONS if p in parameters), "")
+    if {"solution_str", "ground_truth"} <= parameters.keys():  # verl's kind, of one row
+        return each_row(function)
+    if not completion:
+        raise ConfigError(
+            f"reward_fn{inspect.signature(function)} takes no completions; write it as "
+            "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
+        )
+
+    def reward(
+        prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> Sequence[float]:
+        given = {completion: list(completions)} | ({prompt: list(prompts)} if prompt else {})
+        given |= {k: v for k, v in columns.items() if takes_all or k in parameters}
+        scores = function(**given)
+        return scores.tolist() if isinstance(scores, Tensor) else scores
+
+    return reward
+
+
+def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, object], bool]:
+    if isinstance(model, str | Path):
+        return {"name": "reward_model", "options": {"model": str(model)}}, True
+    if not callable(model):
+        raise ConfigError(f"a reward model is {model!r}; give a model, or the path of one")
+
+    def score(
+        prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> Sequence[float]:
+        messages = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
+        turns = [
+            [*asked, {"role": "assistant", "content": said}]
+            for asked, said in zip(messages, completions, strict=True)
+        ]
+        return model_scores(model, tokenizer, turns)
+
+    return {"name": _registered(score, model)}, False
+
+
+@torch.no_grad()
+def model_scores(
+    model: Any, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
+) -> list[float]:
+    """The scores of conversations by a model that takes `input_ids` and `attention_mask` `[B, L]`.
+
+    It returns a tensor `[B]` or `[B, 1]`, or an object or mapping with that as `scores` or
+    `logits`. Rows are padded on the right. Raises RewardError for any other output.
+    """
+    rows = [encode_conversation(tokenizer, turns) for turns in conversations]
+    width, pad = max(map(len, rows)), int(tokenizer.pad_token_id or 0)
+    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    device = next((p.device for p in getattr(model, "parameters", tuple)()), ids.device)
+    out = model(input_ids=ids.to(device), attention_mask=mask.to(device))
+    for name in ("scores", "logits"):
+        found = out.get(name) if isinstance(out, dict) else getattr(out, name, None)
+        out = found if found is not None else out
+    if not isinstance(out, Tensor) or out.numel() != len(rows):
+        what = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise RewardError(
+            f"a reward model of {type(model).__name__} returned {what} for {len(rows)} "
+            "conversations; it must return `scores`, a tensor [batch]"
+        )
+    return [float(score) for score in out.flatten().float()]
+
+
+def _registered(function: Callable[..., object], source: object) -> str:
+    """Register the function under a name of its own, which it returns."""
+    digest = hashlib.sha256(f"{source!r}{id(source)}".encode()).hexdigest()[:8]
+    name = f"{getattr(source, '__name__', type(source).__name__).strip('<>')}_{digest}"
+    function.__qualname__ = name
+    register_reward(name)(function)
+    return name

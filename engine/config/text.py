@@ -1,0 +1,189 @@
+"""Configurations as text: read from files and dictionaries, and listed with their meaning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from engine.config.base import section_of
+from engine.config.pipeline import PipelineConfig
+from engine.errors import ConfigError
+from engine.redaction import presentable
+
+# From files and dictionaries to a configuration, and from mistakes to sentences.
+
+PRESETS = Path(__file__).parent / "presets"
+PRESET = "preset:"
+
+
+def config_path(given: str | Path) -> Path:
+    """The file that is meant: a path, or a shipped one as `preset:NAME`.
+
+    Raises ConfigError for an unknown preset, with the names there are.
+    """
+    text = str(given)
+    if not text.startswith(PRESET):
+        return Path(text).expanduser()
+    names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    name = text.removeprefix(PRESET)
+    if name not in names:
+        raise ConfigError(f"config {text}: there is no such preset; give one of {', '.join(names)}")
+    return PRESETS / f"{name}.yaml"
+
+
+def digest(section: BaseModel) -> str:
+    """Return the SHA-256 (hex) of a section's values, whatever the order of its keys."""
+    canonical = json.dumps(section.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def parse_config(values: dict[str, Any]) -> PipelineConfig:
+    """Build a PipelineConfig; raise ConfigError with one line a wrong key."""
+    try:
+        return PipelineConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def load_config(path: str | Path) -> PipelineConfig:
+    """Read a YAML or JSON file, or `preset:NAME`.
+
+    Raises ConfigError when it is missing, malformed or wrong.
+    """
+    file = config_path(path)
+    try:
+        values = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"config file {path} does not exist; give the path of a YAML file"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} can't be read: {error}; give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict | None):
+        raise ConfigError(
+            f"config file {path} holds a {type(values).__name__}; its top level must be sections "
+            "such as `data:` and `rl:`"
+        )
+    return parse_config(values or {})
+
+
+def explain(error: ValidationError) -> str:
+    """Turn pydantic's report into sentences that name the field, the value and the way out."""
+    lines = []
+    for item in error.errors():
+        field = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown setting {field!r}; check its spelling and its section")
+        elif item["type"] == "value_error":
+            lines.append(item["msg"].removeprefix("Value error, "))
+        elif field:
+            lines.append(f"{field}={item['input']!r}: {item['msg']}")
+        else:
+            lines.append(item["msg"])
+    return presentable("; ".join(lines))
+
+
+# What there is to set: every setting with its default and meaning, as Markdown and JSON schema.
+
+INTRODUCTION = """\
+# Configuration
+
+Every setting of the pipeline. `--config` of the workflows takes them as YAML or JSON; a section
+that is given in part keeps the other defaults of its place. `python -m engine.main_ppo` takes the
+same paths, and verl's names for them (`--help`). This page is what `python -m engine.config`
+prints.
+
+For completion in an editor, write the JSON schema to a file with
+`python -m engine.config --json-schema > hybridflyte.schema.json` and begin your YAML file with
+`# yaml-language-server: $schema=hybridflyte.schema.json`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value that can be set."""
+
+    path: str  # e.g. "rl.actor.optim.lr"
+    default: str  # as YAML, e.g. "1.0e-06"
+    about: str  # one sentence
+    choices: str  # e.g. "one of fixed, adaptive"; empty where any value of the type goes
+
+
+def sections(
+    root: type[BaseModel], prefix: str = ""
+) -> Iterator[tuple[str, type[BaseModel], list[Setting]]]:
+    """Each section's path (empty for the root), its class and its own settings, in order."""
+    yield from _walk(root, root(), prefix)
+
+
+def _walk(
+    model: type[BaseModel], defaults: BaseModel, prefix: str
+) -> Iterator[tuple[str, type[BaseModel], list[Setting]]]:
+    plain = {n: i for n, i in model.model_fields.items() if section_of(i.annotation) is None}
+    settings = [
+        Setting(
+            f"{prefix}{name}",
+            as_yaml(getattr(defaults, name)),
+            info.description or "",
+            choices(info),
+        )
+        for name, info in plain.items()
+    ]
+    yield prefix.rstrip("."), model, settings
+    for name, info in model.model_fields.items():
+        section = section_of(info.annotation)
+        if section is not None:
+            given = getattr(defaults, name)
+            yield from _walk(section, section() if given is None else given, f"{prefix}{name}.")
+
+
+def choices(info: FieldInfo) -> str:
+    """The values that a setting can have, where they are a list."""
+    if get_origin(info.annotation) is not Literal:
+        return ""
+    return "one of " + ", ".join(map(as_yaml, get_args(info.annotation)))
+
+
+def as_yaml(value: object) -> str:
+    """A default as one writes it in YAML, on one line."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    if isinstance(value, tuple):
+        value = [v.model_dump(mode="json") if isinstance(v, BaseModel) else v for v in value]
+    if value == "":
+        return "''"
+    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def summary(model: type[BaseModel]) -> str:
+    """The first sentence of a section's docstring."""
+    return (model.__doc__ or "").strip().splitlines()[0]
+
+
+def markdown(root: type[BaseModel] = PipelineConfig) -> str:
+    """The reference as a page: a heading and a table a section."""
+    parts = [INTRODUCTION]
+    for path, model, settings in sections(root):
+        if settings:
+            head = f"## `{path}`" if path else "## Top level"
+            rows = [_row(one, path) for one in settings]
+            table = ["| setting | default | meaning |", "| --- | --- | --- |", *rows]
+            parts.append("\n".join([head, "", summary(model), "", *table, ""]))
+    return "\n".join(parts)
+
+
+def _row(setting: Setting, section: str) -> str:
+    name = setting.path.removeprefix(f"{section}.") if section else setting.path
+    about = "; ".join(filter(None, [setting.about, setting.choices])).replace("|", "\\|")
+    return f"| `{name}` | `{setting.default}` | {about} |"

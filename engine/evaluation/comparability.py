@@ -1,0 +1,93 @@
+"""What two evaluations must share to be comparable: settings, seed, scorer and code.
+
+The problems themselves are compared by `rows.prompt_digest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from engine.config import DataConfig, EvaluateConfig
+from engine.errors import LineageError
+from engine.redaction import redact_values
+from engine.rewards import scorer_identity
+
+if TYPE_CHECKING:
+    from engine.storage.artifacts import Manifest
+
+KEYS = ("data", "evaluate", "seed", "scorer")
+
+Settings = dict[str, object]  # JSON values by key
+
+
+def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> Settings:
+    """The settings that two evaluations must share to be comparable, as manifests record them.
+
+    Of `data` only the token budgets count: the response's, and of episodes the prompt's, if set.
+    """
+    budgets = {"max_response_length": data.max_response_length}
+    if config.plays_episodes and data.max_prompt_length:
+        budgets["max_prompt_length"] = data.max_prompt_length
+    # Where the reward is found, and how called; what is run beside it; and on how many ranks.
+    apart = {"reward", "plugins", "named_content", "lm_eval"}
+    apart |= {"parallel", "map_parts", "start_timeout_s", "step_timeout_s"}
+    kept: set[str] | dict[str, bool | set[str]] = apart
+    if config.agent is not None:
+        # Where environments run, how many, and what is saved changes no episode.
+        kept = dict.fromkeys(apart, True) | {"agent": {"num_workers", "concurrency", "save_freq_s"}}
+    return {
+        "data": budgets,
+        "evaluate": redact_values(config.model_dump(mode="json", exclude=kept)),
+        "seed": seed,
+        "scorer": scorer_identity(config.scorer, config.named_content),
+    }
+
+
+def recorded_settings(evaluation: Manifest) -> Settings:
+    """`comparable_settings` as an evaluation's manifest records them; LineageError if missing."""
+    for key in KEYS:
+        if key not in evaluation.config:
+            raise LineageError(
+                f"the evaluation {evaluation.digest[:12]} has no record of its settings {key!r}, "
+                "so nothing can be compared with it; evaluate the model again"
+            )
+    return {key: evaluation.config[key] for key in KEYS}
+
+
+def require_same_settings(
+    evaluation: Manifest, data: DataConfig, config: EvaluateConfig, seed: int
+) -> None:
+    """Raise LineageError where an evaluation was made under other settings than these."""
+    wanted, found = comparable_settings(data, config, seed), recorded_settings(evaluation)
+    for key, (here, there) in _differences(wanted, found).items():
+        raise LineageError(
+            f"{key} is {here!r}, and the evaluation {evaluation.digest[:12]} was made with "
+            f"{there!r}; give the settings of that run, or evaluate again"
+        )
+
+
+def incomparable(one: Manifest, other: Manifest) -> list[str]:
+    """What two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
+
+    Code is compared by its sources, which tell apart what one commit with edits has in common.
+    """
+    found = list(_differences(recorded_settings(one), recorded_settings(other)))
+    return found + ["the code"] * (one.sources_digest != other.sources_digest)
+
+
+def _differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
+    """The settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
+    first, second = _flat(one), _flat(other)
+    keys = sorted(first.keys() | second.keys())
+    return {
+        key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)
+    }
+
+
+def _flat(settings: Settings) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in settings.items():
+        below = value if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{key}.{name}".rstrip("."): entry for name, entry in below.items()}
+    return flat

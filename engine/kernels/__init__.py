@@ -1,0 +1,69 @@
+"""C sources for CPUs that multiply bfloat16 (AVX512-BF16), compiled on first use.
+
+Compilation takes one or two seconds, and the result is kept in the user's cache folder. Without
+a C compiler and on other processors there is none, and PyTorch's operations do the same work; a
+compiler that fails is named in the log. Sources are in `cpu/`; `training_ops`, `attention` and
+`decoder_layer` call those of training, `decoding_ops` those of decoding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_COMMON = Path(__file__).with_name("cpu")
+_FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-mfma"]
+_FLAGS += [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")]
+_COMPILER_S = 120.0
+
+
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """`source` with the headers beside it, compiled; None where that can't be done or used.
+
+    OpenMP's threads are those of PyTorch.
+    """
+    if platform.machine() != "x86_64" or not torch.cpu._is_avx512_bf16_supported():
+        return None
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    folders = (source.parent, _COMMON)
+    read = [path.read_bytes() for at in folders for path in sorted(at.glob("*.[ch]"))]
+    digest = hashlib.sha256(b"\0".join([" ".join(_FLAGS).encode(), *read])).hexdigest()
+    name = f"{source.stem}-{digest[:20]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "hybridflyte")
+    try:
+        if (folder / name).is_file():
+            return ctypes.CDLL(str(folder / name))
+        if compiler is None:
+            return None
+        with tempfile.TemporaryDirectory() as own:
+            built = Path(own) / name
+            command = [compiler, *_FLAGS, f"-I{_COMMON}", "-o", str(built), str(source), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILER_S)
+            found = ctypes.CDLL(str(built))  # stays usable once the file is gone
+            _keep(built, folder)
+            return found
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("%s can't be compiled, and runs slower without: %s", source.name, error)
+        return None
+
+
+def _keep(built: Path, folder: Path) -> None:
+    """Copy the library to `folder`, whole or not at all; a folder that can't be written is left."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{built.name}.{os.getpid()}"
+        shutil.copyfile(built, draft)
+        draft.rename(folder / built.name)
+    except OSError:
+        return

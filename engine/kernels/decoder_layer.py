@@ -1,0 +1,487 @@
+"""A decoder layer whose backward pass is written out: its pieces, and as one compiled function.
+
+`engine.models.fused` puts them in place of transformers' modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from engine.kernels import training_ops
+from engine.kernels.attention import Run, attention_forward, attention_gradients, takes_runs
+from engine.kernels.training_ops import Rotary, RowsRead, input_gradient, linear, weight_gradient
+
+# Pieces of a decoder layer whose backward pass is written out; `fused` puts them in place.
+#
+# All keep less than autograd would: a norm its input and one number a row, rotary nothing of its
+# input, an MLP neither silu(gate) nor the product. Dtypes and rounding are transformers' own.
+
+_CHUNK_ELEMENTS = 1 << 18  # whose float32 intermediates stay in a core's cache
+
+Affine = tuple[Tensor, Tensor | None]  # weight [out, in], bias [out]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight · x / √(mean(x²) + eps) over the last axis, of one dtype, normalised in float32."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
+
+
+def add_norm(x: Tensor, plus: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """x + plus, and what the module `norm` makes of it.
+
+    Where loops are compiled, the sum and its gradient are part of the norm's.
+    """
+    plus = None if plus is None else plus.contiguous()
+    if training_ops.takes(x, norm.weight):
+        out: tuple[Tensor, Tensor] = _AddNorm.apply(x, plus, norm.weight, norm.variance_epsilon)
+        return out
+    total = x if plus is None else x + plus
+    return total, norm(total)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: x · cos + rotate_half(x) · sin; no gradient flows to cos and sin."""
+    out: Tensor = _Rotate.apply(x, cos, sin)
+    return out
+
+
+def linears(x: Tensor, affines: Sequence[Affine]) -> tuple[Tensor, ...]:
+    """x [..., in] through several linear layers."""
+    flat = [tensor for affine in affines for tensor in affine]
+    out: tuple[Tensor, ...] = _Linears.apply(x, None, *flat)
+    return out
+
+
+def rotated_linears(
+    x: Tensor, affines: Sequence[Affine], cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
+    """x [B, L, in] through linear layers to [B, L, heads, d]; all but the last are then rotated."""
+    weights, biases = zip(*affines, strict=True)
+    shape = (*x.shape[:-1], -1, cos.shape[-1])
+    whole = all(len(weight) % training_ops.STEP == 0 for weight in weights)
+    if whole and training_ops.takes_products(x, weights, biases) and training_ops.takes(cos, sin):
+        flat = [tensor for affine in affines for tensor in affine]
+        rotary = training_ops.Rotary(cos, sin, len(affines) - 1)
+        return tuple(out.view(shape) for out in _Linears.apply(x, rotary, *flat))
+    *turned, last = (out.view(shape) for out in linears(x, affines))
+    return *(rotate(out, cos, sin) for out in turned), last
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    out: Tensor = _SiluProduct.apply(gate, up)
+    return out
+
+
+def gated_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """residual + down(silu(gate(x)) · up(x)) of three matrices [out, in]."""
+    out: Tensor = _GatedMLP.apply(x, gate, up, down, residual, torch.is_grad_enabled())
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With r = 1 / √(mean(x²) + eps): ∂x = r · (w ∂y − x · r² · mean(w ∂y x)), ∂w = Σ ∂y x r."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if training_ops.takes(x, weight):
+            _, out, scale = training_ops.norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, scale)
+            return out
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.empty_like(rows)
+        scale = torch.empty(len(rows), 1, dtype=_wide(rows[:0]).dtype, device=x.device)
+        for at in _chunks(rows):
+            wide = _wide(rows[at])
+            norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            scale[at] = norm.square_().div_(rows.shape[1]).add_(eps).rsqrt_()
+            if wide.dtype == rows.dtype:
+                torch.mul(wide, scale[at], out=out[at])
+            else:
+                out[at] = wide.mul_(scale[at])
+            out[at].mul_(weight)
+        ctx.save_for_backward(x, weight, scale)
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        if training_ops.takes(x, weight):
+            return *training_ops.norm_gradients(x, weight, scale, gradients[0].contiguous()), None
+        width = x.shape[-1]
+        rows, above = x.reshape(-1, width), gradients[0].reshape(-1, width)
+        to_weight = ctx.needs_input_grad[1]
+        grad = torch.empty_like(rows)
+        wide_weight = _wide(weight)
+        of_weight = torch.zeros_like(wide_weight)
+        for at in _chunks(rows):
+            wide, top, r = _wide(rows[at]), _wide(above[at]), scale[at]
+            product = top * wide
+            if to_weight:
+                of_weight.addmv_(product.t(), r.squeeze(1))
+            dot = torch.mv(product, wide_weight)[:, None]
+            part = torch.mul(top, wide_weight, out=product).mul_(r)
+            part.addcmul_(wide, dot.mul_(r * r).mul_(r).div_(width), value=-1.0)
+            grad[at] = part
+        return grad.view(x.shape), of_weight.to(weight.dtype) if to_weight else None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    """As _RMSNorm, of a residual stream."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total, out, scale = training_ops.norm(x, weight, eps, plus)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.two = plus is not None
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_total, of_out = (gradient.contiguous() for gradient in gradients)
+        x, weight, scale = ctx.saved_tensors
+        of_x, of_weight = training_ops.norm_gradients(x, weight, scale, of_out, of_total)
+        return of_x, of_x if ctx.two else None, of_weight, None
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        if training_ops.takes(x, cos, sin):
+            return training_ops.rotate(x, cos, sin)
+        half = x.shape[-1] // 2
+        out = torch.mul(x, cos)
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1.0)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (cos, sin), above = ctx.saved_tensors, gradients[0]
+        if training_ops.takes(cos, sin) and above.dtype == torch.bfloat16:
+            return training_ops.rotate(above.contiguous(), cos, sin, back=True), None, None
+        half = above.shape[-1] // 2
+        out = torch.mul(above, cos, out=above.new_empty(above.shape))  # contiguous
+        out[..., :half].addcmul_(above[..., half:], sin[..., half:])
+        out[..., half:].addcmul_(above[..., :half], sin[..., :half], value=-1.0)
+        return out, None, None
+
+
+class _Linears(torch.autograd.Function):
+    """The gradients of the input are summed by the products that make them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rotary: training_ops.Rotary | None, *affines: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = affines[::2], affines[1::2]
+        ctx.save_for_backward(x, *weights)
+        ctx.compiled = training_ops.takes_products(x, weights, biases)  # type: ignore[arg-type]
+        if ctx.compiled:
+            ctx.rotary, rows = rotary, x.reshape(-1, x.shape[-1])
+            outs = training_ops.linears(rows, weights, biases, rotary)  # type: ignore[arg-type]
+            return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+        return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])
+        if ctx.compiled:
+            to_x, _, *wanted = ctx.needs_input_grad
+            of_rows, found = training_ops.linear_gradients(
+                rows,
+                weights,
+                [gradient.contiguous() for gradient in gradients],
+                to_x=to_x,
+                to_weights=wanted[::2],
+                to_biases=wanted[1::2],
+                rotary=ctx.rotary,
+            )
+            return None if of_rows is None else of_rows.view(x.shape), None, *found
+        of_x: Tensor | None = None
+        out: list[Tensor | None] = []
+        for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+            above = gradient.reshape(-1, weight.shape[0])
+            if ctx.needs_input_grad[0]:
+                of_x = input_gradient(above, weight, of_x)
+            to_weight, to_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
+            out.append(weight_gradient(above, rows) if to_weight else None)
+            out.append(_column_sums(above) if to_bias else None)
+        return (None if of_x is None else of_x.view(x.shape), None, *out)
+
+
+class _SiluProduct(torch.autograd.Function):
+    """Keeps gate and up; silu(gate) is computed again."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _gated(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        above = gradients[0]
+        if training_ops.takes(gate, up):
+            above = above.clone(memory_format=torch.contiguous_format)
+            return training_ops.silu_product_gradients(gate, up, above, product=False)[:2]
+        of_up = F.silu(gate).mul_(above)
+        return _silu_gradient(above * up, gate), of_up
+
+
+class _GatedMLP(torch.autograd.Function):
+    """Keeps the outputs of gate and up; silu and the product are computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        residual: Tensor | None,
+        keep: bool,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.compiled = training_ops.takes_products(rows, [gate, up, down], [residual])
+        if ctx.compiled:
+            out, *kept = training_ops.mlp(rows, gate, up, down, residual, keep=keep)
+            ctx.save_for_backward(x, gate, up, down, *kept)
+            return out.view(x.shape)
+        gated, raised = linear(rows, gate), linear(rows, up)
+        ctx.save_for_backward(x, gate, up, down, gated, raised)
+        out = linear(_gated(gated, raised), down).view(*x.shape[:-1], down.shape[0])
+        return out if residual is None else residual + out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, up, down, gated, raised = ctx.saved_tensors
+        to_x, to_gate, to_up, to_down, to_residual, _ = ctx.needs_input_grad
+        of_residual = gradients[0] if to_residual else None
+        rows = x.reshape(-1, x.shape[-1])
+        above = gradients[0].reshape(-1, down.shape[0])
+        if ctx.compiled:
+            of_rows, *found = training_ops.mlp_gradients(
+                [gate, up, down],
+                rows,
+                [gated, raised],
+                above.contiguous(),
+                to_x=to_x,
+                to_weights=to_gate or to_up or to_down,
+            )
+            of_x = None if of_rows is None else of_rows.view(x.shape)
+            return of_x, *found, of_residual, None
+        of_product = input_gradient(above, down)
+        of_gated, of_raised, product = _gated_gradients(gated, raised, of_product, to_down)
+        of_down = None if product is None else weight_gradient(above, product)
+        of_x = None
+        if to_x:
+            of_x = input_gradient(of_raised, up, input_gradient(of_gated, gate)).view(x.shape)
+        return (
+            of_x,
+            weight_gradient(of_gated, rows) if to_gate else None,
+            weight_gradient(of_raised, rows) if to_up else None,
+            of_down,
+            of_residual,
+            None,
+        )
+
+
+def _column_sums(above: Tensor) -> Tensor:
+    return training_ops.column_sums(above) if training_ops.takes(above) else above.sum(0)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    if training_ops.takes(gate, up):
+        return training_ops.silu_product(gate, up)
+    return F.silu(gate).mul_(up)
+
+
+def _gated_gradients(
+    gate: Tensor, up: Tensor, above: Tensor, product: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of gate and up, in the memory of `above`; and, where asked for, silu(gate) · up."""
+    if training_ops.takes(gate, up, above):
+        return training_ops.silu_product_gradients(gate, up, above, product=product)
+    silu = F.silu(gate)
+    out = silu * up if product else None
+    of_up = silu.mul_(above)
+    return _silu_gradient(above.mul_(up), gate), of_up, out
+
+
+def _silu_gradient(above: Tensor, gate: Tensor) -> Tensor:
+    """∂silu(gate), written over `above`."""
+    torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=above)
+    return above
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    size = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[1]))
+    for start in range(0, len(rows), size):
+        yield slice(start, start + size)
+
+
+# A decoder layer over packed rows as one autograd function, where all of it is compiled.
+#
+# Between its compiled functions a layer of a small model is Python, modules and autograd's nodes,
+# on
+# one thread; here it is one node. The numbers are those of the parts in `fused_functions`, to the
+# bit. `fused_forwards` calls it for layers without adapters and hooks.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A layer's trained tensors: norms [H], matrices [out, in], biases [out]."""
+
+    norms: tuple[Tensor, Tensor]  # before attention, before the MLP
+    projections: tuple[Tensor, ...]  # of queries, keys, values
+    biases: tuple[Tensor | None, ...]
+    out: Tensor
+    out_bias: Tensor | None
+    mlp: tuple[Tensor, ...]  # gate, up, down
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What else a layer computes with."""
+
+    rotary: Rotary
+    runs: tuple[Run, ...]
+    scale: float
+    eps: tuple[float, float]
+    read: RowsRead | None  # whose outputs there are; None: all
+    keep: bool  # for a backward pass
+
+
+def takes_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> bool:
+    """Whether `compiled_layer` computes this; x: [1, T, H]."""
+    d = call.rotary.cos.shape[-1]
+    matrices = [*weights.projections, weights.out, *weights.mlp]
+    biases = [*weights.biases, weights.out_bias, *weights.norms, call.rotary.cos, call.rotary.sin]
+    return (
+        d % training_ops.STEP == 0
+        and training_ops.takes_products(x, matrices, biases)
+        and takes_runs(call.runs, len(weights.projections[1]) // d)
+    )
+
+
+def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:
+    """The layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H].
+
+    All is bfloat16 on the CPU, as `takes_layer` has found; the gradient of a gradient is an error.
+    """
+    affines = zip(weights.projections, weights.biases, strict=True)
+    flat = [tensor for affine in affines for tensor in affine]
+    out: Tensor = _Layer.apply(
+        x, call, *weights.norms, *weights.mlp, *flat, weights.out, weights.out_bias
+    )
+    return out
+
+
+class _Layer(torch.autograd.Function):
+    """What its passes share are the tensors that it saves, in the order of the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        call: LayerCall,
+        norm: Tensor,
+        last_norm: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        *affines: Tensor | None,
+    ) -> Tensor:
+        *matrices, last = affines[::2]
+        *biases, last_bias = affines[1::2]
+        residual, read = x[0], call.read
+        _, normed, scale = training_ops.norm(residual, norm, call.eps[0])
+        projected = training_ops.linears(normed, matrices, biases, call.rotary)  # type: ignore[arg-type]
+        heads = _heads(projected, call)
+        out, softmax = attention_forward(heads[0], heads[1], heads[2], call.runs, call.scale)
+        attended = out.view(len(residual), -1)
+        kept = [residual, normed, scale, *projected, softmax]
+        if read is not None:
+            attended = attended.index_select(0, read.index)
+            residual = residual.index_select(0, read.index)
+        [plus] = training_ops.linears(attended, [last], [last_bias])  # type: ignore[list-item]
+        total, inner, last_scale = training_ops.norm(residual, last_norm, call.eps[1], plus)
+        result, *raised = training_ops.mlp(inner, gate, up, down, total, keep=call.keep)
+        ctx.call = call
+        ctx.save_for_backward(
+            *kept, attended, total, inner, last_scale, *raised,
+            norm, last_norm, gate, up, down, *matrices, last,
+        )  # fmt: skip
+        return result[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        call: LayerCall = ctx.call
+        x, normed, scale, *rest = ctx.saved_tensors
+        q, k, v, softmax, attended, total, inner, last_scale, *rest = rest
+        gated, raised, norm, last_norm, gate, up, down, *matrices, last = rest
+        _, _, *wanted = ctx.needs_input_grad
+        to_mlp, to_affines = any(wanted[2:5]), wanted[5:]
+        above = gradients[0][0].contiguous()
+        of_inner, *of_mlp = training_ops.mlp_gradients(
+            [gate, up, down], inner, [gated, raised], above, to_x=True, to_weights=to_mlp
+        )
+        assert of_inner is not None
+        plus, of_last_norm = training_ops.norm_gradients(
+            total, last_norm, last_scale, of_inner, above
+        )
+        of_attended, of_last = training_ops.linear_gradients(
+            attended, [last], [plus], to_x=True,
+            to_weights=[to_affines[-2]], to_biases=[to_affines[-1]],
+        )  # fmt: skip
+        assert of_attended is not None
+        if call.read is not None:
+            of_attended = call.read.scatter(of_attended, len(x))
+            plus = call.read.scatter(plus, len(x))
+        d = call.rotary.cos.shape[-1]
+        of_heads = attention_gradients(
+            _heads([q, k, v], call), softmax, of_attended.view(1, len(x), -1, d),
+            call.runs, call.scale,
+        )  # fmt: skip
+        of_normed, of_projections = training_ops.linear_gradients(
+            normed, matrices, [of.view(len(x), -1) for of in of_heads], to_x=True,
+            to_weights=to_affines[:-2:2], to_biases=to_affines[1:-2:2], rotary=call.rotary,
+        )  # fmt: skip
+        assert of_normed is not None
+        of_x, of_norm = training_ops.norm_gradients(x, norm, scale, of_normed, plus)
+        return of_x[None], None, of_norm, of_last_norm, *of_mlp, *of_projections, *of_last
+
+
+def _heads(rows: Sequence[Tensor], call: LayerCall) -> list[Tensor]:
+    """Rows [T, heads · d] as [1, heads, T, d]."""
+    d = call.rotary.cos.shape[-1]
+    return [each.view(1, len(each), -1, d).transpose(1, 2) for each in rows]

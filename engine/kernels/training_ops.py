@@ -1,0 +1,559 @@
+"""The compiled loops of training, `cpu/train.c`: products, what lies between them, and AdamW.
+
+Linear layers and the gated MLP, norms, rotations and log-probs, AdamW of float32 masters, and
+which of two libraries multiplies. Attention is in `attention`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from ctypes import c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from engine.kernels import compiled
+from engine.parallel.module_shards import local_tensor
+
+# What lies between the matrix products of a layer in training, as compiled loops: `cpu/train.c`.
+#
+# In bfloat16 on CPUs that multiply it (AVX512-BF16). A training pass of a small model is limited
+# by
+# operations that are short, or that go over memory once more; each of these goes over it once.
+# Sums
+# are float32, and results are rounded where transformers' modules round them, or less often.
+# Nothing
+# here has a gradient: `fused_functions` calls these. Attention is in `compiled_attention`.
+
+_NUMBERS_OF_TWO = 1 << 14  # from which more than one thread is worth waking
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """`cpu/train.c`, compiled; None where that can't be done or used."""
+    found = compiled(Path(__file__).parent / "cpu" / "train.c")
+    if found is None:
+        return None
+    p, n = c_void_p, c_int64
+    found.norm_forward.argtypes = [p, p, p, n, n, c_double, n, p, p, p]
+    found.norm_backward.argtypes = [p, p, p, p, p, n, n, n, p, p]
+    found.scatter_rows.argtypes = [p, p, n, n, n, n, p]
+    found.column_sums.argtypes = [p, n, n, n, p]
+    found.adamw.argtypes = [p, p, n, n]
+    found.rotate.argtypes = [p, p, p, n, n, n, n, n, n, p]
+    found.silu_product.argtypes = [p, p, n, n, p]
+    found.silu_product_backward.argtypes = [p, p, p, n, n, p, p, p]
+    found.head_statistics.argtypes = [p, p, n, n, c_double, n, p, p, p, p]
+    found.head_gradients.argtypes = [p, p, p, p, p, p, n, n, c_double, n, p]
+    found.packed_attention.argtypes, found.packed_attention.restype = [p, n], n
+    for name in ("mlp_forward", "mlp_backward", "linears_forward", "linears_backward"):
+        function = getattr(found, name)
+        function.argtypes, function.restype = [p], n
+    return found
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the loops compute with these: bfloat16, contiguous, on the CPU, and not empty."""
+    return all(
+        t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.is_contiguous() and t.numel() > 0
+        for t in tensors
+    ) and (library() is not None)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, plus: Tensor | None = None) -> tuple[Tensor, ...]:
+    """x [..., H] + plus, its RMSNorm, and float32 1 / √(mean(x²) + eps) a row."""
+    total = x if plus is None else torch.empty_like(x)
+    out = torch.empty_like(x)
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    scale = torch.empty(rows, dtype=torch.float32)
+    _library().norm_forward(
+        x.data_ptr(), _address(plus), weight.data_ptr(), rows, width, eps,
+        torch.get_num_threads(), total.data_ptr(), out.data_ptr(), scale.data_ptr(),
+    )  # fmt: skip
+    return total, out, scale
+
+
+def norm_gradients(
+    x: Tensor, weight: Tensor, scale: Tensor, above: Tensor, plus: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of x, added to `plus`, and of the weight in float32."""
+    grad, width, threads = torch.empty_like(x), x.shape[-1], torch.get_num_threads()
+    shares = torch.empty(threads, width, dtype=torch.float32)
+    _library().norm_backward(
+        x.data_ptr(), weight.data_ptr(), scale.data_ptr(), above.data_ptr(), _address(plus),
+        len(scale), width, threads, grad.data_ptr(), shares.data_ptr(),
+    )  # fmt: skip
+    return grad, shares.sum(0)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+    """Rotary positions of x [B, L, heads, d] by cos and sin [B or 1, L, 1, d]."""
+    out, (heads, d) = torch.empty_like(x), x.shape[2:]
+    rows, period = x.shape[0] * x.shape[1], cos.numel() // d
+    _library().rotate(
+        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, d, period, back,
+        torch.get_num_threads(), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    out = torch.empty_like(gate)
+    _library().silu_product(
+        gate.data_ptr(), up.data_ptr(), gate.numel(), torch.get_num_threads(), out.data_ptr()
+    )
+    return out
+
+
+def silu_product_gradients(
+    gate: Tensor, up: Tensor, above: Tensor, *, product: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of gate and up, the latter written over `above`; and, on request, silu(gate) · up."""
+    of_gate = torch.empty_like(gate)
+    out = torch.empty_like(gate) if product else None
+    _library().silu_product_backward(
+        gate.data_ptr(), up.data_ptr(), above.data_ptr(), gate.numel(),
+        torch.get_num_threads(), of_gate.data_ptr(), above.data_ptr(), _address(out),
+    )  # fmt: skip
+    return of_gate, above, out
+
+
+def scatter_rows(x: Tensor, index: Tensor, tokens: int) -> Tensor:
+    """[T, W] with rows of x [N, W] at `index` [N] long, all different, and zeros elsewhere."""
+    out = x.new_empty(tokens, x.shape[1])
+    _library().scatter_rows(
+        x.data_ptr(), index.data_ptr(), *x.shape, tokens, torch.get_num_threads(), out.data_ptr()
+    )
+    return out
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Sums [W] over the rows of x [R, W], in float32."""
+    threads = torch.get_num_threads()
+    shares = torch.empty(threads, x.shape[1], dtype=torch.float32)
+    _library().column_sums(x.data_ptr(), *x.shape, threads, shares.data_ptr())
+    return shares.sum(0)
+
+
+def head_statistics(
+    logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool, squares: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Of softmax(logits [N, V] / temperature), float32 [N]: log-probs of `targets` [N], log of the
+    sum of exponentials; on request the entropy and Σ p²."""
+    rows, size = logits.shape
+    log_probs, sums = (torch.empty(rows, dtype=torch.float32) for _ in range(2))
+    entropies, found = (torch.empty_like(sums) if asked else None for asked in (entropy, squares))
+    _library().head_statistics(
+        logits.data_ptr(), targets.data_ptr(), rows, size, 1 / temperature,
+        torch.get_num_threads(), log_probs.data_ptr(), sums.data_ptr(),
+        _address(entropies), _address(found),
+    )  # fmt: skip
+    return log_probs, sums, entropies, found
+
+
+def head_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    of_log_probs: Tensor,
+    temperature: float,
+    entropy: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Gradients of logits [N, V], by those of log-probs and of the `entropy`, which comes before
+    its own; of contiguous float32 [N]."""
+    (entropies, of_entropy), out = entropy or (None, None), torch.empty_like(logits)
+    _library().head_gradients(
+        logits.data_ptr(), targets.data_ptr(), sums.data_ptr(), of_log_probs.data_ptr(),
+        _address(entropies), _address(of_entropy), *logits.shape, 1 / temperature,
+        torch.get_num_threads(), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+class AdamSettings(ctypes.Structure):
+    """Of a step of AdamW: `factor` of the gradients, and corrections 1 − beta^step."""
+
+    _fields_ = [
+        (name, c_double)
+        for name in (
+            *("factor", "rate", "beta1", "beta2", "eps", "decay"),
+            *("correction1", "correction2"),
+        )
+    ]
+
+
+class _Trained(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("gradient", "master", "m", "v", "working")),
+        ("count", c_int64),
+    ]
+
+
+def adamw(settings: AdamSettings, tensors: Sequence[tuple[Tensor, ...]]) -> None:
+    """Of each (gradient, master, m, v, working) update the float32 master, its moments, and its
+    bfloat16 weights: all contiguous."""
+    made = (_Trained * len(tensors))()
+    for index, parts in enumerate(tensors):
+        made[index] = _Trained(*(part.data_ptr() for part in parts), parts[0].numel())
+    count = sum(gradient.numel() for gradient, *_ in tensors)
+    threads = torch.get_num_threads() if count >= _NUMBERS_OF_TWO else 1
+    _library().adamw(ctypes.byref(settings), made, len(made), threads)
+
+
+def _library() -> ctypes.CDLL:
+    found = library()
+    assert found is not None  # `takes` was asked
+    return found
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+# Linear layers and the gated MLP in training as compiled functions: `cpu/products.h`.
+#
+# In bfloat16 on CPUs that multiply it (AVX512-BF16). A library computes one product after the
+# other,
+# and each goes over memory; here each thread takes a block of rows through all that follows on
+# each
+# other, while it is in the thread's cache. Gradients of weights are float32 sums, as optimizers
+# accumulate them. The outputs of a row don't depend on the other rows. Nothing here has a
+# gradient:
+# `fused_functions` calls these.
+
+STEP = 16  # widths of inputs are multiples of it; those of outputs that are rotated, too
+_LARGEST = 1 << 19  # elements of a matrix; beyond, oneDNN's products are the faster ones
+
+_MLP = (
+    *("x", "gate", "up", "down", "gated", "raised", "out", "above"),
+    *("of_gate", "of_up", "of_down", "residual"),
+)
+_AFFINE = ("weight", "bias", "out", "above", "of_weight", "of_bias")
+
+
+class _Mlp(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in _MLP),
+        *((name, c_int64) for name in ("rows", "hidden", "inner", "threads")),
+    ]
+
+
+class _Affine(ctypes.Structure):
+    _fields_ = [*((name, c_void_p) for name in _AFFINE), ("width", c_int64), ("rotated", c_int64)]
+
+
+class _Linears(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "of_x", "parts", "cos", "sin")),
+        *((name, c_int64) for name in ("count", "rows", "in", "threads", "period", "d")),
+    ]
+
+
+class Rotary(NamedTuple):
+    """cos and sin [B or 1, L, 1, d] of positions, and how many outputs are rotated."""
+
+    cos: Tensor
+    sin: Tensor
+    outputs: int
+
+
+def takes_products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()
+) -> bool:
+    """Whether the functions here compute with these."""
+    given = [bias for bias in biases if bias is not None]
+    return (
+        all(weight.shape[1] % STEP == 0 for weight in weights)
+        and all(weight.numel() <= _LARGEST for weight in weights)
+        and takes(x, *weights, *given)
+    )
+
+
+def mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    residual: Tensor | None = None,
+    *,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """residual + down(silu(gate(x)) · up(x)) of rows x [n, H]; with `keep` also gate(x) and
+    up(x)."""
+    out = torch.empty_like(x)
+    gated, raised = (x.new_empty(len(x), len(gate)) if keep else None for _ in range(2))
+    every = (x, gate, up, down, gated, raised, out, None, None, None, None, residual)
+    _call("mlp_forward", _mlp_of(every))
+    return out, gated, raised
+
+
+def mlp_gradients(
+    matrices: Sequence[Tensor],
+    x: Tensor,
+    kept: Sequence[Tensor],
+    above: Tensor,
+    *,
+    to_x: bool,
+    to_weights: bool,
+) -> list[Tensor | None]:
+    """Gradients of x and, in float32, of the three `matrices`; `kept`: gate(x) and up(x)."""
+    of_x = torch.empty_like(x) if to_x else None
+    found = [torch.empty_like(m, dtype=torch.float32) if to_weights else None for m in matrices]
+    every = [x, *matrices, *kept, of_x, above, *found, None]
+    _call("mlp_backward", _mlp_of(every))
+    return [of_x, *found]
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rotary: Rotary | None = None,
+) -> tuple[Tensor, ...]:
+    """Rows x [n, in] through layers that share it; rotary positions on the first outputs."""
+    outs = tuple(x.new_empty(len(x), len(weight)) for weight in weights)
+    parts = [
+        {"weight": weight, "bias": bias, "out": out}
+        for weight, bias, out in zip(weights, biases, outs, strict=True)
+    ]
+    given, _parts = _linears_of(x, None, parts, rotary)
+    _call("linears_forward", given)
+    return outs
+
+
+def linear_gradients(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    above: Sequence[Tensor],
+    *,
+    to_x: bool,
+    to_weights: Sequence[bool],
+    to_biases: Sequence[bool],
+    rotary: Rotary | None = None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Gradients of x and, in float32, of each weight and bias in turn."""
+    of_x = torch.empty_like(x) if to_x else None
+    parts: list[dict[str, Tensor | None]] = []
+    for weight, top, wanted, bias in zip(weights, above, to_weights, to_biases, strict=True):
+        of_weight = torch.empty_like(weight, dtype=torch.float32) if wanted else None
+        of_bias = weight.new_empty(len(weight), dtype=torch.float32) if bias else None
+        parts.append({"weight": weight, "above": top, "of_weight": of_weight, "of_bias": of_bias})
+    given, _parts = _linears_of(x, of_x, parts, rotary)
+    _call("linears_backward", given)
+    return of_x, [part[name] for part in parts for name in ("of_weight", "of_bias")]
+
+
+def _mlp_of(tensors: Sequence[Tensor | None]) -> _Mlp:
+    x, gate, *_ = tensors
+    assert x is not None
+    assert gate is not None
+    return _Mlp(*map(_address, tensors), *x.shape, len(gate), torch.get_num_threads())
+
+
+def _linears_of(
+    x: Tensor,
+    of_x: Tensor | None,
+    parts: Sequence[dict[str, Tensor | None]],
+    rotary: Rotary | None,
+) -> tuple[_Linears, object]:
+    """And what must live as long."""
+    made = (_Affine * len(parts))()
+    for index, (part, affine) in enumerate(zip(parts, made, strict=True)):
+        for name, tensor in part.items():
+            setattr(affine, name, _address(tensor))
+        affine.width = len(part["weight"])  # type: ignore[arg-type]
+        affine.rotated = rotary is not None and index < rotary.outputs
+    cos, sin, d = (None, None, 1) if rotary is None else (*rotary[:2], rotary.cos.shape[-1])
+    return _Linears(
+        _address(x), _address(of_x), ctypes.addressof(made), _address(cos), _address(sin),
+        len(made), *x.shape, torch.get_num_threads(), 1 if cos is None else cos.numel() // d, d,
+    ), made  # fmt: skip
+
+
+def _call(name: str, given: ctypes.Structure) -> None:
+    functions = library()
+    assert functions is not None  # `takes` was asked
+    if not getattr(functions, name)(ctypes.byref(given)):
+        raise MemoryError("no memory for a layer: give micro-batches fewer tokens")
+
+
+# Matrix products of a linear layer, forward and backward, by the faster of two libraries.
+#
+# MKL computes float32 on AMD processors at half of oneDNN's rate; elsewhere, and in bfloat16,
+# torch's
+# own choice is the faster one. The choice is a rule and not a timing, so that a run repeats bit
+# for
+# bit. Nothing here has a gradient: callers write their backward out.
+
+_LARGEST_STEP = 8  # log2 of what is between two sizes
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] · weightᵀ [in, out] + bias [out]."""
+    if not _by_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+def input_gradient(above: Tensor, weight: Tensor, plus: Tensor | None = None) -> Tensor:
+    """above [n, out] · weight [out, in], added to `plus` [n, in], which it may write over."""
+    if not _by_onednn(above, weight):
+        return above @ weight if plus is None else plus.addmm_(above, weight)
+    if plus is None:
+        return linear(above, weight.t())
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(above, plus, weight.t(), None, "add")
+    return out
+
+
+def weight_gradient(above: Tensor, x: Tensor) -> Tensor:
+    """aboveᵀ [out, n] · x [n, in]."""
+    return linear(above.t(), x.t())
+
+
+def recurring_size(count: int) -> int:
+    """`count` rounded up by a few per cent, so that sizes that vary come again and again.
+
+    oneDNN compiles a kernel for each new shape of a product: a millisecond, and up to a megabyte.
+    """
+    step = 1 << min(_LARGEST_STEP, max(4, count.bit_length() - 5))
+    return -(-count // step) * step
+
+
+def _by_onednn(left: Tensor, right: Tensor) -> bool:
+    same = left.dtype == right.dtype == torch.float32
+    return same and left.device.type == "cpu" and left.numel() > 0 and _mkl_is_slow()
+
+
+@cache
+def _mkl_is_slow() -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux: keep torch's own choice
+        return False
+
+
+# Tokens of packed rows whose outputs are read, for a last layer that leaves the others out.
+#
+# What follows its attention, most of a layer, is computed for these alone: of prompt and response
+# the
+# response's. `fused` has the layer, `forward` says which tokens they are.
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRead:
+    """Which of a packed sequence's tokens are read: the others' outputs are left out."""
+
+    index: Tensor  # [N] long; behind the first `count`, all of them different, any
+    count: int
+
+    @classmethod
+    def at(cls, index: Tensor) -> RowsRead:
+        """Those at `index` [n], all different, and more up to a `recurring_size`."""
+        missing = recurring_size(len(index)) - len(index)
+        return cls(F.pad(index, (0, missing)), len(index))
+
+    def of(self, x: Tensor) -> Tensor:
+        """Of x [1, T, H] those rows: [1, N, H]."""
+        out: Tensor = _TakeRows.apply(x, self)
+        return out
+
+    def scatter(self, above: Tensor, tokens: int) -> Tensor:
+        """Gradients [T, H] of all tokens by those [N, H] of what is read.
+
+        No two rows are added up, where index_select's backward pass is made for that.
+        """
+        index, above = self.index[: self.count], above[: self.count]
+        if takes(above):
+            return scatter_rows(above, index, tokens)
+        out = above.new_zeros(tokens, above.shape[1])
+        return out.index_copy_(0, index, above)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, read: RowsRead) -> Tensor:
+        ctx.read, ctx.tokens = read, x.shape[1]
+        return x[0].index_select(0, read.index)[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.read.scatter(gradients[0][0], ctx.tokens)[None], None
+
+
+# AdamW of float32 masters as one compiled pass over each: `cpu/adamw.h` of `engine.models`.
+#
+# The pass scales the gradient and writes the rounded weights, which are passes of their own
+# otherwise. Its state is that of torch's AdamW.
+
+
+class CompiledAdamW(torch.optim.AdamW):
+    """Updates masters and, with them, the bfloat16 parameters that they are masters of."""
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, object]],
+        working: Mapping[Tensor, nn.Parameter],
+        **options: Any,
+    ) -> None:
+        """`working`: the parameter of each master in `groups`; see `takes_masters`."""
+        super().__init__(groups, **options)
+        self._working = working
+        self.factor = 1.0  # of the next step's gradients
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> Any:
+        """Update every master that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            masters = [master for master in group["params"] if master.grad is not None]
+            self._update(masters, group)
+
+    def _update(self, masters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        by_step = defaultdict[float, list[tuple[Tensor, ...]]](list)
+        for master in masters:
+            assert master.grad is not None
+            gradient, state = master.grad.float().contiguous(), self._state_of(master)
+            state["step"] += 1
+            moments, working = (state["exp_avg"], state["exp_avg_sq"]), self._working[master]
+            every = (gradient, master, *moments, local_tensor(working))
+            by_step[float(state["step"])].append(every)
+        beta1, beta2 = group["betas"]
+        for step, tensors in by_step.items():
+            settings = AdamSettings(
+                self.factor, group["lr"], beta1, beta2, group["eps"], group["weight_decay"],
+                1 - beta1**step, 1 - beta2**step,
+            )  # fmt: skip
+            adamw(settings, tensors)
+        increment_version([self._working[master] for master in masters])
+
+    def _state_of(self, master: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(master)
+            state["exp_avg_sq"] = torch.zeros_like(master)
+        return state
+
+
+def takes_masters(working: Mapping[Tensor, nn.Parameter], count: int) -> bool:
+    """Whether all `count` trained tensors are masters that the compiled pass can update."""
+    return (
+        len(working) == count
+        and all(m.device.type == "cpu" and m.is_contiguous() for m in working)
+        and all(p.numel() == 0 or takes(local_tensor(p)) for p in working.values())
+        and library() is not None
+    )

@@ -1,0 +1,559 @@
+"""Model folders: made from a configuration or loaded, in the dtype that is asked for, and saved.
+
+Also a start model whose `config.json` has other values. What the configuration makes of a
+policy (adapters, quantisation) is in `policy`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import json
+import logging
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+)
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError, ModelError, StorageError
+from engine.models.lora import has_adapters, merged_copy, save_adapter
+from engine.storage.filesystem import is_hub_id, loading_error, require_model_name, split_revision
+from engine.storage.weight_files import file_tensors, write_weights
+
+# The dtype of a model's weights in training and rollout: `model.dtype`, and what `auto` is.
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+MIN_HIDDEN_SIZE = 96  # the narrowest whose learning was compared, see docs/precision.md
+
+
+def computes_in_bfloat16(*, gpu: bool) -> bool:
+    """Whether a GPU, or this machine's CPU, multiplies bfloat16 matrices in hardware.
+
+    A GPU of another machine is taken to.
+    """
+    if gpu:
+        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(False)
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def resolve_dtype(
+    dtype: str, hidden_size: int, *, gpu: bool | None = None, compute_dtype: str = ""
+) -> str:
+    """The dtype that `model.dtype` stands for; a dtype itself stays.
+
+    `auto` is bfloat16 for a model of `MIN_HIDDEN_SIZE` or wider where `computes_in_bfloat16`, else
+    float32; float32 also where `compute_dtype` asks for it. `gpu`: where the model will be; None:
+    on this process's device. Raises ConfigError for an unknown dtype, and for reduced weights with
+    another `compute_dtype`.
+    """
+    if dtype == "auto":
+        gpu = torch.cuda.is_available() if gpu is None else gpu
+        faster = compute_dtype != "float32" and computes_in_bfloat16(gpu=gpu)
+        return "bfloat16" if faster and hidden_size >= MIN_HIDDEN_SIZE else "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose auto or one of {[*DTYPES]}")
+    if dtype != "float32" and compute_dtype not in ("", dtype):
+        raise ConfigError(
+            f"actor.parallel.compute_dtype={compute_dtype} with model.dtype={dtype}: weights are "
+            f"computed with as they are stored; leave compute_dtype out, or set model.dtype=float32"
+        )
+    return dtype
+
+
+# Getting a policy: a small Qwen2-shaped model from a configuration, or a Hugging Face model.
+#
+# Checks that belong to a model alone, or to a model and its tokenizer, live here too: they run
+# before any compute is spent. Training and decoding don't.
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_making = threading.RLock()
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def with_model_lock(make: Callable[P, T]) -> Callable[P, T]:
+    """Have other threads wait while one makes a model.
+
+    Meanwhile transformers has set the whole process's default dtype and initialisers, and seeds
+    borrow its random generator.
+    """
+
+    @functools.wraps(make)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _making:
+            return make(*args, **kwargs)
+
+    return alone
+
+
+@with_model_lock
+def build_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
+    """Make a small Qwen2-shaped model with random weights drawn from `seed`.
+
+    The vocabulary is the tokenizer's; input and output embeddings are tied. Weights are drawn in
+    float32, whatever `config.dtype` is.
+    """
+    shape = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.float32, trust_remote_code=False
+        )
+    dtype = DTYPES[resolve_dtype(config.dtype, config.hidden_size)]
+    for parameter in model.parameters():  # buffers, such as rotary tables, stay as they are
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+@with_model_lock
+def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
+    """Load any Hugging Face causal LM from a folder or hub id (`owner/name`, or with `@revision`).
+
+    An adapter's folder (peft's format) gives its base with the adapter merged into it. Raises
+    ModelError when the folder lacks a configuration or weights, can't be read, or has weights for
+    only a part of the model; ConfigError for a `dtype` that is none of DTYPES.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    require_model_folder(path)
+    if (base := adapter_base_path(path)) is not None:
+        return _load_merged(Path(path), load_model(base, dtype))
+    name, revision = split_revision(path)
+    where = f"model.path={str(path)!r}"
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision or "main",
+            dtype=DTYPES[dtype],
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except pickle.UnpicklingError as error:
+        raise _unsafe_pickle(where) from error
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelError(
+            f"{where} can't be loaded as a causal language model: {loading_error(error)}"
+        ) from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would fill them with random numbers and continue
+        raise ModelError(
+            f"{where} lacks {len(missing)} of the model's weights, first {missing[0]!r}; give "
+            "the folder of a whole causal language model"
+        )
+    if revision is not None:  # for adapters, which say what they belong to
+        model.name_or_path = str(path)
+    return model
+
+
+def adapter_base_path(path: str | Path) -> str | None:
+    """The model that an adapter's folder belongs to, by path or hub id (with the revision that it
+    names, if any); None for other folders.
+
+    Raises ModelError when the folder doesn't say.
+    """
+    config = Path(path) / "adapter_config.json"
+    if not config.is_file():
+        return None
+    try:
+        values = json.loads(config.read_text())
+        base, revision = values["base_model_name_or_path"], values.get("revision")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        base = revision = None
+    if not base or base == str(path):
+        raise ModelError(
+            f"{config} names no base_model_name_or_path; write there which model the adapter is for"
+        )
+    return f"{base}@{revision}" if revision and is_hub_id(str(base)) else str(base)
+
+
+def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
+    """`base` with the adapter in `folder` merged into its weights."""
+    from peft import PeftConfig, PeftModel
+
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        adapted = PeftModel(base, config)
+        missing = adapted.load_adapter(str(folder), "default").missing_keys
+        merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    except pickle.UnpicklingError as error:
+        raise _unsafe_pickle(f"the adapter in {folder}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(
+            f"the adapter in {folder} can't be merged into {base.name_or_path}: "
+            f"{loading_error(error)}"
+        ) from error
+    if missing:
+        raise ModelError(
+            f"the adapter in {folder} lacks {len(missing)} of its weights, first {missing[0]!r}; "
+            "copy the whole folder"
+        )
+    merged.name_or_path = merged.config._name_or_path = str(folder)
+    return merged.requires_grad_(True)
+
+
+def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
+    """Raise ModelError unless `path` is a model folder with configuration and weights.
+
+    Or an adapter's folder, with weights and a base that is one.
+    A value that is not a local folder and looks like a hub id (`owner/name`) is let through:
+    whether the hub has it is found out by loading it.
+    """
+    folder = Path(path)
+    require_model_name(path, setting)
+    if not folder.exists():
+        return
+    if (base := adapter_base_path(folder)) is not None:
+        if not any(folder.glob("adapter_model.*")):
+            raise ModelError(
+                f"{setting}={str(path)!r} has no adapter_model.safetensors; copy the whole folder"
+            )
+        require_model_folder(base, f"the base of {setting}={str(path)!r}")
+        return
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{setting}={str(path)!r} has no config.json; give a folder written by save_pretrained"
+        )
+    if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        raise ModelError(
+            f"{setting}={str(path)!r} has no weights (model.safetensors); save the model there "
+            "with model.save_pretrained(folder)"
+        )
+    _require_whole_index(folder, setting)
+
+
+def _require_whole_index(folder: Path, setting: str) -> None:
+    """Raise ModelError when a sharded model's index can't be read, or names a file it lacks."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(name for name in wanted if not (folder / name).is_file())
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ModelError(
+            f"{setting}={str(folder)!r} has a {index.name} that can't be read "
+            f"({type(error).__name__}: {loading_error(error)}); copy the whole folder again"
+        ) from error
+    if missing:
+        raise ModelError(
+            f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them too"
+        )
+
+
+def check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raise ModelError when the tokenizer can emit ids that the embedding does not have."""
+    if len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model in {where} has an embedding "
+            f"of {vocab_size}; use the tokenizer that belongs to the model, or resize the embedding"
+        )
+
+
+def check_context(prompt_tokens: int, response_tokens: int, context: int) -> None:
+    """Raise ModelError when the longest prompt and completion don't fit the model's context."""
+    if prompt_tokens + response_tokens > context:
+        raise ModelError(
+            f"the longest prompt has {prompt_tokens} tokens and data.max_response_length="
+            f"{response_tokens}, together more than the model's context of {context}; lower "
+            "data.max_response_length, set data.max_prompt_length to drop long prompts, or raise "
+            "model.max_position_embeddings of a model from scratch"
+        )
+
+
+def vocabulary_and_context(path: str | Path) -> tuple[int, int]:
+    """Return the embedding's size and the context (tokens) of a model, without its weights.
+
+    Raises ModelError when its configuration can't be read.
+    """
+    config = text_config(path)
+    return int(config.vocab_size), int(getattr(config, "max_position_embeddings", 1 << 30))
+
+
+def text_config(path: str | Path) -> PretrainedConfig:
+    """The transformers configuration of a model's text part, or of an adapter's base.
+
+    Raises ModelError when it can't be read.
+    """
+    if (base := adapter_base_path(path)) is not None:
+        return text_config(base)
+    return load_model_config(path).get_text_config()
+
+
+def saved_dtype(path: str | Path) -> str:
+    """The dtype that a model's configuration says its weights have; float32 where it says none.
+
+    Raises ModelError as `text_config`.
+    """
+    name = str(text_config(path).dtype).removeprefix("torch.")
+    return name if name in DTYPES else "float32"
+
+
+def load_model_config(path: str | Path) -> PretrainedConfig:
+    """The transformers configuration of a model's folder or hub id; ModelError as `text_config`."""
+    require_model_name(path)
+    name, revision = split_revision(path)
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=revision or "main", trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model.path={str(path)!r} has no configuration that can be read: "
+            f"{loading_error(error)}"
+        ) from error
+
+
+def _unsafe_pickle(where: str) -> ModelError:
+    """What to say of a `.bin` file that torch refuses; its own words name the way to run it."""
+    return ModelError(
+        f"{where} has weights in a .bin file (a pickle) that is damaged or holds more than "
+        "tensors, which could run code on this machine; give the model's .safetensors"
+    )
+
+
+# A start model whose `config.json` has other values, as verl's `override_config` asks for.
+#
+# It is a folder of links to the model's files and a `config.json` of its own, so that all who read
+# the model (ranks, rollout engines, the reference) read the same.
+
+log = logging.getLogger(__name__)
+
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_ROPE = ("rope_scaling", "rope_theta", "rope_parameters")  # transformers reads each of them
+_NUMBER = re.compile(r"-?\d+(\.\d*)?[eE][-+]?\d+")
+_KERNELS = {"attn_implementation", "_attn_implementation"}
+_OWN_KERNELS = "the model's own kernels are used"
+
+
+def check_overrides(path: str, changes: Mapping[str, object]) -> dict[str, object]:
+    """The changes as keys of the configuration of `path`.
+
+    Raises ConfigError for a key that it has not, and for a value with which the weights would have
+    other names or shapes; ModelError where the configuration can't be read.
+    """
+    changes = _flat(changes)
+    for key in _KERNELS & changes.keys():
+        log.warning("model.override_config.%s has no effect here: %s", key, _OWN_KERNELS)
+        del changes[key]
+    if adapter_base_path(path) is not None:
+        raise ConfigError(
+            "model.override_config changes the config.json of a whole model, and model.path is an "
+            "adapter's folder; change that of its base"
+        )
+    config = load_model_config(path)
+    for key, value in changes.items():
+        if "dropout" in key and value:
+            raise ConfigError(
+                f"model.override_config.{key}={value} is not available here: updates compute "
+                "what rollout sampled from, without dropout; leave it out or set 0.0"
+            )
+        if key not in config.to_dict() and key not in _ROPE:
+            near = difflib.get_close_matches(key, config.to_dict(), n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see its config.json"
+            raise ConfigError(
+                f"model.override_config.{key} is no key of a {config.model_type} model's "
+                f"configuration{hint}"
+            )
+    changes = _rope_of_this_version(config, changes)
+    before, after = _shapes(config), _shapes(_changed(config, changes))
+    if before != after:
+        name = min(name for name, _ in before.items() ^ after.items())
+        raise ConfigError(
+            f"model.override_config={dict(changes)} changes the layout of the weights, first "
+            f"{name}, which are those in {path}; leave out what sizes the model"
+        )
+    return changes
+
+
+def link_model(path: str, changes: Mapping[str, object], folder: Path) -> None:
+    """Fill `folder` with links to the files of the model in `path`, and the changed config.json."""
+    source = _local(path)
+    folder.mkdir()
+    for file in sorted(source.iterdir()):
+        if file.name != "config.json" and file.is_file():
+            (folder / file.name).symlink_to(file.resolve())
+    written = json.loads((source / "config.json").read_text()) | dict(changes)
+    (folder / "config.json").write_text(json.dumps(written, indent=2))
+
+
+def _flat(changes: Mapping[str, Any]) -> dict[str, object]:
+    """The keys, and those below `model_config`, where verl's Megatron configuration has them."""
+    inner = changes.get("model_config") or {}
+    every = {k: v for k, v in changes.items() if k != "model_config"} | dict(inner)
+    return {key: _number(value) for key, value in every.items()}
+
+
+def _rope_of_this_version(config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """The changes with `rope_theta` and `rope_scaling` where transformers 5 reads them."""
+    given = {key: changes.pop(key) for key in _ROPE if key in changes}
+    if not given:
+        return changes
+    scaling = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    if "rope_theta" in given:
+        scaling["rope_theta"] = given["rope_theta"]
+    return changes | {"rope_parameters": dict(config.rope_parameters or {}) | scaling}
+
+
+def _number(value: object) -> object:
+    """YAML reads 1e6 as a text."""
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def _changed(config: PretrainedConfig, changes: Mapping[str, object]) -> PretrainedConfig:
+    try:
+        values = config.to_dict() | dict(changes)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    except Exception as error:  # of the configuration's own checks
+        raise ConfigError(
+            f"model.override_config={dict(changes)} can't be: {loading_error(error)}"
+        ) from error
+
+
+@with_model_lock
+def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
+    """The shape of each parameter, by name; nothing is stored."""
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # of the model's own code, with values that don't fit each other
+        raise ConfigError(
+            f"model.override_config gives no model: {loading_error(error)}; correct its values"
+        ) from error
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _local(path: str) -> Path:
+    """The model's folder; that of the hub's cache, which is filled."""
+    if not is_hub_id(path):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    name, revision = split_revision(path)
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+    except Exception as error:  # network, permission, unknown id
+        raise ModelError(
+            f"model.path={path!r} can't be fetched from the hub: {loading_error(error)}"
+        ) from error
+
+
+# Writing a model folder that transformers, vLLM and this project can load again.
+
+ADAPTER_FOLDER = "adapter"  # below a model that was trained with adapters
+
+
+def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:
+    """Write safetensors, configuration and tokenizer of a transformers model to `folder`.
+
+    A model with adapters is written as the plain model that they make of it, and they alone, in
+    peft's format, to `folder/adapter`; `model` itself stays as it is.
+
+    Raises StorageError (disk full, no permission). The caller publishes the folder by renaming
+    it, so a half-written one is never seen.
+    """
+    folder = Path(folder)
+    policy: Any = model
+    with _writing(folder):
+        if has_adapters(policy):
+            merged_copy(policy).save_pretrained(folder)
+            save_adapter(policy, folder / ADAPTER_FOLDER)
+            tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
+        else:
+            policy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_tensors(
+    model: PreTrainedModel,
+    tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    adapters: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """`save_model` of a model whose tensors come one by one: few are in memory at a time.
+
+    They are a plain model's, and `adapters` by parameter name those that were merged into it. Of
+    `model` itself only the class and the configuration are read.
+    """
+    folder = Path(folder)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_weights(file_tensors(model.config.model_type, tensors), folder)
+        config = copy.deepcopy(model.config)
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if adapters:
+            save_adapter(model, folder / ADAPTER_FOLDER, adapters)
+            tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_policy(model: nn.Module, folder: str | Path, options: dict[str, object]) -> None:
+    """Write what transformers' `save_pretrained(folder, **options)` writes of `model`.
+
+    Raises StorageError as `save_model`, also for what `save_pretrained` doesn't take.
+    """
+    policy: Any = model
+    try:
+        with _writing(Path(folder)):
+            policy.save_pretrained(folder, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StorageError(f"the model could not be written to {folder}: {error}") from error
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong with `folder` into a StorageError."""
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"the model can't be written to {folder}: it is a file; name a folder")
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"the model could not be written to {folder}: {error}; free space or choose another "
+            "place with HYBRIDFLYTE_HOME"
+        ) from error

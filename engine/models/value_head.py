@@ -1,0 +1,274 @@
+"""Models with one number a position in place of the vocabulary head: critics and reward models.
+
+The critic, its start from a trained classifier, and reward models as transformers' classes for
+classification.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from engine.config import LoRAConfig
+from engine.errors import ModelError
+from engine.models.loading import (
+    ADAPTER_FOLDER,
+    DTYPES,
+    adapter_base_path,
+    load_model_config,
+    require_model_folder,
+    save_tensors,
+    with_model_lock,
+)
+from engine.models.lora import (
+    ADAPTER,
+    adapter_tensors,
+    add_adapters,
+    has_adapters,
+    merged_copy,
+    write_adapter,
+)
+from engine.storage.filesystem import loading_error, split_revision
+
+# A classifier of one label, such as a reward model, as a critic starts from it: with its head.
+
+KIND = "ForSequenceClassification"  # how the names of transformers' classes end
+
+
+def is_classifier(path: str | Path) -> bool:
+    """Whether a folder or hub id holds a classifier of one label."""
+    try:
+        if adapter_base_path(path) is not None:
+            return False
+        config = load_model_config(path)
+    except ModelError:  # loading it says what is wrong
+        return False
+    kind = (getattr(config, "architectures", None) or [""])[0]
+    return str(kind).endswith(KIND) and config.num_labels == 1
+
+
+@with_model_lock
+def load_classifier(path: str | Path, dtype: str) -> PreTrainedModel:
+    """The classifier in a folder or hub id, whole; ModelError where it can't be loaded."""
+    require_model_folder(path)
+    name, revision = split_revision(path)
+    try:
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            name,
+            revision=revision or "main",
+            dtype=DTYPES[dtype],
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelError(
+            f"{str(path)!r} can't be loaded for sequence classification: {loading_error(error)}"
+        ) from error
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{str(path)!r} lacks {len(missing)} of the classifier's weights, first "
+            f"{missing[0]!r}; copy the whole folder"
+        )
+    return model
+
+
+def score_head(model: nn.Module) -> Tensor | None:
+    """The matrix `[1, H]` of a classifier of one label; None for any other model."""
+    if not type(model).__name__.endswith(KIND):
+        return None
+    body = f"{model.base_model_prefix}."
+    head = [tensor for name, tensor in model.named_parameters() if not name.startswith(body)]
+    if len(head) != 1 or head[0].dim() != 2 or head[0].shape[0] != 1:
+        return None
+    found: Tensor = head[0]
+    return found
+
+
+# The critic: a policy's backbone with one number a position in place of the vocabulary head.
+
+
+class CriticModel(nn.Module):
+    """Backbone and value head.
+
+    `forward(input_ids [B, L], attention_mask [B, L] or None)` returns values `[B, L]` in float32:
+    the value at column t is that of the state after reading token t.
+    """
+
+    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.backbone: Any = backbone
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)  # a new critic predicts 0 everywhere
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        hidden = self.backbone(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        return self.values(hidden)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values `[B, L]` (float32) of the backbone's outputs `[B, L, H]`."""
+        return head_values(self.head, hidden)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The backbone, as a language model calls its own."""
+        return self.backbone
+
+    @property
+    def peft_config(self) -> Any:
+        """What adapters the backbone has, as a language model says it; None for none."""
+        return getattr(self.backbone, "peft_config", None)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The backbone's configuration."""
+        return self.backbone.config
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The value head, where a language model has its own."""
+        return self.head
+
+
+def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """A value head's values `[…]` (float32) of hidden states `[…, H]`."""
+    values: Tensor = head(hidden.to(head.weight.dtype))
+    return values.squeeze(-1).float()
+
+
+def output_size(config: PretrainedConfig) -> int:
+    """Columns of a backbone's last hidden state: OPT's may be projected to fewer (350M)."""
+    projected = getattr(config, "word_embed_proj_dim", None)
+    return int(projected if projected is not None else config.hidden_size)
+
+
+def create_critic_model(
+    model: PreTrainedModel,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
+    setting: str = "critic.lora",
+) -> CriticModel:
+    """Make a critic that starts from a copy of `model`'s backbone; `model` is not touched.
+
+    A classifier of one label, such as a reward model, gives its head as well; of others the head is
+    new, and predicts 0. Adapters are merged into the copy, and a quantised base is made dense: all
+    of it is trained, or, with `lora`, new adapters in it, drawn from `seed`, and the value head;
+    `setting` asked for them.
+    """
+    plain = merged_copy(model) if has_adapters(model) else model
+    backbone = copy.deepcopy(plain.base_model)
+    critic = CriticModel(backbone, output_size(model.config.get_text_config()))
+    if (head := score_head(model)) is not None:
+        critic.head.weight.data.copy_(head.detach())
+    critic.to(next(backbone.parameters()).dtype).requires_grad_(True)
+    if lora is not None and lora.rank:
+        add_adapters(critic.backbone, lora, seed, setting)
+    return critic
+
+
+# A trained reward model as transformers' model for sequence or token classification, with one
+# label.
+#
+# In training it is a backbone with a head (`critic.CriticModel`), read after the last token, or
+# after
+# each step. The
+# classifier that a model's family has in transformers is the same weights under other names.
+
+
+@with_model_lock
+def classifier_of(
+    config: PretrainedConfig, dtype: torch.dtype, pad_token_id: int, *, of_tokens: bool = False
+) -> PreTrainedModel:
+    """The classifier of one label, without storage, for the backbone of a causal LM's `config`: of
+    sequences, or of tokens.
+
+    Raises ModelError for a family that has none, or one with more than a matrix as its head.
+    """
+    own = copy.deepcopy(config)
+    own.num_labels, own.pad_token_id = 1, pad_token_id
+    kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(own, dtype=dtype, trust_remote_code=False)
+    except ValueError as error:
+        what = "token" if of_tokens else "sequence"
+        raise ModelError(
+            f"transformers has no {what} classification for {config.model_type} models, so none "
+            "can be a reward model; start from a model of another family"
+        ) from error
+    head = _head(model)
+    wanted = ["weight", "bias"] if of_tokens else ["weight"]
+    parts = [name.rpartition(".")[2] for name in head]
+    if parts != wanted or model.get_parameter(head[0]).shape != (1, own.hidden_size):
+        raise ModelError(
+            f"the head of transformers' classifier of {config.model_type} models is {head}, not "
+            f"one {' and one '.join(wanted)}; start a reward model from a model of another family"
+        )
+    return model
+
+
+def classifier_tensors(
+    classifier: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """A critic's tensors under the classifier's names; a bias of the head that it has no place for
+    is 0, and left out."""
+    known = classifier.state_dict().keys()
+    head = _of_head(classifier)
+    for name, tensor in tensors:
+        if name in head:
+            yield head[name], tensor
+            continue
+        renamed = name.replace("backbone.", f"{classifier.base_model_prefix}.", 1)
+        if renamed in known:
+            yield renamed, tensor
+
+
+def save_adapted(
+    classifier: PreTrainedModel,
+    critic: CriticModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> None:
+    """Write a critic with adapters as the classifier that they make of its base; and they and the
+    head alone, in peft's format, to `folder/adapter`.
+
+    Raises StorageError as `save_tensors`.
+    """
+    head = {f"head.{name}": value for name, value in critic.head.state_dict().items()}
+    plain = merged_copy(critic.backbone).state_dict()
+    whole = {f"backbone.{name}": value for name, value in plain.items()} | head
+    save_tensors(classifier, classifier_tensors(classifier, whole.items()), tokenizer, folder)
+    adapters = adapter_tensors(critic.backbone)
+    named = {f"{classifier.base_model_prefix}.{name}": value for name, value in adapters.items()}
+    named |= dict(classifier_tensors(classifier, head.items()))
+    modules = sorted({name.rpartition(".")[0] for name in _head(classifier)})
+    settings = copy.copy(critic.peft_config[ADAPTER])
+    settings.task_type = "TOKEN_CLS" if "head.bias" in _of_head(classifier) else "SEQ_CLS"
+    settings.modules_to_save = modules
+    write_adapter(named, settings, folder / ADAPTER_FOLDER)
+    tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
+
+
+def _head(classifier: PreTrainedModel) -> list[str]:
+    body = f"{classifier.base_model_prefix}."
+    return [name for name, _ in classifier.named_parameters() if not name.startswith(body)]
+
+
+def _of_head(classifier: PreTrainedModel) -> dict[str, str]:
+    """The classifier's names of a critic's head, e.g. {"head.weight": "score.weight"}."""
+    return {f"head.{name.rpartition('.')[2]}": name for name in _head(classifier)}

@@ -1,0 +1,378 @@
+"""Shard maps: which rank has which box of each parameter, in training and in rollout.
+
+Pure values: boxes of indices, maps from parameters to boxes, and rollout's map from sizes
+alone. How they are moved is in `reshard`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.errors import ConfigError
+from engine.parallel.layout import ModelShape, RolloutLayout
+
+# Boxes: index ranges in every dimension of a tensor, their intersections and differences.
+#
+# A rank's shard of a parameter is a box in the full tensor. Pure values; no torch, no ranks.
+
+Index = tuple[int, ...]  # one number per dimension
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements from `offset` up to `offset + size`, in each dimension.
+
+    >>> Box((2, 0), (2, 8)).intersect(Box((3, 4), (9, 9)))
+    Box(offset=(3, 4), size=(1, 4))
+    """
+
+    offset: Index  # e.g. (1536, 0)
+    size: Index  # e.g. (768, 1536)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def elements(self) -> int:
+        """How many elements there are in it."""
+        return math.prod(self.size)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements of both; None if there are none."""
+        offset, size = [], []
+        for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True):
+            start = a if a > b else b
+            length = min(a + m, b + n) - start
+            if length <= 0:
+                return None
+            offset.append(start)
+            size.append(length)
+        return Box(tuple(offset), tuple(size))
+
+    def subtract(self, other: Box) -> list[Box]:
+        """The elements that are not in `other`, as boxes that don't overlap."""
+        common = self.intersect(other)
+        if common is None:
+            return [self] if self.elements else []
+        rest = []
+        offset, size = list(self.offset), list(self.size)
+        for d in range(len(size)):
+            before = common.offset[d] - offset[d]
+            after = offset[d] + size[d] - common.offset[d] - common.size[d]
+            for start, length in (
+                (offset[d], before),
+                (common.offset[d] + common.size[d], after),
+            ):
+                if length:
+                    rest.append(
+                        Box(
+                            (*offset[:d], start, *offset[d + 1 :]),
+                            (*size[:d], length, *size[d + 1 :]),
+                        )
+                    )
+            offset[d], size[d] = common.offset[d], common.size[d]
+        return rest
+
+    def start_in(self, outer: Box, at: Index) -> Index:
+        """Where this box begins in a storage that has `outer`'s first element at index `at`."""
+        return tuple(s + a - b for s, a, b in zip(at, self.offset, outer.offset, strict=True))
+
+
+def chunk(box: Box, dim: int | None, parts: int, index: int) -> Box:
+    """Part `index` of `box` along `dim`, cut as torch.chunk does: the last ones short or empty."""
+    if dim is None or parts == 1 or not box.size:
+        return box
+    width = math.ceil(box.size[dim] / parts)
+    start = min(index * width, box.size[dim])
+    length = min(width, box.size[dim] - start)
+    return Box(
+        (*box.offset[:dim], box.offset[dim] + start, *box.offset[dim + 1 :]),
+        (*box.size[:dim], length, *box.size[dim + 1 :]),
+    )
+
+
+def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
+    """The elements of `box` that none of `others` has, as boxes that don't overlap."""
+    left = [box] if box.elements else []
+    for other in others:
+        left = [rest for part in left for rest in part.subtract(other)]
+    return left
+
+
+def disjoint_boxes(
+    holders: Iterable[tuple[Box, Iterable[int]]],
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """Split boxes with holders into boxes that don't overlap, each with all its holders, sorted.
+
+    >>> disjoint_boxes([(Box((0,), (4,)), [0]), (Box((2,), (2,)), [1])])
+    [(Box(offset=(0,), size=(2,)), (0,)), (Box(offset=(2,), size=(2,)), (0, 1))]
+    """
+    same: dict[Box, set[int]] = {}
+    for box, ranks in holders:
+        if box.elements:
+            same.setdefault(box, set()).update(ranks)
+    done: list[tuple[Box, set[int]]] = []
+    active: list[tuple[Box, set[int]]] = []  # those that a later box, sorted by offset, may overlap
+    for box in sorted(same, key=lambda b: (b.offset, b.size)):
+        ranks, met, fresh = same[box], [], [box]
+        for tile, holding in active:
+            common = tile.intersect(box)
+            if common is None:
+                met.append((tile, holding))
+                continue
+            met.append((common, holding | ranks))
+            met.extend((part, holding) for part in tile.subtract(box))
+            fresh = [rest for part in fresh for rest in part.subtract(common)]
+        met.extend((part, ranks) for part in fresh)
+        active = []
+        for tile, holding in met:
+            ended = bool(tile.size) and tile.offset[0] + tile.size[0] <= box.offset[0]
+            (done if ended else active).append((tile, holding))
+    ordered = sorted(done + active, key=lambda pair: (pair[0].offset, pair[0].size))
+    return [(tile, tuple(sorted(holding))) for tile, holding in ordered]
+
+
+def flat_range(size: Index, start: int, stop: int) -> list[Box]:
+    """The elements `start` to `stop` of a row-major walk through a box, as boxes in order.
+
+    >>> [(b.offset, b.size) for b in flat_range((3, 4), 2, 9)]
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if start >= stop:
+        return []
+    if not size:
+        return [Box((), ())]
+    row = math.prod(size[1:])
+    first, last = start // row, (stop - 1) // row
+    if start == first * row and stop == (last + 1) * row:  # whole rows
+        return [Box((first, *(0 for _ in size[1:])), (last + 1 - first, *size[1:]))]
+    if first == last:
+        inner = flat_range(size[1:], start - first * row, stop - first * row)
+        return [Box((first, *box.offset), (1, *box.size)) for box in inner]
+    head = (first + 1) * row if start % row else start
+    tail = last * row if stop % row else stop
+    return [
+        *flat_range(size, start, head),
+        *flat_range(size, head, tail),
+        *flat_range(size, tail, stop),
+    ]
+
+
+# Shard maps: which rank has which box of each parameter, and where in its storage. Pure values.
+#
+# `sharding_specs` makes one of a layout, `module_shards` of a module; `reshard` plans from one to
+# another.
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box that these ranks store; its first element is at index `start` of each one's tensor."""
+
+    box: Box
+    start: Index  # e.g. (1536, 0): the keys' rows in a fused matrix begin below the queries'
+    ranks: tuple[int, ...]  # e.g. (0, 4)
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """One parameter over all ranks. A rank may have several of `shards`, or none."""
+
+    shape: Index  # of the whole parameter, e.g. (1536, 1536)
+    storage: str  # name of the tensor that it lies in, on every rank
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """All parameters over all ranks, by the parameters' names in the whole model."""
+
+    world_size: int
+    parameters: Mapping[str, ShardedParameter]
+    dtypes: Mapping[str, torch.dtype] = field(repr=False)  # of each parameter in its storage
+    hosts: tuple[str, ...] = ()  # the machine of each rank, where it is known
+
+    def __post_init__(self) -> None:
+        shards = (shard for one in self.parameters.values() for shard in one.shards)
+        last = max((rank for shard in shards for rank in shard.ranks), default=0)
+        if last >= self.world_size:
+            raise ConfigError(
+                f"rank {last} holds parameters, but there are {self.world_size} ranks; give the "
+                "world size of all ranks that take part"
+            )
+
+    @property
+    def shapes(self) -> dict[str, Index]:
+        """Whole parameters' shapes."""
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+
+# How rollout shards a model's parameters: a shard map from sizes alone, without a model or ranks.
+#
+# Names are those of transformers' Llama, Mistral, Qwen2 and Qwen3 models. A tied head is not a
+# parameter of its own: "…embed_tokens.weight" is on the first stage and on the last. The shard map
+# of a real module is `module_shards`'.
+
+ROLLOUT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose shards `native` decodes with
+
+Shapes = Mapping[str, Index]
+Stages = Sequence[Sequence[int]]
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_HEADS = ("q_proj", "k_proj", "v_proj")  # one block of rows a head
+_ROWS = (*_HEADS, "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_COLUMNS = ("o_proj", "down_proj")
+_VOCABULARY = ("embed_tokens", "lm_head")
+_FUSED = {"qkv_proj": _HEADS, "gate_up_proj": ("gate_proj", "up_proj")}  # in vLLM, in this order
+_VLLM_PADDING = 64  # vLLM rounds the vocabulary up to a multiple of it
+
+
+def rollout_shard_map(
+    shapes: Shapes,
+    layout: RolloutLayout,
+    model: ModelShape,
+    dtype: torch.dtype,
+    stages: Stages | None = None,
+    fused: bool = False,
+) -> ShardMap:
+    """The shards that rollout ranks need: full layers of their stage, split by `layout.tp`.
+
+    stages: each rollout stage's layers. fused: as vLLM stores them, with the rows of q, k and v in
+    one tensor, those of gate and up in another, and the vocabulary rounded up to 64 above it is
+    split (rows beyond it have no source and stay as they are). A key head is on several ranks where
+    there are more ranks than key heads. Raises ConfigError where names or sizes do not fit.
+    """
+    _check_rollout(layout, model)
+    stage_of = _stage_of(shapes, _checked(stages, layout.pp, model.layers), model.tied)
+    places = [layout.place(rank) for rank in range(layout.world_size)]
+    known: dict[tuple[object, ...], tuple[Shard, ...]] = {}
+
+    def local_part(module: str, shape: Index, dim: int | None, tp: int) -> Box:
+        whole = Box.whole(shape)
+        if module in _VOCABULARY:
+            unit = _VLLM_PADDING if fused else 1
+            width = math.ceil(math.ceil(shape[0] / unit) * unit / layout.tp)
+            return _rows(whole, tp * width, width)
+        if module in ("k_proj", "v_proj") and layout.tp > model.kv_heads:
+            return chunk(whole, 0, model.kv_heads, tp * model.kv_heads // layout.tp)
+        return chunk(whole, dim, layout.tp, tp)
+
+    def shards_of(name: str, shape: Index) -> tuple[Shard, ...]:
+        module, dim = _module_name(name), split_dim(name, shape, layout.tp)
+        above = _above(name, shapes) if fused else ()
+        key = (module, shape, dim, above, stage_of[name])
+        if key not in known:
+            found: dict[tuple[Box, int], list[int]] = defaultdict(list)
+            for rank, place in enumerate(places):
+                if place.pp not in stage_of[name]:
+                    continue
+                box = local_part(module, shape, dim, place.tp)
+                rows_above = [local_part(m, s, 0, place.tp).size[0] for m, s in above]
+                if box.elements:
+                    found[box, sum(rows_above)].append(rank)
+            rest = (0,) * (len(shape) - 1)
+            known[key] = tuple(
+                Shard(box, (row, *rest) if shape else (), tuple(r))
+                for (box, row), r in found.items()
+            )
+        return known[key]
+
+    parameters = {
+        name: ShardedParameter(shape, _fused_name(name) if fused else name, shards_of(name, shape))
+        for name, shape in shapes.items()
+    }
+    return ShardMap(layout.world_size, parameters, dict.fromkeys(shapes, dtype))
+
+
+def split_dim(name: str, shape: Index, tp: int) -> int | None:
+    """The dimension that tensor parallelism splits; None for what its ranks replicate."""
+    module = _module_name(name)
+    if module in _ROWS:
+        return 0
+    if module in _COLUMNS:
+        return 1 if len(shape) > 1 else None  # their biases are added once, after the sum
+    if tp > 1 and len(shape) > 1:
+        raise ConfigError(
+            f"parameter {name!r} {list(shape)} has no tensor parallel rule; use tp=1 for this model"
+        )
+    return None
+
+
+def _module_name(name: str) -> str:
+    """The module's own name, e.g. "q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
+    parts = name.split(".")
+    return parts[-2] if len(parts) > 1 else name
+
+
+def _above(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
+    """Name and shape of each part that lies above a parameter in vLLM's fused tensor."""
+    module = _module_name(name)
+    for parts in _FUSED.values():
+        if module in parts:
+            names = parts[: parts.index(module)]
+            return tuple((part, shapes[name.replace(module, part)]) for part in names)
+    return ()
+
+
+def _fused_name(name: str) -> str:
+    module = _module_name(name)
+    for whole, parts in _FUSED.items():
+        if module in parts:
+            return name.replace(module, whole)
+    return name
+
+
+def _rows(box: Box, start: int, count: int) -> Box:
+    start = min(start, box.size[0])
+    return Box((start, *box.offset[1:]), (min(count, box.size[0] - start), *box.size[1:]))
+
+
+def _checked(stages: Stages | None, count: int, layers: int) -> Stages:
+    stages = [range(layers)] if stages is None else stages
+    if len(stages) != count or sorted(n for stage in stages for n in stage) != list(range(layers)):
+        raise ConfigError(
+            f"stages {[list(stage) for stage in stages]} are not {layers} layers over {count} "
+            "stages; give each layer to one stage"
+        )
+    return stages
+
+
+def _stage_of(shapes: Iterable[str], stages: Stages, tied: bool) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter."""
+    of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    last = len(stages) - 1
+    found: dict[str, tuple[int, ...]] = {}
+    for name in shapes:
+        layer = _LAYER.search(name)
+        if layer is None:
+            first = _module_name(name) == "embed_tokens"
+            found[name] = (0,) if first and not (tied and last) else (0, last) if first else (last,)
+        elif int(layer[1]) in of_layer:
+            found[name] = (of_layer[int(layer[1])],)
+        else:
+            raise ConfigError(
+                f"parameter {name!r} is of layer {layer[1]}, but the stages have {len(of_layer)} "
+                "layers; give the model's own configuration"
+            )
+    return found
+
+
+def _check_rollout(layout: RolloutLayout, model: ModelShape) -> None:
+    tp, kv = layout.tp, model.kv_heads
+    for what, count in (("attention heads", model.heads), ("MLP rows", model.intermediate)):
+        if count % tp:
+            raise ConfigError(
+                f"rollout tp={tp} does not divide the model's {count} {what}; choose a divisor"
+            )
+    if kv % tp and tp % kv:
+        raise ConfigError(
+            f"rollout tp={tp} neither divides the model's {kv} key heads nor is a multiple of "
+            "them; choose another tp"
+        )

@@ -1,0 +1,209 @@
+"""The sizes of what is planned: one RL step, a way to lay it out, and a decoder's elements.
+
+Pure arithmetic. Bytes are in `memory`, seconds in `cost`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from engine.parallel.layout import Layout, ModelShape
+
+# What is planned for: one RL step as sizes, and one way to lay it out.
+
+
+@dataclass(frozen=True, slots=True)
+class Samplers:
+    """Processes that only decode, on GPUs of their own, while the trainer's ranks compute."""
+
+    count: int  # each with a whole policy
+    tp: int  # GPUs of each
+    seconds: float  # to take new weights and decode a step's completions
+    sending: float  # seconds of the trainer's ranks to hand their weights out
+
+    @property
+    def gpus(self) -> int:
+        """Of all of them."""
+        return self.count * self.tp
+
+    def __str__(self) -> str:
+        """E.g. "2 samplers of 4 GPUs"."""
+        samplers = "1 sampler" if self.count == 1 else f"{self.count} samplers"
+        return f"{samplers} of {self.tp} GPU{'s' if self.tp > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One RL step, as far as memory and time go."""
+
+    shape: ModelShape  # the policy's; the reference has the same
+    prompts: int  # a step
+    completions: int  # a prompt
+    prompt_length: int  # longest, in tokens
+    response_length: int
+    weight_bytes: float = 4.0  # an element of the weights; below 4, they have float32 masters
+    base_bytes: float = 0.0  # an element of a frozen base under adapters; 0: weight_bytes
+    compute_bytes: float = 4.0  # an element in forward and backward
+    adapters: int = 0  # trained elements of adapters; 0: the whole model is trained
+    quantized: bool = False  # the base stays whole on every rank
+    reference: bool = False  # a frozen copy beside the policy
+    teachers: tuple[ModelShape, ...] = ()
+    critic: Layout | str = ""  # its own layout; "as actor"; empty: none
+    critic_shape: ModelShape | None = None  # None: the policy's
+    actor_epochs: int = 1
+    critic_adapters: int = 0  # elements of its adapters; 0: all of it is trained
+    critic_epochs: int = 1
+    updates: int = 1  # optimizer steps an epoch
+    passes: int = 0  # over the batch without gradients: old log-probs, reference
+    full_kl: bool = False  # logits of two models meet
+    decodes: bool = True  # here, not on a server
+    decode_rows: int = 512  # at once, on a replica
+    kv_cache: int = 0  # bytes of a replica's fixed cache; 0: as many as rows need
+    memory_share: float = 0.0  # of a GPU that the engine takes, a copy included; 0: as rows need
+    stays_awake: bool = False  # and keeps between rollouts
+    samplers: int = 0  # processes beside the policy's that only decode
+    sampler_bytes: float = 4.0  # an element of their weights
+    families: bool = True  # the model can be cut by tp and pp
+    decodes_shards: bool = True  # ranks can decode with shards of it
+    cuts_sequences: bool = True  # and by sp
+    runs_ahead: bool = False  # one_step_off, async: the trainer's own rollout validates only
+    ahead: Samplers | None = None  # on GPUs that are not among the trainer's
+
+    @property
+    def rows(self) -> int:
+        """Completions a step."""
+        return self.prompts * self.completions
+
+    @property
+    def length(self) -> int:
+        """Longest row, in tokens."""
+        return self.prompt_length + self.response_length
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Of an element's two moments and, beside reduced weights, its master; all float32."""
+        return 12.0 if self.weight_bytes < 4 else 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to lay a step out."""
+
+    layout: Layout
+    rollout_tp: int = 1
+    tokens: int = 16384  # of a micro-batch
+    offload_params: bool = False
+    offload_optimizer: bool = False
+    activation_checkpointing: bool = False
+    sequence_parallel: bool = True
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share weights by FSDP."""
+        return self.layout.fsdp * self.layout.sp
+
+    @property
+    def shares_storage(self) -> bool:
+        """Whether rollout decodes with the trainer's own storage (`runtime.rollout_weights`)."""
+        one_piece = self.shards * self.layout.pp == 1
+        return one_piece and self.rollout_tp == self.layout.tp
+
+    @property
+    def memory_options(self) -> str:
+        """What is offloaded to CPU memory, and what is recomputed."""
+        names = {
+            "offload weights": self.offload_params,
+            "offload moments": self.offload_optimizer,
+            "recompute": self.activation_checkpointing,
+        }
+        return ", ".join(name for name, used in names.items() if used) or "-"
+
+    def __str__(self) -> str:
+        """E.g. "fsdp=4 tp=2, rollout tp 4, 16384 tokens a micro-batch, recompute"."""
+        text = f"{self.layout}, rollout tp {self.rollout_tp}, {self.tokens} tokens a micro-batch"
+        return text if self.memory_options == "-" else f"{text}, {self.memory_options}"
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSettings:
+    """What the user has set; the planner keeps it."""
+
+    axes: dict[str, int] = field(default_factory=dict)  # e.g. {"tp": 2}
+    rollout_tp: int | None = None
+    tokens: int | None = None
+    offload_params: bool = False  # True: set by the user; the planner may add it otherwise
+    offload_optimizer: bool = False
+    activation_checkpointing: bool = False
+    sequence_parallel: bool = True
+
+    def __str__(self) -> str:
+        """What is set, or nothing."""
+        found = [f"{axis}={size}" for axis, size in self.axes.items()]
+        found += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
+        found += [f"{self.tokens} tokens"] if self.tokens else []
+        flags = ("offload_params", "offload_optimizer", "activation_checkpointing")
+        found += [name for name in flags if getattr(self, name)]
+        return ", ".join(found)
+
+
+# Elements of a decoder by part, all of them and those that a token meets: pure arithmetic.
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Elements of a model by part."""
+
+    layer: int  # the mean layer's, where some have experts and some have none
+    layers: int
+    embedding: int
+    head: int  # 0 where it is the embedding
+    experts: int = 0  # of `layer`; a token meets `chosen` of them
+    chosen: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of the whole model."""
+        return self.layer * self.layers + self.embedding + self.head
+
+    @property
+    def active(self) -> int:
+        """Of a layer, those that a token meets: its active parameters."""
+        return self.layer - self.experts + self.chosen
+
+    def read(self, tokens: float) -> float:
+        """Of the whole model, those that so many tokens meet together if experts are chosen evenly:
+        a token misses an expert with probability 1 − chosen/experts."""
+        missed = (1 - self.chosen / self.experts) ** tokens if self.experts else 0.0
+        return self.total - self.layers * self.experts * missed
+
+
+@lru_cache(maxsize=64)
+def sizes(shape: ModelShape) -> Sizes:
+    """Elements of a decoder; biases, which few families have, are left out."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layer = 2 * shape.hidden * (queries + keys) + 2 * shape.hidden
+    table = shape.vocab * shape.hidden
+    head, dense = 0 if shape.tied else table, 3 * shape.hidden * shape.intermediate
+    mixture = shape.experts
+    if mixture is None:
+        return Sizes(layer + dense, shape.layers, table, head)
+    one = 3 * shape.hidden * mixture.width
+    rest = mixture.layers * (mixture.count * shape.hidden + 3 * shape.hidden * mixture.shared)
+    rest += (shape.layers - mixture.layers) * dense
+    experts = -(-mixture.layers * mixture.count * one // shape.layers)
+    chosen = -(-mixture.layers * mixture.chosen * one // shape.layers)
+    layer += experts + -(-rest // shape.layers)
+    return Sizes(layer, shape.layers, table, head, experts, chosen)
+
+
+def kept_of_mlp(shape: ModelShape) -> float:
+    """What a token's MLP keeps for the backward pass, in elements, in a mean layer: four products
+    of its width. Of experts also the tokens given to each, what each makes of them, and that
+    weighted."""
+    mixture = shape.experts
+    if mixture is None:
+        return 4.0 * shape.intermediate
+    chosen = mixture.chosen * (4.0 * mixture.width + 3 * shape.hidden) + 4.0 * mixture.shared
+    dense = 4.0 * shape.intermediate
+    return (mixture.layers * chosen + (shape.layers - mixture.layers) * dense) / shape.layers

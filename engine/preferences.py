@@ -1,0 +1,317 @@
+"""Preferences of a policy's own completions or of files, and RL by a learned reward."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from engine.config import DataConfig, EvaluateConfig, PairsConfig, RewardSpec, RLConfig
+from engine.data.decontamination import HeldOut, question_text
+from engine.data.preference_rows import (
+    Kind,
+    ScoredCompletion,
+    ScoredGroup,
+    labels_from_groups,
+    pairs_from_groups,
+    read_preference_rows,
+)
+from engine.data.rows import has_words, is_utf8, normalise, prompt_text
+from engine.data.templates import decode_response, encode_prompts
+from engine.data.tokenizer import load_tokenizer
+from engine.dataflows import choose_dataflow
+from engine.errors import DataError, ModelError
+from engine.evaluation.decode import decode_passes
+from engine.evaluation.policy_steps import MODEL_REWARD
+from engine.evaluation.results import Judged
+from engine.evaluation.scoring import judge, repeated, scorer_inputs
+from engine.models.loading import load_model_config
+from engine.registry import import_plugins
+from engine.rewards import Scorer, resolve_reward
+from engine.rewards.reward_function import declared_components
+from engine.rewards.scorer import ANSWER
+from engine.rollout.protocol import SamplingParams
+
+# RL by a learned reward: the settings of a run whose reward is a trained reward model.
+#
+# The reward that was configured, the true one, is measured beside it and weighs nothing.
+
+
+def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
+    """The settings of RL with the reward model in `folder` as the only reward that counts.
+
+    A classifier's score is its logit, a language model's the completion's log-prob. The configured
+    reward gives the components of weight 0, and says which completions are right.
+    Where the dataflow has a critic, it starts from the reward model, unless `critic.model_path`
+    names another.
+    """
+    true, components = config.reward, dict.fromkeys(config.reward.components, 0.0)
+    for spec in (true, *true.sources.values()):
+        components |= dict.fromkeys(declared_components(spec.name) or (ANSWER,), 0.0)
+    name = reward_of(folder)
+    model = RewardSpec(name=name, options={"model": folder})
+    reward = true.model_copy(
+        update={
+            "components": {**true.components, MODEL_REWARD: model},
+            "weights": components | {MODEL_REWARD: 1.0},
+        }
+    )
+    changes: dict[str, object] = {"reward": reward}
+    if "critic" in choose_dataflow(config.algorithm).roles and not config.critic.model_path:
+        changes["critic"] = config.critic.model_copy(update={"model_path": folder})
+    return config.model_copy(update=changes)
+
+
+def reward_of(folder: str) -> str:
+    """The name of the reward that scores by the reward model in `folder`."""
+    return "likelihood" if _is_language_model(folder) else "reward_model"
+
+
+def _is_language_model(folder: str) -> bool:
+    try:
+        kinds = load_model_config(folder).architectures or []
+    except ModelError:  # loading it says what is wrong
+        return False
+    return any(kind.endswith("ForCausalLM") for kind in kinds)
+
+
+# Which held-out pairs a reward model ranks right, scored as RL's reward would score them.
+
+
+def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
+    """Whether each of N pairs' chosen response has the higher score, `[N]` bool.
+
+    pairs: rows with `prompt` (messages), `chosen` and `rejected`. Equal scores are no right
+    ranking. Raises RewardError for a folder that is no reward model.
+    """
+    reward: Callable[..., object] = resolve_reward(reward_of(str(folder)), {"model": str(folder)})
+    messages = [[dict(one) for one in prompt] for prompt in pairs["prompt"]]
+    prompts = [prompt[-1]["content"] for prompt in messages]
+    chosen, rejected = (
+        np.asarray(reward(prompts, list(pairs[side]), messages=messages))
+        for side in ("chosen", "rejected")
+    )
+    right: np.ndarray = chosen > rejected
+    return right
+
+
+# Preferences of files as tables: canonical rows, some of their prompts held out.
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceTables:
+    """What is learned from, and what is held out."""
+
+    train: pd.DataFrame  # prompt, chosen, rejected, margin; or prompt, completion, label
+    validation: pd.DataFrame  # may be empty
+    notes: tuple[str, ...]  # what was left out, a sentence each
+
+
+def read_preference_tables(
+    config: PairsConfig,
+    data: DataConfig,
+    kind: Kind,
+    held_out: Iterable[str | Sequence[Mapping[str, object]]],
+    seed: int,
+) -> PreferenceTables:
+    """Read `config.path`; `held_out` are prompts that must not be trained on, which are left out.
+
+    Rows are put as `data.system_prompt` and `data.apply_chat_template_kwargs` say, too. Raises
+    DataError for bad rows unless they are dropped, and where nothing is left to learn from.
+    """
+    settings = data.model_copy(
+        update={name: getattr(config, name) for name in ("columns", "templates", "bad_rows")}
+    )
+    files = read_preference_rows([config.path], settings, kind)
+    notes = [note for file in files if (note := file.bad.sentence())]
+    rows = [row for file in files for row in file.rows]
+    known = HeldOut(data.decontaminate.ngram, data.decontaminate.overlap)
+    for prompt in held_out:
+        known.add(question_text(prompt))
+    kept = [row for row in rows if not known.find(question_text(row["prompt"]))]
+    if len(kept) < len(rows):
+        left_out = len(rows) - len(kept)
+        notes.append(f"{left_out} rows have prompts of a test set, and are left out")
+    apart = _prompts_apart(
+        [prompt_text(row["prompt"]) for row in kept], config.validation_size, seed
+    )
+    sides: tuple[list[object], list[object]] = ([], [])
+    for row in kept:
+        sides[normalise(prompt_text(row["prompt"])) in apart].append(row)
+    if not sides[0]:
+        raise DataError(
+            f"pairs.path={config.path!r} leaves no row to learn from: {len(rows)} rows, "
+            f"{len(rows) - len(kept)} of them with prompts of a test set; give more, or lower "
+            f"pairs.validation_size={config.validation_size}"
+        )
+    return PreferenceTables(pd.DataFrame(sides[0]), pd.DataFrame(sides[1]), tuple(notes))
+
+
+def _prompts_apart(prompts: list[str], size: int, seed: int) -> set[str]:
+    """Prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
+    rows: dict[str, int] = {}
+    for prompt in map(normalise, prompts):
+        rows[prompt] = rows.get(prompt, 0) + 1
+    apart: set[str] = set()
+    left = size
+    for prompt in sorted(
+        rows, key=lambda one: hashlib.blake2b(f"{seed}/{one}".encode(), digest_size=8).digest()
+    ):
+        if left <= 0:
+            break
+        apart.add(prompt)
+        left -= rows[prompt]
+    return apart
+
+
+# Pairs, or labels for KTO, from rollouts of a policy: sampled, scored by a reward, ranked.
+
+COLUMNS: dict[Kind, list[str]] = {
+    "pairs": ["prompt", "chosen", "rejected", "margin", "extra_info"],
+    "labels": ["prompt", "completion", "label", "extra_info"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankedRollouts:
+    """Preferences, and the rollouts that they were made of."""
+
+    rows: pd.DataFrame  # of `COLUMNS`
+    prompts: int
+    without_pair: int  # prompts that gave no row, e.g. as their completions are worth the same
+    unusable: int  # completions that were cut off, are empty, or could not be scored
+    mean_score: float
+    correct: float  # share of right completions, 0 to 1
+
+    def metrics(self) -> dict[str, float]:
+        """As a stage records them."""
+        return {
+            "prompts": float(self.prompts),
+            "prompts_without_pair": float(self.without_pair),
+            "completions_unusable": float(self.unusable),
+            "score_mean": self.mean_score,
+            "correct": self.correct,
+        }
+
+
+def layout_of(config: PairsConfig) -> EvaluateConfig:
+    """How the policy is sampled from, in the terms of an evaluation."""
+    return EvaluateConfig(engine=config.engine, parallel=config.parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollouts:
+    """Completions of prompts and what the reward says of them, to be ranked as pairs or labels."""
+
+    prompts: list[list[dict[str, str]]]  # P chat prompts
+    judged: list[Judged]  # `config.n` of each prompt, P · n in all
+    config: PairsConfig
+
+    def ranked(self, kind: Kind) -> RankedRollouts:
+        """Pairs, or labels. A pair's `margin`, which a reward model's loss would ask for, is 0."""
+        n, most = self.config.n, self.config.pairs_a_prompt
+        scored = [
+            ScoredCompletion(
+                one.text,
+                None if one.failed or not _is_whole(one.text) else _score(one, kind),
+                one.truncated,
+            )
+            for one in self.judged
+        ]
+        groups = [
+            ScoredGroup(prompt, scored[i * n : (i + 1) * n], {"row": i})
+            for i, prompt in enumerate(self.prompts)
+        ]
+        found = (
+            labels_from_groups(groups, per_group=most)
+            if kind == "labels"
+            else pairs_from_groups(groups, pairs_per_group=most, min_gap=self.config.margin)
+        )
+        return RankedRollouts(
+            pd.DataFrame(found, columns=COLUMNS[kind]),
+            len(groups),
+            len(groups) - len({row["extra_info"]["row"] for row in found}),
+            len(scored) - sum(len(group.usable) for group in groups),
+            float(np.mean([one.score for one in self.judged])),
+            float(np.mean([one.correct for one in self.judged])),
+        )
+
+
+def rank_rollouts(
+    folder: str | Path,
+    rows: pd.DataFrame,
+    config: PairsConfig,
+    kind: Kind = "pairs",
+    *,
+    max_response_length: int,
+    seed: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> RankedRollouts:
+    """Sample `config.n` completions of each prompt of RL rows, and rank them.
+
+    A pair is the best and the worst of them, with both rewards in `extra_info`. Of labels, right
+    ones are good. Raises as `score_rollouts`, whose arguments the others are.
+    """
+    return score_rollouts(
+        folder,
+        rows,
+        config,
+        max_response_length=max_response_length,
+        seed=seed,
+        on_progress=on_progress,
+    ).ranked(kind)
+
+
+def score_rollouts(
+    folder: str | Path,
+    rows: pd.DataFrame,
+    config: PairsConfig,
+    *,
+    max_response_length: int,
+    seed: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> ScoredRollouts:
+    """Sample `config.n` completions of each prompt of RL rows, and score them.
+
+    Several GPUs of this machine, or `config.parallel`, share the prompts. `on_progress(n)` is
+    called with the number of finished completions. Raises what `decode_passes` and the scorer
+    raise.
+    """
+    import_plugins(config.plugins)
+    tokenizer = load_tokenizer(folder)
+    prompts = encode_prompts(tokenizer, rows["prompt"], "train")
+    params = SamplingParams(
+        n=config.n,
+        max_new_tokens=max_response_length,
+        temperature=config.temperature,
+        seed=seed,
+    )
+    asked, columns = scorer_inputs(rows, prompts)
+    with closing(Scorer(config.scorer, config.plugins)) as scorer:
+        (answers,) = decode_passes(
+            folder, prompts, (params,), layout_of(config), on_progress=on_progress
+        )
+        judged = judge(
+            scorer,
+            [decode_response(tokenizer, one.token_ids) for one in answers],
+            [len(one.token_ids) for one in answers],
+            [one.truncated for one in answers],
+            repeated(asked, config.n),
+            {name: repeated(values, config.n) for name, values in columns.items()},
+        )
+    return ScoredRollouts(list(rows["prompt"]), judged, config)
+
+
+def _score(one: Judged, kind: Kind) -> float:
+    """What pairs are ranked by; of labels whether it is right."""
+    return float(one.correct) if kind == "labels" else one.score
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a file of rows can hold it: it has words, and no NUL or half of a character."""
+    return has_words(text) and is_utf8(text) and "\0" not in text

@@ -1,1 +1,0 @@
-"""Preferences made of a policy's own completions, and what a learned reward does to a policy."""

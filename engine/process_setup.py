@@ -1,0 +1,86 @@
+"""What importing `engine` sets up in a process: kept memory, and no unused imports.
+
+Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# Keeps transformers from importing scikit-learn and SciPy, and accelerate from importing boto3.
+#
+# They import them wherever they are installed: for assisted generation, for a loss of object
+# detection, for SageMaker's settings. That would slow down the start of every Ray worker, rank and
+# command.
+
+# Module → the availability check that it must find false, and the module that it takes it from.
+_CHECKS = {
+    "transformers.generation.candidate_generator": ("transformers.utils", "is_sklearn_available"),
+    "transformers.loss.loss_for_object_detection": ("transformers.utils", "is_scipy_available"),
+    "accelerate.commands.config.sagemaker": ("accelerate.utils.imports", "is_boto3_available"),
+}
+
+
+class _AvailabilityHook(MetaPathFinder):
+    """Finds no module; acts before one of `_CHECKS` is loaded."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name in _CHECKS:
+            source, check = _CHECKS[name]
+            setattr(sys.modules[source], check, lambda: False)
+        return None
+
+
+def skip_optional_imports() -> None:
+    """Keep transformers and accelerate from importing what is not used here; idempotent."""
+    if not any(isinstance(finder, _AvailabilityHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AvailabilityHook())
+
+
+# Keeps memory that is freed in the process, so that the next step finds it there, until the end.
+#
+# glibc hands a large block back to the system as soon as it is freed. A training step frees and
+# allocates the same activations again, and would fault in each page again: millions of page faults
+# a
+# run.
+
+# Of malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_NEVER = -1
+_LARGEST = 2**31 - 1
+_OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX")
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc keep what is freed, for all threads alike; say whether it does.
+
+    It doesn't where the C library is another than glibc, or where the environment has settings of
+    malloc's own (`MALLOC_…_`, `GLIBC_TUNABLES`), which stay.
+    """
+    tuned = "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if tuned or any(name in os.environ for name in _OWN_SETTINGS):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    # Arenas of single threads hold blocks of 64 MiB at most: one arena serves all.
+    settings = ((_TRIM_THRESHOLD, _NEVER), (_MMAP_THRESHOLD, _LARGEST), (_ARENA_MAX, 1))
+    return all(list(map(libc.mallopt, *zip(*settings, strict=True))))
+
+
+def release_freed_memory() -> None:
+    """Hand back to the system what malloc and the accelerator's allocator have kept."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

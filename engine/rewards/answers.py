@@ -1,0 +1,326 @@
+"""Rewards for right answers: rules that compare a completion with the ground truth.
+
+GSM8K's answer line, MATH's boxed answer, multiple choice, and exact match.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Literal
+
+from engine.errors import RewardError
+from engine.rewards.reward_function import register_reward
+
+# GSM8K's rule: 1 where the number after the last `####` equals the ground truth, else 0.
+#
+# `method="flexible"` takes the last number of the text instead, whatever stands around it.
+
+_NUMBER = r"[-+]?\$?[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
+# What follows must not continue the number: "1e5", "1/2" and "1.2.3" are not answers we can read.
+_AFTER_MARK = re.compile(rf"[ \t]*({_NUMBER})(?![./:]?[0-9A-Za-z])")
+_ANYWHERE = re.compile(rf"(?<![0-9A-Za-z.,]){_NUMBER}|(?<=[A-Za-z=(]){_NUMBER}")
+_LAST_LINE = re.compile(rf"####[ \t]*{_NUMBER}[ \t]*")
+_LONGEST = 64  # characters; no answer needs more, and a longer one must not cost time
+_NUMBER_TAIL = 1000  # characters at the end in which `flexible` looks for the last number
+
+
+def extract_answer(text: str, *, method: Literal["strict", "flexible"] = "strict") -> str | None:
+    """Return the number right after the last `####`, normalised, or None where there is none.
+
+    `flexible`: the last number of the text, with its currency, unit or per cent left out.
+
+    >>> extract_answer("<<600+634=1234>>1234\\n#### $1,234.")
+    '1234'
+    >>> extract_answer("So she pays $1,234.50 (or 5% less).", method="flexible")
+    '5'
+    """
+    if method == "flexible":
+        numbers = [found.group() for found in _ANYWHERE.finditer(text[-_NUMBER_TAIL:])]
+        return normalise_number(numbers[-1]) if numbers else None
+    _, mark, rest = text.rpartition("####")
+    found = _AFTER_MARK.match(rest) if mark else None
+    return normalise_number(found.group(1)) if found else None
+
+
+def has_format(text: str) -> bool:
+    """Whether the text ends with a line `#### <number>`, and has no other `####`."""
+    last = text.rstrip().rpartition("\n")[2]
+    return text.count("####") == 1 and _LAST_LINE.fullmatch(last) is not None
+
+
+def normalise_number(text: str) -> str | None:
+    """Drop dollar signs, commas, trailing dots and zeros; None where `text` is not a number."""
+    text = text.strip()
+    if len(text) > _LONGEST or not re.fullmatch(_NUMBER, text):
+        return None
+    digits = re.sub(r"[$,]", "", text)
+    sign = "-" if digits.count("-") % 2 else ""
+    plain = format(Decimal(digits.lstrip("+-")), "f")
+    if "." in plain:
+        plain = plain.rstrip("0").rstrip(".")
+    plain = plain.lstrip("0") or "0"
+    plain = "0" + plain if plain.startswith(".") else plain
+    return plain if plain == "0" else sign + plain
+
+
+@register_reward("answer_match", answer=extract_answer, well_formed=has_format)
+def answer_match(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    ground_truth: Sequence[object],
+    method: Literal["strict", "flexible"] = "strict",
+    **columns: Sequence[object],
+) -> list[float]:
+    """Score B completions 1.0 or 0.0; raise RewardError where a ground truth is not a number."""
+    scores = []
+    for i, (completion, truth) in enumerate(zip(completions, ground_truth, strict=True)):
+        wanted = normalise_number(str(truth))
+        if wanted is None:
+            raise RewardError(
+                f"ground_truth of row {i} is {truth!r}, not a number; answer_match compares "
+                "numbers only, so correct the row or choose another reward.name"
+            )
+        scores.append(1.0 if extract_answer(completion, method=method) == wanted else 0.0)
+    return scores
+
+
+# GSM8K's rule in two parts: a right answer, and an answer line where it belongs.
+
+
+@register_reward(
+    "answer_and_format",
+    components=("answer", "format"),
+    answer=extract_answer,
+    well_formed=has_format,
+)
+def answer_and_format(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    ground_truth: Sequence[object],
+    **columns: Sequence[object],
+) -> dict[str, list[float]]:
+    """Give B completions 1.0 or 0.0 for `answer` (see `answer_match`) and for `format`.
+
+    `format` is 1.0 where the text ends with its only `#### <number>` line, right or wrong. Raises
+    RewardError where a ground truth is not a number.
+    """
+    return {
+        "answer": answer_match(prompts, completions, ground_truth=ground_truth),
+        "format": [float(has_format(text)) for text in completions],
+    }
+
+
+# The answer in LaTeX's `\boxed{…}`, as MATH's solutions and many models write it.
+
+LONGEST = 1000  # characters; no answer needs more, and a longer one must not cost time
+_MARK = "\\boxed{"
+_MARKS = (_MARK, "\\fbox{")
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last `\\boxed{…}` or `\\fbox{…}`; None where there is none, or no end.
+
+    >>> last_boxed(r"so \\boxed{1} or \\boxed{\\frac{1}{2}}.")
+    '\\\\frac{1}{2}'
+    """
+    start, mark = max((text.rfind(mark), mark) for mark in _MARKS)
+    if start < 0:
+        return None
+    first = start + len(mark)
+    depth = 1
+    for place in range(first, min(len(text), first + LONGEST)):
+        letter = text[place]
+        if letter in "{}" and text[place - 1] != "\\":
+            depth += 1 if letter == "{" else -1
+            if not depth:
+                return _unwrapped(text[first:place].strip())
+    return None
+
+
+def _unwrapped(inner: str) -> str:
+    """The inside of a box that holds nothing but a box."""
+    while inner.startswith(_MARK) and inner.endswith("}"):
+        within = inner[len(_MARK) : -1]
+        depth = 0
+        for letter in within:
+            depth += (letter == "{") - (letter == "}")
+            if depth < 0:
+                return inner
+        inner = within.strip()
+    return inner
+
+
+# MATH's rule: 1 where the answer equals the ground truth as mathematics, by `math-verify`.
+#
+# The answer is what stands in the last `\boxed{…}`; without one, the last expression of the text.
+# A comparison can take any time and memory, so it runs in a pool's process.
+
+_MATH_TAIL = 2000  # characters at the end that are searched for an answer without a box
+
+
+@register_reward(
+    "math", pooled=True, imports=("engine.rewards._latex_equality",), answer=last_boxed
+)
+def math(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    ground_truth: Sequence[object],
+    boxed_only: bool = False,
+    **columns: Sequence[object],
+) -> list[float]:
+    """Score B completions 1.0 or 0.0.
+
+    A ground truth is LaTeX, e.g. "\\frac{1}{2}", or a solution that has it in a box. `boxed_only`
+    gives 0 to an answer without a box.
+    """
+    pairs = zip(completions, ground_truth, strict=True)
+    return [float(_is_right(text, str(truth), boxed_only)) for text, truth in pairs]
+
+
+def _is_right(text: str, truth: str, boxed_only: bool) -> bool:
+    wanted = (last_boxed(truth) or truth).strip().strip("$").strip()
+    found = last_boxed(text)
+    if found is None and (boxed_only or "\\boxed" in text):  # a box without an end holds no answer
+        return False
+    if found is not None and _plain(found) == _plain(wanted):
+        return True
+    said = text[-_MATH_TAIL:] if found is None else f"\\boxed{{{found}}}"
+    if len(wanted) > LONGEST:
+        return False
+    from engine.rewards._latex_equality import equal
+
+    return equal(f"\\boxed{{{wanted}}}", said)
+
+
+def _plain(latex: str) -> str:
+    """Without what changes nothing: blanks, `\\left`, `\\dfrac`, a full stop."""
+    for written, meant in (("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac")):
+        latex = latex.replace(written, meant)
+    return "".join(latex.split()).rstrip(".")
+
+
+# The letter of a multiple choice: 1 where it is the ground truth's.
+
+_CHOICE_TAIL = 2000  # characters at the end that are searched
+_SAID = re.compile(
+    r"(?i:answer|choice|option)\b[\s:*]{0,8}(?:(?i:is)\b[\s:*]{0,8})?[(\[]?([A-Z])\b"
+)
+_LETTER = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
+
+
+def choice(text: str) -> str | None:
+    """The letter that a text settles on: boxed, after "answer", or the last that stands alone.
+
+    >>> choice("Not A, since … so the answer is (C)."), choice("B"), choice("Choice: **D**")
+    ('C', 'B', 'D')
+    """
+    boxed = last_boxed(text)
+    if boxed is not None:
+        text = re.sub(r"\\[a-z]+", " ", boxed)
+    tail = text[-_CHOICE_TAIL:]
+    found = _SAID.findall(tail) or _LETTER.findall(tail)
+    return found[-1] if found else None
+
+
+@register_reward("multiple_choice", answer=choice)
+def multiple_choice(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    ground_truth: Sequence[object],
+    **columns: Sequence[object],
+) -> list[float]:
+    """Score B completions 1.0 or 0.0.
+
+    A ground truth is a letter, or the place of the right choice from 0. Raises RewardError where
+    it is neither.
+    """
+    pairs = zip(completions, ground_truth, strict=True)
+    return [float(choice(text) == _letter(truth, i)) for i, (text, truth) in enumerate(pairs)]
+
+
+def _letter(truth: object, row: int) -> str:
+    written = str(truth).strip().strip("().").upper()
+    if written.isascii() and written.isdigit() and int(written[:3]) < 26:
+        return chr(ord("A") + int(written[:3]))
+    if len(written) == 1 and "A" <= written <= "Z":
+        return written
+    raise RewardError(
+        f"ground_truth of row {row} is {truth!r}; multiple_choice needs a letter from A to Z, or "
+        "the place of the right choice, from 0"
+    )
+
+
+# The answer is the ground truth: letter by letter, or as SQuAD normalises both.
+#
+# A ground truth that is a list is one of several right answers.
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def text_answer(text: str, *, after: str = "") -> str | None:
+    """The text after the last `after`, stripped; None where `after` is not there.
+
+    >>> text_answer("It rains. Answer: yes ", after="Answer:")
+    'yes'
+    """
+    _, mark, rest = text.rpartition(after) if after else ("", "all", text)
+    return rest.strip() if mark else None
+
+
+def normalised(text: str) -> str:
+    """Lower case, without punctuation, articles and doubled blanks (Rajpurkar et al. 2016).
+
+    >>> normalised("The  Eiffel Tower!")
+    'eiffel tower'
+    """
+    bare = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+@register_reward("exact_match", answer=text_answer)
+def exact_match(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    ground_truth: Sequence[object],
+    after: str = "",
+    **columns: Sequence[object],
+) -> list[float]:
+    """Score B completions 1.0 or 0.0: equal but for blanks around.
+
+    With `after`, what follows the last `after` counts, e.g. "Answer:".
+    """
+    return _scores(completions, ground_truth, after, str.strip)
+
+
+@register_reward("normalised_match", answer=text_answer)
+def normalised_match(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    ground_truth: Sequence[object],
+    after: str = "",
+    **columns: Sequence[object],
+) -> list[float]:
+    """As `exact_match`, both sides `normalised`."""
+    return _scores(completions, ground_truth, after, normalised)
+
+
+def _scores(
+    completions: Sequence[str], truths: Sequence[object], after: str, form: Callable[[str], str]
+) -> list[float]:
+    scores = []
+    for text, truth in zip(completions, truths, strict=True):
+        answer = text_answer(text, after=after)
+        several = truth if isinstance(truth, list | tuple) else [truth]
+        wanted = {form(str(one)) for one in several}
+        scores.append(float(answer is not None and form(answer) in wanted))
+    return scores

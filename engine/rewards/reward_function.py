@@ -1,0 +1,398 @@
+"""What a reward function is, rewards by name, and what one may return.
+
+The protocol, the registry, named components and their weights, and the check of returned
+values. Calling one is `calls`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import reprlib
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+from engine.errors import ConfigError, RewardError
+from engine.registry import Options, Registry, import_plugins
+
+# What a reward function is; calling one safely is `runner`'s job.
+#
+# A reward function takes prompts and their completions, the rows' `ground_truth`, and every other
+# column of the data by keyword, and returns one float a completion:
+#
+#     def reward(prompts, completions, *, ground_truth, **columns) -> list[float]: ...
+#
+# or, where the score has parts, one such list for each named component:
+#
+#     ... -> dict[str, list[float]]:   # e.g. {"answer": [1.0, 0.0], "format": [1.0, 1.0]}
+#
+# It may be a coroutine function (`async def`) of the same signature. The names and their order
+# must
+# be the same at every call; `register_reward(..., components=...)` says them before the first one.
+
+RewardResult: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]]
+
+
+class RewardFunction(Protocol):
+    """`prompts`, `completions`, `ground_truth` and every column have B entries, as does the result.
+
+    A prompt is the text of its last message, e.g. "What is 2+3?"; a completion is the assistant's
+    text, special tokens removed. Each completion is scored by itself: where a call on many fails,
+    it is repeated on single ones, from several threads at once.
+    """
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        *,
+        ground_truth: Sequence[Any],
+        **columns: Sequence[Any],
+    ) -> RewardResult | Awaitable[RewardResult]: ...
+
+
+# Named components of a reward: their weights. What they are is the reward's own business.
+
+
+def ordered_weights(
+    reward: str, components: tuple[str, ...], weights: Mapping[str, float]
+) -> list[float]:
+    """Return a weight for each component in order, 1.0 where `weights` has none.
+
+    Without components it is [1.0], for a plain list's only column. `reward` is named in errors.
+    Raises ConfigError for a weight of a component that the reward does not have, and for one that
+    is not finite.
+
+    >>> ordered_weights("answer_and_format", ("answer", "format"), {"format": 0.1})
+    [1.0, 0.1]
+    """
+    unknown = sorted(set(weights) - set(components))
+    if unknown and not components:
+        raise ConfigError(
+            f"reward.weights names {unknown}, but reward {reward!r} has no named components; "
+            "remove reward.weights, or choose a reward that returns components"
+        )
+    if unknown:
+        raise ConfigError(
+            f"reward.weights names {unknown}, which reward {reward!r} does not have; "
+            f"its components are {list(components)}"
+        )
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise ConfigError(f"reward.weights.{name}={weight} must be a finite number")
+    return [float(weights.get(name, 1.0)) for name in components] or [1.0]
+
+
+# Checks what a reward function returned: one finite float per completion.
+#
+# Nothing is broadcast, cut or filled up. A result of the wrong form is wrong as a whole; a wrong
+# value in a well-formed result is wrong for its completion alone.
+
+Cause: TypeAlias = Literal["raised", "deadline", "malformed", "not_finite", "crashed"]
+_LONGEST_TRACEBACK = 8000  # characters
+_LARGEST = 3.4028234e38  # of float32, in which scores travel
+
+
+class RewardTraceback(Exception):
+    """Stands for an exception of another process; its text is that one's traceback."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class RewardFailure(RewardError):
+    """Why a completion has no score; `__cause__` is the reward's own exception, if it raised."""
+
+    def __init__(self, cause: Cause, message: str, traceback_text: str = "") -> None:
+        super().__init__(message)
+        self.cause: Cause = cause
+        if traceback_text:
+            self.__cause__ = RewardTraceback(traceback_text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raised = self.__cause__
+        text = "" if raised is None else "".join(traceback.format_exception(raised))
+        return type(self), (self.cause, str(self), text[-_LONGEST_TRACEBACK:])
+
+
+@dataclass(slots=True)
+class Scores:
+    """What B completions are worth, and why some of them could not be scored."""
+
+    components: tuple[str, ...] | None
+    """K names in the columns' order, e.g. ("answer", "format"); () for a plain list, whose one
+    column has no name; None where no completion could be scored and nothing was known before."""
+    rows: list[list[float]]
+    """B rows of K floats (of one, for a plain list), all finite; 0 where there is no score."""
+    failures: dict[int, RewardFailure]
+    """Why there is none, by row."""
+
+    @classmethod
+    def of(
+        cls,
+        components: tuple[str, ...] | None,
+        found: Mapping[int, list[float]],
+        failures: dict[int, RewardFailure],
+    ) -> Scores:
+        """All rows from those that are `found`, and 0 for those that are not."""
+        width = 1 if components == () else len(components or ())
+        size = len(found.keys() | failures.keys())
+        return cls(components, [found.get(i, [0.0] * width) for i in range(size)], failures)
+
+    def raise_if_none(self) -> None:
+        """Raise RewardError, with the first failure's message, where no completion has a score."""
+        if self.rows and len(self.failures) == len(self.rows):
+            first = self.failures[0]
+            raise RewardError(
+                f"{first}; none of the {len(self.rows)} completions could be scored"
+            ) from first
+
+
+def read(
+    name: str, result: object, size: int, components: tuple[str, ...] | None, first_row: int = 0
+) -> Scores:
+    """Read what reward `name` returned for `size` completions, the first of them `first_row`.
+
+    `components` are the names expected, () for a plain list, None for whatever there is. Raises
+    RewardFailure ("malformed") for a result of another form; failures of single values are in
+    what is returned, under rows that count from 0.
+    """
+    if isinstance(result, Mapping):
+        names = tuple(result)
+        columns = [
+            _checked(f"reward {name!r}, component {key!r},", result[key], size) for key in names
+        ]
+    else:
+        names, columns = (), [_checked(f"reward {name!r}", result, size)]
+    _check_names(name, names, components, isinstance(result, Mapping))
+    found: dict[int, list[float]] = {}
+    failures: dict[int, RewardFailure] = {}
+    for row, values in enumerate(zip(*columns, strict=True)):
+        numbers = [_number(value) for value in values]
+        wrong = next((i for i, number in enumerate(numbers) if math.isnan(number)), None)
+        if wrong is None:
+            found[row] = numbers
+            continue
+        part = f" as {names[wrong]!r}" if names else ""
+        failures[row] = RewardFailure(
+            "not_finite",
+            f"reward {name!r} returned {_short(values[wrong])}{part} for completion "
+            f"{first_row + row}; it must be a finite float",
+        )
+    return Scores.of(names, found, failures)
+
+
+def _checked(who: str, values: Any, size: int) -> list[object]:
+    """Return `values` as a list of `size` entries; raise RewardFailure where it is none."""
+    try:
+        if isinstance(values, str | bytes | Mapping | set | frozenset):
+            raise TypeError
+        count, entries = len(values), list(values)
+    except TypeError:
+        raise RewardFailure(
+            "malformed",
+            f"{who} returned {type(values).__name__}; it must return a list of floats",
+        ) from None
+    if count != size:
+        raise RewardFailure(
+            "malformed",
+            f"{who} returned {count} values for {size} completions; return exactly one for each",
+        )
+    return entries
+
+
+def _check_names(
+    name: str, names: tuple[object, ...], expected: tuple[str, ...] | None, mapping: bool
+) -> None:
+    if mapping and not (names and all(isinstance(key, str) for key in names)):
+        raise RewardFailure(
+            "malformed",
+            f"reward {name!r} returned a mapping with keys {list(names)}; "
+            "it must have at least one component, each named by a string",
+        )
+    require_components(name, names, expected)
+
+
+def require_components(
+    name: str, names: tuple[object, ...] | None, expected: tuple[str, ...] | None
+) -> None:
+    """Raise RewardFailure where reward `name` returned other components than `expected`, if any."""
+    if expected is not None and names != expected:
+        had, wanted = (
+            f"components {list(some)}" if some else "a plain list" for some in (names, expected)
+        )
+        raise RewardFailure(
+            "malformed",
+            f"reward {name!r} returned {had} where {wanted} was declared or returned before; "
+            "return the same names in the same order at every call",
+        )
+
+
+def _number(value: Any) -> float:
+    """Return a finite float within float32's range, or NaN."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # any object may be here, and fail in its own way
+        return math.nan
+    return number if abs(number) <= _LARGEST else math.nan
+
+
+def _short(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # integers of thousands of digits have no text
+        return f"{type(value).__name__}"
+
+
+# Reward functions by name.
+#
+# Adding one: a module in this package whose function carries `@register_reward("name")`, with
+# `components=("answer", ...)` if it returns named components. Its options are its keyword-only
+# parameters with defaults; `reward.options` sets them.
+#
+# A completion is right where its reward says so with at least 1 (`right_from`): by the component
+# `correct` (else `answer`), or by the score of a reward that has neither.
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredReward:
+    """A registered reward; no components where it returns a plain list."""
+
+    function: RewardFunction
+    components: tuple[str, ...]  # in the order in which it returns them, e.g. ("answer", "format")
+    pooled: bool = False
+    imports: tuple[str, ...] = ()
+    answer: Callable[..., str | None] | None = None
+    well_formed: Callable[..., bool] | None = None
+    right_from: Callable[..., float] | None = None
+
+
+_registry: Registry[RegisteredReward] = Registry(
+    "reward",
+    "reward.name",
+    (
+        "engine.rewards.answers",
+        "engine.rewards.formats",
+        "engine.rewards.code",
+        "engine.rewards.http_rewards",
+        "engine.rewards.model_based",
+    ),
+    "@register_reward(name)",
+)
+
+
+def register_reward(
+    name: str,
+    components: tuple[str, ...] = (),
+    *,
+    pooled: bool = False,
+    imports: tuple[str, ...] = (),
+    answer: Callable[..., str | None] | None = None,
+    well_formed: Callable[..., bool] | None = None,
+    right_from: Callable[..., float] | None = None,
+) -> Callable[[_F], _F]:
+    """Make a reward function selectable as `reward.name=<name>`; a name can be taken once.
+
+    `components` are the names that it returns, in order; none for a reward that returns a plain
+    list. `pooled` is for the engine's own rewards whose time depends on what a model writes: they
+    run in processes of their own, each completion with a deadline (see `pool`); those processes
+    load `imports` once. `answer(completion)` reads the answer that evaluation shows and votes on;
+    `well_formed(completion)` says whether it keeps the format; `right_from()` is the least score
+    of a right one, 1 without it. Options of the reward that are keywords of these are given to
+    them. Raises ConfigError for a name that is taken and for a component that is named twice.
+    """
+    if isinstance(components, str) or len(set(components)) < len(components):
+        raise ConfigError(
+            f"reward {name!r} declares components={components!r}; give a tuple of different names"
+        )
+
+    def add(function: _F) -> _F:
+        entry = RegisteredReward(
+            function, tuple(components), pooled, imports, answer, well_formed, right_from
+        )
+        _registry.add(name, entry, function)
+        return function
+
+    return add
+
+
+def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> RewardFunction:
+    """Return the reward registered as `name`, or the function at `package.module:function`.
+
+    `options` are those of `reward.options`; one that has a column's name stands in its place.
+    Raises ConfigError where there is no such reward, where it can't be called as a reward function,
+    and for an option that it doesn't declare.
+    """
+    function: object = _registry.load(name) if ":" in name else _registry.get(name).function
+    if not callable(function):
+        raise ConfigError(f"reward.name={name!r} is {function!r}, which is not a function")
+    _check_signature(name, function)
+    given = Options(f"reward {name!r}", function).parse(options or {}, "reward.options")
+    return _with_options(function, given) if given else function
+
+
+def registered_reward(name: str) -> RegisteredReward | None:
+    """The entry of a name or path; None for a function at a path that was not registered.
+
+    Raises ConfigError for a name that can't be resolved.
+    """
+    return _registry.registered(_registry.load(name)) if ":" in name else _registry.get(name)
+
+
+def declared_components(reward: str | RewardFunction) -> tuple[str, ...] | None:
+    """Return the component names that a reward (its name, or the function) was registered with.
+
+    () says that it returns a plain list; None that nothing is known before its first call, as for
+    a function at `package.module:function` that was not registered. Raises ConfigError for a name
+    that can't be resolved.
+    """
+    registered = _registry.registered(resolve_reward(reward) if isinstance(reward, str) else reward)
+    return None if registered is None else registered.components
+
+
+def reward_module(name: str) -> str:
+    """The module of a reward, e.g. "my_rewards"; one that is named by its path isn't imported.
+
+    Raises ConfigError for a name that is not registered.
+    """
+    if ":" in name:
+        return name.partition(":")[0]
+    return str(getattr(_registry.get(name).function, "__module__", ""))
+
+
+def import_reward(name: str, modules: Iterable[str]) -> None:
+    """Import modules in turn until one of them has registered `name`."""
+    for module in modules:
+        import_plugins([module])
+        if name in _registry.names():
+            return
+
+
+def _with_options(function: RewardFunction, options: Mapping[str, object]) -> RewardFunction:
+    @functools.wraps(function)
+    def configured(
+        prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> RewardResult | Awaitable[RewardResult]:
+        return function(prompts, completions, **{**columns, **options})
+
+    return configured
+
+
+def _check_signature(name: str, function: Callable[..., object]) -> None:
+    """Refuse at once what could only fail after a whole rollout."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind([], [], ground_truth=[], any_other_column=[])
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.name={name!r} can't be called as a reward function ({error}); write it as "
+            "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
+        ) from None

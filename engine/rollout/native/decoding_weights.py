@@ -1,0 +1,520 @@
+"""The trainer's own parameters, looked up for decoding without a copy.
+
+Whole ones of the Llama family, the shard of a tensor-parallel rank, and the collectives that
+decoding with shards needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from engine.errors import ModelError, RolloutError
+from engine.rollout.protocol import SamplingParams
+from engine.rollout.trainer_model import LinearFunction, linear_function
+
+# The collectives of tensor-parallel decoding: sums, embeddings, logits and samples.
+#
+# Every rank of the group runs the same rollout in step, on its shards of the matrices
+# (`tp_shards.py`). The hidden state is whole on all ranks after each block, and so are the logits
+# `[sequences, V]`, which are gathered: every rank draws the same tokens by the same rule.
+
+
+class TensorParallel:
+    """This rank's place in a group, and the collectives of decoding.
+
+    A rank that dies or falls out of step makes the others raise RolloutError within the group's
+    timeout; from then on nothing is decoded with it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, index: int, device: torch.device) -> None:
+        """`index`: which of the shards are this rank's; not always its rank in `group`.
+
+        Collective: all ranks of the group must call it.
+        """
+        self._group, self.index, self._device = group, index, device
+        self.size = group.size()
+        self._lost: str | None = None
+        indices = self._gather(torch.tensor([index]))[:, 0].tolist()
+        if sorted(indices) != list(range(self.size)):
+            raise RolloutError(
+                f"the ranks of a tensor-parallel group say they hold shards {indices}; give each "
+                f"of 0 to {self.size - 1} to one rank"
+            )
+        self._order = [indices.index(i) for i in range(self.size)]  # group rank of each shard
+        self._widths = [0] * self.size  # rows of each shard of the vocabulary
+        self._start = 0
+
+    def partition_vocabulary(self, rows: int) -> int:
+        """Exchange how many rows of the vocabulary each rank has, this one `rows`; return the sum.
+
+        Collective. A rank without usable shards passes -1, and all ranks get -1.
+        """
+        found = self._gather(torch.tensor([rows]))[:, 0].tolist()
+        if min(found) < 0:
+            return -1
+        self._widths = [found[rank] for rank in self._order]
+        self._start = sum(self._widths[: self.index])
+        return sum(self._widths)
+
+    def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        """Rows of the vocabulary's embedding for `ids`, `[…, hidden]`, from its shards `[v, H]`."""
+        local, rows = ids - self._start, embedding.shape[0]
+        mine = (local >= 0) & (local < rows)
+        if rows == 0:
+            found = embedding.new_zeros(*ids.shape, embedding.shape[1])
+        else:
+            found = F.embedding(local.clamp(0, rows - 1), embedding)
+            found.masked_fill_(~mine[..., None], 0.0)
+        return self.all_reduce(found)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum of the ranks' `partial` tensors, in place."""
+        with self._collective():
+            dist.all_reduce(partial, group=self._group)
+        return partial
+
+    def gather_logits(self, local: Tensor) -> Tensor:
+        """All ranks' logits side by side: `[R, v]` each → `[R, V]`."""
+        widest = max(self._widths)
+        padded = F.pad(local, (0, widest - local.shape[1])).contiguous()
+        every = padded.new_empty(self.size, *padded.shape)
+        with self._collective():
+            dist.all_gather_into_tensor(every.flatten(0, 1), padded, group=self._group)
+        parts = [
+            every[rank, :, :width] for rank, width in zip(self._order, self._widths, strict=True)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Broadcast the samples `[R]` of the group's first rank, in place.
+
+        Equal logits give equal samples on CPUs; a GPU's parallel sums may round differently.
+        """
+        if tokens.device.type == "cpu":
+            return
+        with self._collective():
+            dist.broadcast(tokens, group=self._group, group_src=0)
+            dist.broadcast(log_probs, group=self._group, group_src=0)
+
+    def check_same_request(
+        self,
+        version: int,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        problem: RolloutError | None,
+    ) -> None:
+        """Raise RolloutError on all ranks unless all are to decode the same with one policy.
+
+        `problem` is why this rank can't; it is raised here, and the others name the rank.
+        """
+        digest = zlib.crc32(repr((params, [list(map(int, p)) for p in prompts])).encode())
+        mine = torch.tensor([int(problem is not None), version, digest])
+        every = self._gather(mine)
+        if problem is not None:
+            raise problem
+        failed = every[:, 0].nonzero()[:, 0].tolist()
+        if failed:
+            raise RolloutError(
+                f"rank {failed[0]} of the tensor-parallel group of {self.size} can't serve; see "
+                "its own error"
+            )
+        if len(every[:, 1].unique()) > 1:
+            raise RolloutError(
+                f"the ranks of a tensor-parallel group hold policy versions {every[:, 1].tolist()};"
+                " update the weights on all of them before the rollout"
+            )
+        if len(every[:, 2].unique()) > 1:
+            raise RolloutError(
+                "the ranks of a tensor-parallel group were given different prompts or sampling "
+                "parameters; give every rank of the group the same request"
+            )
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """All ranks' `mine` `[k]` (int64), `[size, k]` by group rank, on the CPU."""
+        mine = mine.to(self._device)
+        every = mine.new_empty(self.size * len(mine))
+        with self._collective():
+            dist.all_gather_into_tensor(every, mine, group=self._group)
+        return every.view(self.size, -1).cpu()
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        if self._lost is not None:
+            raise RolloutError(self._lost)
+        try:
+            yield
+        except RuntimeError as error:
+            self._lost = (
+                f"a rank of the tensor-parallel group of {self.size} was lost or fell out of step: "
+                f"{error}; start the group's ranks again"
+            )
+            raise RolloutError(self._lost) from error
+
+
+# The trainer's own parameters, looked up for decoding: no copies, checked to be a known shape.
+#
+# Only a matrix with a LoRA adapter is computed, W + α/r · B·A, so that decoding costs what it
+# costs
+# without; the result lives as long as the binding.
+#
+# `bind` reads a transformers model of the Llama family (Llama, Mistral, Qwen2, Qwen3) into plain
+# tuples of its parameters. Anything it does not know exactly, it refuses with the reason; such a
+# model is decoded by `generic_decoder.py`.
+
+_FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
+
+
+class LinearWeights(NamedTuple):
+    """A linear's parameters: weight `[out, in]`, bias `[out]` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class RMSNorm(NamedTuple):
+    """An RMSNorm's weight `[size]` and epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    q: LinearWeights
+    k: LinearWeights
+    v: LinearWeights
+    o: LinearWeights
+    gate: LinearWeights
+    up: LinearWeights
+    down: LinearWeights
+    input_norm: RMSNorm
+    post_norm: RMSNorm
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaWeights:
+    """A Llama-shaped model: its parameters and the numbers its forward pass needs."""
+
+    layers: tuple[LayerWeights, ...]
+    embedding: Tensor  # [V, hidden]
+    head: LinearWeights
+    norm: RMSNorm
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float  # multiplies q·k
+    activation: Callable[[Tensor], Tensor]
+    rotary: nn.Module
+    linear: LinearFunction
+    tp: TensorParallel | None = None  # set: these are one rank's shards, and heads are its own
+
+
+class UnsupportedModel(Exception):
+    """The model differs from what `llama_decoder.py` computes; the message says where."""
+
+
+def bind(model: Any) -> LlamaWeights:
+    """Look up `model`'s parameters; raises UnsupportedModel if its forward pass is another."""
+    if type(model) not in _FAMILIES:
+        name = type(model).__name__
+        raise UnsupportedModel(f"{name} is not a Llama, Mistral, Qwen2 or Qwen3 model")
+    _refuse_variants(model)
+    config, body = model.config, model.model
+    if type(body.embed_tokens) is not nn.Embedding:
+        raise UnsupportedModel(f"its embedding is a {type(body.embed_tokens).__name__}")
+    attention = body.layers[0].self_attn
+    head = _linear(model.lm_head)
+    return LlamaWeights(
+        layers=tuple(_layer(layer) for layer in body.layers),
+        embedding=body.embed_tokens.weight,
+        head=head,
+        norm=_norm(body.norm),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        activation=_activation(body.layers[0].mlp.act_fn),
+        rotary=body.rotary_emb,
+        linear=linear_function(head.weight),
+    )
+
+
+def _refuse_variants(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel for sliding windows, moving RoPE, hooks and sharded tensors."""
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
+    if any(windows) or (
+        isinstance(model, MistralForCausalLM) and model.config.sliding_window is not None
+    ):
+        raise UnsupportedModel("it uses sliding-window attention")
+    if model.model.rotary_emb.rope_type not in _STATIC_ROPE:
+        raise UnsupportedModel(f"its RoPE type is {model.model.rotary_emb.rope_type!r}")
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise UnsupportedModel(f"its module {name!r} has forward hooks")
+        for own, parameter in module._parameters.items():
+            if parameter is not None and type(parameter.data) is not Tensor:
+                kind = type(parameter.data).__name__
+                raise UnsupportedModel(f"its parameter {f'{name}.{own}'!r} is a {kind}")
+
+
+def _layer(layer: Any) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return LayerWeights(
+        q=_linear(attention.q_proj),
+        k=_linear(attention.k_proj),
+        v=_linear(attention.v_proj),
+        o=_linear(attention.o_proj),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        input_norm=_norm(layer.input_layernorm),
+        post_norm=_norm(layer.post_attention_layernorm),
+        q_norm=None if q_norm is None else _norm(q_norm),
+        k_norm=None if k_norm is None else _norm(k_norm),
+    )
+
+
+def _linear(module: nn.Module) -> LinearWeights:
+    if type(module) is nn.Linear:
+        return LinearWeights(module.weight, module.bias)
+    return _with_adapters(module)
+
+
+def _with_adapters(module: nn.Module) -> LinearWeights:
+    """A linear and its LoRA adapters as one; the same numbers but for rounding.
+
+    A quantised matrix is made dense here, once a binding.
+    """
+    from peft.tuners.lora import Linear  # plain projections do without it
+
+    if type(module) is not Linear:
+        return _base(module)
+    if module.merged or module.lora_variant or any(module.lora_bias.values()):
+        raise UnsupportedModel("an adapter is not plain LoRA")
+    weight, bias = _base(module.get_base_layer())
+    if module.disable_adapters:
+        return LinearWeights(weight, bias)
+    with torch.no_grad():
+        merged = weight.detach()
+        for name in module.active_adapters:
+            merged = merged + module.get_delta_weight(name)
+        return LinearWeights(merged.to(weight.dtype), bias)
+
+
+def _base(module: nn.Module) -> LinearWeights:
+    """A linear below its adapters, or without any; a quantised one says what it computes with."""
+    if type(module) is nn.Linear:
+        return LinearWeights(module.weight, module.bias)
+    dense = getattr(module, "dense", None)
+    if not isinstance(module, nn.Linear) or dense is None:
+        raise UnsupportedModel(f"a projection is a {type(module).__name__}, not a plain Linear")
+    return LinearWeights(dense(), module.bias)
+
+
+def _norm(module: Any) -> RMSNorm:
+    return RMSNorm(module.weight, module.variance_epsilon)
+
+
+def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return F.silu if type(module).__name__ in {"SiLUActivation", "SiLU"} else module
+
+
+# A tensor-parallel rank's shard of a model: local tensors by name, checked, to decode with.
+#
+# The tensors are the caller's storage: a trainer's own (the local parts of DTensors), or buffers
+# that
+# a resharding step fills. None is copied. How the ranks compute together is in
+# `tensor_parallel.py`.
+
+_ROWS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}  # outputs are split
+_COLUMNS = {"o_proj", "down_proj"}  # inputs are split, results are to be summed
+_VOCABULARY = {"embed_tokens", "lm_head"}
+
+
+class TPModelShard:
+    """What `NativeEngine` decodes with on a rank of a tensor-parallel group.
+
+    >>> local = {name: p.to_local() for name, p in model.named_parameters()}  # DTensors
+    >>> engine = NativeEngine(TPModelShard(model.config, local, group))
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tensors: Mapping[str, Tensor],
+        group: ProcessGroup,
+        index: int | None = None,
+    ) -> None:
+        """Check shard `index` (None: this rank's number in `group`) of a Llama-shaped model.
+
+        `config` is the whole model's; `tensors` has this rank's part of each parameter under its
+        Hugging Face name. With t ranks, shard i of
+
+        - q, k, v, gate and up projections (weights and biases) is the i-th of t runs of rows; with
+          fewer key heads than ranks, k and v are key head i // (t / kv_heads);
+        - o and down projections is the i-th of t runs of columns, their biases being whole;
+        - the embedding and the head is a run of rows of any length, in order, V rows in all;
+        - anything else is the whole tensor. A tied head may be left out.
+
+        Collective over `group`. Raises ModelError on every rank if on any a tensor is missing, too
+        many or of another shape, dtype or device, or if the model can't be split so.
+        """
+        self.config = config
+        self._tensors = dict(tensors)
+        index = group.rank() if index is None else index
+        device = next((t.device for t in tensors.values()), torch.device("cpu"))
+        self.tp = TensorParallel(group, index, device)
+        problem, rows = "", 0
+        try:
+            self._skeleton = _skeleton(config, device)
+            self._fill(self._skeleton)
+            weights = bind(self._skeleton)
+            rows = weights.embedding.shape[0]
+        except (UnsupportedModel, ModelError) as error:
+            problem = str(error)
+        total = self.tp.partition_vocabulary(-1 if problem else rows)
+        if problem:
+            raise ModelError(f"the model's shards can't be decoded with: {problem}")
+        if total < 0:
+            raise ModelError("another rank's shards can't be decoded with; see its own error")
+        if total != config.vocab_size:
+            raise ModelError(
+                f"the ranks hold {total} rows of the embedding and the vocabulary has "
+                f"{config.vocab_size}; give each rank its own run of rows"
+            )
+
+    @classmethod
+    def from_dtensors(cls, model: nn.Module) -> TPModelShard:
+        """This rank's shard of a tensor-parallel trainer's model: the local parts of its DTensors.
+
+        They must be sharded over one mesh of one axis (no FSDP on top: reshard such a model into
+        buffers first). Raises ModelError otherwise.
+        """
+        tensors: dict[str, Tensor] = {}
+        mesh = None
+        for name, parameter in model.named_parameters():
+            data = parameter.data
+            if not isinstance(data, DTensor):
+                tensors[name] = data
+                continue
+            mesh = data.device_mesh if mesh is None else mesh
+            if data.device_mesh != mesh or mesh.ndim != 1:
+                raise ModelError(
+                    f"parameter {name!r} is sharded over a mesh {data.device_mesh}, not over "
+                    "tensor-parallel ranks alone; reshard the model into buffers"
+                )
+            tensors[name] = data.to_local()
+        if mesh is None:
+            raise ModelError("no parameter is a DTensor; pass the whole model to NativeEngine")
+        return cls(model.config, tensors, mesh.get_group())
+
+    def weights(self) -> LlamaWeights:
+        """This rank's weights for the decoder, in the storage they were given in."""
+        whole = bind(self._skeleton)
+        return dataclasses.replace(
+            whole,
+            heads=whole.heads // self.tp.size,
+            kv_heads=max(1, whole.kv_heads // self.tp.size),
+            tp=self.tp,
+        )
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's tensors by name."""
+        yield from self._tensors.items()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """This rank's tensors."""
+        yield from self._tensors.values()
+
+    def _fill(self, skeleton: nn.Module) -> None:
+        """Put this rank's tensors in place of `skeleton`'s parameters."""
+        left = dict(self._tensors)
+        like = next(iter(left.values()), torch.empty(0))
+        for name, whole in list(skeleton.named_parameters()):
+            tensor = left.pop(name, None)
+            if tensor is None:
+                raise ModelError(f"{name!r} is missing")
+            if (tensor.dtype, tensor.device) != (like.dtype, like.device):
+                raise ModelError(
+                    f"{name!r} is {tensor.dtype} on {tensor.device}, others are {like.dtype} on "
+                    f"{like.device}"
+                )
+            wanted = self._local_shape(name, tuple(whole.shape), tensor)
+            if tuple(tensor.shape) != wanted:
+                raise ModelError(
+                    f"{name!r} is {tuple(tensor.shape)}, and shard {self.tp.index} of "
+                    f"{self.tp.size} is {wanted}"
+                )
+            _set(skeleton, name, tensor)
+        tied = self.config.tie_word_embeddings
+        if tied:
+            left.pop("lm_head.weight", None)
+            _set(skeleton, "lm_head.weight", self._tensors["model.embed_tokens.weight"])
+        if left:
+            raise ModelError(f"{sorted(left)[0]!r} is no parameter of a {type(skeleton).__name__}")
+
+    def _local_shape(self, name: str, whole: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
+        """The shape that shard `index` of a parameter of shape `whole` must have."""
+        module, size = name.split(".")[-2], self.tp.size
+        if module in _VOCABULARY:  # any number of rows, but the head's are the embedding's
+            rows = self._tensors["model.embed_tokens.weight"].shape[0]
+            return (rows, *whole[1:])
+        if module in ("k_proj", "v_proj") and self.config.num_key_value_heads < size:
+            kv_heads = self.config.num_key_value_heads
+            if size % kv_heads:
+                raise ModelError(f"{size} ranks can't share {kv_heads} key heads evenly")
+            return (whole[0] // kv_heads, *whole[1:])
+        heads = self.config.num_attention_heads
+        if heads % size:
+            raise ModelError(f"{size} ranks can't share {heads} attention heads evenly")
+        axis = 0 if module in _ROWS else 1
+        if module not in _ROWS and (module not in _COLUMNS or len(whole) == 1):
+            return whole
+        if whole[axis] % size:
+            raise ModelError(f"{size} ranks can't share the {whole[axis]} of {name!r} evenly")
+        return tuple(n // size if i == axis else n for i, n in enumerate(whole))
+
+
+def _skeleton(config: PretrainedConfig, device: torch.device) -> nn.Module:
+    """The model without storage, but for the tables that its rotary embedding computes."""
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    if not hasattr(getattr(skeleton, "model", None), "rotary_emb"):
+        raise UnsupportedModel(
+            f"{type(skeleton).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 model"
+        )
+    rotary = skeleton.model.rotary_emb
+    skeleton.model.rotary_emb = type(rotary)(config=config).to(device)
+    return skeleton
+
+
+def _set(skeleton: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(skeleton.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,331 @@
+"""The native engine's stream: open-ended continuous batching over the trainer's own storage.
+
+Also the sizes of a stream, and what fits them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import nn
+
+from engine.errors import ConfigError, RolloutError
+from engine.rollout.native.decoder import Decoder
+from engine.rollout.native.kv_cache import KeptPrefix, KeptPrefixes, KvBudget
+from engine.rollout.native.model_handle import ModelHandle, create_decoder, whole_model
+from engine.rollout.native.scheduler import Scheduler
+from engine.rollout.native.sequences import Request, SequenceTable
+from engine.rollout.protocol import (
+    RolloutStats,
+    SamplingParams,
+    check_params,
+    check_prompt,
+    check_tokens,
+)
+from engine.rollout.stream import (
+    KvOnUpdate,
+    PartialCompletion,
+    PartialRequest,
+    StreamedCompletion,
+    check_partial,
+    noise_index,
+    request_limit,
+)
+
+# The sizes of a native stream, and what fits them.
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """The sizes of a stream."""
+
+    max_num_seqs: int  # sequences decoded at once, e.g. 512
+    longest_prompt: int  # in tokens, e.g. 1024
+    max_new_tokens: int  # longest completion, in tokens, e.g. 512
+    max_model_len: int  # longest prompt plus completion, in tokens, e.g. 2048
+
+    def check(self, n: int) -> None:
+        """Raise ConfigError if no request of `n` completions fits."""
+        if self.max_num_seqs < n:
+            raise ConfigError(
+                f"max_num_seqs={self.max_num_seqs} is less than the n={n} completions of a prompt, "
+                f"which a stream admits together; raise it to {n} or more"
+            )
+        if not 1 <= self.longest_prompt < self.max_model_len:
+            raise ConfigError(
+                f"longest_prompt={self.longest_prompt} must be 1 or more and less than "
+                f"max_model_len={self.max_model_len}"
+            )
+
+    def check_prompt(self, key: Hashable, prompt_ids: Sequence[int], vocab_size: int) -> int:
+        """Return the longest completion of the prompt, in tokens, or raise RolloutError."""
+        name = f"the prompt of request {key!r}"
+        check_prompt(name, prompt_ids, self.max_model_len, vocab_size)
+        if len(prompt_ids) > self.longest_prompt:
+            raise RolloutError(
+                f"{name} has {len(prompt_ids)} tokens and the stream takes "
+                f"longest_prompt={self.longest_prompt}; open the stream with a greater one"
+            )
+        return min(self.max_new_tokens, self.max_model_len - len(prompt_ids))
+
+
+# The native engine's stream: open-ended continuous batching over the trainer's own storage.
+#
+# It adds to the scheduler what changes from step to step: requests with keys of their own, and
+# weights. An update that recomputes, or an error, preempts the running sequences with their
+# tokens,
+# and they are admitted again later: no failure loses or repeats a token.
+
+
+class NativeStream:
+    """A `RolloutStream`; made by `NativeEngine.stream`, whose weights it serves.
+
+    >>> stream = engine.stream(SamplingParams(n=8, max_new_tokens=512), max_num_seqs=256)
+    >>> stream.submit("row 17", [5, 6, 7])
+    >>> while stream.in_flight or stream.waiting:
+    ...     for done in stream.step():
+    ...         use(done.key, done.completion)
+    """
+
+    def __init__(
+        self,
+        handle: ModelHandle,
+        params: SamplingParams,
+        limits: StreamLimits,
+        kv_on_update: KvOnUpdate,
+        *,
+        budget: KvBudget | None = None,
+        cuda_graphs: bool = False,
+        keep_prefixes: bool = False,
+    ) -> None:
+        """Serve the model of `handle` with `params`, whose seed is complete.
+
+        Raises RolloutError for bad parameters and for a longest sequence that the `budget` of the
+        cache doesn't hold, and ConfigError for limits that fit no request.
+        """
+        check_params(params)
+        limits.check(params.n)
+        if budget is not None:
+            longest = min(limits.longest_prompt + limits.max_new_tokens, limits.max_model_len)
+            budget.check("the longest prompt of the stream", limits.longest_prompt, longest)
+        self._budget = budget
+        self.stats = RolloutStats()  # of all steps so far; `prefill_tokens` has recomputed ones
+        self._handle, self._params, self._limits = handle, params, limits
+        if kv_on_update not in get_args(KvOnUpdate):
+            raise ConfigError(
+                f"kv_on_update={kv_on_update!r} is unknown; use one of {get_args(KvOnUpdate)}"
+            )
+        self._keeps_kv, self._cuda_graphs = kv_on_update == "keep", cuda_graphs
+        self._table = SequenceTable(
+            limits.max_num_seqs,
+            params,
+            limits.max_new_tokens,
+            next(handle.get().parameters()).device,
+            version=handle.version,
+            track_versions=True,
+        )
+        self._kept: KeptPrefixes | None = None
+        if keep_prefixes and params.n == 1 and budget is None:
+            self._kept = KeptPrefixes(limits.max_num_seqs * limits.max_model_len)
+        self._scheduler = Scheduler(
+            self._table,
+            params,
+            limits.max_num_seqs,
+            self.stats,
+            split_requests=False,
+            kept=self._kept,
+        )
+        self._fingerprint = handle.fingerprint()  # of the weights of the running sequences
+        self._open: dict[Hashable, Request] = {}  # all that is unfinished
+        self._submitted = 0
+        self._finished: list[StreamedCompletion] = []  # not returned, as a step failed after them
+        self._closed = False
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the tokens to come."""
+        return self._table.version
+
+    @property
+    def in_flight(self) -> int:
+        """Completions being decoded."""
+        return self._table.running
+
+    @property
+    def waiting(self) -> int:
+        """Completions waiting for a slot."""
+        return self._scheduler.waiting
+
+    def submit(
+        self,
+        key: Hashable,
+        prompt_ids: Sequence[int],
+        resume: PartialRequest | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        after: Hashable | None = None,
+    ) -> None:
+        """Queue the `n` completions of a prompt, or those that `resume` left unfinished.
+
+        `key` decides the sampling noise (see `noise_index`) and may be used again once all its
+        completions have been returned. Raises RolloutError for a bad prompt, partial or limit, and
+        for a key in use.
+        """
+        self._check_open()
+        self._handle.check()
+        if key in self._open:
+            raise RolloutError(
+                f"stream key {key!r} is in use by an unfinished request; give each request a key "
+                f"of its own, such as (epoch, row)"
+            )
+        vocab_size = self._handle.vocab_size()
+        index, max_tokens = noise_index(key), self._limits.check_prompt(key, prompt_ids, vocab_size)
+        max_tokens = request_limit(max_new_tokens, max_tokens, key)
+        name = f"request {key!r}"
+        if resume is None:
+            parts = [PartialCompletion(i, [], [], []) for i in range(self._params.n)]
+        else:
+            stops = self._params.stop_token_ids
+            check_partial(resume, key, prompt_ids, self._params.n, max_tokens, stops)
+            parts = sorted(resume.completions, key=lambda part: part.completion_index)
+            for part in parts:
+                tokens = [*part.token_ids, prompt_ids[0]]
+                check_tokens(f"completion {part.completion_index} of {name}", tokens, vocab_size)
+        prompt, number = list(prompt_ids), self._submitted
+        request = Request(key, name, prompt, number, index, max_tokens, len(parts), parts, after)
+        self._submitted += 1
+        self.stats.prompt_tokens += len(prompt)
+        self._open[key] = request
+        self._scheduler.add(request)
+
+    def forget(self, key: Hashable) -> None:
+        """Free what is kept of an ended request."""
+        if self._kept is not None:
+            self._kept.drop(key)
+
+    def cut(self, key: Hashable) -> None:
+        """End the completions of an open request with their next token, as at a length limit."""
+        request = self._open.get(key)
+        if request is not None:
+            request.cut = True
+            self._table.cut(request)
+
+    def step(self) -> list[StreamedCompletion]:
+        """Admit waiting completions where slots are free, then decode one token of every sequence.
+
+        Returns the completions that ended; with nothing to do, [] at once. Raises RolloutError for
+        NaN logits and for weights that are not whole or were changed without `update_weights`; all
+        unfinished completions then wait in the queue, to continue after an update. What ended in a
+        step that failed comes from the next call.
+        """
+        self._check_open()
+        if self._finished:
+            finished, self._finished = self._finished, []
+            return finished
+        self._handle.check()
+        if not self._open:
+            return []
+        self._check_unchanged()
+        try:
+            with torch.inference_mode():
+                decoder = self._scheduler.decoder or self._bind(whole_model(self._handle.get()))
+                with decoder.session():
+                    self._scheduler.step()
+        except Exception:
+            self._finished = self._take_finished()
+            self._scheduler.preempt()
+            raise
+        return self._take_finished()
+
+    def update_weights(self, model: nn.Module | None, version: int) -> None:
+        """Continue the running sequences under `model`'s weights, as policy `version`.
+
+        None: the served model's storage holds the new weights. The engine and its other streams
+        are updated with it; another stream sees that at its next step. With
+        `kv_on_update="recompute"` the keys of all unfinished tokens are computed again here. Raises
+        RolloutError if the update fails; the stream serves nothing then until one succeeds, and
+        loses no token.
+        """
+        self._check_open()
+        with self._handle.updating(model, version) as chosen, torch.inference_mode():
+            self._rebind(whole_model(chosen))
+        self._table.version = version
+        self._fingerprint = self._handle.fingerprint()
+
+    def partials(self) -> list[PartialRequest]:
+        """Copies of all that is unfinished, the oldest request first; decoding is not affected.
+
+        Works while the stream can't serve, too.
+        """
+        self._check_open()
+        return self._scheduler.partials()
+
+    def close(self) -> None:
+        """Drop all that is unfinished and free the cache; the engine still serves."""
+        self._closed = True
+        self._scheduler.clear()
+        self._open.clear()
+        self._finished = []
+
+    def _bind(self, model: nn.Module) -> Decoder:
+        """Decode with `model`, in caches without any sequence."""
+        decoder = create_decoder(
+            model,
+            self._limits.max_num_seqs,
+            self._params.n,
+            self._limits.longest_prompt,
+            self._limits.max_new_tokens,
+            max_model_len=self._limits.max_model_len,
+            budget=self._budget,
+            cuda_graphs=self._cuda_graphs,
+            static_batches=False,
+        )
+        self._scheduler.bind(decoder)
+        return decoder
+
+    def _rebind(self, model: nn.Module) -> None:
+        """Decode the running sequences with `model` from now on."""
+        decoder = self._scheduler.decoder
+        if decoder is not None and self._keeps_kv and decoder.rebind(model):
+            return
+        if self._kept is not None:
+            self._kept.clear()
+        if decoder is None:
+            return
+        preempted = self._scheduler.preempt()
+        if not preempted:
+            return
+        try:
+            with self._bind(model).session():
+                self._scheduler.admit_first(preempted)
+        except Exception:
+            self._scheduler.preempt()
+            raise
+
+    def _take_finished(self) -> list[StreamedCompletion]:
+        found = []
+        for request, index, completion in self._table.take_finished():
+            self.stats.generated_tokens += len(completion.token_ids)
+            kv = self._scheduler.take_kept(request.number)
+            if self._kept is not None and kv is not None:
+                ids = request.prompt_ids + completion.token_ids[:-1]
+                self._kept.add(request.key, KeptPrefix(ids, kv))
+            found.append(StreamedCompletion(request.key, index, completion))
+            if not request.unfinished:
+                self._open.pop(request.key, None)  # two may have ended at once
+        return found
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the stream was closed; open another one by engine.stream")
+
+    def _check_unchanged(self) -> None:
+        if self._handle.fingerprint() != self._fingerprint:
+            raise RolloutError(
+                f"the weights were changed since the stream took policy version "
+                f"{self.policy_version}, so its tokens would be recorded under the wrong one; call "
+                f"stream.update_weights(None, version) after each change"
+            )

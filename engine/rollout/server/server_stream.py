@@ -1,0 +1,231 @@
+"""A stream over rollout servers: requests are sent and answered while others are added.
+
+The servers themselves are in `servers`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from torch import nn
+
+from engine.config.rollout_engines import ServerConfig
+from engine.errors import RolloutError
+from engine.rollout.protocol import Completion, SamplingParams
+from engine.rollout.server.api import CompletionRequest, SampledCompletion
+from engine.rollout.server.servers import Server, Servers
+from engine.rollout.stream import (
+    PartialCompletion,
+    PartialRequest,
+    StreamedCompletion,
+    noise_index,
+    request_limit,
+)
+
+_STEP_S = 0.02  # that a step waits for an answer
+
+
+class Engine(Protocol):
+    """What a stream needs of `ServerEngine`."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    def serve_again(self, model: nn.Module | None, version: int) -> None: ...
+
+    def stream_requests(
+        self, number: int, prompt: Sequence[int], params: SamplingParams
+    ) -> list[tuple[int, int, CompletionRequest]]: ...
+
+    def completion(
+        self, index: int, drawn: SampledCompletion, request: CompletionRequest
+    ) -> Completion: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A part of a prompt's completions."""
+
+    key: Hashable
+    number: int  # of its prompt among those of this stream
+    prompt: list[int]
+    first: int  # index of its first completion
+    wanted: frozenset[int]  # indices of those that are returned
+    request: CompletionRequest
+    sent: float = 0.0  # when
+
+
+Answer = tuple[Server, list[SampledCompletion]]
+
+
+class ServerStream:
+    """A `RolloutStream`; made by `ServerEngine.stream`."""
+
+    def __init__(
+        self, engine: Engine, servers: Servers, params: SamplingParams, settings: ServerConfig
+    ) -> None:
+        self._engine, self._servers, self._params = engine, servers, params
+        self._settings = settings
+        self._queue: deque[_Request] = deque()  # not sent yet
+        self._sent: dict[Future[Answer], _Request] = {}
+        self._answers: SimpleQueue[Future[Answer]] = SimpleQueue()  # filled by the loop's thread
+        self._done: list[StreamedCompletion] = []  # answered, not returned
+        self._submitted = 0
+        self._closed = False
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    @property
+    def in_flight(self) -> int:
+        """Completions that a server was asked for, and answered ones that `step` returns next."""
+        return sum(one.request.count for one in self._sent.values()) + len(self._done)
+
+    @property
+    def waiting(self) -> int:
+        """Completions that no server was asked for yet."""
+        return sum(one.request.count for one in self._queue)
+
+    @property
+    def room(self) -> int:
+        """Completions that the servers can be asked for at once."""
+        each = self._settings.concurrency * self._servers.all[0].api.max_per_request
+        return each * len(self._servers.serving)
+
+    def submit(
+        self,
+        key: Hashable,
+        prompt_ids: Sequence[int],
+        resume: PartialRequest | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        after: Hashable | None = None,
+    ) -> None:
+        """Queue the `n` completions of a prompt, or those that `resume` left unfinished, which are
+        sampled from their beginning. Servers find by themselves what they have of a prompt; `after`
+        says nothing to them."""
+        self._check_open()
+        if any(one.key == key for one in (*self._queue, *self._sent.values())):
+            raise RolloutError(
+                f"stream key {key!r} is in use by an unfinished request; give each request a key "
+                f"of its own, such as (epoch, row)"
+            )
+        prompt, every = list(prompt_ids), frozenset(range(self._params.n))
+        if resume is not None:
+            every = frozenset(part.completion_index for part in resume.completions)
+        most = request_limit(max_new_tokens, self._params.max_new_tokens, key)
+        params = replace(self._params, max_new_tokens=most)
+        requests = self._engine.stream_requests(noise_index(key), prompt, params)
+        for _, first, request in requests:
+            # A request is asked for as a whole: its completions have one seed.
+            wanted = every.intersection(range(first, first + request.count))
+            if wanted:
+                one = _Request(key, self._submitted, prompt, first, wanted, request)
+                self._queue.append(one)
+        self._submitted += 1
+        self._send()
+
+    def forget(self, key: Hashable) -> None:
+        """Nothing: servers drop what they keep when its room is needed."""
+
+    def cut(self, key: Hashable) -> None:
+        """Nothing: a server answers whole completions."""
+
+    def step(self) -> list[StreamedCompletion]:
+        """Send what there is room for; return what was answered, after a moment at most."""
+        self._check_open()
+        self._send()
+        self._collect(_STEP_S)
+        self._send()
+        done, self._done = self._done, []
+        return done
+
+    def update_weights(self, model: nn.Module | None, version: int) -> None:
+        """Wait for the answers to all that was sent, then serve `model`'s weights.
+
+        None: the numbers of the served model have changed. RolloutError where answers don't come
+        within `timeout_s`, and as `ServerEngine.update_weights`.
+        """
+        self._check_open()
+        while self._sent:
+            self._collect(_STEP_S)
+        self._engine.serve_again(model, version)
+        self._send()
+
+    def partials(self) -> list[PartialRequest]:
+        """All that is unfinished, without tokens: no server tells what it has so far."""
+        self._check_open()
+        found: dict[Hashable, PartialRequest] = {}
+        every = sorted((*self._sent.values(), *self._queue), key=lambda one: one.number)
+        for one in every:
+            partial = found.setdefault(one.key, PartialRequest(one.key, one.prompt, []))
+            partial.completions.extend(
+                PartialCompletion(index, [], [], []) for index in sorted(one.wanted)
+            )
+        return list(found.values())
+
+    def close(self) -> None:
+        """Drop all that is unfinished; the engine still serves."""
+        self._closed = True
+        self._queue.clear()
+        for future in self._sent:
+            future.cancel()
+        self._sent.clear()
+        self._done = []
+
+    def _send(self) -> None:
+        """Ask for what is queued, `concurrency` requests a server at most."""
+        most = self._settings.concurrency * len(self._servers.serving)
+        while self._queue and len(self._sent) < most:
+            one = self._queue.popleft()
+            one.sent = time.monotonic()
+            client = self._servers.all[0].client
+            future = client.start(self._servers.sample(one.request, verify=True))
+            self._sent[future] = one
+            future.add_done_callback(self._answers.put)
+
+    def _collect(self, seconds: float) -> None:
+        """Take what was answered; wait `seconds` for a first answer."""
+        try:
+            self._take(self._answers.get(timeout=seconds))
+            while True:
+                self._take(self._answers.get_nowait())
+        except Empty:
+            self._check_deadline()
+
+    def _take(self, future: Future[Answer]) -> None:
+        one = self._sent.pop(future, None)
+        if one is None:
+            return
+        try:
+            _, drawn = future.result()
+            whole = [self._engine.completion(one.number, d, one.request) for d in drawn]
+        except Exception:
+            self._queue.appendleft(one)  # not lost: a later step asks again
+            raise
+        for index, completion in enumerate(whole, one.first):
+            if index in one.wanted:
+                versions = [completion.policy_version] * len(completion.token_ids)
+                done = replace(completion, token_versions=versions)
+                self._done.append(StreamedCompletion(one.key, index, done))
+
+    def _check_deadline(self) -> None:
+        oldest = min((one.sent for one in self._sent.values()), default=time.monotonic())
+        if time.monotonic() - oldest > self._settings.timeout_s:
+            names = ", ".join(server.client.url for server in self._servers.serving)
+            raise RolloutError(
+                f"a request to the rollout servers ({names}) was not answered within "
+                f"rollout.server.timeout_s={self._settings.timeout_s:g}; look at their logs, or "
+                "raise the deadline"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the stream was closed; open another one by engine.stream")

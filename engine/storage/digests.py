@@ -1,0 +1,231 @@
+"""SHA-256 of files and of the code that runs, and the code's version by git."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+from pydantic import BaseModel, ConfigDict, Field
+
+import engine
+from engine.errors import EngineError, LineageError
+from engine.storage.filesystem import CHUNK, Files, as_path, is_remote, translated
+
+# SHA-256 of files: as they are written, on a disk, and in an object store, where they lie.
+#
+# What lives here: hashing and listing. What does not: what a manifest says of the files
+# (`.manifest`), reading (`.filesystem`).
+
+MANIFEST = "manifest.json"
+SHA256 = r"^[0-9a-f]{64}$"
+READERS = 8  # files of one remote folder hashed at once
+
+
+class FileEntry(BaseModel):
+    """Size and digest of one file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: int = Field(ge=0, description="Bytes, e.g. 5242880")
+    sha256: str = Field(pattern=SHA256)
+
+
+class HashedChunks:
+    """Passes bytes on and hashes them on the way; `entry` is complete after the last of them."""
+
+    def __init__(self, chunks: Iterable[bytes | memoryview]) -> None:
+        self._chunks, self._sha, self._size = chunks, hashlib.sha256(), 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for chunk in self._chunks:
+            view = memoryview(chunk)
+            for start in range(0, len(view), CHUNK):  # each is still in a cache when it is written
+                part = view[start : start + CHUNK]
+                self._sha.update(part)
+                self._size += len(part)
+                yield part
+
+    @property
+    def entry(self) -> FileEntry:
+        """Size and digest of what was passed on so far."""
+        return FileEntry(size=self._size, sha256=self._sha.hexdigest())
+
+
+def hash_chunks(chunks: Iterable[bytes | memoryview]) -> FileEntry:
+    """Return size and digest of bytes, which are not kept."""
+    hashed = HashedChunks(chunks)
+    for _ in hashed:
+        pass
+    return hashed.entry
+
+
+def hash_file(path: str | Path) -> str:
+    """Return the SHA-256 (hex) of a local file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(folder: str | Path) -> dict[str, FileEntry]:
+    """Hash every file below `folder` but its manifest, in the order of their paths.
+
+    A remote folder is read where it is, through no cache. Raises LineageError when the folder is
+    missing or unreadable, or holds a link, which a copy of the folder would not carry, and
+    StorageError when a store doesn't answer, which says nothing of what is in it.
+    """
+    if is_remote(folder):
+        return _hash_remote(str(folder).rstrip("/"))
+    base = as_path(folder)
+    if not base.is_dir():
+        raise LineageError(f"artifact folder {folder} does not exist; check the path")
+    entries = {}
+    for path in sorted(base.rglob("*"), key=lambda path: path.relative_to(base).as_posix()):
+        name = path.relative_to(base).as_posix()
+        if path.is_symlink():
+            raise LineageError(f"{path} is a link; put a copy of what it points to in its place")
+        if path.is_file() and name != MANIFEST:
+            try:
+                entries[name] = FileEntry(size=path.stat().st_size, sha256=hash_file(path))
+            except OSError as error:
+                raise LineageError(f"can't read {path}: {error.strerror or error}") from error
+    return entries
+
+
+def require_inside(names: Iterable[str], where: str, refused: type[EngineError]) -> None:
+    """Raise `refused` for a file name that leads out of its folder, which none of ours does."""
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or path == PurePosixPath("."):
+            raise refused(f"{where} names a file {name!r} outside of its folder; it was forged")
+
+
+def content_digest(files: Mapping[str, FileEntry]) -> str:
+    """Return the SHA-256 (hex) over the sorted paths and the hashes of the files' bytes."""
+    lines = (f"{name}\0{files[name].sha256}\n" for name in sorted(files))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def tree_digest(folder: str | Path) -> str:
+    """Return the content digest of a folder, its manifest left out."""
+    return content_digest(hash_files(folder))
+
+
+def _hash_remote(folder: str) -> dict[str, FileEntry]:
+    with translated(folder, LineageError):
+        files = Files(folder)
+        names = sorted(files.sizes())
+    if not names:
+        raise LineageError(f"artifact folder {folder} does not exist; check the address")
+    content = [name for name in names if name != MANIFEST]
+
+    def hash_one(name: str) -> FileEntry:
+        with translated(f"{folder}/{name}", LineageError):
+            return hash_chunks(files.chunks(name))
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(zip(content, pool.map(hash_one, content), strict=True))
+
+
+# Which code is running: its git commit, and digests of sources, ours and a user's, without git.
+
+CODE_VERSION_VARIABLE = "HYBRIDFLYTE_CODE_VERSION"
+PACKAGES = ("engine", "tasks")
+SUFFIXES = (".py", ".c", ".h", ".j2", ".css", ".js")  # code, and the templates of pages
+
+
+def project_root() -> Path:
+    """Return the folder that holds the packages `engine` and `tasks`."""
+    return Path(engine.__file__).resolve().parent.parent
+
+
+def sources_digest(root: str | Path | None = None) -> str:
+    """Return the SHA-256 (hex) of every source file under engine/ and tasks/ of `root`.
+
+    It depends on names below `root` and on bytes alone: neither on the place of the checkout nor
+    on modification times, so that it can be part of cache keys. Without `root` it is that of the
+    project, whose files a process reads once.
+    """
+    return _files_digest(Path(root)) if root is not None else _project_digest()
+
+
+@functools.cache
+def _project_digest() -> str:
+    return _files_digest(project_root())
+
+
+def _files_digest(base: Path) -> str:
+    digest = hashlib.sha256()
+    found = [path for package in PACKAGES for path in (base / package).rglob("*")]
+    files = [path for path in found if path.suffix in SUFFIXES]
+    for path in sorted(files, key=lambda path: path.relative_to(base).as_posix()):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(base).as_posix()}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
+def modules_digest(names: Iterable[str]) -> str:
+    """Return the SHA-256 (hex) of the sources that modules come from; empty without any.
+
+    That is a module's file, or every *.py file of the package that it is in. Nothing is imported.
+    Ours are left out, which `sources_digest` has, as are modules that aren't found.
+    """
+    roots = sorted({name.partition(".")[0] for name in names} - set(PACKAGES))
+    lines = [
+        f"{root}\0{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+        for root in roots
+        for name, path in _files_of(root)
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
+
+
+def _files_of(root: str) -> list[tuple[str, Path]]:
+    """The sources of a top-level module, by name below its folder."""
+    try:
+        spec = importlib.util.find_spec(root)
+    except (ImportError, ValueError):  # one that has no specification, such as __main__
+        spec = None
+    if spec is None:
+        return []
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for folder in folders
+        for path in folder.rglob("*.py")
+    }
+    if not folders and spec.origin and Path(spec.origin).is_file():
+        files[Path(spec.origin).name] = Path(spec.origin)
+    return sorted(files.items())
+
+
+def code_version() -> str:
+    """Return $HYBRIDFLYTE_CODE_VERSION, or the git commit, with "-dirty" for edited sources.
+
+    "unknown" outside a git checkout; `sources_digest` still tells versions apart there.
+    """
+    return os.environ.get(CODE_VERSION_VARIABLE) or git_version(project_root())
+
+
+@functools.cache
+def git_version(root: Path) -> str:
+    """Return the commit of the checkout at `root`, "-dirty" if a tracked or new source differs."""
+    try:
+        # A package installed below another project's checkout must not report its commit.
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return "unknown"
+        commit = _git(root, "rev-parse", "HEAD")
+        dirty = _git(root, "status", "--porcelain", "--", "*.py", "*.c", "*.h", "*.toml")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return f"{commit}-dirty" if dirty else commit
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()

@@ -1,0 +1,524 @@
+"""Objects in S3: single requests, multipart uploads, and whole folders in parallel."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+from engine.console import Progress, progress
+from engine.errors import StorageError
+from engine.storage.digests import FileEntry, hash_file, require_inside
+from engine.storage.filesystem import (
+    CHECK_S3,
+    CHUNK,
+    PATIENT,
+    QUICK,
+    S3_SCHEMES,
+    Files,
+    Timeouts,
+    error_code,
+    error_text,
+)
+
+# Objects in S3: single requests, each with a deadline, repeated, and checked by S3 with SHA-256.
+#
+# What lives here: `Objects`, with conditional writes and the four requests of a multipart upload.
+# What does not: sending parts in parallel (`.multipart`), files of a folder (`.transfer`).
+
+log = logging.getLogger(__name__)
+
+SHA256_KEY = "sha256"  # entry of an object's metadata: the SHA-256 (hex) of its content
+
+
+class CompletedPart(TypedDict):
+    """A part as S3 needs it to complete the upload."""
+
+    PartNumber: int
+    ETag: str
+    ChecksumSHA256: NotRequired[str]
+
+
+class _Answer(TypedDict, total=False):
+    """What is read of S3's answers."""
+
+    UploadId: str
+    ETag: str
+    ChecksumSHA256: str
+    Metadata: dict[str, str]
+
+
+class Objects(Files):
+    """The objects below one address; names are keys relative to it, e.g. `splits/train.txt`."""
+
+    def __init__(self, uri: str, timeouts: Timeouts = PATIENT) -> None:
+        """Raise StorageError for what is no s3:// address; no request is made yet."""
+        self.uri, self.timeouts = uri, timeouts
+        if not uri.startswith(S3_SCHEMES):
+            raise StorageError(f"{uri} is no address in S3; give one such as s3://bucket/prefix")
+        with self._translated("used"):
+            super().__init__(uri, timeouts)
+            self._bucket, self._key, _ = self.fs.split_path(self.path)
+
+    def read(self, name: str = "", start: int | None = None, end: int | None = None) -> bytes:
+        """Return an object's bytes, or those from `start` up to `end`; FileNotFoundError."""
+        with self._translated("read", name):
+            return self.read_range(name, start, end)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each object below the address, by name."""
+        with self._translated("listed"):
+            return super().sizes()
+
+    def metadata(self, name: str) -> dict[str, str]:
+        """Return the metadata that an object was written with, such as its `SHA256_KEY`."""
+        with self._translated("read", name):
+            return dict(self._call("head_object", name).get("Metadata", {}))
+
+    def put(self, name: str, data: bytes | bytearray, only_new: bool = False) -> bool:
+        """Write an object in one request; False if `only_new` and one is there.
+
+        A store that knows no conditional writes overwrites it.
+        """
+        sha = hashlib.sha256(data)
+        arguments = {
+            "Body": data,
+            "ChecksumSHA256": _base64(sha.digest()),
+            "Metadata": {SHA256_KEY: sha.hexdigest()},
+        }
+        with self._translated("written", name):
+            if only_new:
+                try:
+                    self._call("put_object", name, **arguments, IfNoneMatch="*")
+                    return True
+                except OSError as error:
+                    code = error_code(error)
+                    if code in ("PreconditionFailed", "412", "ConditionalRequestConflict"):
+                        return False
+                    if code not in ("NotImplemented", "501"):
+                        raise
+            self._call("put_object", name, **arguments)
+        return True
+
+    def create_multipart(self, name: str, metadata: dict[str, str]) -> str:
+        """Begin an object in parts, which is not seen until it is completed; return its id."""
+        with self._translated("written", name):
+            made = self._call(
+                "create_multipart_upload", name, ChecksumAlgorithm="SHA256", Metadata=metadata
+            )
+        return str(made["UploadId"])
+
+    def upload_part(
+        self, name: str, upload: str, number: int, data: bytes | bytearray
+    ) -> CompletedPart:
+        """Write part `number`, from 1; return what `complete_multipart` needs."""
+        digest = _base64(hashlib.sha256(data).digest())
+        with self._translated("written", name):
+            answer = self._call(
+                "upload_part", name, UploadId=upload, PartNumber=number, Body=data,
+                ChecksumSHA256=digest,
+            )  # fmt: skip
+        part = CompletedPart(PartNumber=number, ETag=answer["ETag"])
+        if "ChecksumSHA256" in answer:  # a store without checksums refuses the field
+            part["ChecksumSHA256"] = digest
+        return part
+
+    def complete_multipart(
+        self, name: str, upload: str, parts: list[CompletedPart], metadata: dict[str, str]
+    ) -> None:
+        """Make an object of its parts, in order; `metadata` as at the start of the upload."""
+        with self._translated("written", name):
+            try:
+                self._call(
+                    "complete_multipart_upload", name, UploadId=upload,
+                    MultipartUpload={"Parts": parts},
+                )  # fmt: skip
+            except FileNotFoundError:
+                # The request was repeated after its answer was lost: S3 knows no such upload then.
+                if self.metadata(name) != metadata:
+                    raise
+
+    def abort_multipart(self, name: str, upload: str) -> None:
+        """Delete the parts of an object that was not completed.
+
+        A failure is logged and not raised, for it would hide why the upload ended.
+        """
+        try:
+            self.fs.call_s3(
+                "abort_multipart_upload", Bucket=self._bucket, Key=self._key_of(name),
+                UploadId=upload, timeout=QUICK.request,
+            )  # fmt: skip
+        except Exception as error:  # botocore's and s3fs's have no common base
+            log.warning(
+                "parts of %s/%s stay in the bucket until its lifecycle removes them: %s",
+                self.uri, name, error_text(error),
+            )  # fmt: skip
+
+    def _key_of(self, name: str) -> str:
+        return f"{self._key}/{name}" if self._key else name
+
+    def _call(self, method: str, name: str, **arguments: object) -> _Answer:
+        answer: _Answer = self.request(
+            lambda: self.fs.call_s3(
+                method, Bucket=self._bucket, Key=self._key_of(name), timeout=self.timeouts.request,
+                **arguments,
+            )
+        )  # fmt: skip
+        return answer
+
+    @contextlib.contextmanager
+    def _translated(self, done: str, name: str = "") -> Iterator[None]:
+        """Turn what is raised into one sentence; FileNotFoundError of a read stays as it is."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:
+            if done == "read" and isinstance(error, FileNotFoundError):
+                raise
+            where = f"{self.uri}/{name}" if name else self.uri
+            text = error_text(error)
+            if isinstance(error, TimeoutError) or type(error).__name__ == "FSTimeoutError":
+                text = f"no answer in {self.timeouts.request:g} s"
+            raise StorageError(f"{where} can't be {done}: {text}; {CHECK_S3}") from error
+
+
+def _base64(digest: bytes) -> str:
+    return base64.b64encode(digest).decode()
+
+
+# The one upload to S3: objects from bytes in order, in parallel parts, each checked and repeated.
+#
+# What lives here: `Uploader`. What does not: which files of a folder are sent (`.transfer`),
+# single
+# requests (`.objects`).
+
+PARALLEL = 8  # requests at once; so many parts are in memory
+PART = 32 << 20  # bytes
+MAX_PARTS = 10_000  # S3's limit for one object
+
+
+def part_size(size: int) -> int:
+    """Bytes of each part but the last, for an object of `size` bytes."""
+    return max(PART, -(-size // MAX_PARTS))
+
+
+class Uploader:
+    """Writes objects below one address; all its requests share one limit."""
+
+    def __init__(
+        self, objects: Objects, on_sent: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """`on_sent` is called with the bytes of each part that has arrived, in several threads."""
+        self.objects, self.on_sent = objects, on_sent
+        self.slots = threading.BoundedSemaphore(PARALLEL)
+        self._cancelled = threading.Event()
+
+    def write(
+        self,
+        name: str,
+        chunks: Iterable[bytes | memoryview],
+        size: int | None = None,
+        sha256: str = "",
+    ) -> None:
+        """Write an object of these bytes, whole or not at all.
+
+        `size` and `sha256` say what it will be, where that is known. Raises StorageError when S3
+        refuses to the end; the parts are then deleted, as they are when `chunks` raises.
+        """
+        length = part_size(size or 0)
+        parts = _split(chunks, length)
+        upload: _Multipart | None = None
+        try:
+            while (part := self._next(parts)) is not None:
+                if upload is None and (len(part) < length or len(part) == size):  # all of it
+                    return self._put(name, part)
+                upload = upload or _Multipart(self, name, sha256)
+                upload.send(part)
+            if upload is None:
+                self.objects.put(name, b"")
+            else:
+                upload.complete()
+        except BaseException:
+            if upload is not None:
+                upload.abort()
+            raise
+
+    def cancel(self) -> None:
+        """Let objects under way end in an error, as soon as their next part is due."""
+        self._cancelled.set()
+
+    def _next(self, parts: Iterator[bytearray]) -> bytearray | None:
+        """Read a part once there is room for it: whoever sends it releases the slot."""
+        self.slots.acquire()
+        part = None
+        try:
+            if self._cancelled.is_set():
+                raise StorageError(f"the upload to {self.objects.uri} was cancelled")
+            part = next(parts, None)
+        finally:
+            if part is None:
+                self.slots.release()
+        return part
+
+    def _put(self, name: str, data: bytearray) -> None:
+        try:
+            self.objects.put(name, data)
+        finally:
+            self.slots.release()
+        self.on_sent(len(data))
+
+
+class _Multipart:
+    """One object under way; its parts are sent by daemon threads: no exiting process waits."""
+
+    def __init__(self, uploader: Uploader, name: str, sha256: str) -> None:
+        self._uploader, self._objects, self._name = uploader, uploader.objects, name
+        # Tells our object from another's, should the answer to its completion be lost.
+        self._metadata = {SHA256_KEY: sha256} if sha256 else {"upload": uuid.uuid4().hex}
+        self._threads: list[threading.Thread] = []
+        self._arrived: dict[int, CompletedPart] = {}
+        self._errors: list[BaseException] = []
+        try:
+            self._upload = self._objects.create_multipart(name, self._metadata)
+        except BaseException:
+            uploader.slots.release()
+            raise
+
+    def send(self, data: bytearray) -> None:
+        """Begin to send a part, whose slot is taken; raise the error of an earlier one."""
+        number = len(self._threads) + 1
+        thread = threading.Thread(target=self._send, args=(number, data), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        self._raise()
+
+    def complete(self) -> None:
+        """Wait for all parts, and make the object of them."""
+        self._join()
+        self._raise()
+        parts = [self._arrived[number] for number in sorted(self._arrived)]
+        self._objects.complete_multipart(self._name, self._upload, parts, self._metadata)
+
+    def abort(self) -> None:
+        """Delete the parts; those under way arrive first, so that none comes too late."""
+        self._join()
+        self._objects.abort_multipart(self._name, self._upload)
+
+    def _send(self, number: int, data: bytearray) -> None:
+        try:
+            self._arrived[number] = self._objects.upload_part(
+                self._name, self._upload, number, data
+            )
+            self._uploader.on_sent(len(data))
+        except BaseException as error:  # raised where the next part is sent, or at the end
+            self._errors.append(error)
+        finally:
+            self._uploader.slots.release()
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()  # its requests have deadlines
+
+    def _raise(self) -> None:
+        if self._errors:
+            raise self._errors[0]
+
+
+def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytearray]:
+    """The same bytes in parts of `length`; only the last is shorter, and none is empty."""
+    part = bytearray()
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        while len(view):
+            taken = view[: length - len(part)]
+            part += taken
+            view = view[len(taken) :]
+            if len(part) == length:
+                yield part
+                part = bytearray()
+    if part:
+        yield part
+
+
+# The files of a folder to and from S3: in parallel, checked, with progress.
+#
+# What lives here: `upload` and `download`. What does not: parts and requests (`.multipart`,
+# `.objects`), and what makes a folder complete: that is for the caller to write last and read
+# first.
+
+RANGE = 16 << 20  # bytes fetched in one request; PARALLEL of them are in memory
+LARGE = 64 << 20  # bytes; what is smaller is moved without progress
+
+
+def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = "upload") -> int:
+    """Send the files of `folder` to `uri` that are not there yet; return their size in bytes.
+
+    A file appears there whole or not at all. What an earlier call has sent stays. Raises
+    StorageError when S3 refuses to the end, or a file is not as `files` says; the parts that were
+    sent are then deleted.
+    """
+    objects = Objects(uri)
+    require_inside(files, uri, StorageError)
+    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload") as pool:
+        missing = _missing(objects, files, pool)
+        total = sum(entry.size for entry in missing.values())
+        with _moving(total, label) as moved:
+            uploader = Uploader(objects, moved.add)
+            futures = [
+                pool.submit(
+                    uploader.write, name, _checked(folder / name, entry), entry.size, entry.sha256
+                )
+                for name, entry in missing.items()
+            ]
+            _wait(futures, pool, uploader)
+    if missing:
+        _check_sizes(objects, files)
+    return total
+
+
+def download(
+    uri: str, folder: Path, files: Mapping[str, FileEntry], label: str = "download"
+) -> None:
+    """Fetch files from `uri` into `folder`, which is made; their content is not checked.
+
+    Raises StorageError when S3 refuses to the end, or a file is missing or too short.
+    """
+    objects = Objects(uri)
+    require_inside(files, uri, StorageError)
+    ranges: list[tuple[str, int, int]] = []
+    for name, entry in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(entry.size)
+        ranges += [(name, start, entry.size) for start in range(0, entry.size, RANGE)]
+    total = sum(entry.size for entry in files.values())
+    with (
+        ThreadPoolExecutor(PARALLEL, thread_name_prefix="download") as pool,
+        _moving(total, label) as moved,
+    ):
+
+        def fetch(name: str, start: int, size: int) -> None:
+            moved.add(_fetch(objects, folder, name, start, size))
+
+        _wait([pool.submit(fetch, *one) for one in ranges], pool)
+
+
+def _fetch(objects: Objects, folder: Path, name: str, start: int, size: int) -> int:
+    """Fetch one range of a file of `size` bytes to its place; return its bytes."""
+    end = min(start + RANGE, size)
+    try:
+        data = objects.read(name, start, end)
+    except FileNotFoundError:
+        raise StorageError(
+            f"{objects.uri}/{name} is missing; the artifact was damaged, make it again"
+        ) from None
+    if len(data) != end - start:
+        raise StorageError(
+            f"{objects.uri}/{name} differs from the manifest: it ends before byte {end} of "
+            f"{size}; the artifact was damaged, make it again"
+        )
+    with (folder / name).open("r+b") as file:
+        os.pwrite(file.fileno(), data, start)
+    return len(data)
+
+
+def _wait(
+    futures: list[Future[None]], pool: ThreadPoolExecutor, uploader: Uploader | None = None
+) -> None:
+    """Wait for all; after an error, begin no more requests and let those under way end."""
+    try:
+        for future in as_completed(futures):
+            future.result()
+    except BaseException:
+        if uploader is not None:
+            uploader.cancel()
+        pool.shutdown(wait=True, cancel_futures=True)
+        raise
+
+
+def _checked(path: Path, entry: FileEntry) -> Iterator[bytes]:
+    """The bytes of a file; StorageError, before the last of them, unless it is as `entry` says."""
+    sha, size = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            whole = os.fstat(file.fileno()).st_size == entry.size
+            while whole and size < entry.size:
+                chunk = file.read(CHUNK)
+                sha.update(chunk)
+                size += len(chunk)
+                if not chunk or (size >= entry.size and sha.hexdigest() != entry.sha256):
+                    whole = False
+                else:
+                    yield chunk
+        found = "" if whole else hash_file(path)
+    except OSError as error:
+        raise StorageError(f"can't read {path}: {error.strerror or error}") from error
+    if not whole:
+        raise StorageError(
+            f"{path} is not what its manifest says (SHA-256 {found[:12]}, recorded "
+            f"{entry.sha256[:12]}); it is not uploaded; make the artifact again"
+        )
+
+
+def _missing(
+    objects: Objects, files: Mapping[str, FileEntry], pool: ThreadPoolExecutor
+) -> dict[str, FileEntry]:
+    """The files that are not there yet, or not as this module wrote them."""
+    sizes = objects.sizes()
+
+    def is_there(name: str) -> bool:
+        if sizes.get(name) != files[name].size:
+            return False
+        return objects.metadata(name).get(SHA256_KEY) == files[name].sha256
+
+    there = zip(files, pool.map(is_there, files), strict=True)
+    return {name: files[name] for name, found in there if not found}
+
+
+def _check_sizes(objects: Objects, files: Mapping[str, FileEntry]) -> None:
+    sizes = objects.sizes()
+    for name, entry in files.items():
+        found = sizes.get(name)
+        if found != entry.size:
+            raise StorageError(
+                f"{objects.uri}/{name} has {found or 'no'} bytes after its upload, not "
+                f"{entry.size}; somebody else writes there, upload it again"
+            )
+
+
+class _Moved:
+    """Bytes moved so far, shown in MiB."""
+
+    def __init__(self, show: Callable[[int], None] | None) -> None:
+        self._show, self._bytes, self._shown = show, 0, 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """Count `count` bytes more."""
+        with self._lock:
+            self._bytes += count
+            step = (self._bytes >> 20) - self._shown
+            if self._show is not None and step:
+                self._shown += step
+                self._show(step)
+
+
+@contextlib.contextmanager
+def _moving(total: int, label: str) -> Iterator[_Moved]:
+    """Show progress over `total` bytes where they are many."""
+    if total < LARGE:
+        yield _Moved(None)
+        return
+    bar: Progress[object] = progress(total >> 20, label, "MiB")
+    with bar:
+        yield _Moved(bar.update)

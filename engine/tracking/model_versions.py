@@ -1,0 +1,298 @@
+"""Model versions, their aliases and their files in MLflow's registry."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from engine.errors import LineageError, StorageError, TrackingError
+from engine.storage.artifacts import verify
+from engine.storage.digests import MANIFEST, tree_digest
+from engine.storage.filesystem import shared_address
+from engine.tracking import connection
+from engine.tracking.connection import Connection
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion as MlflowVersion
+    from mlflow.entities.model_registry import RegisteredModel
+    from mlflow.store.entities import PagedList
+
+
+# Model versions and aliases in MLflow's registry.
+#
+# A version is a folder logged to a run, whatever is inside, with tags that lead back to the
+# artifact it came from. When an alias may move, and that two don't move it at once, is seen to in
+# `engine.promotion`.
+
+T = TypeVar("T")
+
+ARTIFACT_TAG = "artifact_digest"
+MANIFEST_TAG = "manifest_digest"
+MODELS_FOLDER = "models"
+READY_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """One registered version."""
+
+    name: str  # e.g. "hybridflyte-policy"
+    version: str  # e.g. "3"
+    run_id: str  # the run that holds its files
+    source: str  # where MLflow keeps its files
+    tags: dict[str, str]  # artifact_uri, artifact_digest, …
+    aliases: tuple[str, ...]  # e.g. ("champion",)
+
+    @staticmethod
+    def of(found: MlflowVersion, aliases: Iterable[str] | None = None) -> ModelVersion:
+        """The version that MLflow found; `aliases` where its answer leaves them out."""
+        return ModelVersion(
+            name=found.name,
+            version=str(found.version),
+            run_id=found.run_id or "",
+            source=found.source or "",
+            tags=dict(found.tags),
+            aliases=tuple(found.aliases if aliases is None else aliases),
+        )
+
+
+class ModelRegistry(Connection):
+    """Registering, naming and fetching models."""
+
+    def register_model(
+        self,
+        folder: str | Path,
+        model_name: str,
+        run_id: str,
+        tags: Mapping[str, object] | None = None,
+    ) -> str:
+        """Log `folder` to a run and make it a version of `model_name`; return the version.
+
+        A folder with a manifest is checked first. The version gets the tags artifact_uri (its place
+        in the shared store, where there is one), artifact_digest, and of a manifest artifact_kind
+        and manifest_digest. If that content is a version already, its number is returned and
+        nothing is written, so that a retry registers once; of two that register it at once, the
+        later version goes away again.
+        """
+        folder = Path(folder).absolute()
+        if not folder.is_dir():
+            raise StorageError(f"model folder {folder} does not exist; give a published artifact")
+        facts = {"artifact_uri": shared_address(folder), **_facts(folder)}
+        # Named by content, so that two models logged to one run keep apart.
+        place = f"{MODELS_FOLDER}/{facts[ARTIFACT_TAG][:16]}"
+        with self.translated("register the model"):
+            known = self._version_of(model_name, facts[ARTIFACT_TAG])
+            if known is not None:
+                return known
+            self.client.log_artifacts(run_id, str(folder), place)
+            root = self.client.get_run(run_id).info.artifact_uri.rstrip("/")
+            self._ensure_model(model_name)
+            made = self.client.create_model_version(
+                model_name,
+                f"{root}/{place}",
+                run_id=run_id,
+                tags=connection.tags(facts | dict(tags or {})),
+                await_creation_for=READY_SECONDS,
+            )
+            first = self._version_of(model_name, facts[ARTIFACT_TAG])
+            if first is not None and int(first) < int(made.version):
+                self.client.delete_model_version(model_name, str(made.version))
+                return first
+        return str(made.version)
+
+    def champion(self, model_name: str, alias: str = "champion") -> ModelVersion | None:
+        """Return the version under an alias, None when the model or alias does not exist.
+
+        A store that can't be asked is a TrackingError, never None.
+        """
+        with self.translated("look up a model"):
+            model = self.find_model(model_name)
+            version = model.aliases.get(alias) if model is not None else None
+            if version is None:
+                return None
+            return ModelVersion.of(self.client.get_model_version(model_name, str(version)))
+
+    def model_version(self, reference: str) -> ModelVersion:
+        """Return what `models:/NAME@ALIAS` or `models:/NAME/VERSION` means; else TrackingError."""
+        name, alias, number = _parse(reference)
+        if alias:
+            found = self.champion(name, alias)
+        else:
+            with self.translated("look up a model"):
+                matches = self.client.search_model_versions(_by_name(name))
+            found = next((ModelVersion.of(v) for v in matches if str(v.version) == number), None)
+        if found is None:
+            raise TrackingError(f"MLflow {self.uri} has no {reference}; check the name")
+        return found
+
+    def set_alias(self, model_name: str, alias: str, version: str, expected: str | None) -> None:
+        """Move `alias` to `version` if it still points to `expected` (None: to no version).
+
+        Raises TrackingError, and moves nothing, when it points elsewhere. MLflow can't compare and
+        set in one step: two callers at once need a lock, as `engine.promotion.champions.Champions` takes.
+        """
+        current = self.champion(model_name, alias)
+        at = current.version if current else None
+        if at != expected:
+            raise TrackingError(
+                f"alias {alias!r} of {model_name!r} is on version {at} where {expected} was "
+                "compared with; evaluate against the present one and promote again"
+            )
+        with self.translated("move an alias"):
+            self.client.set_registered_model_alias(model_name, alias, version)
+
+    def download_model(
+        self, model_name: str, version_or_alias: str | int, dest: str | Path
+    ) -> Path:
+        """Fetch a version's folder to `dest`, whole or not at all; see `require_tagged_content`.
+
+        Digits mean a version, anything else an alias. `dest` must not exist.
+        """
+        import mlflow.artifacts
+
+        dest = Path(dest).absolute()
+        if dest.exists():
+            raise StorageError(f"{dest} is already there; choose another folder for the model")
+        label = str(version_or_alias)
+        sign = "/" if label.isdigit() else "@"
+        version = self.model_version(f"models:/{model_name}{sign}{label}")
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
+        try:
+            with self.translated("download a model"):
+                # A models:/ address would be looked up in MLflow's global store, not in this one.
+                files = self.client.get_model_version_download_uri(model_name, version.version)
+                got = Path(
+                    mlflow.artifacts.download_artifacts(
+                        files, dst_path=str(draft), tracking_uri=self.uri
+                    )
+                )
+            require_tagged_content(got, version)
+            os.rename(got, dest)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return dest
+
+    def find_model(self, model_name: str) -> RegisteredModel | None:
+        """Return MLflow's registered model, None when there is none of that name."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self.client.get_registered_model(model_name)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+
+    def require_model(self, model_name: str) -> RegisteredModel:
+        """Return MLflow's registered model; TrackingError when there is none of that name."""
+        with self.translated("look up a model"):
+            model = self.find_model(model_name)
+        if model is None:
+            raise TrackingError(f"MLflow {self.uri} has no model {model_name!r}; check the name")
+        return model
+
+    def _ensure_model(self, model_name: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        if self.find_model(model_name) is None:
+            try:
+                self.client.create_registered_model(model_name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+
+    def _version_of(self, model_name: str, digest: str) -> str | None:
+        """Return the first version that holds this content, if one does."""
+        found = self.client.search_model_versions(_by_name(model_name))
+        same = [int(v.version) for v in found if v.tags.get(ARTIFACT_TAG) == digest]
+        return str(min(same)) if same else None
+
+
+def require_tagged_content(folder: Path, version: ModelVersion) -> None:
+    """Re-hash the files of a version; LineageError unless they are what its tags name.
+
+    A version that was registered elsewhere has no such tags: it is checked against its own
+    manifest, if there is one.
+    """
+    what = f"MLflow's copy of {version.name} version {version.version}"
+    way_out = "restore its files, or choose another version"
+    try:
+        found = _facts(folder)
+    except LineageError as error:
+        raise LineageError(f"{what} is damaged: {error}; {way_out}") from error
+    if not version.tags.get(ARTIFACT_TAG):
+        return
+    for tag in (ARTIFACT_TAG, MANIFEST_TAG):
+        wanted, actual = version.tags.get(tag, ""), found.get(tag, "")
+        if wanted != actual:
+            raise LineageError(
+                f"{what} is {actual[:12] or 'nothing'} where its tag {tag} says "
+                f"{wanted[:12] or 'nothing'}; {way_out}"
+            )
+
+
+def _facts(folder: Path) -> dict[str, str]:
+    """The tags that name a folder's content; LineageError where it is not as its manifest says."""
+    if not (folder / MANIFEST).is_file():
+        return {ARTIFACT_TAG: tree_digest(folder)}
+    manifest = verify(folder)
+    return {
+        ARTIFACT_TAG: manifest.digest,
+        "artifact_kind": manifest.kind,
+        MANIFEST_TAG: manifest.own_digest,
+    }
+
+
+def all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
+    """Yield all that a search of MLflow finds, which is called with the token of each page."""
+    page = search(None)
+    yield from page
+    while page.token:
+        page = search(page.token)
+        yield from page
+
+
+def _by_name(model_name: str) -> str:
+    return "name='" + model_name.replace("'", "''") + "'"
+
+
+def _parse(reference: str) -> tuple[str, str, str]:
+    """Split `models:/NAME@ALIAS` or `models:/NAME/VERSION` into name, alias and version."""
+    rest = reference.removeprefix("models:/")
+    name, at, alias = rest.rpartition("@")
+    if at and name and alias:
+        return name, alias, ""
+    name, slash, number = rest.rpartition("/")
+    if slash and name and number.isdigit():
+        return name, "", number
+    raise TrackingError(
+        f"{reference!r} is no model reference; write models:/NAME@ALIAS or models:/NAME/VERSION"
+    )
+
+
+# The registry's own files of a version, which are what is used: on this machine, and checked.
+
+
+def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -> Path:
+    """Return a folder with a version's files, re-hashed: those that the version's tags name.
+
+    It is MLflow's own folder where that lies on this machine, else a download, `scratch/model`.
+    Raises LineageError for other content and for a version without tags to hold it against, and
+    TrackingError where MLflow doesn't answer.
+    """
+    if not version.tags.get(ARTIFACT_TAG):
+        raise LineageError(
+            f"{version.name} version {version.version} has no tag {ARTIFACT_TAG} to hold its "
+            "files against; register the model through engine.tracking, or choose another version"
+        )
+    place = Path(version.source.removeprefix("file://"))
+    if place.is_absolute() and place.is_dir():
+        require_tagged_content(place, version)
+        return place
+    return registry.download_model(version.name, version.version, scratch / "model")

@@ -1,0 +1,337 @@
+"""MLflow runs: one parent run a pipeline, and one nested run a stage."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import TrackingError
+from engine.redaction import redact
+from engine.storage.filesystem import home
+from engine.tracking import connection
+from engine.tracking import connection as values
+from engine.tracking.connection import Connection
+from engine.tracking.model_versions import ModelRegistry
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+    from mlflow.entities import Metric
+
+
+# One MLflow run while it is open: metrics, datasets, folders, figures, tables.
+#
+# What lives here: `StageRun` and its buffer. What does not: when a run begins and ends
+# (`.tracker`).
+
+FLUSH_SECONDS = 2.0
+BATCH = 1000  # points, the most that MLflow takes in one call
+MAX_DIGEST = 36  # characters, MLflow's limit
+
+_log = logging.getLogger(__name__)
+
+
+class StageRun:
+    """An open run. `log_metrics` only appends to a list; a thread sends it every two seconds."""
+
+    def __init__(self, connection: Connection, run_id: str) -> None:
+        self.run_id = run_id
+        self.logged: set[str] = set()  # names of the metrics so far
+        self._connection = connection
+        self._pending: list[Metric] = []
+        self._lock = threading.Lock()  # guards _pending
+        self._sending = threading.Lock()  # one sender at a time, so that points stay in order
+        self._closed = threading.Event()
+        self._warned = False
+        self._sender = threading.Thread(target=self._send_often, name="mlflow-metrics", daemon=True)
+        self._sender.start()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        """Record values at a step. Costs microseconds; a server that is away costs no step.
+
+        Names are put into MLflow's alphabet (`pass@1` is stored as `pass_at_1`).
+        """
+        from mlflow.entities import Metric
+
+        self.logged |= metrics.keys()
+        now = int(time.time() * 1000)
+        points = [Metric(values.name(k), float(v), now, step) for k, v in metrics.items()]
+        with self._lock:
+            self._pending += points
+
+    def flush(self) -> None:
+        """Send what is buffered now; on TrackingError the points stay in the buffer."""
+        with self._sending:
+            while True:
+                with self._lock:
+                    batch = self._pending[:BATCH]
+                if not batch:
+                    return
+                with self._connection.translated("write metrics"):
+                    self._connection.client.log_batch(self.run_id, metrics=batch)
+                with self._lock:
+                    del self._pending[: len(batch)]
+
+    def log_dataset(
+        self,
+        data: pd.DataFrame | str | Path,
+        name: str,
+        digest: str,
+        context: str = "training",
+        uri: str = "",
+    ) -> None:
+        """Record an input: a frame, a Parquet file, or any folder or address.
+
+        Columns and row count are recorded for frames and Parquet files. MLflow keeps 36 characters
+        of the digest; the whole one is kept in the dataset's profile.
+        """
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        source = redact(uri) or ("" if hasattr(data, "columns") else redact(str(data)))
+        schema, rows = _describe(data)
+        profile = {"digest": digest} | ({} if rows is None else {"num_rows": rows})
+        dataset = Dataset(
+            name=name[:500],
+            digest=digest[:MAX_DIGEST],
+            source_type="s3" if source.startswith("s3://") else "local",
+            source=json.dumps({"uri": source}),
+            schema=json.dumps({"mlflow_colspec": schema}) if schema else None,
+            profile=json.dumps(profile),
+        )
+        tags = [InputTag("mlflow.data.context", context)]
+        with self._connection.translated("record a dataset"):
+            self._connection.client.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
+
+    def log_folder(self, path: str | Path, artifact_path: str | None = None) -> None:
+        """Copy a folder's files into the run's artifacts."""
+        if not Path(path).is_dir():
+            raise TrackingError(f"can't log {path}: it is not a folder; give the artifact's folder")
+        with self._connection.translated("upload a folder"):
+            self._connection.client.log_artifacts(self.run_id, str(path), artifact_path)
+
+    def log_file(self, path: str | Path, artifact_path: str | None = None) -> None:
+        """Copy a file into the run's artifacts, replacing one of its name."""
+        with self._connection.translated("upload a file"):
+            self._connection.client.log_artifact(self.run_id, str(path), artifact_path)
+
+    def log_figure(self, figure: Figure, name: str) -> None:
+        """Store a matplotlib figure as `name`, e.g. `reward.png`."""
+        with self._connection.translated("upload a figure"):
+            self._connection.client.log_figure(self.run_id, figure, name)
+
+    def log_table(self, frame: pd.DataFrame, name: str) -> None:
+        """Store a frame as `name`, e.g. `samples.json`, which MLflow's UI shows as a table."""
+        with self._connection.translated("upload a table"):
+            self._connection.client.log_table(self.run_id, frame, name)
+
+    def set_tags(self, tags: Mapping[str, object]) -> None:
+        """Set tags on the run."""
+        with self._connection.translated("write tags"):
+            for key, value in values.tags(tags).items():
+                self._connection.client.set_tag(self.run_id, key, value)
+
+    def close(self, status: str) -> None:
+        """Send the rest and end the run as FINISHED, FAILED or KILLED.
+
+        A store that is gone by now must not cost the work that was done: the points are then saved
+        below `home()/unsent` and a warning names the file.
+        """
+        self._closed.set()
+        self._sender.join(timeout=FLUSH_SECONDS)
+        try:
+            self.flush()
+            with self._connection.translated("end the run"):
+                self._connection.client.set_terminated(self.run_id, status)
+        except TrackingError as error:
+            _log.warning("%s; unsent metrics are in %s", error, self._save_unsent())
+
+    def _send_often(self) -> None:
+        while not self._closed.wait(FLUSH_SECONDS):
+            try:
+                self.flush()
+            except TrackingError as error:
+                if not self._warned:
+                    _log.warning("%s; metrics wait in memory and are sent again", error)
+                self._warned = True
+
+    def _save_unsent(self) -> Path:
+        """Write the buffered points as JSON lines."""
+        path = home() / "unsent" / f"{self.run_id}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock, path.open("a") as file:
+            for point in self._pending:
+                file.write(json.dumps(dict(point)) + "\n")
+            self._pending.clear()
+        return path
+
+
+def _describe(data: pd.DataFrame | str | Path) -> tuple[list[dict[str, str]], int | None]:
+    """Return columns and row count where they can be had without reading the data."""
+    if not isinstance(data, str | Path):
+        columns = [{"name": str(k), "type": str(v)} for k, v in data.dtypes.items()]
+        return columns, len(data)
+    if str(data).endswith(".parquet") and Path(data).is_file():
+        import pyarrow.parquet as pq
+
+        with contextlib.closing(pq.ParquetFile(data)) as file:
+            columns = [{"name": f.name, "type": str(f.type)} for f in file.schema_arrow]
+            return columns, file.metadata.num_rows
+    return [], None
+
+
+# The runs of a pipeline: one parent run, one nested run a stage.
+#
+# Retries. A stage is known by its parent run, its name and an attempt key. When it is opened again
+# (a Flyte retry, a pre-empted attempt), the runs of earlier attempts are moved to MLflow's trash
+# and
+# a new one begins, so that each step's metrics are there once and always from one attempt. A lost
+# attempt that is still alive somewhere can't write to its run any more. A parent run with a key is
+# opened again instead, because its stages belong to it. A run that holds the files of a registered
+# version is never moved to the trash: `mlflow gc` would delete them with it.
+
+STATUSES = ("FINISHED", "FAILED", "KILLED")
+PARENT_TAG = "mlflow.parentRunId"
+NAME_TAG = "mlflow.runName"
+SOURCE_TAG = "mlflow.source.name"
+KIND_TAG = "hybridflyte.kind"
+STAGE_TAG = "hybridflyte.stage"
+KEY_TAG = "hybridflyte.key"
+ERROR_TAG = "hybridflyte.error"
+PARAMETERS_A_CALL = 100
+
+
+class Tracker(ModelRegistry):
+    """Pipelines and stages in one experiment of one MLflow store."""
+
+    def start_pipeline(
+        self,
+        name: str,
+        params: Mapping[str, object] | None = None,
+        tags: Mapping[str, object] | None = None,
+        key: str = "",
+    ) -> str:
+        """Open the parent run of a pipeline and return its id.
+
+        It gets one parameter a section of `params`; a stage's run gets its settings one by one.
+        With a `key` (e.g. the Flyte execution) a run that already has it is opened again.
+        """
+        own = {KIND_TAG: "pipeline", KEY_TAG: key}
+        with self.translated("start a run"):
+            known = self._find({KIND_TAG: "pipeline", KEY_TAG: key}) if key else []
+            if known:
+                self.client.update_run(known[0], status="RUNNING")
+                return known[0]
+            return self._create(name, params or {}, {**(tags or {}), **own}, by_section=True)
+
+    def finish_pipeline(
+        self, run_id: str, status: str = "FINISHED", metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Record a pipeline's final metrics and end its run as FINISHED, FAILED or KILLED."""
+        if status not in STATUSES:
+            raise TrackingError(f"run status {status!r} is unknown; choose one of {STATUSES}")
+        if metrics:
+            self._log_once(run_id, metrics)
+        with self.translated("end the run"):
+            self.client.set_terminated(run_id, status)
+
+    @contextlib.contextmanager
+    def stage(
+        self,
+        name: str,
+        parent_run_id: str = "",
+        params: Mapping[str, object] | None = None,
+        tags: Mapping[str, object] | None = None,
+        attempt_key: str = "",
+    ) -> Iterator[StageRun]:
+        """Open a nested run for the block; it ends FINISHED, FAILED, or KILLED by Ctrl-C or exit.
+
+        See the module's text for what happens to earlier attempts of the same stage.
+        """
+        own = {KIND_TAG: "stage", STAGE_TAG: name, KEY_TAG: attempt_key}
+        if parent_run_id:
+            own[PARENT_TAG] = parent_run_id
+        with self.translated("start a run"):
+            earlier = self._find(own) if parent_run_id else []
+            for run_id in earlier:
+                if not self._holds_version(run_id):
+                    self.client.delete_run(run_id)
+            run = StageRun(self, self._create(name, params or {}, {**(tags or {}), **own}))
+        try:
+            yield run
+        except (KeyboardInterrupt, SystemExit):
+            run.close("KILLED")
+            raise
+        except BaseException as error:
+            with contextlib.suppress(TrackingError):
+                run.set_tags({ERROR_TAG: f"{type(error).__name__}: {error}"})
+            run.close("FAILED")
+            raise
+        run.close("FINISHED")
+
+    def active_run(self, run_id: str, otherwise: str) -> str:
+        """Return `run_id` where that run is there and not in the trash, else `otherwise`."""
+        from mlflow.exceptions import MlflowException
+
+        if not run_id:
+            return otherwise
+        with self.translated("look up a run"):
+            try:
+                found = self.client.get_run(run_id)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return otherwise
+        return run_id if found.info.lifecycle_stage == "active" else otherwise
+
+    def _holds_version(self, run_id: str) -> bool:
+        """Tell whether a registered version's files are among this run's artifacts."""
+        return bool(self.client.search_model_versions(f"run_id='{run_id}'", max_results=1))
+
+    def _create(
+        self,
+        name: str,
+        params: Mapping[str, object],
+        tags: Mapping[str, object],
+        by_section: bool = False,
+    ) -> str:
+        """Create a run with its tags and parameters."""
+        from mlflow.entities import Param
+
+        texts = connection.tags({NAME_TAG: name, SOURCE_TAG: "hybridflyte", **tags})
+        run_id = str(self.client.create_run(self.experiment_id, tags=texts).info.run_id)
+        points = [Param(k, v) for k, v in connection.parameters(params, by_section).items()]
+        for start in range(0, len(points), PARAMETERS_A_CALL):
+            self.client.log_batch(run_id, params=points[start : start + PARAMETERS_A_CALL])
+        return run_id
+
+    def _find(self, tags: Mapping[str, str]) -> list[str]:
+        """Return the ids of the experiment's live runs that have all these tags, newest first."""
+        wanted = {k: v for k, v in connection.tags(tags).items() if v}
+        clauses = [f"tags.`{k}` = '{_quote(v)}'" for k, v in wanted.items()]
+        found = self.client.search_runs(
+            [self.experiment_id], " and ".join(clauses), order_by=["attributes.start_time DESC"]
+        )
+        # An empty key is no clause of the search, so runs with another key are dropped here.
+        return [
+            run.info.run_id
+            for run in found
+            if all(run.data.tags.get(k, "") == v for k, v in connection.tags(tags).items())
+        ]
+
+    def _log_once(self, run_id: str, metrics: Mapping[str, float]) -> None:
+        """Record values at step 0, leaving out those that a retried call recorded already."""
+        with self.translated("write metrics"):
+            known = self.client.get_run(run_id).data.metrics
+            for key, value in metrics.items():
+                if known.get(connection.name(key)) != float(value):
+                    self.client.log_metric(run_id, connection.name(key), float(value))
+
+
+def _quote(text: str) -> str:
+    return text.replace("'", "''")

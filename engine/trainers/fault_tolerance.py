@@ -1,0 +1,266 @@
+"""How a training run ends and goes on: pre-emption, its last step saved, and retries.
+
+What a retry resumes from is in `resume`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn, Self, TypeVar
+
+from engine.checkpoint import Saver, find_latest
+from engine.controller.local_groups import threads_left_behind
+from engine.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    DivergedError,
+    PreemptedError,
+    WorkerError,
+)
+
+# Pre-emption notice (SIGTERM): training saves after its current step, or ends at a deadline.
+#
+# A trainer reads `received` between steps, saves and raises PreemptedError.
+
+log = logging.getLogger(__name__)
+
+
+class PreemptionNotice:
+    """Watches for SIGTERM while training runs; a context manager.
+
+    After the signal `received` is true, and the training code has `grace_s` seconds to finish its
+    step and save; then PreemptedError is raised wherever the main thread is. Outside of the main
+    thread, where Python delivers no signals, `received` stays false.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s, self._at = grace_s, 0.0
+        self._main = threading.current_thread() is threading.main_thread()
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    @property
+    def received(self) -> bool:
+        """Whether the signal was received."""
+        return self._at > 0.0
+
+    def seconds_left(self) -> float:
+        """Seconds until the deadline; `grace_s` before the signal."""
+        if not self.received:
+            return self._grace_s
+        return max(0.0, self._at + self._grace_s - time.monotonic())
+
+    def __enter__(self) -> Self:
+        if self._main:
+            self._before = {
+                number: signal.signal(number, handler)
+                for number, handler in (
+                    (signal.SIGTERM, self._on_sigterm),
+                    (signal.SIGALRM, self._on_deadline),
+                )
+            }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if self._main:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
+            self._at = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+            log.warning(
+                "SIGTERM: the current step is finished and saved, within %g s", self._grace_s
+            )
+
+    def _on_deadline(self, number: int, frame: FrameType | None) -> NoReturn:
+        raise PreemptedError(
+            f"pre-empted, and no step was finished and saved in {self._grace_s:g} s; the run "
+            "resumes from the checkpoint before (trainer.save_freq, trainer.preemption_grace_s)"
+        )
+
+
+# How a training run ends: with its last step saved, on a pre-emption notice, or by an error.
+#
+# Shared by SFT and RL.
+
+
+def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:
+    """Wait for the last save; if it failed, start it once more with `save`.
+
+    A second failure is logged as an error and not raised: the trained model is worth more than its
+    last checkpoint, and the caller saves it.
+    """
+    if saver is None or _is_durable(saver):
+        return
+    save()
+    if not _is_durable(saver):
+        log.error(
+            "the last step, %d, has NO CHECKPOINT: its save failed twice. The trained model is "
+            "handed over all the same; a run that is started again trains once more from %s. Look "
+            "at %s before it is needed",
+            saver.unsaved_step,
+            _next_start(saver),
+            saver.store.root,
+        )
+
+
+def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
+    """Wait for the save of `step`, if the run has checkpoints, and raise PreemptedError."""
+    if saver is None:
+        raise PreemptedError(
+            f"pre-empted after step {step}, without a checkpoint folder: the run starts again from "
+            "the beginning"
+        )
+    _is_durable(saver)
+    saved = "" if saver.unsaved_step is None else ", which was not saved"
+    raise PreemptedError(
+        f"pre-empted after step {step}{saved}; the run continues from {_next_start(saver)}"
+    )
+
+
+@contextmanager
+def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Iterator[None]:
+    """On any exception, give the save in flight as long as a pre-emption notice would.
+
+    A DivergedError gets the name of the checkpoint to go on from.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if saver is None:
+            raise
+        saver.drain(notice.seconds_left())
+        if isinstance(error, DivergedError):
+            raise DivergedError(
+                f"{error}; the last good step is that of {_next_start(saver)}: a run that is "
+                "started again with a lower learning rate goes on from there"
+            ) from error
+        raise
+
+
+@contextmanager
+def lost_workers_explained(notice: PreemptionNotice, step: int) -> Iterator[None]:
+    """After a notice, workers may be stopped before this process: that is a pre-emption."""
+    try:
+        yield
+    except WorkerError as error:
+        if not notice.received:
+            raise
+        raise PreemptedError(
+            f"pre-empted in step {step}, whose workers are gone; the run continues from its last "
+            "checkpoint"
+        ) from error
+
+
+def _next_start(saver: Saver) -> str:
+    """Where a run that is started again begins: a look at the folder itself, and not at what this
+    process has saved, for it may have resumed with another saver."""
+    try:
+        newest = saver.store.latest()
+    except CheckpointError as error:
+        return f"the newest good checkpoint in {saver.store.root}, which can't be read now: {error}"
+    return "the beginning" if newest is None else newest.folder
+
+
+def _is_durable(saver: Saver) -> bool:
+    """Wait for the save in flight; return whether the last one is durable. Logs a failure."""
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        log.warning("no checkpoint at step %s: %s", saver.unsaved_step, error)
+    return saver.unsaved_step is None
+
+
+# How often a run is attempted: a dead trainer rank ends an attempt, and a bounded number follow.
+#
+# Pure values, as in `health`. Unlike a rollout worker, a trainer rank isn't replaced alone: all
+# ranks
+# share each step and hold shards of one model, so the attempt ends, and the caller resumes the run
+# from its checkpoint.
+
+
+@dataclass(frozen=True, slots=True)
+class RetryBudget:
+    """How often a run resumes from its checkpoint before an error ends it.
+
+    Only consecutive failures count, with no newer checkpoint between them. So a bug that fails the
+    same step each time ends the run, and rare failures in a long run don't.
+    """
+
+    max_attempts: int = 3  # attempts that may end without getting past one checkpoint; 1: no retry
+    failed: int = 0  # such attempts so far
+    step: int = 0  # the newest checkpoint seen, in updates
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ConfigError(f"max_attempts is {self.max_attempts}; it has to be at least 1")
+
+    def after_failure(self, checkpoint_step: int) -> Self:
+        """The budget after a failed attempt; the next one would resume at `checkpoint_step`."""
+        if checkpoint_step > self.step:
+            return replace(self, failed=1, step=checkpoint_step)
+        return replace(self, failed=self.failed + 1)
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether there is an attempt left."""
+        return self.failed < self.max_attempts
+
+
+# Retries of a run, RL or warm start: after a lost worker it resumes from its last checkpoint.
+
+T = TypeVar("T")
+
+
+def run_with_retries(
+    make: Callable[[], AbstractContextManager[T]],
+    work: Callable[[T], None],
+    checkpoint_dir: str | Path,
+    max_attempts: int,
+) -> None:
+    """Call `work` with a trainer; after a WorkerError again with a new one, which resumes.
+
+    Raises the last WorkerError when `max_attempts` attempts in a row got past no new checkpoint,
+    or where a call in this process can't be ended: only a new process is rid of it.
+    """
+    budget = RetryBudget(max_attempts)
+    while True:
+        try:
+            with make() as trainer:
+                work(trainer)
+            return
+        except WorkerError as error:
+            at = _newest_step(checkpoint_dir)
+            budget = budget.after_failure(at)
+            if not budget.may_retry or threads_left_behind():
+                raise
+            log.warning("a worker was lost (%s); resuming from step %d", _first(error), at)
+
+
+def _newest_step(checkpoint_dir: str | Path) -> int:
+    """The step that the next attempt begins after; 0 where it has to say that all are damaged."""
+    try:
+        found = find_latest(checkpoint_dir)
+    except DamagedCheckpointError:
+        return 0
+    return found.step if found else 0
+
+
+def _first(error: Exception) -> str:
+    return str(error).splitlines()[0]

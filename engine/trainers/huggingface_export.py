@@ -1,0 +1,266 @@
+"""Checkpoints of a run as Hugging Face folders: one in this process, or each during training.
+
+A policy that is in memory is saved by `engine.runtime.policy_runtime`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from engine.checkpoint import find_latest
+from engine.checkpoint.format import MARKER, RankState, read_role_states, read_values
+from engine.checkpoint.store import EXPORTS, CheckpointStore, draft_name
+from engine.config import LoRAConfig
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import CheckpointError, DamagedCheckpointError
+from engine.models import has_adapters, load_policy_model, require_model_folder, save_model
+from engine.runtime.train_state import load_weights, weights_fingerprint
+from engine.storage.folder import Folder
+from engine.storage.s3 import upload
+
+if TYPE_CHECKING:
+    from engine.trainers.run_spec import RunSpec
+
+
+# A checkpoint's policy as a Hugging Face folder, assembled in one process.
+#
+# Exporting during a run is in `background_export`, the command in `engine.export`.
+
+CONFIG = "config.json"  # written last to an object store: a folder with it is complete
+
+
+def start_model_info(spec: RunSpec) -> dict[str, object]:
+    """What a checkpoint records of the start model: path, dtype and adapters."""
+    path = Path(spec.model_path)
+    return {
+        "model": str(path.absolute()) if path.is_dir() else spec.model_path,
+        "dtype": spec.dtype,
+        "lora": spec.lora.model_dump(mode="json"),
+    }
+
+
+def export_policy(
+    checkpoint: str | Path, target: str | Path, model: str | Path | None = None
+) -> str:
+    """Write the policy in an RL checkpoint, and its tokenizer, as the actor itself saves them.
+
+    `checkpoint` is a checkpoint's folder, or a run's (its newest good one is taken); `target` must
+    not exist. Both may be local or s3://. `model` is the folder or hub id that training started
+    from (default: the one that the checkpoint names). Checksums of all files are verified; the
+    folder appears complete or, in an object store, with its config.json last. Returns the
+    checkpoint's address. Raises CheckpointError, ModelError for a start model that isn't there,
+    and StorageError.
+    """
+    source, place = resolve_checkpoint(checkpoint), Folder(target)
+    if is_exported(place) or (place.is_local and (place.sizes() or place.folders())):
+        raise _target_exists(place)
+    policy, path, step = _load_policy(source, model)
+    if place.is_local:
+        _write_local(policy, path, place, step)
+    else:
+        _upload(policy, path, place)
+    return source
+
+
+def write_policy(checkpoint: str | Path, folder: str | Path, model: str | Path) -> None:
+    """Write the policy in one checkpoint among the files of a local folder, file by file.
+
+    `model` is the start model. Raises as `export_policy` does.
+    """
+    policy, path, _ = _load_policy(str(checkpoint), model)
+    save_model(policy, load_tokenizer(path), Path(folder))
+
+
+def is_exported(place: Folder) -> bool:
+    """Whether a complete model folder is there."""
+    return CONFIG in place.sizes()
+
+
+def resolve_checkpoint(checkpoint: str | Path) -> str:
+    """The address of a checkpoint: the one given, or the newest good one in it."""
+    folder = Folder(checkpoint)
+    if MARKER in folder.sizes():
+        return folder.uri
+    found = find_latest(folder.uri)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint and holds none; name a folder step_<n> with a "
+            f"file {MARKER}, or the folder of a run"
+        )
+    return found.folder
+
+
+def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel, str, int]:
+    """The policy in a checkpoint, the start model that it was loaded into, and its step."""
+    values = read_values(source)
+    start = values.get("policy")
+    if start is None:
+        raise CheckpointError(
+            f"{source} has no policy of an RL run; a warm start's model folder is the result of "
+            "its stage"
+        )
+    saved = read_role_states(source, "actor")
+    path = str(model or start["model"])
+    require_model_folder(path, "the start model (--model)")
+    policy = load_policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
+    _load_saved_weights(policy, saved, source, path)
+    return policy, path, int(values["step"])
+
+
+def _load_saved_weights(
+    policy: PreTrainedModel, saved: list[RankState], source: str, path: str
+) -> None:
+    """Load the saved weights into the start model; raise CheckpointError for another model."""
+    other = f"{source} is not of the start model {path}: {{}}; give --model the one it began with"
+    start = saved[0].values.get("start")
+    if has_adapters(policy) and start is not None and start != weights_fingerprint(policy):
+        raise CheckpointError(other.format("its adapters were trained on other weights"))
+    try:
+        load_weights(policy, saved)
+    except DamagedCheckpointError:
+        raise
+    except CheckpointError as error:
+        what = str(error).partition(";")[0].removeprefix("the checkpoint is of another model: ")
+        raise CheckpointError(other.format(what)) from error
+
+
+def _write_local(policy: PreTrainedModel, path: str, place: Folder, step: int) -> None:
+    """To a disk: write a draft, fsync it, rename it."""
+    parent = Folder(Path(place.path).parent)
+    parent.create()
+    draft = parent / draft_name(step)
+    try:
+        save_model(policy, load_tokenizer(path), draft.path)
+        draft.fsync()
+        if not draft.move(place):
+            raise _target_exists(place)
+    finally:
+        draft.remove()
+
+
+def _upload(policy: PreTrainedModel, path: str, place: Folder) -> None:
+    """To an object store, which can't rename: config.json, which marks it complete, is last."""
+    with tempfile.TemporaryDirectory(prefix="export-") as near:
+        save_model(policy, load_tokenizer(path), near)
+        names = [str(file.relative_to(near)) for file in Path(near).rglob("*") if file.is_file()]
+        files = {name: Folder(near).digest(name) for name in names if name != CONFIG}
+        upload(Path(near), place.uri, files, f"upload {Path(place.path).name}")
+        place.write(CONFIG, [(Path(near) / CONFIG).read_bytes()])
+
+
+def _target_exists(place: Folder) -> CheckpointError:
+    return CheckpointError(f"{place} is there already; delete it, or name another folder")
+
+
+# Hugging Face folders of a run's checkpoints, exported during training.
+#
+# Each checkpoint is exported to `<run>/huggingface/step_500` by `python -m engine.export` in a
+# separate process: loading a model changes global random generators and defaults, which training
+# relies on. Pending exports are found by listing the folders, so a resumed run exports what the
+# run
+# before it left. `engine.checkpoint.store` deletes old exports.
+
+log = logging.getLogger(__name__)
+
+_NICENESS = 10  # training comes first
+_SOURCES = str(Path(__file__).parents[2])
+
+
+class BackgroundExporter:
+    """Exports one checkpoint at a time, from a thread; a failed export is logged and skipped."""
+
+    def __init__(self, store: CheckpointStore, model: str, timeout_s: float) -> None:
+        """`model` is the start model's path; each export has `timeout_s` seconds."""
+        self._store, self._model, self._timeout_s = store, model, timeout_s
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._requested = False
+        self._given_up: set[str] = set()  # names of checkpoints
+
+    def wake(self) -> None:
+        """Export all checkpoints that have no model folder yet; return at once."""
+        with self._lock:
+            self._requested = True
+            if self._thread is None:
+                # A daemon: a terminated run doesn't wait, and its child process ends with it.
+                self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Return when every checkpoint is exported, or its export has failed."""
+        self.wake()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()  # each export has a deadline
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._requested:
+                    self._thread = None
+                    return
+                self._requested = False
+            try:
+                while (name := self._next_unexported()) is not None:
+                    self._export_checkpoint(name)
+            except (CheckpointError, OSError) as error:
+                log.warning("no model folders of checkpoints: %s; training continues", error)
+
+    def _next_unexported(self) -> str | None:
+        """The oldest checkpoint that is not exported."""
+        for name in self._store.complete():
+            if name not in self._given_up and not is_exported(self._target(name)):
+                return name
+        return None
+
+    def _export_checkpoint(self, name: str) -> None:
+        source, place = self._store.root / name, self._target(name)
+        fault = self._run_export(source, place)
+        gone = MARKER not in source.sizes()  # deleted by retention
+        if gone:
+            place.remove()
+        elif fault and not is_exported(place):  # an earlier attempt's process may still export it
+            self._given_up.add(name)
+            log.warning("no model folder of checkpoint %s: %s; training continues", source, fault)
+
+    def _target(self, name: str) -> Folder:
+        return self._store.root / EXPORTS / name
+
+    def _run_export(self, source: Folder, place: Folder) -> str:
+        """Run the command; return why it failed, or nothing."""
+        command = [sys.executable, "-m", "engine.export", source.uri, "--out", place.uri]
+        paths = [_SOURCES, os.environ.get("PYTHONPATH")]
+        hidden = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }  # training uses the devices and cores
+        with tempfile.TemporaryFile("w+") as stderr:
+            process = subprocess.Popen(
+                [*command, "--model", self._model, "--beside"],
+                env=os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                stdin=subprocess.PIPE,  # closed when this process ends, however it does
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+            assert process.stdin is not None
+            with process.stdin:
+                os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
+                try:
+                    status = process.wait(self._timeout_s)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                    return f"it was not made in {self._timeout_s:g} s"
+            stderr.seek(0)
+            lines = stderr.read().strip().splitlines() or [f"exit status {status}"]
+        return lines[-1].removeprefix("error: ") if status else ""

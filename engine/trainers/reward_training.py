@@ -1,0 +1,271 @@
+"""Training of rewards: reward models from pairs, process rewards from steps, likelihood rewards.
+
+The loop is in `offline`, the use of what was trained in `engine.rewards`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from engine.algorithms.preference_losses import bradley_terry
+from engine.batch import Batch
+from engine.config import OfflineConfig, PreferenceTrainingConfig, RewardModelTrainingConfig
+from engine.data.training_examples import (
+    PairExample,
+    PreferenceExample,
+    StepExample,
+    collate_scored,
+    collate_steps,
+)
+from engine.errors import ConfigError
+from engine.evaluation.metrics import wilson_interval
+from engine.runtime.policy_runtime import StartModel
+from engine.trainers.offline import OfflineTrainer, OnStep, done
+from engine.trainers.preference_learning import PreferenceTrainer
+from engine.workers.supervised import ProcessRewardWorker, RewardModelWorker
+
+# Reward models: a score for a conversation, learned from pairs (Bradley-Terry).
+#
+# The result is a sequence-classification folder with one label, which the reward `reward_model` of
+# RL loads. The loop is in `offline`.
+
+CHUNK = 1024  # pairs of one call to the ranks
+OTHERS = {
+    "token": "learns from steps by ProcessRewardTrainer",
+    "likelihood": "has no head, and learns by LikelihoodRewardTrainer",
+}
+BINS = 10  # of confidence, for the calibration error
+
+
+class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
+    """Trains a reward model on pairs; see `OfflineTrainer`. `read_reward_pairs` reads them.
+
+    Metrics of a step are `reward_model/loss`, `lr`, `grad_norm`, `tokens_per_s`, the mean scores
+    `rewards/chosen` and `rewards/rejected`, `rewards/margins`, `rewards/accuracies`, and, where
+    they were taken, what `validate` gives as `validation_…`. A model in memory is copied.
+    """
+
+    what = "the reward model"
+    no_rows = "the reward model has no rows; give a source of pairs"
+    worker_class = RewardModelWorker
+
+    def __init__(
+        self,
+        model: PreTrainedModel | StartModel,
+        pad_token_id: int,
+        config: RewardModelTrainingConfig,
+        *,
+        seed: int,
+        start: str = "",
+        on_step: OnStep = lambda step, total, metrics: None,
+    ) -> None:
+        """As `OfflineTrainer`; ConfigError for a config of the other head, ModelError for a model
+        that no classifier can be made of."""
+        if config.head != "sequence":
+            raise ConfigError(
+                f"reward_model.head={config.head} {OTHERS[config.head]}; set head=sequence"
+            )
+        super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
+        self.config = config
+
+    def scores(self, examples: Sequence[PairExample]) -> Tensor:
+        """Scores `[N, 2]` (float32) of the chosen and the rejected conversations."""
+        found = []
+        for start in range(0, len(examples), CHUNK):
+            batch = self._collate(examples[start : start + CHUNK])
+            found.append(done(self._ranks.scores(batch))["scores"])
+        return torch.cat(found).view(-1, 2)
+
+    def validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
+        """How well held-out pairs are ranked; see `ranking`."""
+        margins = torch.tensor([example.margin for example in examples], dtype=torch.float64)
+        return ranking(self.scores(examples), margins, self.config.center_rewards_coefficient)
+
+    def _collate(self, examples: Sequence[PairExample]) -> Batch:
+        return collate_scored(examples, self.pad_token_id)
+
+    def _update(self, batch: Batch) -> dict[str, float]:
+        return done(self._ranks.update(batch))
+
+    def _validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
+        found = self.validate(examples)
+        return {f"validation_{name}": value for name, value in found.items()}
+
+
+def ranking(scores: Tensor, margins: Tensor, center: float) -> dict[str, float]:
+    """How well pairs are ranked by scores `[N, 2]` of the chosen and the rejected response.
+
+    `loss`, `accuracy` with its 95 % Wilson interval (`accuracy_low`, `accuracy_high`), the mean
+    `margin` of the scores, and `calibration_error`: how far σ(margin) is from the share of pairs
+    that are ranked right, the mean over pairs in bins of confidence. `margins` `[N]` and `center`
+    are the loss's.
+    """
+    chosen, rejected = scores.double().unbind(1)
+    out = bradley_terry(chosen, rejected, margins, center_rewards_coefficient=center)
+    right = (chosen > rejected).double()
+    interval = wilson_interval(right.numpy(), 0.95)
+    return {
+        "loss": float(out.loss.mean()),
+        "accuracy": float(right.mean()),
+        "accuracy_low": interval.low,
+        "accuracy_high": interval.high,
+        "margin": float((chosen - rejected).mean()),
+        "calibration_error": calibration_error(chosen - rejected),
+    }
+
+
+def calibration_error(gaps: Tensor) -> float:
+    """Expected calibration error of score differences `[N]`, chosen less rejected.
+
+    A pair's confidence is σ(|gap|), from 0.5 to 1, in bins of equal width. Source: Guo et al.,
+    arXiv 1706.04599, eq. 5.
+    """
+    confidence, right = torch.sigmoid(gaps.abs()), (gaps > 0).double()
+    bins = ((confidence - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
+    error = 0.0
+    for one in bins.unique():
+        inside = bins == one
+        error += float(inside.sum() * (confidence[inside].mean() - right[inside].mean()).abs())
+    return error / len(gaps)
+
+
+# A reward model that stays a language model: a response's log-prob is its score.
+#
+# Where right and wrong hang on single tokens that the policy can predict, such as digits, it ranks
+# better than a new head, which has to learn from one bit a pair what the language model knows. The
+# loss is the preference loss `likelihood`, the folder a language model's, which the reward
+# `likelihood` of RL loads.
+
+
+class _Settings(PreferenceTrainingConfig):
+    """Of the preference loss, under the name of the reward model."""
+
+    section: ClassVar[str] = "reward_model"
+
+
+class LikelihoodRewardTrainer(PreferenceTrainer):
+    """Trains a language model on pairs to be a reward model. `read_preferences` reads them.
+
+    Metrics are those of `RewardModelTrainer`. A model in memory is trained in place.
+    """
+
+    what = "the reward model"
+    no_rows = "the reward model has no rows; give a source of pairs"
+
+    def __init__(
+        self,
+        model: PreTrainedModel | StartModel,
+        pad_token_id: int,
+        config: RewardModelTrainingConfig,
+        *,
+        seed: int,
+        start: str = "",
+        on_step: OnStep = lambda step, total, metrics: None,
+    ) -> None:
+        """As `OfflineTrainer`; ConfigError for a config of another head."""
+        if config.head != "likelihood":
+            raise ConfigError(
+                f"reward_model.head={config.head} is of another trainer; set head=likelihood"
+            )
+        values = {name: getattr(config, name) for name in OfflineConfig.model_fields}
+        values |= {"loss": "likelihood", "sft_weight": config.sft_weight}
+        own = _Settings.model_validate(values)
+        super().__init__(model, pad_token_id, own, seed=seed, start=start, on_step=on_step)
+
+    def scores(self, examples: Sequence[PreferenceExample]) -> Tensor:
+        """Log-probs `[N, 2]` (float32) of the chosen and the rejected responses."""
+        return self._response_log_probs(examples, reference=False).view(-1, 2)
+
+    def validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
+        """How well held-out pairs are ranked; see `ranking`."""
+        return ranking(self.scores(examples), torch.zeros(len(examples), dtype=torch.float64), 0.0)
+
+    def _validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
+        return {f"validation_{name}": value for name, value in self.validate(examples).items()}
+
+
+# Process rewards: a score for each step of a response, learned from steps that are right or wrong.
+#
+# The result is a token-classification folder with one label, which the reward
+# `process_reward_model`
+# loads. The loop is in `offline`. Source: Lightman et al., "Let's verify step by step",
+# 2305.20050.
+
+
+class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
+    """Trains a model that scores steps; see `OfflineTrainer`. `read_steps` reads its rows.
+
+    Metrics of a step are `reward_model/loss`, `accuracy` (of steps), `scores` (the mean probability
+    of being right), `lr`, `grad_norm`, `tokens_per_s` and, where they were taken, what `validate`
+    gives as `validation_…`. A model in memory is copied.
+    """
+
+    what = "the process reward model"
+    no_rows = "the process reward model has no rows; give a source of rows with steps and labels"
+    worker_class = ProcessRewardWorker
+
+    def __init__(
+        self,
+        model: PreTrainedModel | StartModel,
+        pad_token_id: int,
+        config: RewardModelTrainingConfig,
+        *,
+        seed: int,
+        start: str = "",
+        on_step: OnStep = lambda step, total, metrics: None,
+    ) -> None:
+        """As `OfflineTrainer`; ConfigError for a config of the other head, ModelError for a model
+        that no token classifier can be made of."""
+        if config.head != "token":
+            raise ConfigError(
+                f"reward_model.head={config.head} learns from pairs by RewardModelTrainer; set "
+                "head=token"
+            )
+        super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
+        self.config = config
+
+    def scores(self, examples: Sequence[StepExample]) -> list[Tensor]:
+        """For each example the scores `[steps]` (float32) of its steps; right ones are above 0."""
+        found = []
+        for start in range(0, len(examples), CHUNK):
+            some = examples[start : start + CHUNK]
+            values = done(self._ranks.step_scores(self._collate(some)))["values"]
+            for row, example in zip(values, some, strict=True):
+                found.append(row[[end + 1 for end in example.ends]])
+        return found
+
+    def validate(self, examples: Sequence[StepExample]) -> dict[str, float]:
+        """How well held-out steps are told apart.
+
+        `loss`, `accuracy` a step with its 95 % Wilson interval (`accuracy_low`, `accuracy_high`),
+        and `solution_accuracy`: the share of responses of which all steps are judged rightly.
+        """
+        scores = self.scores(examples)
+        flat = torch.cat(scores).double()
+        labels = torch.tensor([label for example in examples for label in example.labels])
+        right = (flat > 0) == labels
+        interval = wilson_interval(right.double().numpy(), 0.95)
+        whole = [bool(part.all()) for part in right.split([len(one) for one in scores])]
+        return {
+            "loss": float(F.binary_cross_entropy_with_logits(flat, labels.double())),
+            "accuracy": float(right.double().mean()),
+            "accuracy_low": interval.low,
+            "accuracy_high": interval.high,
+            "solution_accuracy": sum(whole) / len(whole),
+        }
+
+    def _collate(self, examples: Sequence[StepExample]) -> Batch:
+        return collate_steps(examples, self.pad_token_id)
+
+    def _update(self, batch: Batch) -> dict[str, float]:
+        return done(self._ranks.update_steps(batch))
+
+    def _validate(self, examples: Sequence[StepExample]) -> dict[str, float]:
+        found = self.validate(examples)
+        return {f"validation_{name}": value for name, value in found.items()}

@@ -1,0 +1,279 @@
+"""Rollout sources by `trainer.mode`: who waits for whom between rollout and update.
+
+- sync: rollout, then update, on the same weights. Nothing is stale.
+- one_step_off: step k+1 is sampled during the update of step k, so it is one version behind.
+- async: rollout workers never stop; a step takes what is fresh enough (AReaL, arXiv:2505.24298;
+  in-flight weight updates as in PipelineRL, arXiv:2509.19128).
+
+The training loop and the dataflows are the same for all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.batch import Batch, Future, Ready
+from engine.checkpoint.state_dict import StateDict
+from engine.config.rl import TrainerConfig
+from engine.controller.async_rollout import AsyncRollout, PublishedWeights, WeightPublisher
+from engine.controller.groups import Roles
+from engine.controller.launch import launch
+from engine.controller.rollout_queue import AdmissionLimits
+from engine.controller.supervision import HealthPolicy
+from engine.controller.timeline import Span
+from engine.dataflows.algo import Algo
+from engine.errors import WeightSyncError
+from engine.rollout.protocol import engine_capabilities
+from engine.trainers.rollout_state import Rollout
+from engine.trainers.run_spec import (
+    RolloutSource,
+    SourceInputs,
+    register_rollout_source,
+    rollout_worker_placement,
+    rollout_worker_spec,
+)
+
+# trainer.mode=sync: rollout and update take turns on the same weights.
+
+
+@register_rollout_source("sync")
+class SyncSource(RolloutSource):
+    """Gives prompts only; the dataflow samples them with the trainer's own weights."""
+
+    def next_prompts(self) -> Batch:
+        return self.prompts.next_batch()
+
+
+# trainer.mode=one_step_off: a sampler works on step k+1 during the update of step k.
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _PendingRollout:
+    """Completions that the sampler is working on."""
+
+    prompts: Batch
+    completions: Future[Batch]
+    weights: PublishedWeights | None = None  # that they are sampled under; None: from a checkpoint
+    loading: Future[int] | None = None  # of `weights`, ahead of the sampling; None: already loaded
+
+
+@register_rollout_source("one_step_off")
+class OneStepOffSource(RolloutSource):
+    """Keeps the rollout of one step pending on the role `sampler`."""
+
+    off_policy = True
+    extra_roles = frozenset({"sampler"})
+
+    def __init__(self, inputs: SourceInputs) -> None:
+        super().__init__(inputs)
+        self._deltas = inputs.spec.config.trainer.delta_sync
+        self._pending: _PendingRollout | None = None
+        self._version = self._last_step = 0
+        self._weights: PublishedWeights | None = None
+        self._sampler_version = -1  # of the sampler's weights; -1: unknown
+
+    @classmethod
+    def samplers(cls, config: TrainerConfig) -> int:
+        return config.rollout_workers
+
+    @contextmanager
+    def running(self, last_step: int) -> Iterator[None]:
+        self._last_step, self._sampler_version = last_step, -1
+        self._publisher = WeightPublisher(self.roles.actor, deltas=self._deltas)
+        yield
+
+    def update_weights(self, version: int) -> None:
+        self._version = version
+        if self._pending is None or self._another_step:
+            self._weights = self._publisher.publish(version)
+
+    def next_prompts(self) -> Batch:
+        rollout, self._pending = self._pending or self._sample(), None
+        completions = self._completions(rollout)
+        if self._another_step:
+            self._pending = self._sample()
+        self.roles["rollout"].provide_result("generate", rollout.prompts, completions)
+        return rollout.prompts
+
+    def state_dict(self) -> StateDict:
+        queue: list[StateDict] = []
+        if self._pending is not None:
+            completions = self._completions(self._pending).result()
+            queue = [Rollout(self._pending.prompts, completions).to_tree()]
+        return {"queue": queue, "prompts": self.prompts.state_dict()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.roles.sampler.load_weights(self.roles.actor.weights()).result()
+        super().load_state_dict(state)
+        self._pending = None
+        for tree in state["queue"]:  # one at most
+            rollout = Rollout.from_tree(tree)
+            self._pending = _PendingRollout(rollout.prompts, Ready(rollout.completions))
+
+    @property
+    def _another_step(self) -> bool:
+        """Whether a step follows the next one."""
+        return self._version + 1 < self._last_step
+
+    def _sample(self) -> _PendingRollout:
+        """Start sampling the next prompts under the weights that were published last."""
+        assert self._weights is not None
+        prompts, weights, loading = self.prompts.next_batch(), self._weights, None
+        if self._sampler_version < weights.version:
+            loading = self.roles.sampler.load_weights(weights.update_from(self._sampler_version))
+            self._sampler_version = weights.version
+        return _PendingRollout(prompts, self.roles.sampler.generate(prompts), weights, loading)
+
+    def _completions(self, rollout: _PendingRollout) -> Future[Batch]:
+        """Wait until the weights are loaded; after a failed delta send the full ones, and sample
+        again."""
+        if rollout.loading is not None:
+            loading, rollout.loading = rollout.loading, None
+            try:
+                loading.result()
+            except WeightSyncError as error:
+                assert rollout.weights is not None
+                log.warning("the sampler gets the full weights: %s", error)
+                self.roles.sampler.load_weights(rollout.weights.full).result()
+                rollout.completions = self.roles.sampler.generate(rollout.prompts)
+        return rollout.completions
+
+
+# trainer.mode=async: steps take batches from a bounded queue that rollout workers keep full.
+
+_START_GRACE_S = 5.0  # after its deadline, for a start that failed to say why
+
+
+@register_rollout_source("async")
+class AsyncSource(RolloutSource):
+    """Runs an `AsyncRollout` on processes of its own; its groups arrive with their scores."""
+
+    off_policy = True
+    filters_groups = True
+
+    def __init__(self, inputs: SourceInputs) -> None:
+        super().__init__(inputs)
+        self._spec, self._config = inputs.spec, inputs.spec.config.trainer
+        self._filter = SignalFilter(inputs.algo, self.prompts.observe)
+        self._last_step = 0
+        self._rollout: AsyncRollout | None = None
+        self._restored: list[Rollout] = []  # of a checkpoint, until the rollout starts
+
+    @classmethod
+    def samplers(cls, config: TrainerConfig) -> int:
+        return config.rollout_workers
+
+    @contextmanager
+    def running(self, last_step: int) -> Iterator[None]:
+        self._last_step = last_step
+        self._publisher = WeightPublisher(self.roles.actor, deltas=self._config.delta_sync)
+        try:
+            yield
+        finally:
+            rollout, self._rollout = self._rollout, None
+            if rollout is not None:
+                rollout.close()
+
+    def update_weights(self, version: int) -> None:
+        weights = self._publisher.publish(version)
+        if self._rollout is None:
+            self._rollout = self._start(weights)
+        else:
+            self._rollout.update_weights(weights)
+
+    def next_prompts(self) -> Batch:
+        prompts, completions = self._running.take()
+        self.roles["rollout"].provide_result("generate", prompts, Ready(completions))
+        self.roles["reward"].provide_result("score", completions, Ready(completions))
+        return prompts
+
+    def prefetch(self) -> None:
+        """Prompts are drawn one by one, by the rollout's own thread."""
+
+    def observe(self, sampled: Batch) -> None:
+        """Groups were looked at when they were scored, in the rollout's own thread."""
+
+    def metrics(self) -> dict[str, float]:
+        return self._running.metrics()
+
+    def take_spans(self) -> list[Span]:
+        return self._running.take_spans()
+
+    def state_dict(self) -> StateDict:
+        if self._rollout is None:
+            return self._state(self._restored, [])
+        with self._rollout.paused() as (finished, unfinished):
+            return self._state([Rollout(*group) for group in finished], unfinished)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        super().load_state_dict(state)
+        self._restored = [Rollout.from_tree(tree) for tree in state["queue"]]
+
+    def _state(self, finished: list[Rollout], unfinished: list[Batch]) -> StateDict:
+        prompts = self.prompts.state_dict(unfinished)
+        return {"queue": [rollout.to_tree() for rollout in finished], "prompts": prompts}
+
+    @property
+    def _running(self) -> AsyncRollout:
+        assert self._rollout is not None, "update_weights starts the rollout"
+        return self._rollout
+
+    def _start(self, weights: PublishedWeights) -> AsyncRollout:
+        config, restored = self._config, self._restored
+        self._restored = []
+        # A server that loads, or finishes what it has begun first, is silent that long.
+        remote = engine_capabilities(self._spec.config.rollout).remote
+        loading = self._spec.config.rollout.server.timeout_s if remote else 0.0
+        silence = config.rollout_silence_s + loading
+        return AsyncRollout(
+            [f"sampler{i}" for i in range(config.rollout_workers)],
+            AdmissionLimits(config.train_batch_size, config.staleness, steps=self._last_step),
+            HealthPolicy(
+                suspect_after=silence / 4,
+                dead_after=silence,
+                start_timeout=config.start_timeout_s + _START_GRACE_S,
+                sync_timeout=silence,
+                max_restarts=config.max_rollout_restarts,
+            ),
+            spawn=self._spawn,
+            next_prompt=self.prompts.next_prompt,
+            score=self.roles.reward.score_part,
+            weights=weights,
+            keep=self._filter.accepts,
+            finished=[(rollout.prompts, rollout.completions) for rollout in restored],
+            timeout_s=config.step_timeout_s,
+        )
+
+    def _spawn(self, name: str, attempt: int) -> Roles:
+        """Start one process of a rollout worker."""
+        spec = rollout_worker_spec(name, self._spec)
+        placement = rollout_worker_placement(name, self._spec)
+        return launch(placement, [spec], recorder=self.roles.recorder)
+
+
+class SignalFilter:
+    """Dynamic sampling (DAPO) by the group: those without signal are rejected.
+
+    After as many in a row as `filter_groups.max_num_gen_batches` rollouts have, one is accepted.
+    """
+
+    def __init__(self, algo: Algo, observe: Callable[[Batch], None] = lambda group: None) -> None:
+        """`observe` gets every group before it is accepted or rejected."""
+        self._observe = observe
+        self._algo, self._settings = algo, algo.config.algorithm.filter_groups
+        self._limit = self._settings.max_num_gen_batches * algo.config.trainer.train_batch_size
+        self._in_a_row = 0  # groups without signal
+
+    def accepts(self, group: Batch) -> bool:
+        """Whether a scored group may be learned from."""
+        self._observe(group)
+        if not self._settings.enable:
+            return True
+        has_signal = bool(self._algo.rows_with_signal(group).any())
+        self._in_a_row = 0 if has_signal else self._in_a_row + 1
+        return self._in_a_row % self._limit == 0

@@ -1,0 +1,652 @@
+"""What an RL run is made of before it starts: its roles, their layouts, and their placement.
+
+The roles that a dataflow can name and how each is built, how their models are sharded, the
+interface and the registry of rollout sources. Sources are in `rollout_modes`, checks in
+`run_plan`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from transformers import PretrainedConfig
+
+from engine.batch import Batch
+from engine.checkpoint.state_dict import StateDict
+from engine.config import ActorConfig, CriticConfig, LoRAConfig, ParallelConfig, RLConfig
+from engine.config.rl import TrainerConfig
+from engine.controller.placement import Placement, Pool
+from engine.controller.timeline import Span
+from engine.controller.worker_host import RoleSpec
+from engine.dataflows import choose_dataflow
+from engine.dataflows.algo import RequiredPasses
+from engine.errors import ConfigError
+from engine.models import text_config
+from engine.parallel.layout import Layout, ModelShape, RankGrid, check_layout, rollout_layout
+from engine.registry import Registry
+from engine.rollout.protocol import engine_capabilities
+from engine.trainers.moe_checks import check_mixture, check_mixture_axes
+
+if TYPE_CHECKING:
+    from engine.controller.groups import Roles
+    from engine.dataflows.algo import Algo
+    from engine.trainers.prompts import PromptStream
+
+
+# What the training loop needs of a rollout source, and the registry of sources by mode.
+
+
+@dataclass(frozen=True, slots=True)
+class SourceInputs:
+    """What a source is built from."""
+
+    spec: RunSpec
+    roles: Roles
+    prompts: PromptStream
+    algo: Algo
+
+
+class RolloutSource(ABC):
+    """Gives each step its prompts, whose completions may be sampled already.
+
+    Owns the prompts and everything that is sampled and not used yet, with its checkpoint state.
+    The defaults are those of rollout that is not ahead of the trainer.
+    """
+
+    off_policy: ClassVar[bool] = False  # completions may be of older weights than the update's
+    extra_roles: ClassVar[frozenset[str]] = frozenset()  # that it calls, besides the dataflow's
+    filters_groups: ClassVar[bool] = False  # drops groups without signal itself (DAPO)
+
+    def __init__(self, inputs: SourceInputs) -> None:
+        self.roles, self.prompts = inputs.roles, inputs.prompts
+
+    @classmethod
+    def samplers(cls, config: TrainerConfig) -> int:
+        """Number of processes that only decode, with a copy of the policy."""
+        return 0
+
+    @contextmanager
+    def running(self, last_step: int) -> Iterator[None]:
+        """Serve the steps up to `last_step` in this block; nothing is sampled beyond it."""
+        yield
+
+    def update_weights(self, version: int) -> None:
+        """Send the actor's weights, after `version` updates, to the samplers. Called each step."""
+        return
+
+    @abstractmethod
+    def next_prompts(self) -> Batch:
+        """The prompts of the next step.
+
+        What is sampled of them already is provided to the roles: the dataflow's
+        `roles.rollout.generate(prompts)` returns it.
+        """
+
+    def prefetch(self) -> None:
+        """Prepare the prompts of the step after this one while workers are busy."""
+        self.prompts.prefetch()
+
+    def observe(self, sampled: Batch) -> None:
+        """Look at a rollout of the step that has just ended, with its scores."""
+        self.prompts.observe(sampled)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the source itself."""
+        return {}
+
+    def take_spans(self) -> list[Span]:
+        """Timeline spans since the last call, of processes that are not among the roles."""
+        return []
+
+    def state_dict(self) -> StateDict:
+        """Everything that is drawn and not used yet: finished rollouts (`queue`) and `prompts`."""
+        return {"queue": [], "prompts": self.prompts.state_dict()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore `state_dict`. The actor's weights are restored before."""
+        self.prompts.load_state_dict(state["prompts"])
+
+
+_SOURCES: Registry[type[RolloutSource]] = Registry(
+    "rollout source",
+    "trainer.mode",
+    ("engine.trainers.rollout_modes",),
+    "@register_rollout_source(mode)",
+)
+
+
+def register_rollout_source(
+    mode: str,
+) -> Callable[[type[RolloutSource]], type[RolloutSource]]:
+    """Make a source selectable as `trainer.mode=<mode>`."""
+    return _SOURCES.register(mode)
+
+
+def get_rollout_source(mode: str) -> type[RolloutSource]:
+    """The source of a mode; raise ConfigError for an unknown one."""
+    return _SOURCES.get(mode)
+
+
+def sampler_count(config: TrainerConfig) -> int:
+    """Number of processes of a run that only decode, with a copy of the policy."""
+    return get_rollout_source(config.mode).samplers(config)
+
+
+# The layout of each role: how its model is sharded, and whether model and settings allow that.
+#
+# Values only; workers create process groups, the controller starts processes.
+
+# Roles whose model is sharded like the actor's.
+_AS_ACTOR = ("actor", "rollout", "reference", "teacher")
+
+
+def parallel_of(role: str, config: RLConfig) -> ParallelConfig:
+    """How a role's model is sharded; reference and teacher like the actor."""
+    if role in _AS_ACTOR:
+        return config.actor.parallel
+    if role == "critic":
+        return config.critic.parallel or config.actor.parallel
+    if role == "sampler":  # copies, each with prompts of its own
+        return ParallelConfig(dp=max(1, sampler_count(config.trainer)))
+    return ParallelConfig()
+
+
+def layout_of(role: str, config: RLConfig) -> Layout:
+    """The layout of a role's ranks."""
+    return Layout.of(parallel_of(role, config))
+
+
+def pool_size(roles: Iterable[str], config: RLConfig) -> int:
+    """Processes of a pool; raises ConfigError where its roles disagree."""
+    layouts = {role: layout_of(role, config) for role in roles}
+    sizes = {layout.world_size for layout in layouts.values()}
+    if len(sizes) > 1:
+        text = ", ".join(f"{role}: {layout}" for role, layout in layouts.items())
+        raise ConfigError(
+            f"roles that share processes have layouts of different sizes ({text}); make them "
+            "equal, or give them pools of their own (trainer.pools)"
+        )
+    return sizes.pop()
+
+
+def call_layout(role: str, config: RLConfig) -> RankGrid | None:
+    """The layout over which a role's calls are split; None for one rank."""
+    layout = layout_of(role, config)
+    if layout.world_size == 1:
+        return None
+    if role == "rollout":
+        apart = sampler_count(config.trainer) > 0
+        return rollout_layout(layout, tp=layout.tp if apart else _rollout_tp(config))
+    return layout
+
+
+def _rollout_tp(config: RLConfig) -> int:
+    """Tensor-parallel size of rollout on the actor's ranks; 1 for engines with own processes."""
+    own_processes = engine_capabilities(config.rollout).own_processes
+    return 1 if own_processes else config.rollout.tensor_parallel_size
+
+
+def check_layouts(
+    config: RLConfig, lora: LoRAConfig, model_config: PretrainedConfig | None = None
+) -> None:
+    """Raise ConfigError for layouts that the settings, or the model, don't allow."""
+    for role in ("actor", "critic"):
+        parallel, layout = parallel_of(role, config), layout_of(role, config)
+        own = config.critic.model_path if role == "critic" else ""
+        read = text_config(own) if own and model_config is not None else model_config
+        check_parallel(f"{role}.parallel", parallel, lora, read)
+        if layout.world_size > 1 and config.trainer.placement == "local":
+            raise ConfigError(
+                f"{role}.parallel is a layout of {layout.world_size} ranks ({layout}), and "
+                "trainer.placement=local runs one process; set trainer.placement=ray"
+            )
+    _check_actor(config, lora)
+    if model_config is not None:
+        check_mixture(config, model_config)
+
+
+def check_parallel(
+    name: str, parallel: ParallelConfig, lora: LoRAConfig, model_config: PretrainedConfig | None
+) -> None:
+    """Raise ConfigError for a layout that no policy, or this model, takes; `name`: its setting."""
+    layout = Layout.of(parallel)
+    if layout.world_size > 1 and model_config is not None:
+        check_mixture_axes(name, parallel, model_config)
+        check_layout(layout, layout.world_size, ModelShape.of(model_config))
+    if parallel.offload_params and layout.fsdp * layout.sp == 1:
+        raise ConfigError(f"{name}.offload_params is FSDP's; set {name}.fsdp to 2 or more")
+    if lora.quantize and layout.tp > 1:
+        raise ConfigError(
+            f"model.lora.quantize={lora.quantize} with {name}.tp={layout.tp}: a quantised base "
+            "can't be split; set tp=1"
+        )
+
+
+def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
+    layout, rollout = layout_of("actor", config), config.rollout
+    if config.reference.offload_params and layout.fsdp * layout.sp == 1:
+        raise ConfigError(
+            "reference.offload_params is FSDP's; set actor.parallel.fsdp to 2 or more"
+        )
+    apart = sampler_count(config.trainer) > 0
+    if not apart and layout.world_size % _rollout_tp(config):
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} does not divide the "
+            f"actor's {layout.world_size} ranks ({layout}); choose a divisor"
+        )
+    full = config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
+    if layout.pp > 1 and full:
+        raise ConfigError(
+            f"actor.kl_loss_type=full with actor.parallel.pp={layout.pp}: the exact KL needs both "
+            "models' logits in one place; choose an estimator such as low_var_kl, or pp=1"
+        )
+    _check_samplers(config)
+    size, every = config.actor.ppo_mini_batch_size, 2 * layout.data_ranks
+    if choose_dataflow(config.algorithm).pairs and 0 < size < every:
+        raise ConfigError(
+            f"actor.ppo_mini_batch_size={size} holds no pair of completions for each of "
+            f"{layout.data_ranks} data-parallel ranks; set {every} or more, or 0 for all"
+        )
+    prompts = config.trainer.train_batch_size
+    for name, size in (("completions of a step", prompts * rollout.n), ("prompts", prompts)):
+        if size < layout.world_size:
+            raise ConfigError(
+                f"{size} {name} don't give each of the actor's {layout.world_size} ranks one; "
+                "raise trainer.train_batch_size or use fewer ranks"
+            )
+    copies = layout.world_size // _rollout_tp(config)
+    if rollout.parts > 1 and prompts // copies < rollout.parts:
+        raise ConfigError(
+            f"rollout.parts={rollout.parts} is more than the {prompts // copies} prompts that "
+            f"each of {copies} copies of the policy decodes (trainer.train_batch_size={prompts}); "
+            "lower it"
+        )
+
+
+def _check_samplers(config: RLConfig) -> None:
+    """Raise ConfigError for processes that only decode and can't be as they are asked for."""
+    samplers, rollout = sampler_count(config.trainer), config.rollout
+    if not samplers:
+        return
+    why, tp = f"with trainer.mode={config.trainer.mode}", rollout.tensor_parallel_size
+    capabilities = engine_capabilities(rollout)
+    if tp > 1 and not capabilities.own_processes:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={tp} {why} and rollout.engine={rollout.engine}: a "
+            "sampler is one process; set it to 1, or rollout.engine=vllm with "
+            "rollout.vllm.in_process=false, which starts processes of its own"
+        )
+    if samplers > config.trainer.train_batch_size:
+        raise ConfigError(
+            f"trainer.rollout_workers={samplers} is more than the prompts of a step "
+            f"(trainer.train_batch_size={config.trainer.train_batch_size}); lower it"
+        )
+    if samplers > 1 and capabilities.remote:
+        raise ConfigError(
+            f"trainer.rollout_workers={samplers} {why} and rollout.engine={rollout.engine}: one "
+            "process speaks to all servers, and brings them their weights; set it to 1, and name "
+            "the servers in rollout.server.urls"
+        )
+    pools = {role: pool for pool in config.trainer.pools for role in pool.roles}
+    gpus = pools["sampler"].gpus if "sampler" in pools else 0.0
+    decodes_here = not capabilities.remote
+    if decodes_here and "actor" in pools and pools["actor"].gpus and not gpus:
+        raise ConfigError(
+            "trainer.pools gives the actor GPUs and the processes that only decode none, which "
+            f"would decode on the CPU; add {{roles: [sampler], gpus: {tp}}}"
+        )
+    if capabilities.own_processes and 0 < gpus < tp:
+        raise ConfigError(
+            f"trainer.pools gives a sampler {gpus:g} GPUs, and rollout.tensor_parallel_size={tp} "
+            f"takes {tp}; set gpus of the pool [sampler] to {tp}"
+        )
+
+
+# The roles that a dataflow can name, and how each is built from the settings of a run.
+#
+# A role of your own is one module that `plugins` names:
+#
+#     @register_role("judge")
+#     def judge(spec: RunSpec) -> RoleSpec:
+#         return RoleSpec("judge", JudgeWorker, {"model_path": spec.model_path})
+#
+# A dataflow with "judge" among its `roles` calls it as `roles["judge"]`. It runs in a process of
+# its
+# own, unless `trainer.pools` places it.
+
+ROLES: Registry[Callable[[RunSpec], RoleSpec]] = Registry(
+    "role", "role", decorator="@register_role(name)"
+)
+register_role = ROLES.register
+
+R = TypeVar("R", ActorConfig, CriticConfig)
+
+
+@register_role("actor")
+def _actor(spec: RunSpec) -> RoleSpec:
+    from engine.workers.actor import ActorWorker
+
+    config = spec.config
+    rows = choose_dataflow(config.algorithm).rows_an_update(config)
+    own = {
+        "config": _with_warmup(config.actor, rows),
+        "lora": spec.lora,
+        "temperature": config.rollout.temperature,
+        "total_steps": _optimizer_steps(config, config.actor, rows),
+        "seed": spec.seed,
+        "preference": config.algorithm.preference,
+        "distillation": config.algorithm.distillation,
+        "sum_pi_squared": spec.needs.sum_pi_squared,
+        "sampler_dtype": config.rollout.dtype,
+        "delta_sync": config.trainer.delta_sync,
+    }
+    return RoleSpec("actor", ActorWorker, _model(spec) | own)
+
+
+@register_role("critic")
+def _critic(spec: RunSpec) -> RoleSpec:
+    from engine.workers.critic import CriticWorker
+
+    config = spec.config
+    rows = config.trainer.train_batch_size * config.rollout.n
+    own = {
+        "config": _with_warmup(config.critic, rows),
+        "total_steps": _optimizer_steps(config, config.critic, rows),
+        "seed": spec.seed,
+        "parallel": parallel_of("critic", config),
+    }
+    if config.critic.model_path:
+        own["model_path"] = config.critic.model_path
+    return RoleSpec("critic", CriticWorker, _model(spec) | own)
+
+
+@register_role("rollout")
+def _rollout(spec: RunSpec) -> RoleSpec:
+    from engine.workers.rollout_worker import RolloutWorker
+
+    rollout = spec.config.rollout
+    if spec.samplers:  # beside them, the trainer's own rollout role only validates
+        tp = spec.config.actor.parallel.tp
+        own = {"engine": "native", "options": {}, "tensor_parallel_size": tp}
+        rollout = rollout.model_copy(update=own)
+    options = _model(spec) | _sampling(spec) | {"config": rollout}
+    if rollout.multi_turn.enable:
+        from engine.workers.agent_rollout import AgentRolloutWorker
+
+        return RoleSpec("rollout", AgentRolloutWorker, options)
+    return RoleSpec("rollout", RolloutWorker, options)
+
+
+@register_role("sampler")
+def _sampler(spec: RunSpec) -> RoleSpec:
+    from engine.workers.rollout_worker import RolloutWorker
+
+    options = _sampling(spec) | _policy_copy(spec)
+    if spec.config.rollout.multi_turn.enable:
+        from engine.workers.agent_rollout import AgentRolloutWorker
+
+        return RoleSpec("sampler", AgentRolloutWorker, options)
+    return RoleSpec("sampler", RolloutWorker, options)
+
+
+@register_role("reference")
+def _reference(spec: RunSpec) -> RoleSpec:
+    from engine.workers.frozen_models import ReferenceWorker
+
+    options = _model(spec) | _frozen(spec) | {"base_of_policy": True}
+    if spec.config.reference.offload_params:
+        options["parallel"] = options["parallel"].model_copy(update={"offload_params": True})
+    return RoleSpec("reference", ReferenceWorker, options)
+
+
+@register_role("teacher")
+def _teacher(spec: RunSpec) -> RoleSpec:
+    from engine.workers.frozen_models import TeacherWorker
+
+    algorithm = spec.config.algorithm
+    own = {"teachers": algorithm.teachers, "settings": algorithm.distillation}
+    return RoleSpec("teacher", TeacherWorker, _model(spec) | _frozen(spec) | own)
+
+
+@register_role("reward")
+def _reward(spec: RunSpec) -> RoleSpec:
+    from engine.workers.reward_worker import RewardWorker
+
+    options = {
+        "model_path": spec.model_path,
+        "config": spec.config.reward,
+        "plugins": spec.config.plugins,
+    }
+    return RoleSpec("reward", RewardWorker, options)
+
+
+def stream_sampler(name: str, spec: RunSpec) -> RoleSpec:
+    """One worker of asynchronous rollout."""
+    from engine.workers.rollout_worker import StreamRolloutWorker
+
+    options = _sampling(spec) | _policy_copy(spec)
+    if spec.config.rollout.multi_turn.enable:
+        from engine.workers.agent_rollout import AgentStreamWorker
+
+        return RoleSpec(name, AgentStreamWorker, options)
+    return RoleSpec(name, StreamRolloutWorker, options)
+
+
+def _model(spec: RunSpec) -> dict[str, Any]:
+    return {"model_path": spec.model_path, "dtype": spec.dtype}
+
+
+def _policy_copy(spec: RunSpec) -> dict[str, str]:
+    """The model of a sampler, which has a copy of the policy."""
+    return {"model_path": spec.model_path, "dtype": spec.config.rollout.dtype or spec.dtype}
+
+
+def _sampling(spec: RunSpec) -> dict[str, object]:
+    options = {
+        "config": spec.config.rollout,
+        "lora": spec.lora,
+        "max_response_length": spec.max_response_length,
+        "max_model_len": spec.max_model_len,
+        "seed": spec.seed,
+    }
+    if spec.config.rollout.multi_turn.enable:
+        options |= {"template_variables": spec.template_variables, "plugins": spec.config.plugins}
+    return options
+
+
+def _frozen(spec: RunSpec) -> dict[str, Any]:
+    return {
+        "parallel": parallel_of("reference", spec.config),
+        "temperature": spec.config.rollout.temperature,
+        "max_tokens_per_micro_batch": spec.config.actor.max_tokens_per_micro_batch,
+    }
+
+
+def _optimizer_steps(config: RLConfig, role: ActorConfig | CriticConfig, rows: int) -> int:
+    """Optimizer steps of the whole run, with `rows` completions in an update."""
+    return config.trainer.total_training_steps * _steps_per_update(role, rows)
+
+
+def _steps_per_update(role: ActorConfig | CriticConfig, rows: int) -> int:
+    return role.ppo_epochs * math.ceil(rows / (role.ppo_mini_batch_size or rows))
+
+
+def _with_warmup(role: R, rows: int) -> R:
+    """The section with `optim.warmup_steps`, if given, counted in optimizer steps."""
+    if role.optim.warmup_steps is None:
+        return role
+    steps = role.optim.warmup_steps * _steps_per_update(role, rows)
+    optim = role.optim.model_copy(update={"warmup_steps": steps})
+    return role.model_copy(update={"optim": optim})
+
+
+# What an RL run is made of before it starts: its roles and their placement.
+
+# Roles that share the policy's process, in build order.
+_COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
+
+
+def effective_config(config: RLConfig) -> RLConfig:
+    """The settings with what the mode implies: off-policy rollout gets an importance correction.
+
+    Truncated importance sampling by token, unless a correction is configured.
+    """
+    off_policy = get_rollout_source(config.trainer.mode).off_policy
+    if not off_policy or config.algorithm.rollout_correction.enabled:
+        return config
+    correction = config.algorithm.rollout_correction.model_copy(update={"rollout_is": "token"})
+    algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
+    return config.model_copy(update={"algorithm": algorithm})
+
+
+def resolve_placement(config: RLConfig) -> RLConfig:
+    """The settings with `trainer.placement` chosen where they leave it open.
+
+    `local` where this process can hold all roles: each has one rank, rollout waits for training and
+    wants no process for itself, there are no pools, and no Ray to join. Else `ray`.
+    """
+    trainer = config.trainer
+    if trainer.placement:
+        return config
+    source, engine = get_rollout_source(trainer.mode), engine_capabilities(config.rollout)
+    apart = (
+        source.off_policy
+        or source.extra_roles
+        or trainer.pools
+        or engine.own_processes
+        or engine.exclusive
+        or any(layout_of(role, config).world_size > 1 for role in ("actor", "critic"))
+    )
+    placement = "ray" if apart or _is_ray_there() else "local"
+    return config.model_copy(
+        update={"trainer": trainer.model_copy(update={"placement": placement})}
+    )
+
+
+def _is_ray_there() -> bool:
+    """Whether this process has joined a Ray, or is told to."""
+    ray = sys.modules.get("ray")
+    return bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
+
+
+def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
+    """Raise ConfigError if the rollout engine can't decode with adapters."""
+    if lora.rank and not engine_capabilities(config.rollout).adapters:
+        raise ConfigError(
+            f"model.lora.rank={lora.rank} with rollout.engine={config.rollout.engine}, which "
+            "doesn't decode with adapters; set rollout.engine to native, vllm or server, or "
+            "model.lora.rank=0"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """Everything that the roles of a run are built from."""
+
+    model_path: str
+    config: RLConfig
+    needs: RequiredPasses
+    roles: frozenset[str]
+    max_response_length: int
+    max_model_len: int
+    seed: int
+    dtype: str = "float32"
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    template_variables: Mapping[str, object] = field(default_factory=dict)  # of the chat template
+
+    @property
+    def sampler_threads(self) -> int:
+        """CPU threads of one process that only decodes; 0 if there is none."""
+        if not self.samplers:
+            return 0
+        return self.config.trainer.rollout_threads or max(1, self.cores // 2)
+
+    @property
+    def samplers(self) -> int:
+        """Number of processes that only decode."""
+        return sampler_count(self.config.trainer)
+
+    @property
+    def cores(self) -> int:
+        """CPU cores of the run on this machine."""
+        return self.config.trainer.threads or os.cpu_count() or 1
+
+
+def placement_of(spec: RunSpec) -> Placement:
+    """`trainer.pools`; by default the policy's roles share a process, others have one each.
+
+    The policy's process gets the cores that samplers leave.
+    """
+    if spec.config.trainer.pools:
+        sized = [
+            Pool(world_size=pool_size(pool.roles, spec.config), **dict(pool))
+            for pool in spec.config.trainer.pools
+            if spec.roles.intersection(pool.roles)  # else of rollout workers, which come later
+        ]
+        return _placement(spec.config, tuple(sized))
+    taken = spec.samplers * spec.sampler_threads
+    policy, *others = default_pools(spec.roles)
+    pools = [_with_ranks(Pool(policy, cpus=float(max(1, spec.cores - taken))), spec.config)]
+    pools += [_with_ranks(Pool(roles, cpus=0.0), spec.config) for roles in others]
+    if "sampler" in spec.roles:
+        cpus = float(spec.sampler_threads)
+        pools.append(Pool(("sampler",), world_size=spec.samplers, cpus=cpus))
+    return _placement(spec.config, tuple(pools))
+
+
+def default_pools(roles: Collection[str]) -> list[tuple[str, ...]]:
+    """The roles of each process without `trainer.pools`, the policy's first; no sampler."""
+    policy = tuple(role for role in _COLOCATED if role in roles)
+    return [policy, *((role,) for role in sorted({*roles} - {*policy, "sampler"}))]
+
+
+def _with_ranks(pool: Pool, config: RLConfig) -> Pool:
+    """The pool with the number of processes of its layout, which share its cores."""
+    size = pool_size(pool.roles, config)
+    each = pool.cpus // size if pool.cpus >= size else pool.cpus / size
+    return replace(pool, world_size=size, cpus=each)
+
+
+def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:
+    """Placement of one process of asynchronous rollout: the pool `sampler`, if there is one."""
+    given = next((p for p in spec.config.trainer.pools if p.roles == ("sampler",)), None)
+    pool = Pool((name,), cpus=float(spec.sampler_threads))
+    if given is not None:
+        pool = Pool(**dict(given) | {"roles": (name,)})
+    return _placement(spec.config, (pool,))
+
+
+def _placement(config: RLConfig, pools: tuple[Pool, ...]) -> Placement:
+    return Placement(
+        pools=pools,
+        kind="local" if config.trainer.placement == "local" else "ray",  # others are resolved
+        start_timeout_s=config.trainer.start_timeout_s,
+        call_timeout_s=config.trainer.step_timeout_s,
+        timeline=config.trainer.timeline_steps > 0,
+    )
+
+
+def role_specs(spec: RunSpec) -> list[RoleSpec]:
+    """How to build each role of the run; raises ConfigError for a role that isn't registered."""
+    config = spec.config
+    return [
+        replace(
+            ROLES.get(name)(spec),
+            name=name,
+            layout=call_layout(name, config),
+            plugins=config.plugins,
+        )
+        for name in sorted(spec.roles)
+    ]
+
+
+def rollout_worker_spec(name: str, spec: RunSpec) -> RoleSpec:
+    """How to build one worker of asynchronous rollout."""
+    return replace(stream_sampler(name, spec), plugins=spec.config.plugins)

@@ -1,0 +1,493 @@
+"""Transfer of a policy's weights to processes with a copy of it: in full, or as a delta.
+
+Lossless compression of the difference between two versions, and the sender and receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from typing import Self, TypeVar
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.errors import WeightSyncError, WorkerError
+
+# Lossless compression of the difference between two versions of a tensor.
+#
+# Elements are compared and added as integers of their width, so NaNs, signed zeros and all dtypes
+# are
+# reproduced bit for bit. An update changes most elements by a few units in the last place, so a
+# chunk
+# stores integer differences in the narrowest type that fits most of them. If few elements change,
+# their indices are stored too, as gaps or as a bitmap, whichever is smaller; if most change, the
+# differences of all elements are stored. Versions and checksums are in `weight_sync`.
+
+A = TypeVar("A", np.ndarray, Tensor)
+
+CHUNK = 1 << 19  # elements in a chunk: bounds the memory of a comparison
+_ESCAPE = 255  # in gaps: 255 unchanged elements; the next byte continues the gap
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HEADER = np.dtype(
+    [
+        ("tensor", "<u4"),
+        ("start", "<u8"),
+        ("count", "<u4"),
+        ("itemsize", "u1"),
+        ("encoding", "u1"),
+        ("width", "u1"),
+        ("indices", "<u4"),
+        ("values", "<u4"),
+        ("overflows", "<u4"),
+    ]
+)
+
+
+class IndexEncoding(IntEnum):
+    """How a chunk stores which of its elements have a difference."""
+
+    ALL = 0  # not stored: every element has one, 0 where it is unchanged
+    GAPS = 1  # the unchanged elements before each changed one, a byte per changed element
+    BITMAP = 2  # one bit per element
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaChunk:
+    """The difference of elements `start` to `start + count` of one flattened tensor."""
+
+    tensor: int  # index of the tensor among those sent, e.g. 3
+    start: int
+    count: int  # 1 … CHUNK
+    itemsize: int  # bytes of an element: 1, 2, 4 or 8
+    encoding: IndexEncoding
+    width: int  # bytes of a difference; if below `itemsize`, its minimum marks an overflow
+    indices: np.ndarray  # uint8: gaps, a bitmap, or empty
+    values: np.ndarray  # uint8: differences, `width` bytes each
+    overflows: np.ndarray  # uint8: differences too large for `width`, `itemsize` bytes each
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes when packed."""
+        return int(_HEADER.itemsize + self.indices.size + self.values.size + self.overflows.size)
+
+
+def integer_view(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as a flat tensor of integers of the same element size."""
+    return tensor.view(-1).view(_INTEGERS[min(tensor.element_size(), 8)])
+
+
+def encode(tensor: int, old: np.ndarray, new: np.ndarray, pool: Executor) -> Iterator[DeltaChunk]:
+    """The chunks in which `new` differs from `old`, both integers `[n]`."""
+
+    def chunk(start: int) -> DeltaChunk | None:
+        return _encode(tensor, start, old[start : start + CHUNK], new[start : start + CHUNK])
+
+    run = pool.map if old.size > CHUNK else map  # a thread costs more than a small tensor
+    return (found for found in run(chunk, range(0, old.size, CHUNK)) if found is not None)
+
+
+def _encode(tensor: int, start: int, old: np.ndarray, new: np.ndarray) -> DeltaChunk | None:
+    changed = old != new
+    many = int(np.count_nonzero(changed))
+    if not many:
+        return None
+    where = np.flatnonzero(changed) if many < old.size // 4 else None
+    with np.errstate(over="ignore"):  # wraps around, as the addition does
+        if where is None:
+            every = new - old
+            some = every if many == old.size else every[changed]
+        else:
+            some = new[where] - old[where]
+    overflow_counts = _count_overflows(some)
+    width, sparse = _cheapest_width(overflow_counts, many, old.itemsize)
+    all_width, dense = _cheapest_width(overflow_counts, old.size, old.itemsize)
+    gaps, bitmap = many + old.size // _ESCAPE, -(-old.size // 8)
+    if where is None and dense <= sparse + min(gaps, bitmap):
+        encoding, width, some, indices = IndexEncoding.ALL, all_width, every, _bytes(every[:0])
+    elif gaps <= bitmap:
+        encoding = IndexEncoding.GAPS
+        indices = _encode_gaps(np.flatnonzero(changed) if where is None else where)
+    else:
+        encoding, indices = IndexEncoding.BITMAP, np.packbits(changed, bitorder="little")
+    values, overflows = _narrow(some, width)
+    return DeltaChunk(
+        tensor, start, old.size, old.itemsize, encoding, width, indices, values, overflows
+    )
+
+
+def apply_delta(chunks: Iterable[DeltaChunk], targets: Sequence[Tensor], pool: Executor) -> None:
+    """Update tensors in place from the old version to the new one.
+
+    `targets[i]` is the `integer_view` of tensor i, on any device.
+    """
+    for _ in pool.map(lambda chunk: _apply_chunk(chunk, targets[chunk.tensor]), chunks):
+        pass  # re-raises an exception of a chunk
+
+
+def _apply_chunk(chunk: DeltaChunk, target: Tensor) -> None:
+    part, diff = target[chunk.start : chunk.start + chunk.count], _widen(chunk)
+    where = None if chunk.encoding is IndexEncoding.ALL else _decode_indices(chunk)
+    if part.device.type == "cpu":  # numpy: torch would start its own threads in every thread
+        _add_at(part.numpy(), where, diff)
+        return
+    index = None if where is None else torch.from_numpy(where).to(part.device)
+    _add_at(part, index, torch.from_numpy(diff).to(part.device))
+
+
+def _add_at(part: A, where: A | None, diff: A) -> None:
+    if where is None:
+        part += diff
+    else:
+        part[where] += diff
+
+
+def pack(chunks: Sequence[DeltaChunk]) -> Tensor:
+    """Serialise chunks to bytes `[n]`, uint8."""
+    headers = np.zeros(len(chunks), _HEADER)
+    body: list[np.ndarray] = []
+    for header, chunk in zip(headers, chunks, strict=True):
+        for name in ("tensor", "start", "count", "itemsize", "encoding", "width"):
+            header[name] = getattr(chunk, name)
+        for name in ("indices", "values", "overflows"):
+            header[name] = getattr(chunk, name).size
+            body.append(getattr(chunk, name))
+    length = np.array([len(chunks)], "<u8")
+    return torch.from_numpy(np.concatenate([_bytes(length), _bytes(headers), *body]))
+
+
+def unpack(data: Tensor) -> Iterator[DeltaChunk]:
+    """Deserialise the chunks; raise WeightSyncError if `data` has the wrong length."""
+    row = data.numpy()
+    count = int(row[:8].view("<u8")[0]) if row.size >= 8 else -1
+    at = 8 + count * _HEADER.itemsize
+    if count < 0 or at > row.size:
+        raise WeightSyncError(f"a delta of {row.size} bytes has no whole header")
+    headers = row[8:at].view(_HEADER)
+    sizes = np.array([headers[name] for name in ("indices", "values", "overflows")], np.int64)
+    if at + int(sizes.sum()) != row.size:
+        raise WeightSyncError(
+            f"a delta of {row.size} bytes should have {at + int(sizes.sum())} by its header"
+        )
+    for header, (indices, values, overflows) in zip(headers, sizes.T.tolist(), strict=True):
+        cuts = np.cumsum([at, indices, values, overflows])
+        parts = [row[a:b] for a, b in pairwise(cuts)]
+        at = int(cuts[-1])
+        yield DeltaChunk(
+            int(header["tensor"]),
+            int(header["start"]),
+            int(header["count"]),
+            int(header["itemsize"]),
+            IndexEncoding(int(header["encoding"])),
+            int(header["width"]),
+            *parts,
+        )
+
+
+def _count_overflows(diff: np.ndarray) -> dict[int, int]:
+    """Number of differences that overflow each width; its minimum is reserved as the marker."""
+    counts, width = {}, 1
+    while width < diff.itemsize:
+        counts[width] = int(np.count_nonzero(_overflow_mask(diff, diff.astype(f"<i{width}"))))
+        if not counts[width]:
+            return counts
+        width *= 2
+    return counts | {width: 0}
+
+
+def _overflow_mask(diff: np.ndarray, narrow: np.ndarray) -> np.ndarray:
+    """Mask of the differences that the narrow type can't represent, or that equal the marker."""
+    mask: np.ndarray = narrow != diff
+    mask |= narrow == np.iinfo(narrow.dtype).min
+    return mask
+
+
+def _cheapest_width(overflow_counts: dict[int, int], count: int, itemsize: int) -> tuple[int, int]:
+    """The width with the fewest bytes for `count` differences, and those bytes."""
+    costs = {width: count * width + many * itemsize for width, many in overflow_counts.items()}
+    best = min(costs, key=costs.__getitem__)
+    return best, costs[best]
+
+
+def _narrow(diff: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    if width == diff.itemsize:
+        return _bytes(diff), _bytes(diff[:0])
+    values = diff.astype(f"<i{width}")
+    mask = _overflow_mask(diff, values)
+    values[mask] = np.iinfo(values.dtype).min
+    return _bytes(values), _bytes(diff[mask])
+
+
+def _widen(chunk: DeltaChunk) -> np.ndarray:
+    """A chunk's differences in full width, as a new array."""
+    narrow = chunk.values.view(f"<i{chunk.width}")
+    diff = narrow.astype(f"<i{chunk.itemsize}")
+    if chunk.width < chunk.itemsize:
+        least = -(1 << (8 * chunk.width - 1))
+        diff[narrow == least] = chunk.overflows.view(f"<i{chunk.itemsize}")
+    return diff
+
+
+def _encode_gaps(where: np.ndarray) -> np.ndarray:
+    """Encode ascending indices as gaps of 0 … 254 unchanged elements; 255 escapes a longer gap."""
+    gaps = np.diff(where, prepend=-1) - 1
+    escapes, rest = np.divmod(gaps, _ESCAPE)
+    ends = np.cumsum(escapes + 1)
+    out = np.full(int(ends[-1]), _ESCAPE, np.uint8)
+    out[ends - 1] = rest
+    return out
+
+
+def _decode_indices(chunk: DeltaChunk) -> np.ndarray:
+    """Indices, int64, of a chunk's differences."""
+    if chunk.encoding is IndexEncoding.BITMAP:
+        bits = np.unpackbits(chunk.indices, count=chunk.count, bitorder="little")
+        return np.flatnonzero(bits)
+    ends = chunk.indices != _ESCAPE
+    steps = chunk.indices + ends.astype(np.int64)
+    return (np.cumsum(steps) - 1)[ends]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+
+
+# Sender and receiver of a policy's weights: in full, or as a delta to the last version sent.
+#
+# The sender keeps a bit-exact copy of the last version that it sent, and makes of every version
+# the
+# full weights and a delta to that copy (`delta`). A receiver applies a delta only to the version
+# it
+# was computed from, and verifies checksums of the delta and of the resulting weights. If a check
+# fails, it raises WeightSyncError and refuses to sample until it receives full weights: a lost,
+# damaged or reordered delta costs a full sync and never mixes versions. The controller decides who
+# sends what to whom.
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Offsets of tensors that are concatenated to one buffer of bytes, in order of their names."""
+
+    spans: Mapping[str, tuple[int, int, int]]  # index, first byte, number of bytes
+    size: int  # bytes of the buffer
+    header: bytes  # names, dtypes and shapes; part of the digest
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        spans, size, lines = {}, 0, []
+        for index, name in enumerate(sorted(tensors)):
+            tensor = tensors[name]
+            spans[name] = (index, size, tensor.nbytes)
+            size += tensor.nbytes
+            lines.append(f"{name} {tensor.dtype} {list(tensor.shape)}\n")
+        return cls(spans, size, "".join(lines).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """One version of the weights as sent."""
+
+    version: int
+    data: Tensor  # [bytes] uint8, on the CPU, read-only
+    digest: bytes
+
+
+class WeightSender:
+    """Serialises the policy's weights for rollout processes.
+
+    `dtype`: the rollout dtype, where it differs from the policy's. With `deltas` a copy of the last
+    weights is kept (in pinned memory where there is a CUDA device).
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None, *, deltas: bool = False) -> None:
+        self._dtype, self._deltas = dtype, deltas
+        self._layout: FlatLayout | None = None
+        self._last: SentWeights | None = None
+        self._delta: Batch | None = None
+
+    def send(self, named: Named, version: int) -> Batch:
+        """The full weights: `weights [1, bytes]` uint8 and `policy_version [1]`.
+
+        `named` yields each tensor once, with the same names, shapes and dtypes in every call. With
+        deltas also `digest [1, 32]`; the next `delta` leads to these weights.
+        """
+        named = ((name, self._cast(tensor)) for name, tensor in named)
+        if self._layout is None:
+            first = {name: tensor.cpu() for name, tensor in named}
+            self._layout, named = FlatLayout.of(first), first.items()
+        data = torch.empty(
+            self._layout.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+        )
+        missing, chunks = set(self._layout.spans), list[DeltaChunk]()
+        with _threads() as pool:
+            for name, tensor in named:
+                index, start, size = self._layout.spans.get(name, (0, 0, -1))
+                if name not in missing or size != tensor.nbytes:
+                    raise WorkerError(
+                        f"the policy's tensor {name!r} was not among those sent before, or had "
+                        "another size; one sender serves one model"
+                    )
+                missing.remove(name)
+                end = start + size
+                data[start:end] = tensor.contiguous().view(-1).view(torch.uint8)
+                if self._last is not None:
+                    width = min(tensor.element_size(), 8)
+                    old, new = (_integers(d[start:end], width) for d in (self._last.data, data))
+                    chunks += encode(index, old, new, pool)
+        if missing:
+            raise WorkerError(f"the policy lacks its tensors {sorted(missing)}")
+        full = {"weights": data[None], "policy_version": torch.tensor([version])}
+        if not self._deltas:
+            return Batch(full)
+        base = self._last
+        self._last = SentWeights(version, data, _digest(self._layout.header, [data]))
+        self._delta = _delta_batch(base, self._last, chunks)
+        return Batch(full | {"digest": _row(self._last.digest)})
+
+    def delta(self) -> Batch:
+        """The delta of the last `send` to the one before it.
+
+        Each is returned once. Without one the batch has `no_delta [1]` and receivers reject it.
+        """
+        batch, self._delta = self._delta, None
+        version = self._last.version if self._last is not None else -1
+        return batch if batch is not None else Batch({"no_delta": torch.tensor([version])})
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        return tensor.to(self._dtype) if tensor.is_floating_point() and self._dtype else tensor
+
+
+class WeightReceiver:
+    """Loads what a `WeightSender` sent; knows the version and whether it may be sampled with."""
+
+    def __init__(self) -> None:
+        self._version, self._digest = -1, b""
+        self._failure = ""
+
+    def load(self, tensors: Mapping[str, Tensor], sent: Batch) -> int:
+        """Load the sent weights into `tensors`, in place; return their version.
+
+        Raises WeightSyncError where a full sync is needed, and `check` fails until then;
+        WorkerError for weights of a model of another size.
+        """
+        try:
+            if "weights" in sent:
+                self._load_full(tensors, sent)
+            else:
+                self._load_delta(tensors, sent)
+        except BaseException as error:
+            self._failure = str(error)
+            self._version, self._digest = -1, b""
+            raise
+        self._failure = ""
+        self._version = int(sent["policy_version"][0])
+        self._digest = _tensor_bytes(sent["digest"]) if "digest" in sent else b""
+        return self._version
+
+    def check(self) -> None:
+        """Raise WeightSyncError if the last `load` failed."""
+        if self._failure:
+            raise WeightSyncError(
+                f"this process samples nothing until it receives the full weights: {self._failure}"
+            )
+
+    def _load_full(self, tensors: Mapping[str, Tensor], sent: Batch) -> None:
+        layout, data = FlatLayout.of(tensors), sent["weights"][0]
+        if layout.size != data.numel():
+            raise WorkerError(
+                f"the actor sent {data.numel()} bytes of weights, this process's policy has "
+                f"{layout.size}; both must be built from the same model folder, dtype and adapters"
+            )
+        if "digest" in sent and _digest(layout.header, [data]) != _tensor_bytes(sent["digest"]):
+            raise WeightSyncError(
+                "the weights were damaged on their way, or are of another model of the same size"
+            )
+        with torch.no_grad():
+            for name, (_, start, size) in layout.spans.items():
+                tensor = tensors[name]
+                # A slice may be misaligned for the dtype; its copy is aligned.
+                own = data[start : start + size].clone()
+                tensor.copy_(own.view(tensor.dtype).view(tensor.shape))
+
+    def _load_delta(self, tensors: Mapping[str, Tensor], sent: Batch) -> None:
+        if "delta" not in sent:
+            raise WeightSyncError("the actor has no weights that it sent before; it was restarted")
+        if _checksum(sent) != _tensor_bytes(sent["checksum"]):
+            raise WeightSyncError("a delta of the weights was damaged on its way")
+        base = int(sent["base_version"][0])
+        if (base, _tensor_bytes(sent["base_digest"])) != (self._version, self._digest):
+            has = f"version {self._version}" if self._digest else "none"
+            raise WeightSyncError(
+                f"a delta is for weights of version {base}, this process has {has}: one was "
+                "missed, or came from another sender"
+            )
+        row = [tensors[name].detach() for name in sorted(tensors)]
+        own = [tensor.contiguous() for tensor in row]  # itself, unless it is a strided view
+        with _threads() as pool:
+            changes = unpack(sent["delta"][0])
+            apply_delta(changes, [integer_view(tensor) for tensor in own], pool)
+        for tensor, contiguous in zip(row, own, strict=True):
+            if contiguous.data_ptr() != tensor.data_ptr():
+                tensor.copy_(contiguous)
+        if _digest(FlatLayout.of(tensors).header, row) != _tensor_bytes(sent["digest"]):
+            raise WeightSyncError(
+                f"with the delta on them, this process's weights are not the actor's of version "
+                f"{int(sent['policy_version'][0])}: they were changed here"
+            )
+
+
+def _delta_batch(
+    base: SentWeights | None, last: SentWeights, chunks: list[DeltaChunk]
+) -> Batch | None:
+    if base is None:
+        return None
+    fields = {
+        "delta": pack(chunks)[None],
+        "policy_version": torch.tensor([last.version]),
+        "digest": _row(last.digest),
+        "base_version": torch.tensor([base.version]),
+        "base_digest": _row(base.digest),
+    }
+    sent = Batch(fields)
+    return sent | {"checksum": _row(_checksum(sent))}
+
+
+def _threads() -> ThreadPoolExecutor:
+    """A pool of as many threads as torch uses in this process."""
+    return ThreadPoolExecutor(torch.get_num_threads(), "weight-sync")
+
+
+def _digest(header: bytes, tensors: Iterable[Tensor]) -> bytes:
+    """Digest of tensors: their names, dtypes and shapes, then their bytes in order."""
+    found = blake3(header, max_threads=torch.get_num_threads())
+    for tensor in tensors:
+        row = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        found.update(row.numpy().data)
+    return found.digest()
+
+
+def _checksum(sent: Batch) -> bytes:
+    fields = ("delta", "policy_version", "digest", "base_version", "base_digest")
+    return _digest(b"", (sent[name] for name in fields))
+
+
+def _integers(row: Tensor, width: int) -> np.ndarray:
+    """View bytes as integers, at any alignment."""
+    return row.numpy().view(f"<i{width}")
+
+
+def _row(digest: bytes) -> Tensor:
+    return torch.tensor([list(digest)], dtype=torch.uint8)
+
+
+def _tensor_bytes(row: Tensor) -> bytes:
+    return bytes(row[0].tolist())

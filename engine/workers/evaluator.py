@@ -1,0 +1,241 @@
+"""The roles of evaluation: a model that nobody trains completes prompts or plays episodes.
+
+Judging and metrics are in `engine.evaluation`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine.agents.agent_loop import EpisodePlayer
+from engine.agents.call_parsers import parsed_action, resolve_call_parser
+from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action, played
+from engine.batch import Batch
+from engine.config import AgentConfig, MultiTurnConfig, ParallelConfig, RolloutConfig
+from engine.data.templates import stop_token_ids
+from engine.data.tokenizer import load_tokenizer
+from engine.models import load_model, open_model
+from engine.parallel.layout import Layout
+from engine.registry import import_plugins
+from engine.rollout.protocol import (
+    RolloutEngine,
+    SamplingParams,
+    create_engine,
+    engine_capabilities,
+    engine_options,
+)
+from engine.rollout.stream import open_stream
+from engine.runtime.policy_runtime import PolicyRuntime
+from engine.runtime.rollout_weights import rollout_weights, vllm_weights
+from engine.runtime.sharded_model import init_mesh, process_device
+from engine.workers.agent_rollout import length_with_tools, open_environments
+from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
+
+# The role of evaluation: completes prompts with a model that nobody trains.
+#
+# What is asked, and how completions are judged, is in `engine.evaluation`.
+
+
+class EvaluationWorker(Worker):
+    """Decodes with a copy of a model, or with this rank's tensor-parallel shards of one.
+
+    In bfloat16 on a GPU, in float32 on a CPU.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        model_path: str,
+        engine: str,
+        max_model_len: int,
+        seed: int,
+        tp: int = 1,
+    ) -> None:
+        """`tp` ranks share a copy. Raises ModelError and ConfigError as loading and sharding do."""
+        super().__init__(context)
+        self._path, self._engine_name, self._tp = model_path, engine, tp
+        self._dtype = "float32" if process_device().type == "cpu" else "bfloat16"
+        options = {
+            "max_num_seqs": 512,
+            "max_model_len": max_model_len,
+            "kv_cache_memory_mb": None,
+            "seed": seed,
+        }
+        self.engine = self._whole(options) if tp == 1 else self._sharded(options)
+
+    @dispatch(Dispatch.DATA_PARALLEL, pad=True)
+    def answer(
+        self,
+        prompts: Batch,
+        params: SamplingParams,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Batch:
+        """`params.n` completions a prompt: the column `token_ids`, and which are `truncated`.
+
+        `prompts` has the column `prompt_ids`, and in `group_ids` each one's number among those of
+        all ranks, by which its completions are drawn.
+        """
+        own = replace(params, first_prompt=int(prompts["group_ids"][0]), stop_token_ids=self._stop)
+        done = self.engine.generate(list(prompts.columns["prompt_ids"]), own, on_progress)
+        truncated = [one.finish_reason == "length" for one in done]
+        return Batch(
+            {"truncated": torch.tensor(truncated)}, {"token_ids": [one.token_ids for one in done]}
+        )
+
+    def close(self) -> None:
+        self.engine.close()
+        super().close()
+
+    def _whole(self, options: dict[str, int | None]) -> RolloutEngine:
+        model = load_model(self._path, self._dtype).eval()
+        torch.nn.Module.to(model, process_device())  # in place
+        self._stop = stop_token_ids(load_tokenizer(self._path), model.config)
+        return create_engine(self._engine_name, model, **options)
+
+    def _sharded(self, options: dict[str, int | None]) -> RolloutEngine:
+        context, tp = self.context, self._tp
+        parallel = ParallelConfig(dp=context.world_size // tp, tp=tp)
+        ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
+        model = open_model(self._path, self._dtype).requires_grad_(False)
+        policy = PolicyRuntime(model, ranks, parallel)
+        rollout = RolloutConfig(engine=self._engine_name, tensor_parallel_size=tp)
+        load = partial(load_model, self._path, self._dtype)
+        if engine_capabilities(rollout).loads_shards:
+            weights = vllm_weights(policy.sharded, rollout, load)
+        else:
+            weights = rollout_weights(policy.sharded, tp, load)
+        policy.init_rollout(self._engine_name, weights, options | engine_options(rollout))
+        self._stop = stop_token_ids(load_tokenizer(self._path), weights.model.config)
+        return policy.engine
+
+
+# The role of evaluation where a model plays episodes with environments.
+
+_MAX_NUM_SEQS = 512  # episodes whose turns are decoded at once
+
+
+class EpisodeEvaluationWorker(EvaluationWorker):
+    """Plays episodes with a copy of a model, as `rollout.multi_turn` and `rollout.agent` say."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        model_path: str,
+        max_model_len: int,
+        multi_turn: MultiTurnConfig,
+        agent: AgentConfig,
+        plugins: tuple[str, ...] = (),
+        **options: Any,
+    ) -> None:
+        """`max_model_len` is that of episodes whose prompts show no tools."""
+        import_plugins(plugins)
+        self.environments = open_environments(agent, plugins)
+        try:
+            self.tokenizer = load_tokenizer(model_path)
+            self.max_model_len = length_with_tools(
+                model_path, self.tokenizer, self.environments.tools, max_model_len
+            )
+            super().__init__(
+                context, model_path=model_path, max_model_len=self.max_model_len, **options
+            )
+        except BaseException:
+            self.environments.close()
+            raise
+        self._multi_turn, self._agent = multi_turn, agent
+        self._parser = resolve_call_parser(multi_turn.format) if self.environments.tools else None
+        read = partial(parsed_action, self._parser) if self._parser is not None else plain_action
+        self._episodes = EpisodeTokenizer(self.tokenizer, self._stop, read, multi_turn.history)
+
+    @dispatch(Dispatch.DATA_PARALLEL, pad=True)
+    def answer(
+        self,
+        prompts: Batch,
+        params: SamplingParams,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Batch:
+        """`params.n` episodes a prompt: the column `episodes`, of `PlayedEpisode`.
+
+        `prompts` has the columns of the data set's rows, and in `group_ids` each one's number among
+        those of all ranks, by which its turns are drawn. Responses have `params.max_new_tokens`.
+        """
+        rows = [
+            {name: column[row] for name, column in prompts.columns.items() if name != "prompt_ids"}
+            for row in range(len(prompts))
+        ]
+        episodes = self._begun(prompts, params)
+        own = replace(params, n=1, stop_token_ids=self._stop)
+        stream = open_stream(
+            self.engine,
+            own,
+            max_num_seqs=_MAX_NUM_SEQS,
+            longest_prompt=self.max_model_len - 1,
+            keep_prefixes=True,
+        )
+        player = EpisodePlayer(
+            stream,
+            self.environments,
+            concurrency=self._agent.concurrency or _MAX_NUM_SEQS,
+            call_seconds=self._agent.call_timeout_s,
+        )
+        try:
+            player.play(episodes, rows)
+        finally:
+            stream.close()
+        if on_progress is not None:
+            on_progress(len(episodes))
+        done = [played(episode, self._parser) for episode in episodes]
+        return Batch(
+            {"truncated": torch.tensor([one.truncated for one in done])},
+            {"token_ids": [_sampled(episode) for episode in episodes], "episodes": done},
+        )
+
+    def _begun(self, prompts: Batch, params: SamplingParams) -> list[Episode]:
+        """`params.n` episodes a row. Rows that pad a rank's share repeat a number."""
+        limits = EpisodeLimits(
+            max_response_length=params.max_new_tokens,
+            max_model_len=self.max_model_len,
+            max_turn_length=self._multi_turn.max_turn_length,
+            max_turns=self._multi_turn.max_assistant_turns,
+            seconds=self._agent.timeout_s,
+            turn_seconds=self._agent.turn_timeout_s,
+        )
+        seen: Counter[int] = Counter()
+        episodes = []
+        for row, key in enumerate(prompts["group_ids"].tolist()):
+            first = params.n * seen[key]
+            seen[key] += 1
+            episodes += [
+                Episode(
+                    key=key,
+                    row=row,
+                    index=first + i,
+                    tokenizer=self._episodes,
+                    limits=limits,
+                    fallback_prompt=list(prompts.columns["prompt_ids"][row]),
+                )
+                for i in range(params.n)
+            ]
+        return episodes
+
+    def close(self) -> None:
+        self.environments.close()
+        super().close()
+
+
+def _sampled(episode: Episode) -> list[int]:
+    """The ids that the policy wrote, of all turns."""
+    assert episode.transcript is not None
+    return [
+        token
+        for one in episode.transcript.finished()
+        for token, own in zip(one.token_ids, one.sampled, strict=True)
+        if own
+    ]

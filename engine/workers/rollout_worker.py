@@ -1,0 +1,479 @@
+"""The rollout role: samples completions with the policy of its process, or with a copy of it.
+
+Batches, and the open stream of asynchronous RL with its finished groups. Episodes of several
+turns are in `agent_rollout`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+
+from engine.batch import Batch
+from engine.checkpoint.state_dict import StateDict
+from engine.config import LoRAConfig, RolloutConfig
+from engine.data.collate import collate_completions, pad, pad_tokens
+from engine.data.templates import stop_token_ids
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import RolloutError
+from engine.rollout.protocol import (
+    Completion,
+    RolloutEngine,
+    SamplingParams,
+    engine_capabilities,
+    engine_options,
+)
+from engine.rollout.stream import (
+    Begun,
+    PartialCompletion,
+    PartialGroup,
+    PartialRequest,
+    StreamedCompletion,
+    open_stream,
+    take_partial_groups,
+)
+from engine.runtime.policy_runtime import PolicyRuntime, StartModel
+from engine.runtime.rollout_weights import (
+    RolloutWeights,
+    SharedWeights,
+    rollout_weights,
+    vllm_weights,
+)
+from engine.runtime.sharded_model import process_device
+from engine.workers.role import Dispatch, WorkerContext, dispatch
+from engine.workers.stateful import StatefulWorker
+
+# Collects a stream's completions into groups, and returns finished groups as batches.
+#
+# `engine.rollout.stream` decodes; this module has the prompts, the groups and the layout of rows.
+
+
+class Groups(Protocol):
+    """What samples groups as they come: of completions (`GroupStream`), or of episodes."""
+
+    @property
+    def busy(self) -> int: ...
+
+    @property
+    def full(self) -> bool: ...
+
+    @property
+    def version(self) -> int: ...
+
+    def submit(self, prompts: Batch) -> None: ...
+
+    def partial_groups(self) -> Mapping[int, Begun]: ...
+
+    def step(self) -> list[Batch]: ...
+
+    def update_weights(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GroupStream:
+    """Decodes `params.n` completions of each prompt, and returns finished groups: a `Groups`.
+
+    A prompt's key is its `group_ids`; a key may be reused once its group was returned.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        params: SamplingParams,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        pad_token_id: int,
+    ) -> None:
+        self._n, self._pad = params.n, pad_token_id
+        self._stream = open_stream(
+            engine,
+            params,
+            max_num_seqs=max(config.max_num_seqs, params.n),
+            longest_prompt=max_model_len - params.max_new_tokens,
+        )
+        self._prompts: dict[int, Batch] = {}
+        self._finished: dict[int, list[StreamedCompletion]] = {}
+        self._complete: list[int] = []  # restored groups with all completions finished
+
+    @property
+    def busy(self) -> int:
+        """Completions that are being decoded, wait for a slot, or wait to be returned."""
+        return self._stream.in_flight + self._stream.waiting + len(self._complete)
+
+    @property
+    def full(self) -> bool:
+        """Whether a whole group waits: the engine has no room for what it was given."""
+        return self._stream.waiting >= self._n
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample the next tokens."""
+        return self._stream.policy_version
+
+    def submit(self, prompts: Batch) -> None:
+        """Add prompts, one row per group; their partial groups (`PARTIAL_GROUP`) are continued.
+
+        Raises RolloutError for completions of another prompt or another `n`.
+        """
+        prompts, partial_groups = take_partial_groups(prompts)
+        for row, key in enumerate(prompts["group_ids"].tolist()):
+            ids, partial = prompts.columns["prompt_ids"][row], partial_groups[row]
+            request = None
+            if not isinstance(partial, PartialGroup | None):
+                raise RolloutError(
+                    f"group {key} was saved with episodes; resume with rollout.multi_turn.enable="
+                    "true, or begin again"
+                )
+            if partial is not None:
+                request = self._restore(key, list(ids), partial)
+            self._prompts[key] = prompts.rows([row])
+            if request is None or request.completions:
+                self._stream.submit(key, ids, request)
+            else:
+                self._complete.append(key)
+
+    def partial_groups(self) -> dict[int, PartialGroup]:
+        """Copies of all unfinished groups, by key; decoding continues."""
+        parts: dict[int, list[tuple[PartialCompletion, str]]] = {key: [] for key in self._prompts}
+        for unfinished in self._stream.partials():
+            assert isinstance(unfinished.key, int)
+            parts[unfinished.key] += [(part, "") for part in unfinished.completions]
+        for key, items in self._finished.items():
+            parts[key] += [(_part(item), item.completion.finish_reason) for item in items]
+        found = {}
+        for key, pairs in parts.items():
+            pairs.sort(key=lambda pair: pair[0].completion_index)
+            if len(pairs) == self._n:  # else a failed step still has finished ones to return
+                found[key] = PartialGroup(
+                    tuple(p for p, _ in pairs), tuple(end for _, end in pairs)
+                )
+        return found
+
+    def step(self) -> list[Batch]:
+        """Decode one token per completion; return the groups that are finished now."""
+        groups = [self._batch(key) for key in self._complete]
+        self._complete.clear()
+        for item in self._stream.step():
+            assert isinstance(item.key, int)
+            group = self._finished.setdefault(item.key, [])
+            group.append(item)
+            if len(group) == self._n:
+                groups.append(self._batch(item.key))
+        return groups
+
+    def update_weights(self, version: int) -> None:
+        """Continue with the policy's weights, which have changed in place."""
+        self._stream.update_weights(None, version)
+
+    def close(self) -> None:
+        """Stop decoding."""
+        self._stream.close()
+
+    def _restore(self, key: int, prompt_ids: list[int], partial: PartialGroup) -> PartialRequest:
+        """Add finished completions to their group; return the request for the unfinished ones."""
+        if len(partial.completions) != self._n:
+            raise RolloutError(
+                f"group {key} was saved with {len(partial.completions)} completions and "
+                f"rollout.n is {self._n}; resume with the n that was saved"
+            )
+        pairs = list(zip(partial.completions, partial.finish_reasons, strict=True))
+        self._finished[key] = [_streamed(key, part, end) for part, end in pairs if end]
+        return PartialRequest(key, prompt_ids, [part for part, end in pairs if not end])
+
+    def _batch(self, key: int) -> Batch:
+        """A finished group in the layout of `engine.batch`, with the versions of its tokens."""
+        items = sorted(self._finished.pop(key), key=lambda item: item.completion_index)
+        done = [item.completion for item in items]
+        versions = [c.token_versions or [c.policy_version] * len(c.token_ids) for c in done]
+        fields: dict[str, torch.Tensor] = {
+            "policy_version": torch.tensor([min(v) for v in versions]),
+            "token_versions": pad(versions, 0, side="right"),
+            "truncated": torch.tensor([c.finish_reason == "length" for c in done]),
+        }
+        batch = collate_completions(
+            self._prompts.pop(key),
+            [0] * len(done),
+            [c.token_ids for c in done],
+            [c.log_probs for c in done],
+            pad_token_id=self._pad,
+        )
+        return batch | fields
+
+
+def _part(item: StreamedCompletion) -> PartialCompletion:
+    done = item.completion
+    versions = done.token_versions or [done.policy_version] * len(done.token_ids)
+    return PartialCompletion(item.completion_index, done.token_ids, done.log_probs, versions)
+
+
+def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion:
+    done = Completion(
+        prompt_index=0,
+        token_ids=part.token_ids,
+        log_probs=part.log_probs,
+        finish_reason="stop" if end == "stop" else "length",
+        policy_version=min(part.token_versions),
+        token_versions=part.token_versions,
+    )
+    return StreamedCompletion(key, part.completion_index, done)
+
+
+# The rollout role: samples completions with the policy of its process, or with a copy of it.
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How completions are drawn; a temperature of 0 is greedy."""
+
+    n: int
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    # Of training: the next draw of a policy version. Others leave those as they are.
+    draws: Literal["training", "greedy", "validation"] = "training"
+
+
+GREEDY = Decoding(1, 0.0, draws="greedy")
+# Part of a seed: those of training and greedy decoding are as they always were.
+_KIND = {"training": 0, "greedy": 1, "validation": 2}
+
+
+class RolloutWorker(StatefulWorker):
+    """Samples with the newest weights of its process's policy.
+
+    In a process without an actor it loads a copy of the policy, which `load_weights` updates.
+    """
+
+    ranks_alike = True
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        model_path: str,
+        config: RolloutConfig,
+        max_response_length: int,
+        max_model_len: int,
+        seed: int,
+        dtype: str = "float32",
+        lora: LoRAConfig | None = None,
+    ) -> None:
+        super().__init__(context)
+        self.config, self.seed = config, seed
+        self.max_response_length, self.max_model_len = max_response_length, max_model_len
+        self.tokenizer = load_tokenizer(model_path)
+
+        capabilities = engine_capabilities(config)
+        start = StartModel(model_path, dtype, lora, seed)
+        # Where something else decodes, a copy only passes weights on: the device is not its.
+        elsewhere = capabilities.remote or capabilities.own_processes
+        device = torch.device("cpu") if elsewhere else process_device()
+        load = partial(start.load_on, device)
+        if context.process.policy is None:
+            context.process.policy = PolicyRuntime(load(), device=device)
+            weights: RolloutWeights = SharedWeights(context.process.policy.module)
+        elif capabilities.loads_shards:
+            weights = vllm_weights(context.process.policy.sharded, config, load)
+        else:
+            tp = config.tensor_parallel_size
+            weights = rollout_weights(context.process.policy.sharded, tp, load)
+        self.policy = context.process.policy
+        self.stop = stop_token_ids(self.tokenizer, weights.model.config)
+        self._groups: Groups | None = None  # between `begin` and the last `next_part`
+        self._left, self._done = 0, list[Batch]()
+        self._draws = (-1, 0)  # policy version, and how often it was sampled from
+        common = {
+            "max_num_seqs": config.max_num_seqs,
+            "max_model_len": max_model_len,
+            "kv_cache_memory_mb": config.kv_cache_memory_mb,
+            "seed": seed,
+        }
+        self.policy.init_rollout(
+            config.engine,
+            weights,
+            common | engine_options(config),
+            sleep_level=capabilities.sleep_level,
+        )
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def generate(self, prompts: Batch) -> Batch:
+        """Sample `rollout.n` completions a prompt: `[B·n]` rows in the layout of `engine.batch`."""
+        return self._sample(prompts, self._of_training())
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def generate_greedy(self, prompts: Batch) -> Batch:
+        """One greedy completion a prompt (validation, ReMax's baseline)."""
+        return self._sample(prompts, GREEDY)
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def generate_validation(self, prompts: Batch) -> Batch:
+        """Completions as `rollout.val_kwargs` says: one greedy one a prompt, or samples."""
+        asked = self.config.val_kwargs
+        if not asked.do_sample:
+            return self._sample(prompts, GREEDY)
+        sampling = Decoding(asked.n, asked.temperature, asked.top_k, asked.top_p, "validation")
+        return self._sample(prompts, sampling)
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def begin(self, prompts: Batch) -> Batch:
+        """Start prompts whose groups `next_part` returns as they finish."""
+        self._groups = self._open_stream()
+        self._groups.submit(prompts)
+        self._left, self._done = len(prompts), []
+        return prompts
+
+    @dispatch(Dispatch.DATA_PARALLEL)
+    def next_part(self, parts_left: int) -> Batch:
+        """Decode until the next part is finished: 1/`parts_left` of the groups not returned yet."""
+        assert self._groups is not None, "begin comes first"
+        count = -(-self._left // parts_left)
+        while len(self._done) < count:
+            self._done += self._groups.step()
+        part, self._done = self._done[:count], self._done[count:]
+        self._left -= count
+        if not self._left:
+            self._groups.close()
+            self._groups = None
+            self.policy.sleep()
+        return Batch.concat(part)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def load_weights(self, weights: Batch) -> int:
+        """Load the actor's weights, full or a delta; return their version.
+
+        Raises WeightSyncError where they are needed in full; nothing is sampled until then.
+        """
+        return self.policy.load_weights(weights)
+
+    def _open_stream(self) -> Groups:
+        return GroupStream(
+            self.policy.engine,
+            self._params(self._of_training()),
+            self.config,
+            max_model_len=self.max_model_len,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def _of_training(self) -> Decoding:
+        own = self.config
+        return Decoding(own.n, own.temperature, own.top_k, own.top_p)
+
+    def _params(self, how: Decoding, first_prompt: int = 0) -> SamplingParams:
+        """Parameters of the next rollout, with a new seed, after synchronising the weights.
+
+        `first_prompt` is the index of this rank's first prompt among those of all ranks: samples
+        must not depend on the number of ranks.
+        """
+        self.policy.require_synced()
+        self.policy.sync_weights()
+        version = self.policy.version
+        draw = self._draws[1] + 1 if self._draws[0] == version else 0
+        if how.draws == "training":
+            self._draws = (version, draw)
+        return SamplingParams(
+            n=how.n,
+            max_new_tokens=self.max_response_length,
+            temperature=how.temperature,
+            top_k=how.top_k,
+            top_p=how.top_p,
+            seed=hash((self.seed, version, draw, _KIND[how.draws])) & 0x7FFFFFFF,
+            stop_token_ids=self.stop,
+            first_prompt=first_prompt,
+        )
+
+    def _sample(self, prompts: Batch, how: Decoding) -> Batch:
+        params = self._params(how, int(prompts["group_ids"][0]))
+        done = self.policy.engine.generate(list(prompts.columns["prompt_ids"]), params)
+        self.policy.sleep()
+        batch = collate_completions(
+            prompts,
+            [c.prompt_index for c in done],
+            [c.token_ids for c in done],
+            [c.log_probs for c in done],
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        experts = [c.routed_experts for c in done if c.routed_experts is not None]
+        if experts:
+            batch |= {"routed_experts": pad_tokens(experts, batch["attention_mask"])}
+        return batch | {
+            "policy_version": torch.tensor([c.policy_version for c in done]),
+            "truncated": torch.tensor([c.finish_reason == "length" for c in done]),
+        }
+
+    def state_dict(self) -> StateDict:
+        """How often this version was sampled from; the weights are the actor's state."""
+        return {"draws": list(self._draws)}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore `state_dict`, and let the engine serve the policy's present weights."""
+        version, draws = state["draws"]
+        self._draws = (version, draws)
+        self.policy.sync_weights(force=True)
+
+    def close(self) -> None:
+        self.policy.close()
+        super().close()
+
+
+# The rollout role of asynchronous RL: it decodes without waiting for a batch to finish.
+#
+# Between two calls its weights may change; unfinished completions continue under the new ones, and
+# every token carries the version it was sampled under. The controller sends prompts.
+
+
+@dataclass(frozen=True, slots=True)
+class PollResult:
+    """What one call of `poll` returns."""
+
+    groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
+    busy: int  # completions that are decoded or wait for a slot, e.g. 61
+    version: int  # of the weights that it decodes with now
+    full: bool = False  # a whole group waits for room in the engine
+    partial_groups: Mapping[int, Begun] | None = None  # unfinished ones by key, on request
+
+
+class StreamRolloutWorker(RolloutWorker):
+    """A rollout role with its own copy of the policy that decodes continuously."""
+
+    def __init__(self, context: WorkerContext, **options: Any) -> None:
+        super().__init__(context, **options)
+        self.stream: Groups = self._open_stream()
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def load_weights(self, weights: Batch) -> int:
+        """Continue under the actor's weights, full or a delta; return their version.
+
+        Raises WeightSyncError as RolloutWorker's does.
+        """
+        version: int = super().load_weights(weights)
+        self.stream.update_weights(version)
+        return version
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def poll(self, prompts: Batch | None, seconds: float, report: bool = False) -> PollResult:
+        """Submit `prompts` (one row a group, its key in `group_ids`) and decode for a while.
+
+        Returns after `seconds`, or as soon as nothing is left to decode; with `report` copies of
+        what isn't whole, too.
+        """
+        self.policy.require_synced()
+        if prompts is not None:
+            self.stream.submit(prompts)
+        done: list[Batch] = []
+        deadline = time.monotonic() + seconds
+        while self.stream.busy and time.monotonic() < deadline:
+            done += self.stream.step()
+        partial_groups = self.stream.partial_groups() if report else None
+        stream = self.stream
+        return PollResult(tuple(done), stream.busy, stream.version, stream.full, partial_groups)
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()

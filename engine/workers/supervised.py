@@ -1,0 +1,439 @@
+"""The roles that learn from rows: warm start, preferences, reward models, step rewards.
+
+Each computes a model's loss on rows and updates it. The loops are in `engine.trainers.offline`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from engine.algorithms.aggregation import accumulate_mean, compute_means
+from engine.algorithms.preference_losses import (
+    PreferenceOutput,
+    bradley_terry,
+    get_pair_loss,
+    kto,
+    sequence_log_probs,
+)
+from engine.batch import Batch
+from engine.checkpoint.format import RankState, read_controller_state
+from engine.checkpoint.state_dict import BOXES
+from engine.config import OfflineConfig, PreferenceTrainingConfig, RewardModelTrainingConfig
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import ConfigError, ModelError
+from engine.models import (
+    CriticModel,
+    UnloadedModel,
+    create_critic_model,
+    has_adapters,
+    open_critic_model,
+    save_model,
+    save_tensors,
+)
+from engine.models.forward import LogProbReader, Outputs, ValueReader
+from engine.models.value_head import classifier_of, classifier_tensors, save_adapted
+from engine.parallel.layout import DATA_AXES, Layout
+from engine.parallel.module_shards import named_tensors
+from engine.runtime.apply_layout import load_shards
+from engine.runtime.optimizer import update_metrics
+from engine.runtime.pair_gradients import accumulate_pairs, accumulate_responses
+from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
+from engine.runtime.sharded_model import Metrics, ShardedModel, init_mesh
+from engine.runtime.train_state import ShardedTrainState, weights_fingerprint
+from engine.workers.algorithm_options import kto_options, preference_options
+from engine.workers.role import Dispatch, WorkerContext, dispatch
+from engine.workers.stateful import TrainingWorker
+
+# The role of the warm start: a model's loss on the responses of its rows, and its updates.
+#
+# Rows of prompt and response come as batches; `engine.trainers.sft` draws them. `OfflineWorker` is
+# what other roles that learn from rows of a dataset have in common with it.
+
+
+class OfflineWorker(TrainingWorker):
+    """A model in training on rows of a dataset.
+
+    On a single rank it may be given the model itself, which it trains in place; ranks of a layout
+    each load what they keep of a `StartModel`.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        model: PreTrainedModel | StartModel,
+        config: OfflineConfig,
+        seed: int,
+    ) -> None:
+        super().__init__(context)
+        self.config, self.seed = config, seed
+        parallel = config.parallel.model_copy(update={"packing": config.packing})
+        layout = Layout.of(parallel)
+        ranks = init_mesh(layout, context.rank, context.world_size, context.address)
+        self._start_model = model if isinstance(model, StartModel) else None
+        self.policy = PolicyRuntime(self._open(model), ranks, parallel)
+        self.sharded = self.policy.sharded
+
+    def _open(
+        self, model: PreTrainedModel | StartModel
+    ) -> PreTrainedModel | CriticModel | UnloadedModel:
+        """The model to train, to be loaded by the ranks that keep it where that can be."""
+        return model.open() if isinstance(model, StartModel) else model
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def begin(self, total_steps: int) -> None:
+        """Make the optimizer of a run of so many steps.
+
+        Dropout, where the model has any, draws from the seed, on each data-parallel rank another.
+        """
+        torch.manual_seed(self.seed + self.sharded.ranks.index(*DATA_AXES))
+        self.sharded.module.train()
+        optim = self.config.optim
+        self.train_state = ShardedTrainState(self.sharded, optim, total_steps, self.seed)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def save(self, folder: str, tokenizer: str) -> str:
+        """Write the model, its adapters and the tokenizer in `tokenizer` as a Hugging Face
+        folder."""
+        if self._start_model is None:
+            save_model(self.sharded.module, load_tokenizer(tokenizer), folder)
+        else:
+            save_ranks(self.policy, replace(self._start_model, tokenizer=tokenizer), Path(folder))
+        return folder
+
+    def read_saved(self, folder: str) -> list[RankState]:
+        """Of a run in one process as well, whose state is the controller's."""
+        alone = read_controller_state(folder)
+        return [alone] if BOXES in alone.values else super().read_saved(folder)
+
+    def _passes(self, batch: Batch) -> list[tuple[Tensor, Batch]]:
+        return self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch)
+
+    def _reader(self) -> LogProbReader:
+        return LogProbReader(1.0, statistics=self.sharded.statistics())
+
+    def _step(self, parts: list[Metrics]) -> dict[str, float]:
+        """Take an optimizer step; return the micro-batches' metrics, `lr`, `grad_norm` and, of
+        float16 weights, their loss scale."""
+        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
+        optimizer = self.train_state.optimizer
+        metrics |= update_metrics([optimizer.step()], optimizer.loss_scale)
+        return metrics | {"lr": optimizer.lr}
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        training = self.sharded.module.training
+        self.sharded.module.eval()
+        yield
+        self.sharded.module.train(training)
+
+
+class SFTWorker(OfflineWorker):
+    """Fine-tunes a model on rows of prompt and response."""
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step on the mean loss over the response tokens of all ranks.
+
+        Returns `loss` (nats a token), `lr`, `grad_norm` and, of float16 weights, their loss scale.
+        """
+        tokens = self.sharded.global_counts(batch["response_mask"]).tokens
+
+        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+            mask = micro["response_mask"]
+            value = -(got["log_probs"] * mask).sum()
+            return value / tokens, {"loss": accumulate_mean(-got["log_probs"], mask)}
+
+        micros = [micro for _, micro in self._passes(batch)]
+        return self._step(self.sharded.accumulate(batch, micros, self._reader(), loss))
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
+    def validation_loss(self, batch: Batch) -> dict[str, float]:
+        """`validation_loss`: the mean in nats over all ranks' response tokens, without dropout."""
+        passes = self._passes(batch)
+        with self._without_dropout():
+            log_probs = self.sharded.outputs(batch, passes, self._reader())["log_probs"]
+        total = 0.0
+        for rows, micro in passes:
+            mask = micro["response_mask"]
+            total -= float((log_probs[rows, : mask.shape[1]] * mask).sum())
+        own = torch.tensor(total, dtype=torch.float64, device=self.sharded.device)
+        tokens = self.sharded.global_counts(batch["response_mask"]).tokens
+        return {"validation_loss": float(self.sharded.ranks.sum_over(own, DATA_AXES)) / tokens}
+
+
+# The role of preference learning: a policy's losses on pairs, or on single rows with labels.
+#
+# Rows come two by two: the chosen and the rejected response of a prompt, or for KTO a completion
+# and
+# one of another prompt, from which the reference point is estimated. `engine.trainers.preference`
+# draws them.
+
+
+class PreferenceWorker(OfflineWorker):
+    """Trains a policy on preferences, against the model that it starts from."""
+
+    config: PreferenceTrainingConfig
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        model: PreTrainedModel | StartModel,
+        config: PreferenceTrainingConfig,
+        seed: int,
+    ) -> None:
+        self._frozen: Any = None  # a copy of the start model, for a live reference
+        super().__init__(context, model=model, config=config, seed=seed)
+        self._live = config.reference == "live" and uses_reference(config)
+        self._reference: ShardedModel | None = None  # None: the policy, before it is trained
+        if has_adapters(self.sharded.module):
+            self._reference = self.sharded.without_adapters()
+        elif self._frozen is not None:
+            parallel = self.sharded.config
+            self._reference = ShardedModel(self._frozen, self.sharded.ranks, parallel)
+
+    def _open(
+        self, model: PreTrainedModel | StartModel
+    ) -> PreTrainedModel | CriticModel | UnloadedModel:
+        opened = super()._open(model)
+        self._fingerprint = weights_fingerprint(opened)
+        own: Any = opened
+        if (
+            self.config.reference == "live"
+            and uses_reference(self.config)
+            and not has_adapters(getattr(own, "module", own))
+        ):
+            again = super()._open(model) if isinstance(model, StartModel) else copy.deepcopy(model)
+            self._frozen = again.eval() if isinstance(again, PreTrainedModel) else again
+            self._frozen.requires_grad_(False)
+        return opened
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def start_fingerprint(self) -> str:
+        """A digest of a few values of each weight that training starts from, adapters left out."""
+        return self._fingerprint
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, and the reference is the model without them."""
+        return has_adapters(self.sharded.module)
+
+    @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
+    def response_log_probs(self, batch: Batch, reference: bool) -> Batch:
+        """`response_log_probs [B]`: of whole responses, of the policy or of the reference."""
+        found = self._log_probs(batch, self._reference if reference else None)
+        return Batch({"response_log_probs": found})
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step on the mean loss over the pairs, or the rows, of all ranks.
+
+        Reads `ref_response_log_probs [B]`, where the loss has a reference that isn't live, and for
+        KTO `desirable [B]` bool.
+        """
+        if self._live:
+            ref = self._log_probs(batch, self._reference)
+            batch = batch | {"ref_response_log_probs": ref}
+        budget = self.config.max_tokens_per_micro_batch
+        if self.config.loss == "kto":
+            return self._update_kto(batch, budget)
+        options = preference_options(self.config, "preference")
+        pair_loss = partial(get_pair_loss(self.config.loss), **options)
+        return self._step(accumulate_pairs(self.sharded, batch, pair_loss, self._reader(), budget))
+
+    def _update_kto(self, batch: Batch, budget: int) -> dict[str, float]:
+        """Rows 2i are completions of their prompts, rows 2i+1 those of other ones."""
+        point = self._reference_point(batch.rows(slice(1, None, 2)))
+        options = kto_options(self.config)
+
+        def loss(got: Outputs, micro: Batch) -> PreferenceOutput:
+            policy, _ = sequence_log_probs(got["log_probs"], micro["response_mask"])
+            reference = micro["ref_response_log_probs"]
+            return kto(policy, reference, micro["desirable"], point, **options)
+
+        rows = batch.rows(slice(0, None, 2))
+        parts = accumulate_responses(self.sharded, rows, loss, self._reader(), budget, unit=1)
+        return self._step(parts) | {"kl": point}
+
+    def _reference_point(self, others: Batch) -> float:
+        """KTO's z₀: max(0, mean of log π − log π_ref over all ranks' rows)."""
+        real = others["response_mask"].bool().any(1)
+        gap = self._log_probs(others, None).double() - others["ref_response_log_probs"].double()
+        own = torch.stack([gap[real].sum(), real.sum().double()]).to(self.sharded.device)
+        total, count = self.sharded.ranks.sum_over(own, DATA_AXES).tolist()
+        return max(0.0, total / count)
+
+    def _log_probs(self, batch: Batch, model: ShardedModel | None) -> Tensor:
+        """Log-probs `[B]` (float32) of whole responses, without dropout; None: the policy's."""
+        sharded, budget = model or self.sharded, self.config.max_tokens_per_micro_batch
+        with self._without_dropout():
+            passes = sharded.micro_batches(batch, budget)
+            log_probs = sharded.outputs(batch, passes, self._reader())["log_probs"]
+        return sequence_log_probs(log_probs, batch["response_mask"])[0].float()
+
+
+def uses_reference(config: PreferenceTrainingConfig) -> bool:
+    """Whether the loss compares with a reference."""
+    return config.loss == "kto" or get_pair_loss(config.loss).needs_reference
+
+
+# The role of reward-model training: scores of conversations, and updates on pairs of them.
+#
+# Rows come two by two, the chosen and the rejected conversation of a prompt. Each ends in one
+# token
+# more than the model reads; the value before it is the conversation's score.
+
+
+class RewardModelWorker(OfflineWorker):
+    """Trains a reward model that starts from a language model's backbone."""
+
+    config: RewardModelTrainingConfig
+    of_tokens = False  # a score for each step, not for the whole
+
+    def _open(self, model: PreTrainedModel | StartModel) -> CriticModel | UnloadedModel:
+        if isinstance(model, StartModel):
+            if model.lora is not None and (model.lora.from_folder or model.lora.quantize):
+                raise ConfigError(
+                    "model.lora.from_folder and model.lora.quantize are a policy's; a reward model "
+                    "has new adapters (model.lora.rank) on its base, in its own precision"
+                )
+            opened = self._open_critic(model)
+        else:
+            opened = create_critic_model(model)
+        critic = opened.module if isinstance(opened, UnloadedModel) else opened
+        critic.head.bias.requires_grad_(self.of_tokens)  # of sequences a classifier has none
+        self._start_config = critic.config
+        self._classifier(critic.head.weight.dtype, 0)  # or it could not be saved
+        return opened
+
+    @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
+    def scores(self, batch: Batch) -> Batch:
+        """`scores [B]` of conversations, without dropout."""
+        with self._without_dropout():
+            values = self.sharded.outputs(batch, self._passes(batch), ValueReader())["values"]
+        return Batch({"scores": _last(values, batch)})
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step on the mean loss over the pairs of all ranks.
+
+        Reads `margin [B]`, the same of a pair's two rows.
+        """
+        center = self.config.center_rewards_coefficient
+
+        def loss(got: Outputs, micro: Batch) -> PreferenceOutput:
+            scores, margin = _last(got["values"], micro), micro["margin"][0::2]
+            return bradley_terry(
+                scores[0::2], scores[1::2], margin, center_rewards_coefficient=center
+            )
+
+        budget = self.config.max_tokens_per_micro_batch
+        parts = accumulate_responses(self.sharded, batch, loss, ValueReader(), budget, unit=2)
+        return self._step(parts)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def save(self, folder: str, tokenizer: str) -> str:
+        """Write a sequence-classification folder, with the tokenizer in `tokenizer`."""
+        own = load_tokenizer(tokenizer)
+        if own.pad_token_id is None:
+            raise ModelError(
+                f"the tokenizer in {tokenizer} has neither a pad nor an end token; set one"
+            )
+        own.padding_side = "right"  # positions begin with the conversation
+        dtype = next(self.sharded.module.parameters()).dtype
+        model = self._classifier(dtype, own.pad_token_id)
+        if has_adapters(self.sharded.module):
+            critic = self._whole_critic()
+            if critic is not None:
+                save_adapted(model, critic, own, Path(folder))
+            return folder
+
+        def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            save_tensors(model, classifier_tensors(model, tensors), own, Path(folder))
+
+        self.policy.write_full(write)
+        return folder
+
+    def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
+        return classifier_of(self._start_config, dtype, pad_token_id, of_tokens=self.of_tokens)
+
+    def _open_critic(self, start: StartModel) -> CriticModel | UnloadedModel:
+        return open_critic_model(start.path, start.dtype, start.lora, start.seed, "model.lora")
+
+    @torch.no_grad()
+    def _whole_critic(self) -> Any:
+        """The critic with what was trained of it, on rank 0; None on others."""
+        sharded, start = self.sharded, self._start_model
+        if sharded.ranks.layout.world_size == 1:
+            return sharded.module
+        trained = sharded.full_tensors(lambda name: ".lora_" in name or name.startswith("head."))
+        full = {name: tensor.to("cpu", copy=True) for name, tensor in trained}
+        if sharded.ranks.rank:
+            return None
+        assert start is not None, "ranks load their model"
+        opened = self._open_critic(start)
+        critic = opened.module if isinstance(opened, UnloadedModel) else opened
+        if isinstance(opened, UnloadedModel):
+            cpu = torch.device("cpu")
+            load_shards(critic, opened, cpu, cpu)
+        for name, tensor in named_tensors(critic).items():
+            if name in full:
+                tensor.copy_(full[name])
+        return critic
+
+
+def _last(values: Tensor, batch: Batch) -> Tensor:
+    """The value `[B]` at the one token that each row's mask names."""
+    return sequence_log_probs(values, batch["response_mask"])[0]
+
+
+# The role of training on steps: a score for each step of a response, right or wrong.
+
+
+class ProcessRewardWorker(RewardModelWorker):
+    """Trains a token classifier of one label: σ(score) is the probability that a step is right.
+
+    Rows are of `collate_steps`: values before the tokens of `response_mask` are steps' scores.
+    """
+
+    of_tokens = True
+
+    @dispatch(Dispatch.DATA_PARALLEL, pad=True)
+    def step_scores(self, batch: Batch) -> Batch:
+        """`values [B, R]`, 0 where no step ends, without dropout."""
+        with self._without_dropout():
+            values = self.sharded.outputs(batch, self._passes(batch), ValueReader())["values"]
+        return Batch({"values": values * batch["response_mask"]})
+
+    @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
+    def update_steps(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step on the mean cross-entropy over the steps of all ranks."""
+        steps = self.sharded.global_counts(batch["response_mask"]).tokens
+
+        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+            mask, labels, values = micro["response_mask"], micro["step_labels"], got["values"]
+            each = F.binary_cross_entropy_with_logits(values, labels, reduction="none")
+            right = ((values > 0) == labels.bool()).double()
+            metrics = {"loss": each.detach(), "accuracy": right, "scores": torch.sigmoid(values)}
+            total = (each * mask).sum() / steps
+            return total, {n: accumulate_mean(x.detach(), mask) for n, x in metrics.items()}
+
+        micros = [micro for _, micro in self._passes(batch)]
+        return self._step(self.sharded.accumulate(batch, micros, ValueReader(), loss))
+
+    def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
+        model = super()._classifier(dtype, pad_token_id)
+        model.config.step_separator = self.config.step_separator
+        return model

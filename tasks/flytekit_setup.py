@@ -1,0 +1,288 @@
+"""What is set up around flytekit before tasks load: patches, images, and credentials.
+
+`workflows.register` loads it before the variables that tasks read are set: it reads none of them
+on load. Each patch names what it changes and is idempotent.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+
+from flytekit import FlyteContextManager, Secret, current_context
+from flytekit.core.context_manager import BranchEvalMode, FlyteContext
+from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
+from flytekit.loggers import logger
+from flytekit.models.literals import Scalar
+from flytekit.models.types import Error, LiteralType
+from pydantic import BaseModel
+
+from engine.console import INTERRUPTED
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diskcache import Cache
+    from flyteidl.core.literals_pb2 import LiteralMap
+
+
+# Ctrl-C where flytekit is loaded, as at `pyflyte run`: exit status 130, as of every command here.
+#
+# flytekit's own handler ends with 1. What a stage says and closes is in `tasks.stage`.
+
+
+def set_ctrl_c_status() -> None:
+    """Have flytekit's handler call ours, which comes before its exit; idempotent."""
+    if _exit not in FlyteContextManager.signal_handlers:
+        FlyteContextManager.add_signal_handler(_exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(INTERRUPTED)
+
+
+# Two patches of flytekit's types: cached literal types, and errors given to failure handlers.
+
+
+def cache_literal_types() -> None:
+    """Cache the literal type that flytekit derives for a pydantic model; idempotent.
+
+    flytekit derives it, with a JSON schema, for every input of every task, and a stage has one task
+    per profile: uncached, this is half of the start-up time of `pyflyte run`. Its warnings are left
+    out: a model travels whole, so a field without a Flyte type of its own loses nothing.
+    """
+    derive: Any = PydanticTransformer.get_literal_type
+    if hasattr(derive, "cache_info"):
+        return
+
+    @functools.cache
+    def derived(transformer: PydanticTransformer, model: type[BaseModel]) -> LiteralType:
+        level = logger.level
+        logger.setLevel(max(level, logging.ERROR))
+        try:
+            found: LiteralType = derive(transformer, model)
+            return found
+        finally:
+            logger.setLevel(level)
+
+    patched: Any = derived
+    PydanticTransformer.get_literal_type = patched
+
+
+def convert_error_literals() -> None:
+    """Convert an error literal to flytekit's own class; idempotent.
+
+    flytekit leaves the protobuf in place and then fails to print it while it tries the variants of
+    `FlyteError | None`.
+    """
+    if hasattr(Scalar.from_flyte_idl, "reads_errors"):
+        return
+    read: Any = Scalar.from_flyte_idl
+
+    def with_error(message: Any) -> Scalar:
+        scalar: Scalar = read(message)
+        if message.HasField("error"):
+            scalar._error = Error.from_flyte_idl(message.error)
+        return scalar
+
+    with_error.reads_errors = True  # type: ignore[attr-defined]
+    Scalar.from_flyte_idl = with_error
+
+
+# Patch of flytekit's local runs: a `conditional` inside the sub-workflow of another one.
+#
+# Locally, flytekit shares one state between both. The inner branch marks it as done when it ends,
+# so
+# that the rest of the sub-workflow is skipped, and it always runs its first case. On a cluster
+# each
+# branch has its own state.
+
+
+def patch_nested_branches() -> None:
+    """Give a branch inside a running branch its own state; idempotent."""
+    builder: Any = FlyteContext.Builder
+    enter = builder.enter_conditional_section
+    if hasattr(enter, "nests"):
+        return
+
+    def enter_own(self: Any) -> Any:
+        state = self.execution_state
+        running = state is not None and state.branch_eval_mode == BranchEvalMode.BRANCH_ACTIVE
+        entered = enter(self)
+        if running and state.is_local_execution():
+            skipped = BranchEvalMode.BRANCH_SKIPPED  # until a case is chosen
+            entered.execution_state = state.with_params(branch_eval_mode=skipped)
+        return entered
+
+    enter_own.nests = True  # type: ignore[attr-defined]
+    builder.enter_conditional_section = enter_own
+
+
+# Flyte's local cache: results whose artifact no longer exists, and checks that passed before.
+#
+# Only for local runs: on a cluster the catalogue is Flyte's, and `local_artifact` reports a
+# missing
+# artifact.
+
+TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.policy_training.sft-<version>-<inputs>
+CHECK_PREFIX = "checks."  # of what passed a check, e.g. checks.<sha256>
+
+
+def evict_missing() -> int:
+    """Drop cached results of our tasks that point to folders no longer there; return how many.
+
+    flytekit would hand such a path to the next task and end with a traceback.
+    """
+    from flyteidl.core.literals_pb2 import LiteralMap
+
+    cache = open_cache()
+    evicted = 0
+    for key in [key for key in cache.iterkeys() if str(key).startswith(TASK_PREFIX)]:
+        stored = cache.get(key)
+        outputs = LiteralMap.FromString(stored) if isinstance(stored, bytes) else LiteralMap()
+        if any(not path.exists() for path in local_outputs(outputs)):
+            evicted += bool(cache.delete(key))
+    return evicted
+
+
+def has_passed(check: str) -> bool:
+    """Whether `remember_passed` was called for this key since the cache was last cleared."""
+    return CHECK_PREFIX + check in open_cache()
+
+
+def remember_passed(check: str) -> None:
+    """Keep that a check passed; its key must name everything that the outcome depends on."""
+    open_cache().set(CHECK_PREFIX + check, True)
+
+
+def open_cache() -> Cache:
+    """The diskcache.Cache that flytekit keeps local results in; `pyflyte local-cache clear`."""
+    from flytekit.core.local_cache import LocalTaskCache
+
+    if not LocalTaskCache._initialized:
+        LocalTaskCache.initialize()
+    return LocalTaskCache._cache
+
+
+def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
+    """The files and folders of this machine among a task's outputs (a protobuf LiteralMap)."""
+    todo = list(outputs.literals.values())
+    while todo:
+        literal = todo.pop()
+        todo += literal.collection.literals
+        for uri in (literal.scalar.blob.uri, literal.scalar.structured_dataset.uri):
+            if uri and "://" not in uri:
+                yield Path(uri)
+
+
+# Which image a task runs in.
+#
+# `python -m workflows.register` sets the variables below to references by digest before it loads
+# the tasks, so that cache keys contain the images. Without them (`pyflyte run`, `register` or
+# `package`) Flyte fills in what its `--image` says.
+
+TEMPLATE = "{{.image.default.fqn}}:{{.image.default.version}}"
+VARIABLES = {
+    "default": "HYBRIDFLYTE_IMAGE",
+    "cuda": "HYBRIDFLYTE_CUDA_IMAGE",
+    "rocm": "HYBRIDFLYTE_ROCM_IMAGE",
+}
+
+
+def image(kind: str = "default") -> str:
+    """The image of a kind ("default", "cuda" or "rocm"); without one of its own, the default."""
+    chosen = os.environ.get(VARIABLES[kind]) or os.environ.get(VARIABLES["default"])
+    return chosen or TEMPLATE
+
+
+# Credentials of pods, by Flyte's secrets: which are asked for, and where a task finds them.
+#
+#     HYBRIDFLYTE_SECRETS="MLFLOW_TRACKING_TOKEN=hybridflyte/mlflow,HF_TOKEN=hybridflyte/hub"
+#
+# Variable, then group and key of the secret. They are part of a task's template, so the setting is
+# read when tasks are registered (`python -m workflows.register --secret …`). On a laptop variables
+# are what they are, and without the setting nothing changes.
+
+VARIABLE = "HYBRIDFLYTE_SECRETS"
+Need = Literal["hub", "loggers"]
+
+# Variables that only tasks with that need get; all others are every task's.
+_OF: Mapping[Need, re.Pattern[str]] = {
+    "hub": re.compile(r"HF_|HUGGING_?FACE_"),
+    "loggers": re.compile(r"WANDB_"),
+}
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_ENTRY = re.compile(rf"([A-Z_][A-Z0-9_]*)=({_WORD})/({_WORD})")
+
+
+class SecretName(NamedTuple):
+    """A secret of Flyte's: on Kubernetes a Secret's name, and a key in it."""
+
+    group: str
+    key: str
+
+
+def read_secrets(text: str) -> dict[str, SecretName]:
+    """The secrets by variable; ConfigError for what is none."""
+    found: dict[str, SecretName] = {}
+    for entry in (part.strip() for part in text.split(",") if part.strip()):
+        match = _ENTRY.fullmatch(entry)
+        if match is None:
+            raise ConfigError(
+                f"{VARIABLE}: {entry!r} is no VARIABLE=GROUP/KEY; give the variable and the "
+                "secret's name, never its value, such as HF_TOKEN=hybridflyte/hub"
+            )
+        variable, group, key = match.groups()
+        if variable in found:
+            raise ConfigError(f"{VARIABLE} names {variable} twice; leave one out")
+        found[variable] = SecretName(group, key)
+    return found
+
+
+def with_secrets(*needs: Need) -> dict[str, Any]:
+    """Options of a task: the secrets that it asks for, and what its pod must know to read them."""
+    text = os.environ.get(VARIABLE, "")
+    asked = {name: one for name, one in read_secrets(text).items() if _is_for(name, needs)}
+    if not asked:
+        return {}
+    requests = [
+        # Flyte sets the variable itself where it is new enough; else `load_secrets` does.
+        Secret(
+            group=one.group,
+            key=one.key,
+            mount_requirement=Secret.MountType.ENV_VAR,
+            env_var=name,
+        )
+        for name, one in asked.items()
+    ]
+    names = ",".join(f"{name}={one.group}/{one.key}" for name, one in asked.items())
+    return {"secret_requests": requests, "environment": {VARIABLE: names}}
+
+
+def of_registration() -> dict[str, str]:
+    """Variables of a pod that writes templates of tasks: what those read while they are loaded."""
+    return {v: os.environ[v] for v in (*VARIABLES.values(), VARIABLE) if v in os.environ}
+
+
+def _is_for(variable: str, needs: tuple[Need, ...]) -> bool:
+    return all(need in needs or not rule.match(variable) for need, rule in _OF.items())
+
+
+def load_secrets() -> None:
+    """In a pod: set the variables of the task's secrets that are not set; ConfigError without."""
+    for variable, name in read_secrets(os.environ.get(VARIABLE, "")).items():
+        if variable in os.environ:
+            continue
+        try:
+            os.environ[variable] = current_context().secrets.get(name.group, name.key)
+        except ValueError:
+            raise ConfigError(
+                f"the secret {name.group}/{name.key} for {variable} is not in this pod; create it "
+                "in the project's namespace, or register without it"
+            ) from None

@@ -1,0 +1,484 @@
+"""Tasks `sft` and `rl`, and what all training tasks share: attempts, progress, metrics and loggers.
+
+Training on preferences is in `preference_training`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flytekit.types.directory import FlyteDirectory
+
+from engine.config import DataConfig, LoRAConfig, ModelConfig, RLConfig, SamplingConfig, SFTConfig
+from tasks.context import LARGE, SMALL, RunContext, echo, on_cluster
+from tasks.evaluate import run_folder
+from tasks.fetch import publish_start_model
+from tasks.preprocess import log_splits
+from tasks.stage import DECK, LiveDeck, stage, stage_cache
+from tasks.variants import LOCAL_OBJECT_STORE_BYTES, on_profiles, ray_cluster, ray_cluster_of_gpus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from engine.cli.rl_run import WriteModel
+    from engine.config import OfflineConfig
+    from engine.console import Progress
+    from engine.runtime.policy_runtime import StartModel
+    from engine.tracking.metric_logs import MetricLogs
+    from engine.trainers.offline import OfflineTrainer, SFTExample
+    from tasks.stage import Stage
+
+
+# What `tracking.logger` names, for the stages that train: opened, and where the files lie.
+#
+# A stage's files are in its run's folder, `runs/<run id>/<stage>/`. Where there is a shared store
+# they go to the same place there, again while they grow: a pod takes its disk with it.
+
+COPY_SECONDS = 30.0  # between two looks at what has grown
+CLOSE_SECONDS = 60.0  # for the last copy
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
+    """A stage's logs for the block; none where `tracking.logger` names no more than MLflow.
+
+    Raises ConfigError for a package that this machine lacks, StorageError and TrackingError, all
+    before the block. A store that fails later costs the copy and a sentence in the log.
+    """
+    from engine.errors import StorageError
+    from engine.tracking.metric_logs import PACKAGES, MetricLogs, open_metric_logs, require_packages
+
+    names = [name for name in run.logger if name in ("file", *PACKAGES)]
+    if not names:
+        yield MetricLogs()
+        return
+    require_packages(names, "tracking.logger")
+    folder = run_folder(run) / this.kind
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"can't make {folder}: {error.strerror or error}; free space or set HYBRIDFLYTE_HOME"
+        ) from error
+    place = f"{run.run_id}/{this.kind}"
+    with (
+        _copied(folder, place),
+        open_metric_logs(
+            names,
+            folder,
+            project=run.experiment,
+            run_name=f"{this.kind}-{run.run_id}",
+            settings=this.config,
+            keep=True,
+            below=place,
+        ) as logs,
+    ):
+        yield logs
+
+
+@contextlib.contextmanager
+def _copied(folder: Path, place: str) -> Iterator[None]:
+    """Copy a folder's files to the shared store for the block, and say where they are to be found.
+
+    The file of metrics that an attempt before left there is fetched first.
+    """
+    from engine.storage.filesystem import shared_store
+
+    store = shared_store()
+    if not store:
+        lost = on_cluster() * "; without HYBRIDFLYTE_STORE they end with this pod"
+        echo(f"{folder.name}: files of metrics are in {folder}{lost}")
+        yield
+        return
+    copy = _StoreCopy(folder, f"{store}/runs/{place}")
+    copy.fetch()
+    echo(f"{folder.name}: files of metrics are in {copy.uri}")
+    try:
+        copy.start()
+        yield
+    finally:
+        copy.close()
+
+
+class _StoreCopy:
+    """A folder of small files in the shared store, brought up to date by a thread."""
+
+    def __init__(self, folder: Path, uri: str) -> None:
+        from engine.storage.s3 import Objects
+
+        self.uri = uri
+        self._folder, self._objects = folder, Objects(uri)
+        self._sent: dict[str, tuple[int, int]] = {}  # size and time of change, by name
+        self._closed = threading.Event()
+        self._warned = False
+        self._thread = threading.Thread(target=self._work, name="metrics-copy", daemon=True)
+
+    def fetch(self) -> None:
+        """Bring the file of metrics here, where there is none."""
+        from engine.tracking.metric_logs import FILE
+
+        if not (self._folder / FILE).exists():
+            with contextlib.suppress(FileNotFoundError):
+                (self._folder / FILE).write_bytes(self._objects.read(FILE))
+
+    def start(self) -> None:
+        """Begin to copy."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Copy what has grown since, for at most `CLOSE_SECONDS`."""
+        self._closed.set()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            _log.warning("%s is too slow; the last metrics are in %s", self.uri, self._folder)
+
+    def _work(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._closed.wait(COPY_SECONDS)
+            self._send()
+
+    def _send(self) -> None:
+        from engine.errors import StorageError
+
+        try:
+            for path in sorted(self._folder.rglob("[!.]*")):  # a hidden one is being written
+                # Weights & Biases links its newest run, and removes what it is done with.
+                if path.is_file() and not path.is_symlink():
+                    with contextlib.suppress(FileNotFoundError):
+                        self._send_file(path)
+        except (OSError, StorageError) as error:
+            if not self._warned:
+                _log.warning("%s; its metrics wait in %s", error, self._folder)
+            self._warned = True
+
+    def _send_file(self, path: Path) -> None:
+        name, now = path.relative_to(self._folder).as_posix(), path.stat()
+        if self._sent.get(name) != (now.st_size, now.st_mtime_ns):
+            self._objects.put(name, path.read_bytes())
+            self._sent[name] = (now.st_size, now.st_mtime_ns)
+
+
+# What the tasks that train on rows share: attempts, progress, metrics, the model to start from.
+
+Example = TypeVar("Example")
+
+
+@dataclass
+class TrainedOnRows:
+    """What training left beside the model."""
+
+    metrics: dict[str, float]  # of the last step
+    steps: int
+    history: dict[int, dict[str, float]] = field(default_factory=dict)  # of steps of this process
+
+    def write_history(self, path: Path) -> None:
+        """Write a row a step, as `engine.evaluation.policy_steps` reads them.
+
+        Nothing where an attempt on another machine made some of the steps.
+        """
+        import pandas as pd
+
+        if len(self.history) < self.steps:
+            return
+        rows = [{"step": step, **self.history[step]} for step in sorted(self.history)]
+        frame = pd.DataFrame(rows)
+        frame["model"] = frame["step"] == self.steps
+        frame.to_parquet(path, index=False)
+
+
+def train_on_rows(
+    this: Stage,
+    logs: MetricLogs,
+    config: OfflineConfig,
+    make: Callable[[], OfflineTrainer[Example, Any]],
+    train: Sequence[Example],
+    validation: Sequence[Example],
+    tokenizer: Path,
+) -> TrainedOnRows:
+    """Train, in new attempts after lost workers, and write the model into the stage's folder.
+
+    `make` gives a trainer of its own to each attempt. A stage that has checkpoints resumes from the
+    newest. `tokenizer`: its folder.
+    """
+    from engine.console import progress
+    from engine.trainers.fault_tolerance import run_with_retries
+
+    checkpoints, name = this.checkpoints(), config.section
+    this.record_origin(checkpoints)
+    trained = TrainedOnRows({}, 0)
+
+    def attempt(trainer: OfflineTrainer[Example, Any]) -> None:
+        trained.steps = trainer.total_steps(len(train))
+        losses: dict[str, float] = {}
+        bar: Progress[None] = progress(trained.steps, name, unit="step")
+
+        def report(step: int, total: int, metrics: dict[str, float]) -> None:
+            trained.history[step] = metrics
+            losses.update({k: v for k, v in metrics.items() if k.endswith(("loss", "accuracy"))})
+            this.tracked.log_metrics(metrics, step)
+            logs.log_metrics(metrics, step)
+            shown = {k.removeprefix(f"{name}/"): v for k, v in losses.items()}
+            bar.update(step - bar.count, **shown)
+
+        trainer.on_step = report
+        trainer.on_resume = lambda folder, step: echo(
+            f"{name}: continues from {folder}, step {step}"
+        )
+        with bar:
+            trained.metrics |= trainer.fit(
+                train, validation, checkpoints.folder, checkpoints.previous
+            )
+        trainer.save(this.folder, tokenizer)
+
+    run_with_retries(make, attempt, checkpoints.folder, config.max_attempts)
+    return trained
+
+
+# Task `sft`: the warm start, or with `sft.skip` none.
+#
+# Artifact `sft`: a Hugging Face model folder with its tokenizer. Without a warm start:
+# `start_model`.
+# On a profile with several GPUs it is a Ray job, whose ranks share the model (`sft.parallel`).
+
+
+@on_profiles(
+    task_config=ray_cluster_of_gpus,
+    cache=stage_cache(),
+    requests=LARGE,
+    retries=3,
+    interruptible=True,
+    timeout=timedelta(hours=12),
+    needs=("hub", "loggers"),
+    **DECK,
+)
+def sft(
+    run: RunContext,
+    dataset: FlyteDirectory,
+    start: ModelConfig,
+    start_digest: str,
+    config: SFTConfig,
+    seed: int,
+) -> FlyteDirectory:
+    """Fine-tune the start model on the dataset's prompt/response pairs, unless `config.skip`."""
+    if config.skip:
+        return publish_start_model(run, dataset, start, start_digest)
+    from engine.controller.launch import ray_session, require_shared
+    from engine.data.tokenizer import load_tokenizer
+    from engine.trainers.offline import SFTTrainer, is_on_ray
+
+    settings = {
+        "model": start.model_dump(mode="json"),
+        "start_digest": start_digest,
+        "sft": config.model_dump(mode="json"),
+        "seed": seed,
+    }
+    ray = ray_session("ray" if is_on_ray(config) else "local", LOCAL_OBJECT_STORE_BYTES)
+    with stage("sft", run, settings) as this, open_loggers(run, this) as logs, ray:
+        data = this.load_parent("dataset", dataset)
+        log_splits(this, data, ("sft_train", "sft_validation"))
+        tokenizer = load_tokenizer(data / "tokenizer")
+        train, validation = (read_examples(data, n, tokenizer) for n in ("train", "validation"))
+        scratch = this.folder / "scratch"
+        model = start_model(start, config, tokenizer, seed, scratch)
+        if is_on_ray(config):
+            own = [start.path] if start.path and Path(start.path).is_dir() else []
+            require_shared([str(this.folder), *own])
+
+        def make() -> SFTTrainer:
+            return SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=start_digest)
+
+        trained = train_on_rows(this, logs, config, make, train, validation, data / "tokenizer")
+        shutil.rmtree(scratch, ignore_errors=True)
+        this.tracked.log_folder(this.folder, "checkpoint")
+        published = this.publish(trained.metrics, step=trained.steps)
+        this.delete_local_checkpoints()
+        return published
+
+
+def start_model(
+    start: ModelConfig,
+    config: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    scratch: Path,
+) -> PreTrainedModel | StartModel:
+    """The model that training begins with; where it is on ranks, what they load it from.
+
+    Ranks load one from scratch from the folder `scratch`.
+    """
+    from engine.models import build_model, load_policy_model, save_model
+    from engine.parallel.layout import Layout
+    from engine.runtime.policy_runtime import StartModel
+    from engine.trainers.offline import is_on_ray, offline_dtype
+
+    on_ray = is_on_ray(config)
+    dtype = offline_dtype(start.dtype, start.path, config) if start.path else start.dtype
+    if on_ray and start.path:
+        echo(f"sft: {start.path} on Ray, {Layout.of(config.parallel)}, {dtype}")
+        return StartModel(start.path, dtype, start.lora, seed)
+    model = (
+        load_policy_model(start.path, dtype, start.lora, seed)
+        if start.path
+        else build_model(start, tokenizer, seed)
+    )
+    describe(model)
+    if not on_ray:
+        return model
+    save_model(model, tokenizer, scratch)
+    return StartModel(str(scratch), dtype, seed=seed)
+
+
+def describe(model: PreTrainedModel) -> None:
+    """Print the model's size."""
+    from engine.models import adapter_parameters, has_adapters
+
+    size = sum(p.numel() for p in model.parameters())
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    echo(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters, {dtype}")
+    if has_adapters(model):  # a model from scratch has none
+        size = sum(p.numel() for p in adapter_parameters(model).values())
+        echo(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
+
+
+def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> list[SFTExample]:
+    """Encode the pairs of a split of the dataset."""
+    import pandas as pd
+
+    from engine.data.templates import encode_prompts, encode_response
+    from engine.trainers.offline import SFTExample
+
+    frame = pd.read_parquet(data / f"sft_{split}.parquet")
+    prompts = encode_prompts(tokenizer, frame["prompt"], f"sft_{split}")
+    return [
+        SFTExample(prompt_ids, encode_response(tokenizer, response))
+        for prompt_ids, response in zip(prompts, frame["response"], strict=True)
+    ]
+
+
+# Task `rl`: GRPO or PPO from the warm start, in this process or on Ray actors.
+#
+# Artifact `rl`: a Hugging Face model folder with its tokenizer, of the step that
+# `trainer.final_model` says; `metrics.parquet`, a row a step, with the column `model` for that
+# step;
+# `rollouts/`, samples of what the policy wrote (also the task's Deck, while it runs); and
+# with `trainer.timeline_steps` a `timeline.json` for https://ui.perfetto.dev.
+
+# Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
+
+
+@on_profiles(
+    task_config=ray_cluster,
+    cache=stage_cache(),
+    requests=SMALL,
+    retries=5,
+    interruptible=True,
+    timeout=timedelta(days=3),
+    needs=("hub", "loggers"),
+    **DECK,
+)
+def rl(
+    run: RunContext,
+    dataset: FlyteDirectory,
+    warm_start: FlyteDirectory,
+    data: DataConfig,
+    config: RLConfig,
+    lora: LoRAConfig,
+    seed: int,
+    dtype: str = "",
+    reward_model: FlyteDirectory | None = None,
+) -> FlyteDirectory:
+    """Improve the warm start by reinforcement learning on the dataset's prompts.
+
+    dtype: `model.dtype`; empty: that of the warm start's folder, which resolved it. reward_model:
+    what rewards in the place of `config.reward`, and what a critic starts from.
+    """
+    import pandas as pd
+
+    from engine.cli.rl_run import RLRun, RunLog, headline, placed, prompt_room, train_policy
+    from engine.controller.launch import require_shared
+    from engine.data.loader import PromptLoader
+    from engine.evaluation.policy_steps import FILE, MODEL, read_overoptimisation
+    from engine.models import saved_dtype
+    from engine.preferences import by_reward_model
+    from engine.samples.sample_files import FOLDER as ROLLOUTS
+    from engine.samples.sample_files import copy_samples
+
+    settings = {
+        "rl": config.model_dump(mode="json"),
+        "max_response_length": data.max_response_length,
+        "seed": seed,
+    }
+    if data.sampling != SamplingConfig():
+        settings["sampling"] = data.sampling.model_dump(mode="json")
+    if lora.rank or lora.from_folder:
+        settings["lora"] = lora.model_dump(mode="json")
+    if dtype:
+        settings["dtype"] = dtype
+    placing = placed(config, LOCAL_OBJECT_STORE_BYTES)
+    with stage("rl", run, settings) as this, open_loggers(run, this) as logs, placing as config:
+        folder = this.load_parent("dataset", dataset)
+        model = this.load_parent("warm_start", warm_start)
+        shared = [str(this.folder), str(model)]
+        if reward_model is not None:
+            scorer = this.load_parent("reward_model", reward_model)
+            config = by_reward_model(config, str(scorer))
+            shared.append(str(scorer))
+        if config.trainer.placement != "local":
+            require_shared(shared)
+        log_splits(this, folder, ("train", "validation"))
+        lengths = json.loads((folder / "dataset.json").read_text())
+        train = pd.read_parquet(folder / "train.parquet")
+        rows = pd.read_parquet(folder / "validation.parquet").to_dict("records")
+        validation = [{str(k): v for k, v in row.items()} for row in rows]
+
+        checkpoints = this.checkpoints()
+        this.record_origin(checkpoints)
+
+        def save_model(write: WriteModel, step: int) -> Path:
+            write(str(this.folder))
+            return this.folder
+
+        training = RLRun(
+            model,
+            config,
+            PromptLoader(train, config.trainer.train_batch_size, seed, sampling=data.sampling),
+            validation,
+            prompt_room(config, lengths["max_prompt_length"], data.max_prompt_length),
+            data.max_response_length,
+            this.folder,
+            checkpoints.folder,
+            save_model,
+            previous_checkpoints=checkpoints.previous,
+            seed=seed,
+            dtype=dtype or saved_dtype(model),
+            lora=lora,
+            on_page=LiveDeck("Rollouts").show,
+        )
+        log = RunLog(this.tracked, logs, step_lines="console" in run.logger)
+        log.say(headline(config))
+        trained = train_policy(training, log)
+        steps = pd.DataFrame(trained.history)
+        steps[MODEL] = steps["step"] == trained.final.step
+        steps.to_parquet(this.folder / FILE, index=False)
+        this.tracked.log_folder(this.folder, "checkpoint")
+        if config.trainer.log_rollouts_freq:
+            copy_samples(f"{checkpoints.folder}/{ROLLOUTS}", this.folder / ROLLOUTS)
+        metrics = next(row for row in trained.history if row["step"] == trained.final.step)
+        if learned := read_overoptimisation(this.folder):
+            log.say(f"rl: {learned.sentence()}")
+            metrics = metrics | learned.metrics()
+        published = this.publish(metrics | trained.final.metrics(), trained.changed_settings)
+        this.delete_local_checkpoints()
+        return published
