@@ -1,4 +1,4 @@
-"""Task `fetch`: makes a model from elsewhere an artifact of this run, or the start model as it is."""
+"""Task `fetch` makes a model from elsewhere, or the start model, an artifact of this run."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ def checked_observation(who: str, value: object) -> Observation:
     if not isinstance(value, Observation):
         raise EnvironmentFailure(
             "malformed",
-            f"{who} returned {type(value).__name__}; return an engine.agents.environment_protocol.Observation",
+            f"{who} returned {type(value).__name__}; return an Observation of "
+            "engine.agents.environment_protocol",
         )
     reward = _number(value.reward)
     if not abs(reward) <= _LARGEST:

@@ -1,4 +1,4 @@
-"""Rows of files as tokens to train on: prompt/response pairs, preferences, and steps with labels."""
+"""Rows of files as tokens to train on: responses, preferences, and labelled steps."""
 
 from __future__ import annotations
 

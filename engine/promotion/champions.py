@@ -360,7 +360,7 @@ class Champions:
     registry: ModelRegistry
     model_name: str
     alias: str = "champion"
-    timeouts: LockTimeouts = LockTimeouts()  # noqa: RUF009 (frozen)
+    timeouts: LockTimeouts = LockTimeouts()
 
     def history(self) -> tuple[AliasMove, ...]:
         """All moves, oldest first; nothing is written."""

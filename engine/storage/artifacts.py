@@ -134,7 +134,7 @@ class Manifest(Draft):
 def json_digest(values: Mapping[str, object]) -> str:
     """Return the SHA-256 (hex) of JSON values, whatever the order of their keys.
 
-    The same values give the same digest as `engine.config.text.digest` of the section they came from.
+    The same values give the same digest as `engine.config.text.digest` of their section.
     """
     return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()
 

@@ -134,7 +134,8 @@ class ModelRegistry(Connection):
         """Move `alias` to `version` if it still points to `expected` (None: to no version).
 
         Raises TrackingError, and moves nothing, when it points elsewhere. MLflow can't compare and
-        set in one step: two callers at once need a lock, as `engine.promotion.champions.Champions` takes.
+        set in one step: two callers at once need a lock, as
+        `engine.promotion.champions.Champions` takes.
         """
         current = self.champion(model_name, alias)
         at = current.version if current else None

@@ -38,7 +38,8 @@ except AttributeError as error:
     assert "'engine' has no attribute 'Nothing'" in str(error)
 else:
     raise AssertionError("a name that isn't there")
-import engine.workers.actor, engine.workers.rollout_worker, engine.rollout.vllm, engine.rollout.native
+import engine.workers.actor, engine.workers.rollout_worker
+import engine.rollout.vllm, engine.rollout.native
 unused = ("sklearn", "scipy.optimize", "boto3", "vllm", "mlflow")
 print(*[name for name in unused if name in sys.modules])
 from transformers import GenerationMixin
