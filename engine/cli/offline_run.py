@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.cli.offline_settings import (
+from engine.cli.program import error_details_file, make_output_folder, save_atomically
+from engine.cli.rl_run import open_trackers
+from engine.cli.settings import (
     OfflineRunConfig,
     PreferenceRunConfig,
     RewardModelRunConfig,
     SFTRunConfig,
 )
-from engine.cli.program import error_details_file, make_output_folder, save_atomically
-from engine.cli.rl_run import open_trackers
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data.preference_rows import Kind

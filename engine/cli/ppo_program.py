@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.cli.help_text import config_text
 from engine.cli.program import error_details_file, make_output_folder, save_atomically
 from engine.cli.rl_run import (
     RLRun,
@@ -24,7 +25,7 @@ from engine.cli.rl_run import (
     train_policy,
     validate_policy,
 )
-from engine.cli.settings import DataFilesConfig, RunConfig, config_text, gpu_pools
+from engine.cli.settings import DataFilesConfig, RunConfig, gpu_pools
 from engine.config import ActorConfig, CriticConfig, RLConfig
 from engine.console import human_time
 from engine.controller.launch import require_shared

@@ -1,10 +1,11 @@
-"""What every `python -m engine.main_…` does around its run: signals, exit status, errors.
+"""What every `python -m engine.main_…` does around its run: arguments, signals, errors, folders.
 
 It loads nothing heavy.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -12,12 +13,17 @@ import signal
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from pydantic import BaseModel
+
+from engine.cli.forms import check_names, verl_defaults
+from engine.cli.help_text import config_text, help_text
+from engine.cli.resolve import Form, config_file, resolve_file
+from engine.cli.settings import OfflineRunConfig
 from engine.console import INTERRUPTED, quiet, say
 from engine.errors import (
     ConfigError,
@@ -31,14 +37,132 @@ from engine.errors import (
 from engine.redaction import presentable
 from engine.storage.filesystem import fsync, fsync_tree
 
-# Failures as one sentence on the terminal, with the tracebacks in a file.
+C = TypeVar("C", bound=BaseModel)
+F = TypeVar("F", bound=OfflineRunConfig)
 
 INPUT_ERRORS = (ConfigError, DataError, ModelError, PlacementError)
-DETAILS = "error.txt"
+FAILED, WRONG_INPUT, TERMINATED = 1, 2, 143
+DETAILS = "error.txt"  # in the folder of a failed run
+# Ray unpacks a job's files here on each machine, and deletes them after the job.
+_RAY_JOB_FOLDERS = "runtime_resources/working_dir_files"
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser of arguments that raises ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def run_form(
+    form: Form[C],
+    usage: str,
+    arguments: Sequence[str],
+    run: Callable[[C, argparse.Namespace], None],
+    options: Mapping[str, dict[str, Any]] | None = None,
+) -> int:
+    """Do what arguments of `form` say: print help or the configuration, or `run` it.
+
+    `options` are more ones than all programs have, by name. Raises an EngineError, in the words of
+    the arguments.
+    """
+    parser = ArgumentParser(f"python -m engine.{form.program}", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("settings", nargs="*")
+    for name in ("--config", "--config-path", "--config-name"):
+        parser.add_argument(name)
+    for name in ("--print-config", "--dry-run"):
+        parser.add_argument(name, action="store_true")
+    for name, keywords in (options or {}).items():
+        parser.add_argument(name, **keywords)
+    chosen = parser.parse_intermixed_args(arguments)
+    if chosen.help:
+        print(help_text(form, usage))
+        return 0
+    file, settings = config_file(chosen)
+    more = {"defaults": verl_defaults} if getattr(chosen, "verl_defaults", False) else {}
+    resolved = resolve_file(form, file, settings, **more)
+    for notice in resolved.grouped_notices():
+        say(f"note: {notice}", error=True)
+    if chosen.print_config:
+        print(config_text(resolved.config), end="")
+        return 0
+    try:
+        run(resolved.config, chosen)
+    except EngineError as error:
+        raise type(error)(resolved.with_typed_keys(str(error))) from error
+    return 0
+
+
+_OFFLINE_USAGE = """\
+python -m engine.{program} [FILE.yaml] [--dry-run] [--print-config] [key=value ...]
+
+{about}
+
+  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. As well
+                   --config FILE
+  --dry-run        check settings and data, say what would be done, and exit
+  --print-config   print the configuration as --config reads it, and exit
+  --help           print this, and exit
+
+Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are made for small models: give
+a pretrained one its own learning rate. docs/preference.md says which method fits which data.
+
+Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C; 143 for SIGTERM.
+"""
+
+
+def run_offline_form(form: Form[F], about: str, arguments: Sequence[str]) -> int:
+    """Train on rows of files as the arguments say; raises an EngineError."""
+
+    def run(config: F, options: argparse.Namespace) -> None:
+        check_names(config)
+        from engine.cli.offline_run import run  # torch takes seconds; a wrong name needs none
+
+        run(config, dry_run=options.dry_run)
+
+    usage = _OFFLINE_USAGE.format(program=form.program, about=about)
+    return run_form(form, usage, arguments, run)
+
+
+def run_program(run: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
+    """Run a command line (None: the process's); return its exit status.
+
+    0, 1 where the run failed, 2 for wrong input, 130 after Ctrl-C, 143 after SIGTERM. Workers are
+    stopped in all cases.
+    """
+    quiet()
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
+
+    before = signal.signal(signal.SIGTERM, stop)  # so that workers are stopped and files are closed
+    try:
+        return run(sys.argv[1:] if arguments is None else arguments)
+    except PreemptedError as error:
+        say(str(error), error=True)
+        return _terminated()
+    except EngineError as error:
+        say(f"error: {short_message(error)}", error=True)
+        return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
+    except KeyboardInterrupt:
+        print("interrupted; workers are stopped", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as stop_request:
+        if stop_request.code != signal.SIGTERM:
+            raise
+        return _terminated()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated() -> int:
+    print("terminated; workers are stopped", file=sys.stderr)
+    return TERMINATED
 
 
 def short_message(error: EngineError) -> str:
-    """The error's first line; all of a PlacementError, with its table."""
+    """Return the error's first line; all of a PlacementError, with its table."""
     text = str(error).strip()
     return text if isinstance(error, PlacementError) else text.partition("\n")[0]
 
@@ -57,61 +181,6 @@ def error_details_file(folder: Path) -> Iterator[None]:
             path.write_text(presentable("".join(traceback.format_exception(error))))
         where = f" (tracebacks: {path})" if path.exists() else ""
         raise type(error)(f"{short_message(error)}{where}") from error
-
-
-# What every `python -m engine.main_…` does around its run: signals, exit status, short errors.
-
-FAILED, WRONG_INPUT, TERMINATED = 1, 2, 143
-
-
-def run_program(run: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
-    """Run a command line (None: the process's); return its exit status.
-
-    0, 1 where the run failed, 2 for wrong input, 130 after Ctrl-C, 143 after SIGTERM. Workers are
-    stopped in all cases.
-    """
-    quiet()
-    try:
-        with _sigterm_as_exception():
-            return run(sys.argv[1:] if arguments is None else arguments)
-    except PreemptedError as error:
-        say(str(error), error=True)
-        return _terminated()
-    except EngineError as error:
-        say(f"error: {short_message(error)}", error=True)
-        return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
-    except KeyboardInterrupt:
-        print("interrupted; workers are stopped", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as stop:
-        if stop.code != signal.SIGTERM:
-            raise
-        return _terminated()
-
-
-def _terminated() -> int:
-    print("terminated; workers are stopped", file=sys.stderr)
-    return TERMINATED
-
-
-@contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """Let SIGTERM unwind the block, so that workers are stopped and files are closed."""
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-# Model folders of a run: written under another name, then renamed, so that each is complete.
-
-# Ray unpacks a job's files here on each machine, and deletes them after the job.
-_RAY_JOB_FOLDERS = "runtime_resources/working_dir_files"
 
 
 def make_output_folder(folder: Path) -> Path:

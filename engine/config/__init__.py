@@ -16,6 +16,7 @@ from engine.config.algorithm import (
 )
 from engine.config.base import Options, Section
 from engine.config.data import (
+    ColumnsConfig,
     DataConfig,
     DecontaminateConfig,
     EvaluationSetConfig,
@@ -70,6 +71,7 @@ __all__ = [
     "ActorConfig",
     "AgentConfig",
     "AlgorithmConfig",
+    "ColumnsConfig",
     "ContaminationConfig",
     "CriticConfig",
     "DataConfig",

@@ -47,8 +47,8 @@ class SamplingConfig(Section):
         return self
 
 
-class RowsConfig(Section):
-    """How rows of files become prompts, and which rows are taken."""
+class ColumnsConfig(Section):
+    """How rows of files become conversations."""
 
     columns: dict[str, str] = Field(
         {},
@@ -61,16 +61,21 @@ class RowsConfig(Section):
         "'{{ question }} Answer with a number.'}",
     )
     system_prompt: str = Field("", description="System message of prompts that have none")
-    data_source: str = Field("", description="data_source of rows that have none; empty: file")
     apply_chat_template_kwargs: Options = Field(
         {}, description="Variables of the model's chat template, e.g. {enable_thinking: false}"
     )
-    sampling: SamplingConfig = SamplingConfig()
     bad_rows: Literal["fail", "drop"] = Field(
         "fail",
         description="Rows that can't be read or break the contract: refuse them by number, or "
         "leave them out and count them",
     )
+
+
+class RowsConfig(ColumnsConfig):
+    """How rows of files become prompts, and which rows are taken."""
+
+    data_source: str = Field("", description="data_source of rows that have none; empty: file")
+    sampling: SamplingConfig = SamplingConfig()
     max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: as they come")
     max_response_length: int = Field(64, ge=1, description="Longest completion in tokens")
     control_tokens: Literal["escape", "drop", "fail"] = Field(

@@ -58,23 +58,25 @@ def load_config(path: str | Path) -> PipelineConfig:
 
     Raises ConfigError when it is missing, malformed or wrong.
     """
-    file = config_path(path)
+    return parse_config(read_yaml(config_path(path), f"config file {path}"))
+
+
+def read_yaml(file: Path, name: str) -> dict[str, Any]:
+    """Return the sections of a YAML file, which messages call `name`; raises ConfigError."""
     try:
         values = yaml.safe_load(file.read_text())
     except FileNotFoundError:
-        raise ConfigError(
-            f"config file {path} does not exist; give the path of a YAML file"
-        ) from None
+        raise ConfigError(f"{name} does not exist; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} can't be read: {error}; give a YAML file") from None
+        raise ConfigError(f"{name} can't be read: {error}; give a YAML file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict | None):
         raise ConfigError(
-            f"config file {path} holds a {type(values).__name__}; its top level must be sections "
-            "such as `data:` and `rl:`"
+            f"{name} holds a {type(values).__name__}; its top level must be sections such as "
+            "`data:` and `rl:`"
         )
-    return parse_config(values or {})
+    return values or {}
 
 
 def explain(error: ValidationError) -> str:
