@@ -28,7 +28,8 @@ import switch
 import torch
 from gpu_report import Figure, write_figures
 
-from engine.cli.commands.health import check, expectation
+from engine.cli.commands.health import expectation
+from engine.cli.health_checks import check
 from engine.console import quiet
 from engine.errors import EngineError
 from engine.rollout.protocol import create_engine

@@ -95,7 +95,7 @@ class Trainer:
             rows += read(given) if given is not None else []
         width = max((len(f"{name}={value}") for name, value, _, _ in rows), default=0)
         for name, value, path, setting in rows:
-            said = path if value == setting else f"{path}={setting}"
+            said = path.removeprefix("rl.") + ("" if value == setting else f"={setting}")
             say(f"  {f'{name}={value}':<{width}}  →  {said}")
             pairs.append((path, setting))
         for key, value in settings.items():
