@@ -183,6 +183,12 @@ def error_details_file(folder: Path) -> Iterator[None]:
         raise type(error)(f"{short_message(error)}{where}") from error
 
 
+def local_model(model: str) -> str:
+    """Return a folder as an absolute path, for workers in other directories; a hub id as it is."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.is_dir() else model
+
+
 def make_output_folder(folder: Path) -> Path:
     """Make the output folder of a run; raise before any compute where it can't be written."""
     folder = folder.expanduser().absolute()

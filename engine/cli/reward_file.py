@@ -16,14 +16,12 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from engine.errors import ConfigError
-
-_VERLS = ("solution_str", "ground_truth")
 
 
 def reward_name(path: str, function: str, keywords: Mapping[str, object] | None = None) -> str:
@@ -49,59 +47,31 @@ def load_function(
 ) -> Callable[..., object]:
     """Load `name` from the file at `path`, made callable as our reward functions are.
 
-    `keywords` are passed to each of its calls.
-
-    A relative path is looked for in the working directory and on Python's path, where Ray puts a
-    job's files. Raises ConfigError where the file or the function is missing or fails to load.
+    `keywords` are passed to each of its calls. A relative path is looked for in the working
+    directory and on Python's path, where Ray puts a job's files. Raises ConfigError where the file
+    or the function is missing or fails to load, or doesn't take the keywords.
     """
-    module = _load(_find(path))
-    function = getattr(module, name, None)
+    function = getattr(_load(_find(path)), name, None)
     if not callable(function):
         raise ConfigError(f"reward file {path} has no function {name!r}; name one of its functions")
     parameters = inspect.signature(function).parameters
     if keywords:
-        _check_keywords(function, path, name, keywords)
-        function = _with_keywords(function, keywords)
-    return each_row(function) if all(p in parameters for p in _VERLS) else function
-
-
-def _check_keywords(
-    function: Callable[..., object], path: str, name: str, keywords: Mapping[str, object]
-) -> None:
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    if unknown := sorted(keywords.keys() - {p.name for p in parameters}):
-        raise ConfigError(
-            f"custom_reward_function.reward_kwargs has {unknown[0]!r}, which {name} in {path} does "
-            "not take; remove it, or add it to the function"
-        )
-
-
-def _with_keywords(
-    function: Callable[..., object], keywords: Mapping[str, object]
-) -> Callable[..., object]:
-    """The function, called with `keywords` too; a coroutine function stays one."""
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def call_async(*args: object, **kwargs: object) -> object:
-            return await function(*args, **kwargs, **keywords)
-
-        return call_async
-
-    @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
-        return function(*args, **kwargs, **keywords)
-
-    return call
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not takes_any and (unknown := sorted(keywords.keys() - parameters.keys())):
+            raise ConfigError(
+                f"custom_reward_function.reward_kwargs has {unknown[0]!r}, which {name} in {path} "
+                "does not take; remove it, or add it to the function"
+            )
+        function = functools.update_wrapper(functools.partial(function, **keywords), function)
+    of_one_row = {"solution_str", "ground_truth"} <= parameters.keys()
+    return each_row(function) if of_one_row else function
 
 
 def _find(path: str) -> Path:
-    wanted = Path(path).expanduser()
     for base in (Path(), *map(Path, sys.path)):
-        if (base / wanted).is_file():
-            return (base / wanted).resolve()
+        file = base / Path(path).expanduser()
+        if file.is_file():
+            return file.resolve()
     raise ConfigError(
         f"reward file {path} does not exist here; each machine of the cluster needs it, or a job's "
         "working directory has to hold it"
@@ -130,27 +100,23 @@ def _load(path: Path) -> ModuleType:
 def each_row(function: Callable[..., Any]) -> Callable[..., object]:
     """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` by rows."""
 
-    def arguments(
-        completions: Sequence[str], ground_truth: Sequence[object], columns: dict[str, Any]
-    ) -> list[dict[str, object]]:
+    def calls(completions: Sequence[str], truths: Any, columns: dict[str, Any]) -> Iterator[Any]:
         empty = [None] * len(completions)
-        sources = columns.get("data_source", empty)
-        extras = columns.get("extra_info", empty)
-        rows = zip(sources, completions, ground_truth, extras, strict=True)
-        names = ("data_source", "solution_str", "ground_truth", "extra_info")
-        return [dict(zip(names, row, strict=True)) for row in rows]
+        sources, extras = (columns.get(name, empty) for name in ("data_source", "extra_info"))
+        for source, text, truth, extra in zip(sources, completions, truths, extras, strict=True):
+            yield function(
+                data_source=source, solution_str=text, ground_truth=truth, extra_info=extra
+            )
 
     def reward(
         prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Any, **columns: Any
     ) -> list[float]:
-        rows = arguments(completions, ground_truth, columns)
-        return [_number(function(**row)) for row in rows]
+        return [_number(result) for result in calls(completions, ground_truth, columns)]
 
     async def reward_async(
         prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Any, **columns: Any
     ) -> list[float]:
-        rows = arguments(completions, ground_truth, columns)
-        return [_number(await function(**row)) for row in rows]
+        return [_number(await result) for result in calls(completions, ground_truth, columns)]
 
     return reward_async if inspect.iscoroutinefunction(function) else reward
 

@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 from engine.config import (
     ColumnsConfig,
     Loggers,
-    LoRAConfig,
     OfflineConfig,
     Options,
     ParallelConfig,
@@ -25,6 +24,7 @@ from engine.config import (
     RowsConfig,
     Section,
     SFTConfig,
+    WeightsConfig,
 )
 from engine.console import say
 from engine.data.rows import Truncation
@@ -74,16 +74,10 @@ class DataFilesConfig(RowsConfig):
         return self
 
 
-class PolicyModelConfig(Section):
+class PolicyModelConfig(WeightsConfig):
     """The policy to improve."""
 
     path: str = Field("", description="Hugging Face causal LM folder, or hub id")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
-        "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
-    )
-    lora: LoRAConfig = LoRAConfig()
     override_config: Options = Field(
         {},
         description="Other values of keys of the model's config.json, e.g. {rope_theta: "

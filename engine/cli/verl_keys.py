@@ -70,7 +70,7 @@ def key_table(section: str) -> KeyTable:
                 paths = [_with_words(path, words) for path in paths]
                 more = {name: entry[name] for name in ("times", "note") if name in entry}
                 if "as" in entry:
-                    more["convert"] = globals()[entry["as"]]
+                    more["convert"] = _CONVERTERS[entry["as"]]
                 settings[key] = Key(paths[0] if len(paths) == 1 else tuple(paths), **more)
             else:
                 rejected = "refused" in entry
@@ -110,26 +110,24 @@ def _with_words(path: str, words: list[tuple[int, str]]) -> str:
     return path
 
 
-# Converters, by their names in the table.
+# Converters by their names in the table: the value, and its key for messages.
 
 
-def text(value: object, key: str) -> str:
-    """Return the name that YAML may have read as a number or a date."""
-    return str(value)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def path(value: object, key: str) -> str:
-    """Expand ~, which the shell leaves as it is after a =."""
-    return os.path.expanduser(str(value))
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def paths(value: object, key: str) -> list[object]:
-    """Return one path, or a list of them, as a list."""
-    return [path(one, key) if isinstance(one, str) else one for one in _listed(value)]
+def _is_true(value: object, key: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r} must be true or false")
+    return value
 
 
-def loggers(value: object, key: str) -> list[object]:
-    """Reject loggers that only verl has, and name the others."""
+def _loggers(value: object, key: str) -> list[object]:
     names = _listed(value)
     if foreign := [name for name in names if name not in LOGGERS]:
         raise ConfigError(
@@ -139,93 +137,57 @@ def loggers(value: object, key: str) -> list[object]:
     return names
 
 
-def _listed(value: object) -> list[object]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def zero_is_off(value: object, key: str) -> object:
-    """Switch top-k off with 0, where verl has -1."""
-    return 0 if value == -1 else value
-
-
-def negative_is_none(value: object, key: str) -> object:
-    """Leave a setting to its default, as verl's -1 does."""
-    return None if isinstance(value, int) and not isinstance(value, bool) and value < 0 else value
-
-
-def zero_is_none(value: object, key: str) -> object:
-    """Drop a temperature of 0: it goes with do_sample=False, which decodes greedily by itself."""
-    return None if value == 0 else value
-
-
-def device(value: object, key: str) -> object:
-    """Reject processors of other vendors."""
+def _device(value: object, key: str) -> object:
     if value not in ("auto", "cuda", "cpu"):
         raise ConfigError(f"{key}={value!r} is not available here; choose cuda, cpu or auto")
     return value
 
 
-def never_below_one(value: object, key: str) -> object:
-    """Turn verl's -1 (or 0) steps between validations or saves into more steps than a run has."""
-    return NEVER if isinstance(value, int) and value < 1 else value
-
-
-def pair(value: object, key: str) -> list[object]:
-    """Check that there are two numbers, such as AdamW's betas."""
+def _pair(value: object, key: str) -> list[object]:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ConfigError(f"{key}={value!r} must be a list of two numbers, such as [0.9,0.95]")
     return list(value)
 
 
-def optimizer(value: object, key: str) -> object:
-    """Turn Megatron's names into torch's; its own Adam is AdamW."""
-    return {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD"}.get(str(value), value)
-
-
-def zero_alone(value: object, key: str) -> object:
-    """Take only 0 as Megatron's least learning rate; here it is a share of the peak."""
+def _zero_alone(value: object, key: str) -> object:
     if value != 0:
         raise ConfigError(f"{key}={value!r} is not available here: set min_lr_ratio, over lr")
     return value
 
 
-def size_or_auto(value: object, key: str) -> list[object]:
-    """Return the number of ranks, or for `auto` the placement with which the planner chooses it."""
-    return [None, "auto"] if value == "auto" else [value, None]
+_OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD"}  # Megatron's own Adam is AdamW
+# What verl's DAPO compares in a group; its sequence scores and `acc` are our raw score.
+_GROUP_METRICS = {"acc": "score", "seq_reward": "score", "seq_final_reward": "reward"}
 
-
-def engine_name(value: object, key: str) -> object:
-    """Turn verl's `hf`, which decodes with the trainer's own model, into `native`."""
-    return "native" if value == "hf" else value
-
-
-def sleep_level(value: object, key: str) -> int:
-    """Return 2 for true: verl frees the KV cache, and weights, which the next update loads."""
-    return 2 if _is_true(value, key) else 0
-
-
-def bypass(value: object, key: str) -> str:
-    """Say whether the log-probs of sampling stand for the trainer's own."""
-    return "rollout" if _is_true(value, key) else "auto"
-
-
-def _is_true(value: object, key: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key}={value!r} must be true or false")
-    return value
-
-
-def group_metric(value: object, key: str) -> object:
-    """Name what DAPO compares in a group; verl's sequence scores and `acc` are our raw score."""
-    names = {"acc": "score", "seq_reward": "score", "seq_final_reward": "reward"}
-    return names.get(value, value) if isinstance(value, str) else value
-
-
-def hf_schedule(value: object, key: str) -> object:
-    """Return the name of transformers' schedule; all of ours have a warm-up."""
-    return str(getattr(value, "value", value)).replace("constant_with_warmup", "constant")
-
-
-def whole_epochs(value: Any, key: str) -> int:
-    """Round epochs to whole ones, at least one."""
-    return max(1, round(value))
+_CONVERTERS: dict[str, Callable[[Any, str], object]] = {
+    "text": lambda value, key: str(value),  # a name that YAML may read as a number or a date
+    "path": lambda value, key: os.path.expanduser(str(value)),  # the shell leaves a ~ after a =
+    "paths": lambda value, key: [
+        os.path.expanduser(one) if isinstance(one, str) else one for one in _listed(value)
+    ],
+    "loggers": _loggers,
+    "device": _device,
+    "pair": _pair,  # AdamW's betas
+    "optimizer": lambda value, key: _OPTIMIZERS.get(str(value), value),
+    "zero_alone": _zero_alone,  # Megatron's least learning rate; here it is a share of the peak
+    "zero_is_off": lambda value, key: 0 if value == -1 else value,  # verl switches off with -1
+    "negative_is_none": lambda value, key: None if _is_number(value) and value < 0 else value,
+    # A temperature of 0 goes with do_sample=False, which decodes greedily by itself.
+    "zero_is_none": lambda value, key: None if value == 0 else value,
+    # -1 (or 0) steps between two validations: only the first and the last are done.
+    "never_below_one": lambda value, key: NEVER if _is_number(value) and value < 1 else value,
+    # With `auto` the planner chooses the number of ranks.
+    "size_or_auto": lambda value, key: [None, "auto"] if value == "auto" else [value, None],
+    # verl's `hf` decodes with the trainer's own model, as `native` does.
+    "engine_name": lambda value, key: "native" if value == "hf" else value,
+    # verl frees the KV cache and the weights, which the next update loads again.
+    "sleep_level": lambda value, key: 2 if _is_true(value, key) else 0,
+    # Whether the log-probs of sampling stand for the trainer's own.
+    "bypass": lambda value, key: "rollout" if _is_true(value, key) else "auto",
+    "group_metric": lambda value, key: _GROUP_METRICS.get(str(value), value),
+    # All of our schedules have a warm-up.
+    "hf_schedule": lambda value, key: str(getattr(value, "value", value)).replace(
+        "constant_with_warmup", "constant"
+    ),
+    "whole_epochs": lambda value, key: max(1, round(value)),
+}

@@ -24,6 +24,7 @@ from engine.config.data import (
     ModelConfig,
     RowsConfig,
     SamplingConfig,
+    WeightsConfig,
 )
 from engine.config.pipeline import (
     ContaminationConfig,
@@ -117,6 +118,7 @@ __all__ = [
     "TrackingConfig",
     "TrainerConfig",
     "VllmConfig",
+    "WeightsConfig",
     "config_path",
     "digest",
     "explain",

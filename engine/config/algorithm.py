@@ -11,8 +11,6 @@ from pydantic import Field, model_validator
 
 from engine.config.base import Options, Section
 
-# Whom a policy learns from by distillation, and by which loss.
-
 
 class TeacherConfig(Section):
     """One teacher: a model that is loaded, or a server that gives log-probs of prompts."""
@@ -88,9 +86,6 @@ class DistillationConfig(Section):
                 f"teachers have rows={names}, which need route_by: the column with these values"
             )
         return self
-
-
-# How rewards become advantages, under verl's names where verl has the same thing.
 
 
 class KLControlConfig(Section):

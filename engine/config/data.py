@@ -158,7 +158,17 @@ class DataConfig(RowsConfig):
         return self
 
 
-class LoRAConfig(Section):
+class AdapterConfig(Section):
+    """Train low-rank adapters and the value head, and leave the rest of the critic as it is."""
+
+    rank: int = Field(0, ge=0, description="Rank of the adapters; 0: train all weights")
+    alpha: float = Field(32.0, gt=0, description="An adapter's output is scaled by alpha / rank")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="Modules with an adapter: all but the head, or names like q_proj"
+    )
+
+
+class LoRAConfig(AdapterConfig):
     """Train low-rank adapters, and leave the model's own weights as they are.
 
     An adapter's folder as `model.path` is merged into its base, and that is what training starts
@@ -166,18 +176,13 @@ class LoRAConfig(Section):
     on, and the reference is their base.
     """
 
-    rank: int = Field(0, ge=0, description="Rank of the adapters; 0: train all weights")
     from_folder: bool = Field(
         False, description="Train on the adapters in model.path: their rank, alpha and modules"
     )
     quantize: Literal["", "nf4", "int8"] = Field(
         "", description="QLoRA: keep the model's own matrices in 4 or 8 bits (bitsandbytes)"
     )
-    alpha: float = Field(32.0, gt=0, description="An adapter's output is scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="Of adapters' inputs, in the warm start")
-    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
-        "all-linear", description="Modules with an adapter: all but the head, or names like q_proj"
-    )
 
     @model_validator(mode="after")
     def _quantized_base_has_adapters(self) -> Self:
@@ -189,7 +194,18 @@ class LoRAConfig(Section):
         return self
 
 
-class ModelConfig(Section):
+class WeightsConfig(Section):
+    """Weights and adapters of the policy."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
+        "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
+    )
+    lora: LoRAConfig = LoRAConfig()
+
+
+class ModelConfig(WeightsConfig):
     """The policy: a Hugging Face folder, or a small Qwen2-shaped model made from scratch."""
 
     path: str = Field(
@@ -204,12 +220,6 @@ class ModelConfig(Section):
     )
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
     initializer_range: float = Field(0.08, gt=0, description="Std of the initial weights")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
-        "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
-    )
-    lora: LoRAConfig = LoRAConfig()
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

@@ -17,8 +17,6 @@ from engine.config.training import (
     SFTConfig,
 )
 
-# When a model becomes the champion: the rules of promotion, as data.
-
 GuardMetric = Literal["pass_at_1", "sampled", "majority", "format_rate"]
 
 
@@ -108,9 +106,6 @@ class PromoteConfig(Section):
     reward_model: RewardModelGateConfig = RewardModelGateConfig()
 
 
-# Scheduled retraining: where new problems arrive, and how many make a run worth its while.
-
-
 class RetrainConfig(Section):
     """Which new data a scheduled run ingests."""
 
@@ -126,9 +121,6 @@ class RetrainConfig(Section):
     replay: float = Field(
         0.25, ge=0, lt=1, description="Share of the prompts that the champion was trained on before"
     )
-
-
-# Where runs are recorded.
 
 
 def _names(value: object) -> object:
@@ -156,10 +148,32 @@ class TrackingConfig(Section):
     )
 
 
-# Where the preferences of a pipeline come from: rollouts of its own policy, or files.
+class ScoredRolloutConfig(Section):
+    """How completions of a model are decoded and scored."""
+
+    engine: str = Field("native", description="Rollout engine: native or vllm")
+    parallel: ParallelConfig | None = Field(
+        None,
+        description="dp copies of the model share the prompts, each on tp ranks; none: copies on "
+        "all GPUs of the machine",
+    )
+    reward: RewardConfig | None = Field(
+        None, description="What scores completions; none: the reward of RL"
+    )
+    plugins: tuple[str, ...] = Field(
+        (), description="Your modules that register the reward; none: those of RL"
+    )
+    named_content: str = Field(
+        "", description="Digest of your modules, for the cache; workflows fill it"
+    )
+
+    @property
+    def scorer(self) -> RewardConfig:
+        """The reward that scores; GSM8K's rule where none is given."""
+        return self.reward or RewardConfig()
 
 
-class PairsConfig(Section):
+class PairsConfig(ScoredRolloutConfig):
     """The best and the worst of n completions of the policy, or pairs and labelled rows of files.
 
     Of files `columns`, `templates`, `bad_rows`, `validation_size` and `too_long` are read; of
@@ -203,17 +217,6 @@ class PairsConfig(Section):
     rounds: int = Field(
         1, ge=1, description="Rollout → rank → update so often, each on the policy before it"
     )
-    reward: RewardConfig | None = Field(None, description="What ranks; none: the reward of RL")
-    plugins: tuple[str, ...] = Field(
-        (), description="Your modules that register the reward; none: those of RL"
-    )
-    engine: str = Field("native", description="Rollout engine: native or vllm")
-    parallel: ParallelConfig | None = Field(
-        None, description="As evaluate.parallel: copies of the policy, and ranks that share one"
-    )
-    named_content: str = Field(
-        "", description="Digest of your modules, for the cache; workflows fill it"
-    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -230,14 +233,6 @@ class PairsConfig(Section):
                     "it"
                 )
         return self
-
-    @property
-    def scorer(self) -> RewardConfig:
-        """The reward that ranks; GSM8K's rule where none is given."""
-        return self.reward or RewardConfig()
-
-
-# All stages together: evaluation, and the whole.
 
 
 class LMEvalConfig(Section):
@@ -259,7 +254,7 @@ class LMEvalConfig(Section):
     )
 
 
-class EvaluateConfig(Section):
+class EvaluateConfig(ScoredRolloutConfig):
     """How the two models are compared."""
 
     k: int = Field(4, ge=1, description="pass@k")
@@ -270,12 +265,6 @@ class EvaluateConfig(Section):
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the intervals")
     bootstrap_samples: int = Field(
         10000, ge=100, description="Resamples of the problems for the paired interval"
-    )
-    engine: str = Field("native", description="Rollout engine: native or vllm")
-    parallel: ParallelConfig | None = Field(
-        None,
-        description="dp copies of the model share the problems, each on tp ranks; none: copies on "
-        "all GPUs of the machine",
     )
     map_parts: int = Field(
         1, ge=1, description="Machines that share the problems, by a map task of Flyte"
@@ -289,20 +278,6 @@ class EvaluateConfig(Section):
     agent: AgentConfig | None = Field(
         None, description="What they are played with; none: rollout.agent of RL"
     )
-    reward: RewardConfig | None = Field(
-        None, description="What tells right answers from wrong ones; none: the reward of RL"
-    )
-    plugins: tuple[str, ...] = Field(
-        (), description="Your modules that register the reward; none: those of RL"
-    )
-    named_content: str = Field(
-        "", description="Digest of your modules, for the cache; workflows fill it"
-    )
-
-    @property
-    def scorer(self) -> RewardConfig:
-        """The reward that scores; GSM8K's rule where none is given."""
-        return self.reward or RewardConfig()
 
     @property
     def plays_episodes(self) -> bool:

@@ -12,8 +12,6 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.config.base import NamedSection, Options, Section
 
-# vLLM's own settings.
-
 
 class VllmConfig(Section):
     """A vLLM engine (`rollout.engine=vllm`)."""
@@ -63,8 +61,6 @@ class VllmConfig(Section):
         {}, description="Further arguments of vLLM's engine, by its names, such as kv_cache_dtype"
     )
 
-
-# Where a rollout server is, how it is spoken to, and how it gets new weights.
 
 _ADDRESS = r"^https?://[^/\s]+"
 
@@ -132,9 +128,6 @@ class ServerConfig(Section):
         if len(set(urls)) < len(urls):
             raise ValueError("an address is in it twice; name each server once")
         return urls
-
-
-# Episodes of several turns: the environment, its tools, and what an episode may use.
 
 
 class EnvironmentSpec(NamedSection):

@@ -12,8 +12,6 @@ from pydantic import Field, model_validator
 from engine.config.algorithm import PreferenceConfig
 from engine.config.base import Section
 
-# How a role's model is sharded over its ranks, and what their processes take.
-
 
 class ParallelConfig(Section):
     """A layout of ranks, and what each of them stores. The default is one rank.
@@ -61,9 +59,6 @@ class PoolConfig(Section):
     labels: dict[str, str] = Field({}, description="Labels of the node, as Ray's selectors")
 
 
-# Optimizer, and training on rows of a dataset: the warm start.
-
-
 class OptimConfig(Section):
     """The optimizer, with a warm-up and a schedule."""
 
@@ -108,7 +103,32 @@ class OptimConfig(Section):
         return self
 
 
-class OfflineConfig(Section):
+class LoopConfig(Section):
+    """Checkpoints, failures and processes of a training loop."""
+
+    max_checkpoints_to_keep: int = Field(
+        2, ge=1, description="The newest ones; in RL also the best one"
+    )
+    on_damaged_checkpoints: Literal["stop", "restart"] = Field(
+        "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
+    )
+    max_attempts: int = Field(
+        3, ge=1, description="Attempts that may fail in a row without getting past a checkpoint"
+    )
+    preemption_grace_s: float = Field(
+        20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
+    )
+    pools: tuple[PoolConfig, ...] = Field(
+        (),
+        description="Which roles share a process, and what it takes; none: the policy's, and the "
+        "reward, each with its share of the cores",
+    )
+    threads: int = Field(0, ge=0, description="CPU threads of a process; 0: all cores")
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
+    step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a rank")
+
+
+class OfflineConfig(LoopConfig):
     """Training on rows of a dataset, in this process or on ranks of a layout."""
 
     section: ClassVar[str] = "offline"  # its name in messages, metrics and checkpoints
@@ -121,32 +141,16 @@ class OfflineConfig(Section):
     )
     validate_every: int = Field(200, ge=1, description="Steps between validation losses")
     optim: OptimConfig = OptimConfig()
-    threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
     packing: bool | Literal["auto"] = Field(
         "auto",
         description="Rows as one sequence without padding, a shared prompt computed once; auto: "
         "where that saves a twentieth of the positions",
     )
     save_freq: int = Field(50, ge=1, description="Steps between checkpoints, where a run has them")
-    max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones")
-    on_damaged_checkpoints: Literal["stop", "restart"] = Field(
-        "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
-    )
-    max_attempts: int = Field(
-        3, ge=1, description="On ranks: as many may fail in a row without getting past a checkpoint"
-    )
-    preemption_grace_s: float = Field(
-        20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
-    )
     parallel: ParallelConfig = ParallelConfig()
     placement: Literal["ray", "local"] | None = Field(
         None, description="Ray actors, or this process; None: Ray for a layout of several ranks"
     )
-    pools: tuple[PoolConfig, ...] = Field(
-        (), description="What a rank takes, and where; none: its share of the cores"
-    )
-    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
-    step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a rank")
 
     @model_validator(mode="after")
     def _one_packing(self) -> Self:
