@@ -5,9 +5,8 @@ How arguments become such a configuration is in `resolve`.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -59,7 +58,7 @@ class DataFilesConfig(RowsConfig):
 
     @property
     def cut(self) -> Truncation | None:
-        """How long prompts are cut, if they are; those that are left out are not."""
+        """Return how long prompts are cut, if they are; those that are left out are not."""
         if self.truncation == "error" or self.filter_overlong_prompts:
             return None
         return Truncation(self.max_prompt_length, self.truncation)
@@ -111,7 +110,7 @@ class RunOutputConfig(Section):
     )
 
     def folder(self) -> Path:
-        """Where the run writes: `default_local_dir`, or a folder below the home of all outputs."""
+        """Return where the run writes: `default_local_dir`, or a folder below the home."""
         if self.default_local_dir:
             return Path(self.default_local_dir)
         return home() / "checkpoints" / self.project_name / self.experiment_name
@@ -161,7 +160,7 @@ class OutputConfig(RunOutputConfig):
 
 
 class RunConfig(Section):
-    """All of it."""
+    """The run of `main_ppo`."""
 
     seed: int = Field(0, ge=0, description="Order of the data, and sampling")
     data: DataFilesConfig = DataFilesConfig()
@@ -219,71 +218,65 @@ class OfflineRunConfig(Section):
     model: PolicyModelConfig = PolicyModelConfig()
     run: RunOutputConfig = RunOutputConfig()
 
+    section: ClassVar[str]  # of the training itself
+
     @property
-    @abstractmethod
     def training(self) -> OfflineConfig:
         """The section of the training itself."""
+        training: OfflineConfig = getattr(self, self.section)
+        return training
 
 
 class PreferenceRunConfig(OfflineRunConfig):
-    """All of it."""
+    """The run of `main_preference`."""
+
+    section: ClassVar[str] = "preference"
 
     preference: PreferenceTrainingConfig = PreferenceTrainingConfig()
     run: RunOutputConfig = RunOutputConfig(experiment_name="preference")
 
-    @property
-    def training(self) -> PreferenceTrainingConfig:
-        return self.preference
-
 
 class SFTRunConfig(OfflineRunConfig):
-    """All of it."""
+    """The run of `main_sft`."""
+
+    section: ClassVar[str] = "sft"
 
     sft: SFTConfig = SFTConfig()
     run: RunOutputConfig = RunOutputConfig(experiment_name="sft")
 
-    @property
-    def training(self) -> SFTConfig:
-        return self.sft
-
 
 class RewardModelRunConfig(OfflineRunConfig):
-    """All of it."""
+    """The run of `main_reward_model`."""
+
+    section: ClassVar[str] = "reward_model"
 
     reward_model: RewardModelTrainingConfig = RewardModelTrainingConfig()
     run: RunOutputConfig = RunOutputConfig(experiment_name="reward_model")
 
-    @property
-    def training(self) -> RewardModelTrainingConfig:
-        return self.reward_model
-
 
 # Over how many ranks a run is split: `trainer.n_gpus_per_node` and `nnodes`, as verl counts them.
-#
-# `fill_layouts` fills in the layouts that the settings leave open; `gpu_pools` gives each rank its
-# GPU, once it is known what Ray has. A layout by hand is `rl.actor.parallel`, one by estimate
-# `rl.trainer.placement=auto`.
+# A layout by hand is `rl.actor.parallel`, one by estimate `rl.trainer.placement=auto`.
 
 
 def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The configuration with layouts of so many ranks as are asked for, and notices about them.
+    """Return the configuration with the layouts that it leaves open, and notices about them.
 
     Sizes that are given stay; of the rest `fsdp` takes all, or `dp` where `fsdp` is given. Raises
     ConfigError where they don't multiply to the ranks.
     """
-    asked, rl, notices = ranks_of(config), config.rl, list[str]()
+    ranks, rl, notices = ranks_of(config), config.rl, list[str]()
     actor = rl.actor.parallel
-    if asked is not None:
-        actor = _filled("actor", actor, asked)
-    if actor.offload_params and actor.fsdp * actor.sp == 1 and asked is not None:
+    if ranks is not None:
+        actor = _filled("actor", actor, ranks)
+    if actor.offload_params and actor.fsdp * actor.sp == 1 and ranks is not None:
         actor = actor.model_copy(update={"offload_params": False})
         notices.append("actor.parallel.offload_params has no effect on one rank: weights stay")
     critic = rl.critic.parallel
     if critic is not None:
         if not critic.model_fields_set.intersection(AXES):  # only other settings were given
             critic = critic.model_copy(update={axis: getattr(actor, axis) for axis in AXES})
-        elif asked is not None:
-            critic = _filled("critic", critic, asked)
+        elif ranks is not None:
+            critic = _filled("critic", critic, ranks)
         if critic.offload_params and critic.fsdp * critic.sp == 1:
             critic = critic.model_copy(update={"offload_params": False})
     reference = rl.reference
@@ -301,13 +294,13 @@ def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def ranks_of(config: RunConfig) -> int | None:
-    """The ranks that `trainer.n_gpus_per_node` and `nnodes` ask for; None where they don't."""
+    """Return the ranks that `run.n_gpus_per_node` and `nnodes` ask for; None where they don't."""
     per_node = config.run.n_gpus_per_node
     return None if per_node is None else per_node * config.run.nnodes
 
 
 def gpu_pools(config: RunConfig) -> RLConfig:
-    """The run's settings with a GPU for each rank of the policy, where Ray has any.
+    """Return the run's settings with a GPU for each rank of the policy, where Ray has any.
 
     Called when the placement is chosen and Ray is there. Raises PlacementError where
     `run.device=cuda` finds none. Pools that were given stay, and so does `auto`.
@@ -318,7 +311,12 @@ def gpu_pools(config: RunConfig) -> RLConfig:
     rl, device, ranks = config.rl, config.run.device, ranks_of(config)
     trainer = rl.trainer
     if trainer.placement == "local":
-        _check_cuda_here(device)
+        import torch
+
+        if device == "cuda" and not torch.cuda.is_available():
+            raise PlacementError(
+                "run.device=cuda, and PyTorch sees no GPU here; set trainer.device=cpu"
+            )
         return rl
     if trainer.pools or trainer.placement != "ray" or device == "cpu" or ranks is None:
         return rl
@@ -339,17 +337,8 @@ def gpu_pools(config: RunConfig) -> RLConfig:
     return rl.model_copy(update={"trainer": placed})
 
 
-def _check_cuda_here(device: str) -> None:
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise PlacementError(
-            "run.device=cuda, and PyTorch sees no GPU here; set trainer.device=cpu"
-        )
-
-
 def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
-    """The layout on `ranks` ranks."""
+    """Return the layout on `ranks` ranks."""
     layout = Layout.of(parallel)
     if layout.world_size == ranks:
         return parallel
