@@ -425,8 +425,10 @@ for checkout, image in json.loads(sys.argv[1]):
     if os.fork() == 0:  # images are read, and sources hashed, once in a process
         os.environ["HYBRIDFLYTE_IMAGE"] = image
         sys.path.insert(0, checkout)
-        from tasks import evaluate, policy_training, preprocess
-        stages = preprocess.preprocess, policy_training.sft_stage, policy_training.rl_stage, evaluate.evaluate_stage
+        from tasks.evaluate import evaluate_stage
+        from tasks.policy_training import rl_stage, sft_stage
+        from tasks.preprocess import preprocess
+        stages = preprocess, sft_stage, rl_stage, evaluate_stage
         assert all(sys.modules[stage.__module__].__file__.startswith(checkout) for stage in stages)
         keys = {stage.name: stage.metadata.cache_version for stage in stages}
         print(json.dumps(keys), flush=True)
