@@ -1,4 +1,4 @@
-"""`python -m engine.rollouts FOLDER`: the samples of a run as a page, as `engine.samples` shows it."""
+"""Show the samples of a run: `python -m engine.rollouts FOLDER`, as `engine.samples` does."""
 
 import sys
 
