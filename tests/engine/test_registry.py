@@ -27,7 +27,7 @@ def shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[Shape]:
     package.mkdir()
     (package / "__init__.py").write_text(
         "from engine.registry import Registry\n"
-        "modules = ['shapes_of_test.circle', 'shapes_of_test.square']\n"
+        "modules = 'shapes_of_test.circle', 'shapes_of_test.square'\n"
         "shapes = Registry('shape', 'plot.shape', modules, '@shapes.register(name)')\n"
     )
     for name in ("square", "circle"):
