@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.cli.program import error_details_file, local_model, make_output_folder, save_atomically
 from engine.cli.rl_run import open_trackers
+from engine.cli.run_folder import (
+    error_details_file,
+    local_model,
+    make_output_folder,
+    save_atomically,
+)
 from engine.cli.settings import (
     OfflineRunConfig,
     PreferenceRunConfig,

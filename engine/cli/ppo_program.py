@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.cli.help_text import config_text
-from engine.cli.program import error_details_file, local_model, make_output_folder, save_atomically
 from engine.cli.rl_run import (
     RLRun,
     RunLog,
@@ -23,6 +22,12 @@ from engine.cli.rl_run import (
     prompt_room,
     train_policy,
     validate_policy,
+)
+from engine.cli.run_folder import (
+    error_details_file,
+    local_model,
+    make_output_folder,
+    save_atomically,
 )
 from engine.cli.settings import DataFilesConfig, RunConfig, gpu_pools
 from engine.config import ActorConfig, CriticConfig, RLConfig
