@@ -21,45 +21,13 @@ from engine.cli.settings import (
     SFTRunConfig,
     fill_layouts,
 )
+from engine.cli.verl_keys import key_values
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
 from engine.storage.filesystem import as_path, is_remote, pin_revision, refuse_own_code
 from engine.tracking.metric_logs import require_packages
 
-# verl's defaults, which `python -m engine.trainer.main_ppo` and `--verl-defaults` take. Otherwise
-# defaults are this project's, and only the estimator follows verl: keys of a critic ask for one.
-
-_OPTIM: dict[str, object] = {  # of either optimizer
-    "weight_decay": 0.01,
-    "betas": [0.9, 0.999],
-    "lr_warmup_steps_ratio": 0.0,
-    "min_lr_ratio": 0.0,
-    "lr_scheduler_type": "constant",
-}
-# What verl's configuration has where this project's default is another one.
-_VERL_DEFAULTS: dict[str, object] = {
-    "data.train_batch_size": 1024,
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    "actor_rollout_ref.model.lora_alpha": 16,
-    "actor_rollout_ref.actor.optim.lr": 1e-6,
-    **{f"actor_rollout_ref.actor.optim.{name}": value for name, value in _OPTIM.items()},
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
-    "actor_rollout_ref.actor.use_kl_loss": False,
-    "actor_rollout_ref.rollout.n": 1,
-    "algorithm.adv_estimator": "gae",
-    "trainer.total_epochs": 30,
-    "trainer.test_freq": -1,
-    "trainer.project_name": "verl_examples",
-    "trainer.experiment_name": "gsm8k",
-}
-_VERL_CRITIC_DEFAULTS: dict[str, object] = {
-    "critic.optim.lr": 1e-5,
-    **{f"critic.optim.{name}": value for name, value in _OPTIM.items()},
-    "critic.ppo_mini_batch_size": 256,
-    "critic.ppo_epochs": 1,
-}
 # Settings that say nothing unless another one turns them on, as in verl itself.
 _IDLE = {
     "rl.algorithm.use_kl_in_reward": ("rl.algorithm.kl_ctrl.", "rl.algorithm.kl_penalty"),
@@ -78,10 +46,14 @@ _REWARD_MODEL_OPTIONS = {
 
 
 def verl_defaults(pairs: Pairs) -> Pairs:
-    """Return verl's defaults, those of the critic where the estimator of `pairs` has one."""
+    """Return verl's defaults, those of the critic where the estimator of `pairs` has one.
+
+    Without them defaults are this project's, and only the estimator follows verl: keys of a critic
+    ask for one.
+    """
     chosen = [value for key, value in pairs if key.endswith("algorithm.adv_estimator")]
-    critic = _VERL_CRITIC_DEFAULTS if (chosen[-1] if chosen else "gae") == "gae" else {}
-    return [*_VERL_DEFAULTS.items(), *critic.items()]
+    critic = (chosen[-1] if chosen else "gae") == "gae"
+    return [*key_values("verl_defaults"), *(key_values("verl_critic_defaults") if critic else ())]
 
 
 def resolve(

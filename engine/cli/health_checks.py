@@ -221,7 +221,7 @@ def check_devices(
     """Compare the devices that a build of PyTorch (cuda, rocm, cpu) sees with the expected ones."""
     names = sorted({device["name"] for device in devices})
     found = f"{len(devices)} x {', '.join(names)} ({build})" if devices else f"none ({build} build)"
-    wanted = expected.kind or (build if expected.gpus else None)
+    kind = expected.kind or (build if expected.gpus else None)
     broken = [f"GPU {i}: {device['fault']}" for i, device in enumerate(devices) if device["fault"]]
     fault = ""
     if broken:
@@ -233,7 +233,7 @@ def check_devices(
             f"PyTorch is a {build} build, {expected.kind} is expected; "
             f"use the image of images/Dockerfile.{expected.kind}"
         )
-    elif len(devices) < max(expected.gpus, wanted in DEVICE_HINTS):
+    elif len(devices) < max(expected.gpus, kind in DEVICE_HINTS):
         least = max(expected.gpus, 1)
         way_out = DEVICE_HINTS.get(build, "use an image with a CUDA or ROCm build of PyTorch")
         fault = f"{len(devices)} GPUs are visible, at least {least} expected; {way_out}"
@@ -244,7 +244,7 @@ def check_devices(
 
 
 def shared_memory(least_gib: float) -> HealthFinding:
-    """The size of /dev/shm, which Docker limits to 64 MB."""
+    """Check the size of /dev/shm, which Docker limits to 64 MB."""
     try:
         room = os.statvfs(SHARED_MEMORY)
     except OSError as error:
@@ -263,66 +263,60 @@ def shared_memory(least_gib: float) -> HealthFinding:
 
 
 def output_folder() -> HealthFinding:
-    """Whether artifacts can be written, or their folder be made."""
-    folder = home()
-    # A missing folder will be made: the nearest existing one above must be writable.
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    fault, free = _unwritable(above)
-    way_out = f"make it writable, mount a volume there, or set {HOME_VARIABLE}"
-    return HealthFinding(
-        HOME_VARIABLE,
-        f"{folder}, {free}",
-        f"{folder} can't be written: {fault}; {way_out}" if fault else "",
-    )
+    """Check that artifacts can be written, or their folder be made."""
+    fault, _, free = _unwritable(home())
+    if fault:
+        way_out = f"make it writable, mount a volume there, or set {HOME_VARIABLE}"
+        fault = f"{home()} can't be written: {fault}; {way_out}"
+    return HealthFinding(HOME_VARIABLE, f"{home()}, {free}", fault)
 
 
-def _unwritable(folder: Path) -> tuple[str, str]:
-    """Return why a file can't be written there (empty if it can), and the free space."""
+def _unwritable(folder: Path) -> tuple[str, Path, str]:
+    """Return why no file can be written there (empty if it can), which folder, and its free space.
+
+    A missing folder will be made: the nearest existing one above must be writable.
+    """
+    folder = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0" * 4096)
             file.flush()
             os.fsync(file.fileno())
         room = os.statvfs(folder)
-        return "", f"{human_bytes(room.f_bavail * room.f_frsize)} free"
+        return "", folder, f"{human_bytes(room.f_bavail * room.f_frsize)} free"
     except OSError as error:
-        return error.strerror or str(error), "not writable"
+        return error.strerror or str(error), folder, "not writable"
 
 
 def mlflow(deadline_s: float) -> HealthFinding:
-    """Whether the server answers as MLflow does, or the folder of a SQLite store is writable."""
+    """Check that the server answers as MLflow does, or a SQLite store's folder is writable."""
     uri = default_uri()
-    shown, way_out = without_credentials(uri), f"check {URI_VARIABLE}"
+    shown = without_credentials(uri)
     if uri.startswith("sqlite:///"):
-        file = Path(uri.removeprefix("sqlite:///")).absolute()
-        above = next(path for path in (file.parent, *file.parents) if path.exists())
-        fault, _ = _unwritable(above)
-        return HealthFinding(
-            "MLflow", shown, f"{above} can't be written: {fault}; {way_out}" * bool(fault)
-        )
+        fault, folder, _ = _unwritable(Path(uri.removeprefix("sqlite:///")).absolute().parent)
+        full = f"{folder} can't be written: {fault}; check {URI_VARIABLE}" if fault else ""
+        return HealthFinding("MLflow", shown, full)
     if not uri.startswith(("http://", "https://")):
         return HealthFinding("MLflow", f"{shown}, not looked at")
-    answer, fault = _ask(uri.rstrip("/") + "/health", deadline_s, _mlflow_credentials())
+    credentials: dict[str, Any] = {}
+    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
+        credentials["headers"] = {"Authorization": f"Bearer {token}"}
+    elif user := os.environ.get("MLFLOW_TRACKING_USERNAME"):
+        credentials["auth"] = (user, os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))
+    answer, fault = _ask(uri.rstrip("/") + "/health", deadline_s, credentials)
     if not fault and answer != 200:
-        wants = "wants other credentials" if answer in (401, 403) else "is it an MLflow server?"
-        fault = f"status {answer} at /health, {wants}"
-    full = f"MLflow at {shown} can't be used: {fault}; {way_out}"
-    return HealthFinding(
-        "MLflow", f"{shown}, status {answer}" if answer else shown, full * bool(fault)
-    )
+        guess = "wants other credentials" if answer in (401, 403) else "is it an MLflow server?"
+        fault = f"status {answer} at /health, {guess}"
+    return _service("MLflow", shown, answer, fault, URI_VARIABLE)
 
 
-def _mlflow_credentials() -> dict[str, Any]:
-    """MLflow's own variables, as arguments of an HTTP request."""
-    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
-    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
-    if token:
-        return {"headers": {"Authorization": f"Bearer {token}"}}
-    return {"auth": (user, os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))} if user else {}
+def _service(what: str, shown: str, answer: int | None, fault: str, variable: str) -> HealthFinding:
+    full = f"{what} at {shown} can't be used: {fault}; check {variable}" if fault else ""
+    return HealthFinding(what, f"{shown}, status {answer}" if answer else shown, full)
 
 
 def s3(deadline_s: float) -> Iterator[HealthFinding]:
-    """Whether the shared store is an address, and the endpoint answers, where they are set.
+    """Check that the shared store is an address, and the endpoint answers, where they are set.
 
     AWS's own endpoint is not looked at.
     """
@@ -340,8 +334,7 @@ def s3(deadline_s: float) -> Iterator[HealthFinding]:
     answer, fault = _ask(endpoint, deadline_s, {})
     if not fault and answer is not None and answer >= 500:
         fault = f"status {answer}"
-    full = f"S3 at {shown} can't be used: {fault}; check {variable}"
-    yield HealthFinding("S3", f"{shown}, status {answer}" if answer else shown, full * bool(fault))
+    yield _service("S3", shown, answer, fault, variable)
 
 
 def _ask(url: str, deadline_s: float, arguments: dict[str, Any]) -> tuple[int | None, str]:

@@ -80,6 +80,11 @@ def key_table(section: str) -> KeyTable:
     return KeyTable(settings, tuple(unsupported))
 
 
+def key_values(section: str) -> list[tuple[str, object]]:
+    """Read a section of the table that has values of keys."""
+    return [(k, v) for written, v in _sections()[section].items() for k, _ in _expanded(written)]
+
+
 @cache
 def _sections() -> dict[str, dict[str, Any]]:
     text = Path(__file__).with_name("verl_keys.yaml").read_text(encoding="utf-8")
