@@ -170,11 +170,11 @@ class Batch:
         return self._tensors[name]
 
     def get(self, name: str) -> Tensor | None:
-        """The tensor `name`, or None where the batch has none."""
+        """Return the tensor `name`, or None where the batch has none."""
         return self[name] if name in self.names else None
 
     def as_dict(self) -> dict[str, Tensor]:
-        """The tensors by name; they share their memory with the batch."""
+        """Return the tensors by name; they share their memory with the batch."""
         return dict(self._tensors)
 
     def __or__(self, other: Batch | Mapping[str, Tensor]) -> Batch:
@@ -247,7 +247,7 @@ class Batch:
         return Batch(tensors, columns)
 
     def _prompt_and_response(self) -> tuple[int, int]:
-        """P and R, 0 where no field has them."""
+        """Return P and R, 0 where no field has them."""
         p, r, both = (self._widths.get(axis, 0) for axis in ("P", "R", "P+R"))
         return max(p, both - r) if r else p, max(r, both - p) if p else r
 
@@ -263,7 +263,7 @@ class Batch:
 
 
 def _pack(tensor: Tensor) -> Tensor | tuple[np.ndarray, torch.dtype]:
-    """A tensor on the CPU as an array and its dtype (NumPy lacks bfloat16); others as they are."""
+    """Return a CPU tensor as array and dtype (NumPy lacks bfloat16); others as they are."""
     if tensor.device.type != "cpu" or tensor.requires_grad:
         return tensor
     wide = tensor.contiguous()
@@ -340,11 +340,11 @@ class Future(ABC, Generic[R_co]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether `result` would return, or raise, without waiting for work."""
+        """Say whether `result` would return, or raise, without waiting for work."""
 
     @abstractmethod
     def failure(self) -> BaseException | None:
-        """The error of a call that has failed already; reads no value and waits for none."""
+        """Return the error of a call that has failed already; reads no value and waits for none."""
 
 
 class Ready(Future[R_co]):

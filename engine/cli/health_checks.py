@@ -141,15 +141,15 @@ def ray_nodes(expected: int, deadline_s: float) -> HealthFinding:
     emitted, ended = run_isolated(NODE_COUNTER, [str(expected), address], deadline_s)
     last = emitted[-1] if emitted else {}
     alive = last.get("alive", [])
-    found = f"{len(alive)} nodes at {address}"
+    nodes = f"{len(alive)} nodes at {address}"
     if len(alive) >= expected:
-        return HealthFinding("Ray", found)
+        return HealthFinding("Ray", nodes)
     there = f"there are {', '.join(alive)}" if alive else last.get("fault", "it does not answer")
     fault = (
         f"{len(alive)} of {expected} nodes are in the Ray cluster at {address} ({ended}): {there}; "
         "look at the logs of the others"
     )
-    return HealthFinding("Ray", found, fault)
+    return HealthFinding("Ray", nodes, fault)
 
 
 # Emits a line before and after each import, so that the last line names the culprit.
@@ -178,17 +178,18 @@ emit(build=build, devices=devices)
 
 
 def check_versions(expected: Expectation) -> Iterator[HealthFinding]:
-    """The version of each library, from its metadata."""
+    """Look up the version of each library in its metadata."""
     for name in (*NEEDED, *OPTIONAL):
-        found = ""
+        installed = ""
         for distribution in DISTRIBUTIONS.get(name, (name,)):
             try:
-                found = found or version(distribution)
+                installed = installed or version(distribution)
             except PackageNotFoundError:
                 continue
         needed = name in NEEDED or name in expected.required
         missing = f"{name} is not installed; install this project's lock file (images/README.md)"
-        yield HealthFinding(name, found or "not installed", missing if needed and not found else "")
+        fault = missing if needed and not installed else ""
+        yield HealthFinding(name, installed or "not installed", fault)
 
 
 def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[HealthFinding]:
@@ -202,7 +203,7 @@ def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[
         at = next((x["loading"] for x in reversed(emitted) if "loading" in x), "Python")
         faults[at] = ended
     way_out = "reinstall it from the project's lock file, or use another image (images/README.md)"
-    seen = [
+    findings = [
         dataclasses.replace(x, fault=f"{x.what} can't be loaded: {faults[x.what]}; {way_out}")
         if x.what in faults
         else x
@@ -210,9 +211,9 @@ def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[
     ]
     last = next((x for x in emitted if "build" in x), None)
     if last is not None:
-        return [*seen, check_devices(last["build"], last["devices"], expected)]
+        return [*findings, check_devices(last["build"], last["devices"], expected)]
     why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"
-    return [*seen, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
+    return [*findings, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
 
 
 def check_devices(
@@ -220,7 +221,7 @@ def check_devices(
 ) -> HealthFinding:
     """Compare the devices that a build of PyTorch (cuda, rocm, cpu) sees with the expected ones."""
     names = sorted({device["name"] for device in devices})
-    found = f"{len(devices)} x {', '.join(names)} ({build})" if devices else f"none ({build} build)"
+    seen = f"{len(devices)} x {', '.join(names)} ({build})" if devices else f"none ({build} build)"
     kind = expected.kind or (build if expected.gpus else None)
     broken = [f"GPU {i}: {device['fault']}" for i, device in enumerate(devices) if device["fault"]]
     fault = ""
@@ -240,7 +241,7 @@ def check_devices(
         limits = [x for x in os.environ if x.endswith("VISIBLE_DEVICES")]
         if limits:
             fault += f" ({', '.join(f'{x}={os.environ[x]}' for x in sorted(limits))})"
-    return HealthFinding("devices", found, fault)
+    return HealthFinding("devices", seen, fault)
 
 
 def shared_memory(least_gib: float) -> HealthFinding:

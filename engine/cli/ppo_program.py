@@ -183,7 +183,7 @@ def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str
             f"{path} has other columns than the file before it in {key}: "
             f"{sorted(other)} are in one only; make them equal"
         )
-    has, had = (some[0]["reward_model"]["ground_truth"] is not None for some in (rows, before))
+    has, had = (part[0]["reward_model"]["ground_truth"] is not None for part in (rows, before))
     if has != had:
         raise DataError(
             f"{path} has {'' if has else 'no '}ground truths and the file before it in {key} has "

@@ -180,8 +180,8 @@ class Resolved(Generic[C]):
             else:
                 others.append(notice)
         return [
-            ", ".join(some) + (_NO_EFFECT if len(some) == 1 else " have no effect here: ") + why
-            for why, some in keys.items()
+            ", ".join(names) + (_NO_EFFECT if len(names) == 1 else " have no effect here: ") + why
+            for why, names in keys.items()
         ] + others
 
     def nested(self) -> dict[str, object]:
@@ -304,8 +304,8 @@ def follow_references(values: Mapping[str, object]) -> dict[str, object]:
             OmegaConf.update(tree, key, value, force_add=True)
     for key in references:
         with contextlib.suppress(OmegaConfBaseException):
-            found = OmegaConf.select(tree, key, default=values[key])
-            values[key] = OmegaConf.to_object(found) if OmegaConf.is_config(found) else found
+            value = OmegaConf.select(tree, key, default=values[key])
+            values[key] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
     return values
 
 

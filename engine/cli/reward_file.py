@@ -34,7 +34,7 @@ def reward_name(path: str, function: str, keywords: Mapping[str, object] | None 
 
 
 def __getattr__(name: str) -> Callable[..., object]:
-    """The function that `FILE::FUNCTION` or `FILE::FUNCTION::KEYWORDS` names."""
+    """Return the function that `FILE::FUNCTION` or `FILE::FUNCTION::KEYWORDS` names."""
     path, separator, rest = name.partition("::")
     if not separator:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

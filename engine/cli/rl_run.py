@@ -95,7 +95,7 @@ WriteModel = Callable[[str], None]  # writes a model's files into a folder
 
 @dataclass(frozen=True, slots=True)
 class RLRun:
-    """What is trained, on what data, and where its results go."""
+    """A run: the model that is trained, its data, and where results go."""
 
     model: str | Path  # start model: a folder or a hub id
     config: RLConfig
@@ -183,7 +183,7 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True)
 class TrainedPolicy:
-    """What a run leaves."""
+    """The result of a run."""
 
     folder: Path  # of the model that it hands over
     final: FinalModel  # which step that is

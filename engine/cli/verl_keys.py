@@ -94,7 +94,7 @@ def _sections() -> dict[str, dict[str, Any]]:
 
 
 def _expanded(key: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
-    """Each key that `key` stands for, with the number and the text of its word in each braces."""
+    """Yield each key that `key` stands for, and the number and text of its word in each braces."""
     start, opened, rest = key.partition("{")
     if not opened:
         yield key, []
@@ -106,7 +106,7 @@ def _expanded(key: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
 
 
 def _with_words(path: str, words: list[tuple[int, str]]) -> str:
-    """The path with the words that go with those of its key."""
+    """Return the path with the words that go with those of its key."""
     for number, word in words:
         choices = re.search(r"\{(.*?)\}", path)
         if choices:
@@ -168,7 +168,7 @@ _CONVERTERS: dict[str, Callable[[Any, str], object]] = {
     "text": lambda value, key: str(value),  # a name that YAML may read as a number or a date
     "path": lambda value, key: os.path.expanduser(str(value)),  # the shell leaves a ~ after a =
     "paths": lambda value, key: [
-        os.path.expanduser(one) if isinstance(one, str) else one for one in _listed(value)
+        os.path.expanduser(file) if isinstance(file, str) else file for file in _listed(value)
     ],
     "loggers": _loggers,
     "device": _device,

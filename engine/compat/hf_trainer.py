@@ -87,16 +87,16 @@ class Trainer:
             file = Path(config_path).expanduser()
             pairs += _FORM.flatten(read_yaml(file, f"config file {file}"))
         rows: list[Row] = []
-        for given, read in (
+        for settings_object, read in (
             (args, training_arguments),
             (peft_config, lora_config),
             (quantization_config, bits_and_bytes_config),
         ):
-            rows += read(given) if given is not None else []
+            rows += read(settings_object) if settings_object is not None else []
         width = max((len(f"{name}={value}") for name, value, _, _ in rows), default=0)
         for name, value, path, setting in rows:
-            said = path.removeprefix("rl.") + ("" if value == setting else f"={setting}")
-            say(f"  {f'{name}={value}':<{width}}  →  {said}")
+            shown = path.removeprefix("rl.") + ("" if value == setting else f"={setting}")
+            say(f"  {f'{name}={value}':<{width}}  →  {shown}")
             pairs.append((path, setting))
         for key, value in settings.items():
             pairs += _FORM.flatten(value, key)

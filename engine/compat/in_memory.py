@@ -29,7 +29,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 def policy_module(model: object) -> Any:
-    """The transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
+    """Return the transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
     if not isinstance(model, HybridActor):
         return model
     if model._sharded is not None:
@@ -108,8 +108,8 @@ _COMPLETIONS = ("completions", "completion", "responses", "response", "outputs",
 def reward_settings(
     function: object, models: Sequence[object], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, object], bool]:
-    """The section `reward` for a function (or a name) and models, and whether a run of several
-    processes can have it too.
+    """Return the section `reward` for a function (or a name) and models, and whether a run of
+    several processes can have it too.
 
     Several rewards are added up. Raises ConfigError for what is no reward.
     """
@@ -142,7 +142,7 @@ def _of_function(function: object) -> tuple[dict[str, object], bool]:
 
 
 def _adapted(function: Callable[..., Any]) -> Callable[..., object]:
-    """The function, called with as much as its parameters take."""
+    """Return the function, called with as much as its parameters take."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     prompt = next((p for p in _PROMPTS if p in parameters), "")
@@ -189,7 +189,7 @@ def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[s
 def model_scores(
     model: Any, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
 ) -> list[float]:
-    """The scores of conversations by a model that takes `input_ids` and `attention_mask` `[B, L]`.
+    """Return conversations' scores by a model that takes `input_ids` and `attention_mask` `[B, L]`.
 
     It returns a tensor `[B]` or `[B, 1]`, or an object or mapping with that as `scores` or
     `logits`. Rows are padded on the right. Raises RewardError for any other output.

@@ -88,11 +88,11 @@ class DeviceMesh:
             together.setdefault(tuple(part) or (role,), []).append(role)
         return tuple(
             PoolConfig(
-                roles=tuple(some),
-                cpus=1.0 if "actor" in some else 0.0,
+                roles=tuple(names),
+                cpus=1.0 if "actor" in names else 0.0,
                 gpus=1.0 if part[0].startswith("cuda") else 0.0,
             )
-            for part, some in together.items()
+            for part, names in together.items()
         )
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
@@ -141,19 +141,6 @@ class DataPipeline:
         if len(self.critics) > 1:
             raise ConfigError(f"DataPipeline has {len(self.critics)} critics; give one, or none")
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `RLTrainer` that it stands for."""
-        return {
-            "actor_model": self.actors[0],
-            "critic_model": self.critics[0] if self.critics else None,
-            "reward_model": list(self.reward_models),
-            "reward_fn": self.reward_fn,
-            "algo": self.algorithm,
-            "data_loader": self.data_loader,
-            "tokenizer": self.tokenizer,
-            "config": {**self.rollout_config, **self.train_config},
-        }
-
 
 class RLTrainer(rl.RLTrainer):
     """Improves a policy by reinforcement learning; see `engine.trainers.rl.RLTrainer`.
@@ -196,12 +183,12 @@ class RLTrainer(rl.RLTrainer):
             super().__init__(*native, **options)
             return
         if pipeline is not None:
-            given = pipeline.arguments()
-            actor_model, critic_model = given["actor_model"], given["critic_model"]
-            tokenizer, reward_model = tokenizer or given["tokenizer"], given["reward_model"]
-            reward_fn = reward_fn or given["reward_fn"]
-            algo, data_loader = algo or given["algo"], data_loader or given["data_loader"]
-            config = {**given["config"], **_dictionary(config)}
+            actor_model = pipeline.actors[0]
+            critic_model = pipeline.critics[0] if pipeline.critics else None
+            tokenizer, reward_model = tokenizer or pipeline.tokenizer, [*pipeline.reward_models]
+            reward_fn, algo = reward_fn or pipeline.reward_fn, algo or pipeline.algorithm
+            data_loader = data_loader or pipeline.data_loader
+            config = {**pipeline.rollout_config, **pipeline.train_config, **_dictionary(config)}
         if (actor_model is None) == (actor_engine is None):
             raise ConfigError("RLTrainer needs one of actor_model, actor_engine and pipeline")
         actor = actor_model if actor_engine is None else actor_engine
@@ -319,13 +306,13 @@ def _put_mesh(values: dict[str, Any], mesh: DeviceMesh) -> None:
     values["trainer"] |= {"placement": "ray", "pools": [pool.model_dump() for pool in pools]}
 
 
-def _loader(given: object, run: RunConfig) -> PromptLoader:
-    if isinstance(given, PromptLoader):
-        return given
-    if isinstance(given, str | Path):
+def _loader(data: object, run: RunConfig) -> PromptLoader:
+    if isinstance(data, PromptLoader):
+        return data
+    if isinstance(data, str | Path):
         size = run.rl.trainer.train_batch_size
-        return make_rl_data_loader(given, batch_size=size, seed=run.seed)
+        return make_rl_data_loader(data, batch_size=size, seed=run.seed)
     raise ConfigError(
-        f"RLTrainer has {'no prompts' if given is None else repr(given)}; give data_loader="
+        f"RLTrainer has {'no prompts' if data is None else repr(data)}; give data_loader="
         "make_rl_data_loader(path), or the path"
     )

@@ -198,13 +198,13 @@ class AlgorithmConfig(Section):
 
     @property
     def teachers(self) -> tuple[TeacherConfig, ...]:
-        """All teachers: `teacher`, or `distillation.teachers`."""
-        one = (TeacherConfig(model=self.teacher),) if self.teacher else ()
-        return one or self.distillation.teachers
+        """Return all teachers: `teacher`, or `distillation.teachers`."""
+        alone = (TeacherConfig(model=self.teacher),) if self.teacher else ()
+        return alone or self.distillation.teachers
 
     @property
     def teacher_models(self) -> dict[str, str]:
-        """The models that teachers are loaded from, by setting."""
+        """Return the models that teachers are loaded from, by setting."""
         if self.teacher:
             return {"algorithm.teacher": self.teacher}
         several = enumerate(self.distillation.teachers)

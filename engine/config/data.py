@@ -150,7 +150,7 @@ class DataConfig(RowsConfig):
 
     @model_validator(mode="after")
     def _sets_have_names_of_their_own(self) -> Self:
-        names = [one.name for one in self.evaluation_sets]
+        names = [evaluation_set.name for evaluation_set in self.evaluation_sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"data.evaluation_sets has the name {twice[0]} twice; rename one")
         if taken := {"test", "all"} & set(names):

@@ -34,7 +34,7 @@ class GuardConfig(Section):
 
     @property
     def name(self) -> str:
-        """How messages and evidence name it, e.g. `pass_at_1 of gsm8k`."""
+        """Its name in messages and evidence, e.g. `pass_at_1 of gsm8k`."""
         where = " in ".join(filter(None, (self.data_source, self.dataset)))
         return f"{self.metric} of {where or 'all problems'}"
 
@@ -273,10 +273,10 @@ class EvaluateConfig(ScoredRolloutConfig):
     step_timeout_s: float = Field(7200.0, gt=0, description="Deadline for one call to a rank")
     lm_eval: LMEvalConfig = LMEvalConfig()
     multi_turn: MultiTurnConfig | None = Field(
-        None, description="Problems are played as episodes; none: where RL's rollout does so"
+        None, description="Episodes of several turns; none: where RL's rollout has them"
     )
     agent: AgentConfig | None = Field(
-        None, description="What they are played with; none: rollout.agent of RL"
+        None, description="Their environment and its limits; none: rollout.agent of RL"
     )
 
     @property
@@ -286,7 +286,7 @@ class EvaluateConfig(ScoredRolloutConfig):
 
     @property
     def environments(self) -> AgentConfig:
-        """What episodes are played with."""
+        """The environment of episodes, and its limits."""
         return self.agent or AgentConfig()
 
     @model_validator(mode="after")
@@ -299,7 +299,7 @@ class EvaluateConfig(ScoredRolloutConfig):
 
 
 class PipelineConfig(Section):
-    """All of it: the one input of `workflows/rlhf.py:rlhf` and of the others that train.
+    """The whole pipeline: the one input of `workflows/rlhf.py:rlhf` and of the others that train.
 
     Each reads its own sections: `pairs`, `preference` and `reward_model` those of
     `workflows/preference.py`.
@@ -320,10 +320,11 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _judged_sets_are_there(self) -> Self:
-        names = ["test", *(one.name for one in self.data.evaluation_sets)]
-        asked = {"promote.dataset": self.promote.dataset} if self.promote.dataset != "all" else {}
-        asked |= {f"promote.guards ({g.name})": g.dataset for g in self.promote.guards if g.dataset}
-        for setting, name in asked.items():
+        names = ["test", *(evaluation_set.name for evaluation_set in self.data.evaluation_sets)]
+        judged = {f"promote.guards ({g.name})": g.dataset for g in self.promote.guards if g.dataset}
+        if self.promote.dataset != "all":
+            judged["promote.dataset"] = self.promote.dataset
+        for setting, name in judged.items():
             if name not in names:
                 raise ValueError(
                     f"{setting} names the evaluation set {name!r}, and there are "
@@ -332,20 +333,20 @@ class PipelineConfig(Section):
         return self
 
     def evaluation(self) -> EvaluateConfig:
-        """The section `evaluate`, with RL's reward, plugins and episodes where it has none."""
-        own, rollout = self.evaluate, self.rl.rollout
+        """Return `evaluate` with RL's reward, plugins and episodes where it has none."""
+        section, rollout = self.evaluate, self.rl.rollout
         filled: dict[str, object] = {
-            "reward": own.reward or self.rl.reward,
-            "plugins": own.plugins or self.rl.plugins,
+            "reward": section.reward or self.rl.reward,
+            "plugins": section.plugins or self.rl.plugins,
         }
-        if own.multi_turn is None and rollout.multi_turn.enable:
+        if section.multi_turn is None and rollout.multi_turn.enable:
             filled["multi_turn"] = rollout.multi_turn
-        if own.agent is None and (own.plays_episodes or "multi_turn" in filled):
+        if section.agent is None and (section.plays_episodes or "multi_turn" in filled):
             filled["agent"] = rollout.agent
-        return own.model_copy(update=filled)
+        return section.model_copy(update=filled)
 
     def ranking(self) -> PairsConfig:
-        """The section `pairs`, by RL's reward and plugins where it names none of its own."""
-        own = self.pairs
-        reward, plugins = own.reward or self.rl.reward, own.plugins or self.rl.plugins
-        return own.model_copy(update={"reward": reward, "plugins": plugins})
+        """Return `pairs` with RL's reward and plugins where it names none."""
+        rl, pairs = self.rl, self.pairs
+        update = {"reward": pairs.reward or rl.reward, "plugins": pairs.plugins or rl.plugins}
+        return pairs.model_copy(update=update)

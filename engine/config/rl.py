@@ -59,10 +59,10 @@ class RewardConfig(RewardSpec):
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
     def specs(self) -> dict[str, RewardSpec]:
-        """All reward functions by the setting that names them, e.g. `reward.components.format`."""
-        found: dict[str, RewardSpec] = {"reward": self}
-        found |= {f"reward.sources.{name}": spec for name, spec in self.sources.items()}
-        return found | {f"reward.components.{name}": s for name, s in self.components.items()}
+        """Return all reward functions by setting, e.g. `reward.components.format`."""
+        specs: dict[str, RewardSpec] = {"reward": self}
+        specs |= {f"reward.sources.{name}": spec for name, spec in self.sources.items()}
+        return specs | {f"reward.components.{name}": s for name, s in self.components.items()}
 
 
 RECORDS = "recorded"  # folder of the records, beside the checkpoints

@@ -158,7 +158,7 @@ class MultiTurnConfig(Section):
 
 
 class AgentConfig(Section):
-    """What the policy plays with."""
+    """The environment of episodes, and its limits."""
 
     environment: EnvironmentSpec = EnvironmentSpec()
     num_workers: int = Field(
@@ -168,7 +168,7 @@ class AgentConfig(Section):
         "own, for light ones that never block",
     )
     concurrency: int = Field(
-        0, ge=0, description="Episodes played at a time; 0: rollout.max_num_seqs"
+        0, ge=0, description="Episodes under way at a time; 0: rollout.max_num_seqs"
     )
     timeout_s: float = Field(
         600.0, gt=0, description="Of an episode: no turn begins later than that"

@@ -77,7 +77,7 @@ def _failed(record: StepRecord, error: Exception, post_mortem: bool) -> int:
 
 
 def _has_mini_batches(config: RLConfig) -> bool:
-    """Whether a role takes several steps on parts of a step's completions."""
+    """Say whether a role takes several steps on parts of a step's completions."""
     rows = config.trainer.train_batch_size * config.rollout.n
     sizes = (config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
     return any(0 < size < rows for size in sizes)
