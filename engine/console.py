@@ -251,7 +251,7 @@ def human_bytes(size: float) -> str:
 
 
 def points(change: float, low: float, high: float, digits: int = 1) -> str:
-    """Return a difference of fractions with its interval: `+12.5 percentage points [+9.1, +15.8]`."""
+    """Return two fractions' difference with interval: `+12.5 percentage points [+9.1, +15.8]`."""
     # + 0.0 turns a negative zero into a plain one.
     mean, first, last = (f"{100 * value + 0.0:+.{digits}f}" for value in (change, low, high))
     return f"{mean} percentage points [{first}, {last}]"

@@ -5,10 +5,11 @@ How arguments become such a configuration is in `resolve`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engine.config import (
     ColumnsConfig,
@@ -63,14 +64,12 @@ class DataFilesConfig(RowsConfig):
             return None
         return Truncation(self.max_prompt_length, self.truncation)
 
-    @model_validator(mode="after")
-    def _cut_to_a_length(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.truncation != "error" and not self.max_prompt_length:
-            raise ValueError(
+            yield (
                 f"data.truncation={self.truncation} has no effect without data.max_prompt_length; "
                 "set it, or leave truncation out"
             )
-        return self
 
 
 class PolicyModelConfig(WeightsConfig):
@@ -149,14 +148,12 @@ class OutputConfig(RunOutputConfig):
     val_before_train: bool = Field(True, description="Validate before the first step, too")
     save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
 
-    @model_validator(mode="after")
-    def _machines_have_ranks(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.nnodes > 1 and self.n_gpus_per_node is None:
-            raise ValueError(
+            yield (
                 f"run.nnodes={self.nnodes} without run.n_gpus_per_node says no number of ranks; "
                 "set both"
             )
-        return self
 
 
 class RunConfig(Section):
@@ -168,15 +165,13 @@ class RunConfig(Section):
     rl: RLConfig = RLConfig()
     run: OutputConfig = OutputConfig()
 
-    @model_validator(mode="after")
-    def _episodes_come_whole(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.data.cut is not None and self.rl.rollout.multi_turn.enable:
-            raise ValueError(
+            yield (
                 f"data.truncation={self.data.truncation} cuts tokens, and episodes "
                 "(rl.rollout.multi_turn.enable) begin with whole messages; set "
                 "data.filter_overlong_prompts=true instead"
             )
-        return self
 
 
 # Training on rows of files: supervised fine-tuning, preferences, reward models.

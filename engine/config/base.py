@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from typing import Any, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -51,6 +51,16 @@ class Section(BaseModel):
         if isinstance(value, bool) and kind in (int, float):
             raise PydanticCustomError("not_a_number", "give a number, not true or false")
         return value
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield what is wrong about settings that contradict one another, in sentences."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        for sentence in self.contradictions():
+            raise ValueError(sentence)
+        return self
 
 
 class NamedSection(Section):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engine.config.base import Options, Section
 
@@ -32,19 +33,17 @@ class SamplingConfig(Section):
         0, ge=0, description="Times that a prompt may be drawn in a run; 0: no limit"
     )
 
-    @model_validator(mode="after")
-    def _bounds_hold_a_rate(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.pass_rate is not None and not 0 <= self.pass_rate[0] <= self.pass_rate[1] <= 1:
-            raise ValueError(
+            yield (
                 f"sampling.pass_rate={list(self.pass_rate)} must be two shares, the lower first, "
                 "e.g. [0.1, 0.9]"
             )
         if self.pass_rate is None and self.pass_rate_recheck != 3:
-            raise ValueError(
+            yield (
                 f"sampling.pass_rate_recheck={self.pass_rate_recheck} has no effect without "
                 "sampling.pass_rate; remove it"
             )
-        return self
 
 
 class ColumnsConfig(Section):
@@ -148,14 +147,12 @@ class DataConfig(RowsConfig):
     decontaminate: DecontaminateConfig = DecontaminateConfig()
     vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
 
-    @model_validator(mode="after")
-    def _sets_have_names_of_their_own(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         names = [evaluation_set.name for evaluation_set in self.evaluation_sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"data.evaluation_sets has the name {twice[0]} twice; rename one")
+            yield f"data.evaluation_sets has the name {twice[0]} twice; rename one"
         if taken := {"test", "all"} & set(names):
-            raise ValueError(f"data.evaluation_sets can't have the name {taken.pop()}; rename it")
-        return self
+            yield f"data.evaluation_sets can't have the name {taken.pop()}; rename it"
 
 
 class AdapterConfig(Section):
@@ -184,14 +181,12 @@ class LoRAConfig(AdapterConfig):
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Of adapters' inputs, in the warm start")
 
-    @model_validator(mode="after")
-    def _quantized_base_has_adapters(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.quantize and not (self.rank or self.from_folder):
-            raise ValueError(
+            yield (
                 f"quantize={self.quantize!r} without adapters leaves nothing to train; set "
                 "rank > 0 or from_folder=true, or leave quantize empty"
             )
-        return self
 
 
 class WeightsConfig(Section):
@@ -221,16 +216,14 @@ class ModelConfig(WeightsConfig):
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
     initializer_range: float = Field(0.08, gt=0, description="Std of the initial weights")
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
+            yield (
                 f"hidden_size={self.hidden_size} must be a multiple of "
                 f"num_attention_heads={self.num_attention_heads}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            yield (
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
-        return self

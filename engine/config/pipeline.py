@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from engine.config.base import Section
 from engine.config.data import DataConfig, ModelConfig
@@ -218,21 +219,16 @@ class PairsConfig(ScoredRolloutConfig):
         1, ge=1, description="Rollout → rank → update so often, each on the policy before it"
     )
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.path and self.rounds > 1:
-            raise ValueError(
+            yield (
                 f"pairs.rounds={self.rounds} with pairs.path={self.path!r}: later rounds learn "
                 "from rollouts of the policy; leave pairs.path empty, or set pairs.rounds=1"
             )
         if not self.path:
-            unread = [n for n in ("columns", "templates") if getattr(self, n)]
-            if unread:
-                raise ValueError(
-                    f"pairs.{unread[0]} has no effect without pairs.path; give the file, or remove "
-                    "it"
-                )
-        return self
+            for name in ("columns", "templates"):
+                if getattr(self, name):
+                    yield f"pairs.{name} has no effect without pairs.path; give it, or remove this"
 
 
 class LMEvalConfig(Section):
@@ -289,13 +285,9 @@ class EvaluateConfig(ScoredRolloutConfig):
         """The environment of episodes, and its limits."""
         return self.agent or AgentConfig()
 
-    @model_validator(mode="after")
-    def _enough_samples(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.samples < self.k:
-            raise ValueError(
-                f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}"
-            )
-        return self
+            yield f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}"
 
 
 class PipelineConfig(Section):
@@ -318,19 +310,17 @@ class PipelineConfig(Section):
     retrain: RetrainConfig = RetrainConfig()
     tracking: TrackingConfig = TrackingConfig()
 
-    @model_validator(mode="after")
-    def _judged_sets_are_there(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         names = ["test", *(evaluation_set.name for evaluation_set in self.data.evaluation_sets)]
         judged = {f"promote.guards ({g.name})": g.dataset for g in self.promote.guards if g.dataset}
         if self.promote.dataset != "all":
             judged["promote.dataset"] = self.promote.dataset
         for setting, name in judged.items():
             if name not in names:
-                raise ValueError(
+                yield (
                     f"{setting} names the evaluation set {name!r}, and there are "
                     f"{', '.join(names)}; add it to data.evaluation_sets, or name one of these"
                 )
-        return self
 
     def evaluation(self) -> EvaluateConfig:
         """Return `evaluate` with RL's reward, plugins and episodes where it has none."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engine.config.algorithm import AlgorithmConfig
 from engine.config.base import NamedSection, Options, Section
@@ -342,16 +343,14 @@ class RLConfig(Section):
         "", description="Digest of your modules and the teacher, for the cache; workflows fill it"
     )
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         rows = self.trainer.train_batch_size * self.rollout.n
         for role, size in (
             ("actor", self.actor.ppo_mini_batch_size),
             ("critic", self.critic.ppo_mini_batch_size),
         ):
             if size > rows:
-                raise ValueError(
+                yield (
                     f"{role}.ppo_mini_batch_size={size} is more than the {rows} completions of a "
                     "step (trainer.train_batch_size × rollout.n); lower it, or set 0 for all"
                 )
-        return self

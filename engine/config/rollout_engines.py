@@ -6,9 +6,10 @@ Sampling parameters of a run are in `rl`.
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from engine.config.base import NamedSection, Options, Section
 
@@ -201,11 +202,9 @@ class AgentConfig(Section):
         "way; 0: none",
     )
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.error_reward and self.on_error == "drop":
-            raise ValueError(
+            yield (
                 f"error_reward={self.error_reward} has no effect with on_error=drop; set "
                 "on_error=score, or remove it"
             )
-        return self

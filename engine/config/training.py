@@ -5,9 +5,10 @@ The settings of RL are in `rl`.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engine.config.algorithm import PreferenceConfig
 from engine.config.base import Section
@@ -89,18 +90,14 @@ class OptimConfig(Section):
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, over lr")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm")
 
-    @model_validator(mode="after")
-    def _of_the_chosen_one(self) -> Self:
-        wrong = None
-        if self.momentum and self.optimizer != "SGD":
-            wrong = f"momentum={self.momentum} is SGD's, and optimizer={self.optimizer}"
-        elif self.num_cycles != 0.5 and self.schedule not in ("cosine", "wsd"):
-            wrong = f"num_cycles={self.num_cycles} is a cosine's, and schedule={self.schedule}"
-        elif self.stable_ratio != 0.9 and self.schedule != "wsd":
-            wrong = f"stable_ratio={self.stable_ratio} is wsd's, and schedule={self.schedule}"
-        if wrong:
-            raise ValueError(f"optim.{wrong}; leave one of them out")
-        return self
+    def contradictions(self) -> Iterator[str]:
+        optimizer, schedule, way_out = self.optimizer, self.schedule, "leave one of them out"
+        if self.momentum and optimizer != "SGD":
+            yield f"optim.momentum={self.momentum} is SGD's, and {optimizer=!s}; {way_out}"
+        if self.num_cycles != 0.5 and schedule not in ("cosine", "wsd"):
+            yield f"optim.num_cycles={self.num_cycles} is a cosine's, and {schedule=!s}; {way_out}"
+        if self.stable_ratio != 0.9 and schedule != "wsd":
+            yield f"optim.stable_ratio={self.stable_ratio} is wsd's, and {schedule=!s}; {way_out}"
 
 
 class LoopConfig(Section):
@@ -152,14 +149,12 @@ class OfflineConfig(LoopConfig):
         None, description="Ray actors, or this process; None: Ray for a layout of several ranks"
     )
 
-    @model_validator(mode="after")
-    def _one_packing(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.parallel.packing != "auto":
-            raise ValueError(
+            yield (
                 f"{self.section}.parallel.packing={self.parallel.packing} is "
                 f"{self.section}.packing here; set that"
             )
-        return self
 
 
 class SFTConfig(OfflineConfig):
@@ -226,15 +221,14 @@ class RewardModelTrainingConfig(OfflineConfig):
         description="head=likelihood: weight of the language model's loss of the chosen response",
     )
 
-    @model_validator(mode="after")
-    def _of_one_head(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.head != "sequence" and self.center_rewards_coefficient:
-            raise ValueError(
+            yield (
                 f"center_rewards_coefficient={self.center_rewards_coefficient} is of a score's "
                 f"loss; leave it out with head={self.head}"
             )
         if self.head != "likelihood" and self.sft_weight != 1.0:
-            raise ValueError(f"sft_weight={self.sft_weight} needs head=likelihood")
+            yield f"sft_weight={self.sft_weight} needs head=likelihood"
         if self.head != "token" and self.step_separator != "\n":
-            raise ValueError(f"step_separator={self.step_separator!r} needs head=token")
-        return self
+            yield f"step_separator={self.step_separator!r} needs head=token"
