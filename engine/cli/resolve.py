@@ -82,9 +82,8 @@ class Form(Generic[C]):
     def table(self) -> KeyTable:
         """The keys that are no paths."""
         table = key_table(self.program)
-        if not self.more_names:
-            return table
-        return KeyTable(table.settings | key_table(self.more_names).settings, table.unsupported)
+        more = key_table(self.more_names).settings if self.more_names else {}
+        return KeyTable(table.settings | more, table.unsupported)
 
     @cached_property
     def paths(self) -> dict[str, type | None]:
@@ -119,7 +118,7 @@ class Form(Generic[C]):
         """Yield the dotted keys of nested sections; a setting that is a mapping stays whole."""
         if value is None and any(known.startswith(f"{key}.") for known in self.known):
             return  # a section with nothing in it
-        if not isinstance(value, dict) or (key and (not value or self.find(key))):
+        if not isinstance(value, Mapping) or (key and (not value or self.find(key))):
             yield key, value
             return
         for name, inner in value.items():
