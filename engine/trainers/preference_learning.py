@@ -34,10 +34,10 @@ from engine.data.training_examples import (
     with_others,
 )
 from engine.errors import ConfigError, DataError, StorageError
-from engine.runtime.pair_gradients import as_pairs
 from engine.runtime.policy_runtime import StartModel
 from engine.storage.filesystem import Files
 from engine.trainers.offline import OfflineTrainer, OnStep, done
+from engine.workers.actor import as_pairs
 from engine.workers.algorithm_options import (
     check_preference_training,
     kto_options,

@@ -47,13 +47,12 @@ from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.module_shards import named_tensors
 from engine.runtime.apply_layout import load_shards
 from engine.runtime.optimizer import update_metrics
-from engine.runtime.pair_gradients import accumulate_pairs, accumulate_responses
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
 from engine.runtime.sharded_model import Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState, weights_fingerprint
+from engine.workers.actor import TrainingWorker
 from engine.workers.algorithm_options import kto_options, preference_options
 from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import TrainingWorker
 
 # The role of the warm start: a model's loss on the responses of its rows, and its updates.
 #
@@ -149,14 +148,9 @@ class SFTWorker(OfflineWorker):
         Returns `loss` (nats a token), `lr`, `grad_norm` and, of float16 weights, their loss scale.
         """
         tokens = self.sharded.global_counts(batch["response_mask"]).tokens
-
-        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
-            mask = micro["response_mask"]
-            value = -(got["log_probs"] * mask).sum()
-            return value / tokens, {"loss": accumulate_mean(-got["log_probs"], mask)}
-
         micros = [micro for _, micro in self._passes(batch)]
-        return self._step(self.sharded.accumulate(batch, micros, self._reader(), loss))
+        loss = partial(_response_token_loss, tokens=tokens)
+        return self._step(self.accumulate(batch, micros, self._reader(), loss))
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def validation_loss(self, batch: Batch) -> dict[str, float]:
@@ -179,6 +173,14 @@ class SFTWorker(OfflineWorker):
 # and
 # one of another prompt, from which the reference point is estimated. `engine.trainers.preference`
 # draws them.
+
+
+def _response_token_loss(
+    outputs: Outputs, micro: Batch, *, tokens: float
+) -> tuple[Tensor, Metrics]:
+    """A micro-batch's share of the mean negative log-likelihood over `tokens` response tokens."""
+    log_probs, mask = outputs["log_probs"], micro["response_mask"]
+    return -(log_probs * mask).sum() / tokens, {"loss": accumulate_mean(-log_probs, mask)}
 
 
 class PreferenceWorker(OfflineWorker):
@@ -251,20 +253,14 @@ class PreferenceWorker(OfflineWorker):
             return self._update_kto(batch, budget)
         options = preference_options(self.config, "preference")
         pair_loss = partial(get_pair_loss(self.config.loss), **options)
-        return self._step(accumulate_pairs(self.sharded, batch, pair_loss, self._reader(), budget))
+        return self._step(self.accumulate_pairs(batch, pair_loss, self._reader(), budget))
 
     def _update_kto(self, batch: Batch, budget: int) -> dict[str, float]:
         """Rows 2i are completions of their prompts, rows 2i+1 those of other ones."""
         point = self._reference_point(batch.rows(slice(1, None, 2)))
-        options = kto_options(self.config)
-
-        def loss(got: Outputs, micro: Batch) -> PreferenceOutput:
-            policy, _ = sequence_log_probs(got["log_probs"], micro["response_mask"])
-            reference = micro["ref_response_log_probs"]
-            return kto(policy, reference, micro["desirable"], point, **options)
-
+        loss = partial(_kto_loss, reference_point=point, options=kto_options(self.config))
         rows = batch.rows(slice(0, None, 2))
-        parts = accumulate_responses(self.sharded, rows, loss, self._reader(), budget, unit=1)
+        parts = self.accumulate_responses(rows, loss, self._reader(), budget, unit=1)
         return self._step(parts) | {"kl": point}
 
     def _reference_point(self, others: Batch) -> float:
@@ -282,6 +278,14 @@ class PreferenceWorker(OfflineWorker):
             passes = sharded.micro_batches(batch, budget)
             log_probs = sharded.outputs(batch, passes, self._reader())["log_probs"]
         return sequence_log_probs(log_probs, batch["response_mask"])[0].float()
+
+
+def _kto_loss(
+    outputs: Outputs, micro: Batch, *, reference_point: float, options: dict[str, float]
+) -> PreferenceOutput:
+    policy, _ = sequence_log_probs(outputs["log_probs"], micro["response_mask"])
+    reference = micro["ref_response_log_probs"]
+    return kto(policy, reference, micro["desirable"], reference_point, **options)
 
 
 def uses_reference(config: PreferenceTrainingConfig) -> bool:
@@ -331,17 +335,9 @@ class RewardModelWorker(OfflineWorker):
 
         Reads `margin [B]`, the same of a pair's two rows.
         """
-        center = self.config.center_rewards_coefficient
-
-        def loss(got: Outputs, micro: Batch) -> PreferenceOutput:
-            scores, margin = _last(got["values"], micro), micro["margin"][0::2]
-            return bradley_terry(
-                scores[0::2], scores[1::2], margin, center_rewards_coefficient=center
-            )
-
+        loss = partial(_ranking_loss, center=self.config.center_rewards_coefficient)
         budget = self.config.max_tokens_per_micro_batch
-        parts = accumulate_responses(self.sharded, batch, loss, ValueReader(), budget, unit=2)
-        return self._step(parts)
+        return self._step(self.accumulate_responses(batch, loss, ValueReader(), budget, unit=2))
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str, tokenizer: str) -> str:
@@ -394,6 +390,11 @@ class RewardModelWorker(OfflineWorker):
         return critic
 
 
+def _ranking_loss(outputs: Outputs, micro: Batch, *, center: float) -> PreferenceOutput:
+    scores, margin = _last(outputs["values"], micro), micro["margin"][0::2]
+    return bradley_terry(scores[0::2], scores[1::2], margin, center_rewards_coefficient=center)
+
+
 def _last(values: Tensor, batch: Batch) -> Tensor:
     """The value `[B]` at the one token that each row's mask names."""
     return sequence_log_probs(values, batch["response_mask"])[0]
@@ -421,19 +422,21 @@ class ProcessRewardWorker(RewardModelWorker):
     def update_steps(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on the mean cross-entropy over the steps of all ranks."""
         steps = self.sharded.global_counts(batch["response_mask"]).tokens
-
-        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
-            mask, labels, values = micro["response_mask"], micro["step_labels"], got["values"]
-            each = F.binary_cross_entropy_with_logits(values, labels, reduction="none")
-            right = ((values > 0) == labels.bool()).double()
-            metrics = {"loss": each.detach(), "accuracy": right, "scores": torch.sigmoid(values)}
-            total = (each * mask).sum() / steps
-            return total, {n: accumulate_mean(x.detach(), mask) for n, x in metrics.items()}
-
         micros = [micro for _, micro in self._passes(batch)]
-        return self._step(self.sharded.accumulate(batch, micros, ValueReader(), loss))
+        loss = partial(_step_loss, steps=steps)
+        return self._step(self.accumulate(batch, micros, ValueReader(), loss))
 
     def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
         model = super()._classifier(dtype, pad_token_id)
         model.config.step_separator = self.config.step_separator
         return model
+
+
+def _step_loss(outputs: Outputs, micro: Batch, *, steps: float) -> tuple[Tensor, Metrics]:
+    """A micro-batch's share of the mean cross-entropy over `steps` steps."""
+    mask, labels, values = micro["response_mask"], micro["step_labels"], outputs["values"]
+    losses = F.binary_cross_entropy_with_logits(values, labels, reduction="none")
+    right = ((values > 0) == labels.bool()).double()
+    metrics = {"loss": losses, "accuracy": right, "scores": torch.sigmoid(values)}
+    named = {name: accumulate_mean(value.detach(), mask) for name, value in metrics.items()}
+    return (losses * mask).sum() / steps, named
