@@ -43,8 +43,8 @@ from engine.planner.layout_search import PricedCandidate
 from engine.planner.memory import Memory, estimate, fits
 from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
 from engine.rollout.protocol import engine_capabilities
+from engine.trainers.layout_checks import check_layouts
 from engine.trainers.run_spec import (
-    check_layouts,
     default_pools,
     effective_config,
     get_rollout_source,

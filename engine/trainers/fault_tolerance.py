@@ -44,6 +44,7 @@ class PreemptionNotice:
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s, self._at = grace_s, 0.0
+        self.step = 0  # the one that is being taken, for messages
         self._main = threading.current_thread() is threading.main_thread()
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -155,7 +156,7 @@ def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Itera
 
 
 @contextmanager
-def lost_workers_explained(notice: PreemptionNotice, step: int) -> Iterator[None]:
+def lost_workers_explained(notice: PreemptionNotice) -> Iterator[None]:
     """After a notice, workers may be stopped before this process: that is a pre-emption."""
     try:
         yield
@@ -163,8 +164,8 @@ def lost_workers_explained(notice: PreemptionNotice, step: int) -> Iterator[None
         if not notice.received:
             raise
         raise PreemptedError(
-            f"pre-empted in step {step}, whose workers are gone; the run continues from its last "
-            "checkpoint"
+            f"pre-empted in step {notice.step}, whose workers are gone; the run continues from its "
+            "last checkpoint"
         ) from error
 
 

@@ -43,8 +43,8 @@ from engine.trainers.fault_tolerance import (
     lost_workers_explained,
     raise_preempted,
 )
+from engine.trainers.layout_checks import check_parallel
 from engine.trainers.resume import changed_settings, flat
-from engine.trainers.run_spec import check_parallel
 from engine.workers.role import WorkerContext
 from engine.workers.supervised import OfflineWorker, SFTWorker
 
@@ -375,7 +375,8 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         for step, rows in enumerate(self._batches(train, total)[steps.start :], steps.start + 1):
             start = time.perf_counter()
             batch = self._collate([train[i] for i in rows])
-            with lost_workers_explained(notice, step):
+            notice.step = step
+            with lost_workers_explained(notice):
                 found = self._update(batch)
                 seconds = time.perf_counter() - start
                 found["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds

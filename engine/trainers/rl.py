@@ -1,8 +1,9 @@
 """The RL trainer: prompts in, an improved policy out.
 
-`fit` is the whole loop: weights to the samplers, rollout, update, validation, checkpoint. What a
-step computes is in `engine.dataflows`, what a role does in `engine.workers`, where roles run in
-`engine.controller`, and what is sampled ahead in `engine.trainers.run_spec`.
+`RLTrainer` is built from what `run_plan.plan_run` gives, and `_train` is the loop: weights to the
+samplers, rollout, update, validation, checkpoint. What a step computes is in `engine.dataflows`,
+what a role does in `engine.workers`, where roles run in `engine.controller`, and what is sampled
+ahead in `rollout_modes`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
-from engine.models import resolve_lora, text_config
 from engine.storage.json_rows import Row
-from engine.trainers.auto_placement import model_dtype, resolve_auto, run_roles
 from engine.trainers.fault_tolerance import (
     PreemptionNotice,
     ensure_last_save,
@@ -47,16 +46,11 @@ from engine.trainers.resume import (
     run_settings,
     save_episodes,
 )
-from engine.trainers.run_plan import check_config, check_other_models
+from engine.trainers.run_plan import plan_run
 from engine.trainers.run_spec import (
-    RunSpec,
     SourceInputs,
-    check_layouts,
-    check_lora,
-    effective_config,
     get_rollout_source,
     placement_of,
-    resolve_placement,
     role_specs,
 )
 from engine.trainers.step_record import (
@@ -98,49 +92,32 @@ class RLTrainer:
         validation: Sequence[Row] = (),
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
-        self.dataflow = check_config(config, max_response_length)
-        config = resolve_placement(config)
-        lora = resolve_lora(model_path, lora or LoRAConfig())
-        check_lora(lora, config)
-        source_class = get_rollout_source(config.trainer.mode)
-        needs, roles = run_roles(config)
-        dtype = model_dtype(dtype, model_path, config)
-        config = resolve_auto(
+        self.spec = spec = plan_run(
             config,
             model_path=str(model_path),
-            lora=lora,
-            dtype=dtype,
             max_response_length=max_response_length,
             max_model_len=max_model_len,
+            seed=seed,
+            dtype=dtype,
+            lora=lora,
+            template_variables=loader.template_variables,
         )
-        check_layouts(config, lora, text_config(model_path))
-        self.config, self.on_step, self.validation = effective_config(config), on_step, validation
+        self.config, self.dataflow = spec.config, spec.dataflow
+        self.on_step, self.validation = on_step, validation
         self.on_resume: OnResume = lambda folder, step: None
         self.on_rollouts: OnRollouts = lambda split, step, batch: None
         self.tokenizer = load_tokenizer(model_path)
-        check_other_models(config, self.dataflow, self.tokenizer, max_model_len)
-        self.spec = RunSpec(
-            str(model_path),
-            self.config,
-            needs,
-            roles,
-            max_response_length,
-            max_model_len,
-            seed,
-            dtype,
-            lora,
-            loader.template_variables,
-        )
         prompts = PromptStream(loader, self.tokenizer)
+        source_class = get_rollout_source(self.config.trainer.mode)
         self.algo = Algo(
             self.config,
-            needs,
+            spec.needs,
             max_response_length=max_response_length,
             seed=seed,
             more_prompts=None if source_class.filters_groups else prompts.next_batch,
         )
-        self.roles = launch(placement_of(self.spec), role_specs(self.spec))
-        self.source = source_class(SourceInputs(self.spec, self.roles, prompts, self.algo))
+        self.roles = launch(placement_of(spec), role_specs(spec))
+        self.source = source_class(SourceInputs(spec, self.roles, prompts, self.algo))
         self.step = 0
         self.history: list[Metrics] = []  # a row a step, since step 1
         self.changed_settings: list[StateDict] = []  # when this run was resumed, see `run_settings`
@@ -164,50 +141,60 @@ class RLTrainer:
         """
         with hold_lock(checkpoint_dir):
             saver = self._open_checkpoints(checkpoint_dir, resume_from)
-            return self._train(saver, num_steps)
-
-    def _train(self, saver: Saver | None, num_steps: int | None) -> Metrics:
-        settings, source = self.config.trainer, self.source
-        stop = settings.total_training_steps if num_steps is None else self.step + num_steps
-        if self.step >= stop:
-            log.warning("this run is at step %d of %d already; nothing to train", self.step, stop)
-        metrics: Metrics = {}
-        root = None if saver is None else saver.store.root
-        recorder = StepRecorder(self.spec, self.roles, self.algo, root)
-        with PreemptionNotice(settings.preemption_grace_s) as notice:
-            with finish_save_on_error(saver, notice), source.running(stop):
-                while self.step < stop:
-                    doing = self.step + 1
-                    with lost_workers_explained(notice, doing), recorder.step(doing) as record:
-                        start = time.perf_counter()
-                        self.roles.begin_step(doing)
-                        source.update_weights(self.step)
-                        prompts = record.prompts = source.next_prompts()
-                        self.algo.step = doing
-                        result = self.dataflow.step(record.roles, prompts, self.algo)
-                        # A step that learns nothing counts as a version of the policy as well.
-                        updates = result.updates or [self.roles.actor.skip_update()]
-                        source.prefetch()
-                        update_metrics = [update.result() for update in updates]
-                        self.step += 1
-                        metrics = self._metrics(result.batch, update_metrics, start)
-                        record.metrics = dict(metrics)
-                    self.on_rollouts("train", self.step, result.batch.resolve())
-                    if saver is not None:
-                        metrics |= saver.take_metrics()
-                    if self.validation and _is_due(self.step, stop, settings.test_freq):
-                        metrics |= self.validate(self.validation)
-                    self.on_step(self.step, stop, metrics)
-                    self.history.append({"step": float(self.step)} | metrics)
-                    save_due = notice.received or _is_due(self.step, stop, settings.save_freq)
-                    if saver is not None and (save_due or self._is_new_best(metrics)):
-                        self.save_checkpoint(saver, metrics)
-                    if notice.received and self.step < stop:
-                        raise_preempted(saver, self.step)
+            settings = self.config.trainer
+            stop = settings.total_training_steps if num_steps is None else self.step + num_steps
+            if self.step >= stop:
+                log.warning(
+                    "this run is at step %d of %d already; nothing to train", self.step, stop
+                )
+            root = None if saver is None else saver.store.root
+            with PreemptionNotice(settings.preemption_grace_s) as notice:
+                with (
+                    finish_save_on_error(saver, notice),
+                    self.source.running(stop),
+                    lost_workers_explained(notice),
+                    StepRecorder(self.spec, self.roles, self.algo, root) as recorder,
+                ):
+                    metrics = self._train(stop, saver, notice, recorder)
                 if saver is not None:
-                    ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
+                    saver.finish()
+            return metrics
+
+    def _train(
+        self, stop: int, saver: Saver | None, notice: PreemptionNotice, recorder: StepRecorder
+    ) -> Metrics:
+        """The loop: new weights to the samplers, rollout and update, validation, checkpoint."""
+        settings, metrics = self.config.trainer, Metrics()
+        while self.step < stop:
+            notice.step = self.algo.step = self.step + 1
+            record = recorder.begin(self.step + 1)
+            started = time.perf_counter()
+            self.roles.begin_step(self.step + 1)
+            self.source.update_weights(self.step)
+            record.prompts = self.source.next_prompts()
+            result = self.dataflow.step(record.roles, record.prompts, self.algo)
+            # A step that learns nothing counts as a version of the policy as well.
+            updates = result.updates or [self.roles.actor.skip_update()]
+            self.source.prefetch()
+            update_metrics = [update.result() for update in updates]
+            self.step += 1
+            record.metrics = self._metrics(result.batch, update_metrics, started)
+            recorder.end()
+            metrics = dict(record.metrics)
+            self.on_rollouts("train", self.step, result.batch.resolve())
             if saver is not None:
-                saver.finish()
+                metrics |= saver.take_metrics()
+            if self.validation and _is_due(self.step, stop, settings.test_freq):
+                metrics |= self.validate(self.validation)
+            self.on_step(self.step, stop, metrics)
+            self.history.append({"step": float(self.step)} | metrics)
+            save_due = notice.received or _is_due(self.step, stop, settings.save_freq)
+            if saver is not None and (save_due or self._is_new_best(metrics)):
+                self.save_checkpoint(saver, metrics)
+            if notice.received and self.step < stop:
+                raise_preempted(saver, self.step)
+        if saver is not None:
+            ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
         return metrics
 
     def validate(self, rows: Sequence[Row]) -> Metrics:

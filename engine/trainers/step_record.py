@@ -9,9 +9,9 @@ import io
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from types import TracebackType
+from typing import Self, cast
 
 import torch
 
@@ -192,6 +192,7 @@ class Call:
 class OpenRecord:
     """What a step fills in while it runs; `roles` note the calls that are made through them."""
 
+    step: int
     roles: Roles
     calls: list[Call] = field(default_factory=list)
     prompts: Batch | None = None
@@ -236,48 +237,70 @@ class _RecordingGroup:
 class StepRecorder:
     """Records the steps that `debug` asks for, in `recorded/` under the folder of checkpoints.
 
+    A context manager around the steps: it records the one that fails.
+
     What can't be written costs a warning, never the run. Raises ConfigError without a folder.
     """
 
     def __init__(self, spec: RunSpec, roles: Roles, algo: Algo, root: Folder | None) -> None:
         self._spec, self._roles, self._algo = spec, roles, algo
         self._settings, self._root = spec.config.debug, root
+        self._open: tuple[OpenRecord, Folder] | None = None  # of the step that is being recorded
+        self._more_prompts = algo.more_prompts
         if root is None and self._settings.enabled:
             raise ConfigError(
                 "debug.record_steps and debug.record_failed write beside the checkpoints, and this "
                 "run has none; give fit a checkpoint_dir, or leave them out"
             )
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[OpenRecord]:
-        """The block of one step, recorded if it is to be, or if it fails."""
+    def begin(self, step: int) -> OpenRecord:
+        """What a step fills in, which goes on until `end`; it is recorded if it is to be."""
+        record = OpenRecord(step, self._roles)
         chosen = step in self._settings.record_steps
         if self._root is None or not (chosen or self._settings.record_failed):
-            yield OpenRecord(self._roles)
-            return
+            return record
         folder = self._root / RECORDS / f"step_{step}"
-        if not self._tried(lambda: self._save_state(folder, step)):
-            yield OpenRecord(self._roles)
+        if self._tried(lambda: self._save_state(folder, step)):
+            record.roles = self._recording_roles(record.calls)
+            self._algo.more_prompts = _recording_prompts(self._more_prompts, record.calls)
+            self._open = record, folder
+        return record
+
+    def end(self) -> None:
+        """Write the step's record if it was asked for, or measured what is not finite."""
+        if (opened := self._close()) is None:
             return
-        record, failure = OpenRecord(self._roles), ""
-        record.roles = self._noting(record.calls)
-        more = self._algo.more_prompts
-        self._algo.more_prompts = _recording_prompts(more, record.calls)
-        try:
-            yield record
-        except PreemptedError:
-            self._tried(folder.remove)
-            raise
-        except Exception as error:
-            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self._tried(lambda: self._write(folder, step, record, failure))
-            raise
-        finally:
-            self._algo.more_prompts = more
-        if chosen or not all(map(math.isfinite, record.metrics.values())):
-            self._tried(lambda: self._write(folder, step, record, failure))
+        record, folder = opened
+        finite = all(map(math.isfinite, record.metrics.values()))
+        if record.step in self._settings.record_steps or not finite:
+            self._tried(lambda: self._write(record, folder, ""))
         else:
             self._tried(folder.remove)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Write the record of a step that failed; none of one that was pre-empted."""
+        if (opened := self._close()) is None:
+            return
+        record, folder = opened
+        if isinstance(error, PreemptedError):
+            self._tried(folder.remove)
+        elif isinstance(error, Exception):
+            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._tried(lambda: self._write(record, folder, failure))
+
+    def _close(self) -> tuple[OpenRecord, Folder] | None:
+        """Record no further calls; return the step's record, if there is to be one."""
+        opened, self._open = self._open, None
+        self._algo.more_prompts = self._more_prompts
+        return opened
 
     def _save_state(self, folder: Folder, step: int) -> None:
         """Write the models and optimizers, before the step changes them."""
@@ -287,7 +310,7 @@ class StepRecorder:
         saver.save(step - 1, {"algo": self._algo.state_dict(), "rng": process_rng()})
         saver.wait()
 
-    def _noting(self, calls: list[Call]) -> Roles:
+    def _recording_roles(self, calls: list[Call]) -> Roles:
         groups = {
             name: self._roles[name]
             if name in RUN_AGAIN
@@ -296,14 +319,14 @@ class StepRecorder:
         }
         return Roles(groups, close=lambda: None, recorder=self._roles.recorder)
 
-    def _write(self, folder: Folder, step: int, record: OpenRecord, failure: str) -> None:
+    def _write(self, record: OpenRecord, folder: Folder, failure: str) -> None:
         spec, config = self._spec, self._spec.config
         if record.prompts is None:
             raise CheckpointError("the step failed before it had prompts")
         pool = next(p for p in placement_of(spec).pools if "actor" in p.roles)
         tree = {
             "version": _VERSION,
-            "step": step,
+            "step": record.step,
             "config": config.model_dump(mode="json"),
             "run": {
                 "model_path": spec.model_path,
@@ -323,7 +346,7 @@ class StepRecorder:
         file = io.BytesIO()
         torch.save(tree, file)
         folder.write(_FILE, [file.getbuffer()])
-        log.warning("step %d is recorded: python -m engine.replay %s", step, folder)
+        log.warning("step %d is recorded: python -m engine.replay %s", record.step, folder)
 
     def _tried(self, action: Callable[[], None]) -> bool:
         """Whether it was done; a failure is a warning."""

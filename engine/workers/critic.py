@@ -56,14 +56,18 @@ class CriticWorker(TrainingWorker):
         """Fit `returns [B, R]` from `values [B, R]`, clipped around the old values."""
         parts, norms = list[Metrics](), list[float]()
         for mini in self.mini_batches(batch, self.config):
-            denominators = self.sharded.global_counts(mini["response_mask"])
-            passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
-            loss = partial(self._value_loss, denominators=denominators)
-            parts += self.accumulate(mini, [micro for _, micro in passes], ValueReader(), loss)
+            parts += self._accumulate(mini)
             norms.append(self.train_state.optimizer.step())
         metrics = compute_means(self.sharded.all_reduce_metrics(parts))
         metrics |= update_metrics(norms, self.train_state.optimizer.loss_scale)
         return {f"critic/{k}": v for k, v in metrics.items()}
+
+    def _accumulate(self, mini: Batch) -> list[Metrics]:
+        """Add the gradients of the value loss over one mini-batch."""
+        denominators = self.sharded.global_counts(mini["response_mask"])
+        passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
+        loss = partial(self._value_loss, denominators=denominators)
+        return self.accumulate(mini, [micro for _, micro in passes], ValueReader(), loss)
 
     def _value_loss(
         self, outputs: Outputs, micro: Batch, *, denominators: Denominators
