@@ -44,17 +44,12 @@ if TYPE_CHECKING:
     from engine.workers.rollout_worker import PollResult
 
 
-# The policy's weights for rollout processes: full weights and a delta, published per version.
-#
-# Both stay in the object store and only the one a process needs is transferred: the delta if it
-# has
-# the version before, the full weights if it missed a version or has just started. Works while the
-# trainer is busy. Workers compute, check and apply deltas (`engine.weight_transfer`).
-
-
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """One version of the weights."""
+    """One version of the weights: in full, and as a delta against the version before.
+
+    Both stay in the object store, and only the one that a process needs is transferred.
+    """
 
     version: int
     full: Future[Batch]
@@ -81,8 +76,6 @@ class WeightPublisher:
             return PublishedWeights(version, full)
         return PublishedWeights(version, full, self._actor.weights_delta(), base)
 
-
-# The processes of asynchronous rollout, started and closed in background threads.
 
 log = logging.getLogger(__name__)
 
@@ -173,13 +166,6 @@ def _close_late(starting: futures.Future[Roles]) -> None:
     if not starting.cancelled() and starting.exception() is None:
         starting.result().close()
 
-
-# Asynchronous rollout: workers that never wait for the trainer, and a queue it takes batches from.
-#
-# An event loop in a thread of its own calls the workers and collects their results.
-# `rollout_queue`
-# has the groups, `staleness` decides what may begin and be taken, `health` which workers are
-# healthy.
 
 _SLICE_S = 0.25  # how long a worker decodes before it reports
 _IDLE_S = 0.25  # how often an idle worker is checked to be alive

@@ -31,12 +31,6 @@ if TYPE_CHECKING:
     from engine.workers.supervised import SFTWorker
 
 
-# Worker groups: one role on all its ranks, called as if it were one object.
-#
-# `group.update(batch)` is dispatched by the method's rule and returns a future at once. Where the
-# ranks live is up to a subclass: in this process (`local_groups`) or in Ray actors (`ray_groups`).
-# Both give equal results.
-
 _call_numbers = itertools.count(1)
 
 
@@ -153,13 +147,6 @@ def _parts(piece: Batch | Future[object]) -> Sequence[Batch | Future[object]]:
     return piece.parts if isinstance(piece, ConcatFuture) else [piece]
 
 
-# The worker groups of a run by role, as a dataflow calls them.
-#
-# A type checker sees `roles.actor` as the actor's worker class called as a group:
-# `roles.actor.update` leads to `ActorWorker.update`, takes batches that may still be computed, and
-# gives a `Future` of what that method returns. Only methods with `@dispatch` can be called; others
-# raise WorkerError.
-
 if TYPE_CHECKING:
 
     class ActorGroup(ActorWorker, AsGroup): ...
@@ -182,8 +169,10 @@ if TYPE_CHECKING:
 class Roles:
     """All groups of a run; a context manager that closes them.
 
-    The roles of this project are attributes (`roles.actor`); any role, one that an extension adds
-    too, is `roles["name"]`, a `WorkerGroup` whose methods no type checker knows.
+    The roles of this project are attributes. To a type checker `roles.actor.update` is
+    `ActorWorker.update`, called with batches that may still be computed, and gives a `Future` of
+    what that returns; methods without `@dispatch` raise WorkerError. Any role, one that an
+    extension adds too, is `roles["name"]`, a `WorkerGroup` whose methods no type checker knows.
     """
 
     if TYPE_CHECKING:

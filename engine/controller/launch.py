@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from engine.batch import Batch
 
 
-# Starts a placement: worker groups in this process, or Ray actors on a placement group.
-#
-# The values (`Placement`, `Pool`) and the check of what a cluster holds are in `placement`.
-
 log = logging.getLogger(__name__)
 
 Launched = tuple[dict[str, WorkerGroup], Callable[[], list[Span]]]
@@ -260,8 +256,6 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
         options.append(amounts)
     return options
 
-
-# Ray for the duration of a run, and whether its machines see the same files.
 
 PROBE_SECONDS = 60.0  # for the first task on each machine
 

@@ -1,6 +1,30 @@
 """Supervision of rollout workers: their health, its events, and the actions that restore it.
 
-Whether a machine can do the work at all is in `engine.health`.
+A pure state machine: a `Fleet` is a value; an event gives the next value and the actions to take.
+The caller has the processes, Ray and clocks; `now` is any monotonic clock in seconds. Which worker
+has which prompt is in `rollout_queue`. The transitions out of each state, and their [actions]:
+
+    STARTING    Started [SyncWeights] -> SYNCING
+    SYNCING     Synced -> SERVING; version too old by now [SyncWeights], and no new deadline
+    SERVING     silence -> SUSPECT; the trainer is too far ahead [SyncWeights] -> SYNCING
+    SUSPECT     Heartbeat -> SERVING, or SYNCING if its weights are too old now [SyncWeights]
+    DEAD        the back-off is over [Replace] -> REPLACING
+    REPLACING   Replaced -> STARTING
+    FAILED      final
+
+In any other state a worker dies [Kill, Reissue] when its process ends or a call on it gives no
+result (Died), when the state's deadline passes, and when it is silent for too long (hung, SIGSTOP).
+It is then DEAD, or FAILED if its restart budget is spent. The fleet runs while one worker isn't
+FAILED; after the last, [Stop] has the first cause.
+
+Invariants, after every event (`Fleet.check`, where a single value shows them):
+
+1. A SERVING worker's weights are at most `max_lag` versions behind the trainer's.
+2. `Fleet.serving` are the only workers that may be given a prompt.
+3. Every death gives exactly one Kill and one Reissue, for the attempt that died.
+4. Events of an earlier attempt (a late heartbeat or answer) change nothing.
+5. No worker waits for ever: each state but FAILED ends by a deadline or by silence, and deaths
+   without service in between always count. So a worker serves at last, or becomes FAILED.
 """
 
 from __future__ import annotations
@@ -11,12 +35,6 @@ from enum import StrEnum
 from typing import Self
 
 from engine.errors import ConfigError, WorkerError
-
-# Events of rollout workers, and the actions that supervision takes on them.
-#
-# Plain values: events are the input of the state machine in `health`, actions its output. The
-# caller
-# reports the events and carries out the actions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,39 +110,6 @@ class Stop:
 
 
 Action = Kill | Reissue | Replace | SyncWeights | Stop
-
-
-# The health of rollout workers, and the actions that restore it.
-#
-# A pure state machine: a `Fleet` is a value; an event gives the next value and the actions to take
-# (both in `health_events`). The caller has the processes, Ray and clocks; `now` is any monotonic
-# clock in seconds. Which worker has which prompt is in `staleness`, a run's retries in `attempts`.
-#
-# The states of a worker, the transitions out of each, and in brackets their actions:
-#
-#     STARTING    Started [SyncWeights] -> SYNCING
-#     SYNCING     Synced -> SERVING; with a version too old by now [SyncWeights], and no new
-# deadline
-#     SERVING     silence -> SUSPECT; the trainer is too far ahead [SyncWeights] -> SYNCING
-#     SUSPECT     Heartbeat -> SERVING, or SYNCING if its weights are too old now [SyncWeights]
-#     DEAD        the back-off is over [Replace] -> REPLACING
-#     REPLACING   Replaced -> STARTING
-#     FAILED      final
-#
-# In any other state a worker dies [Kill, Reissue] when its process ends or a call on it gives no
-# result (Died), when the state's deadline passes, and when it is silent for too long (hung,
-# SIGSTOP).
-# It is then DEAD, or FAILED if its restart budget is spent. The fleet runs while one worker isn't
-# FAILED; after the last, [Stop] has the first cause.
-#
-# Invariants, after every event (`Fleet.check`, where a single value shows them):
-#
-# 1. A SERVING worker's weights are at most `max_lag` versions behind the trainer's.
-# 2. `Fleet.serving` are the only workers that may be given a prompt.
-# 3. Every death gives exactly one Kill and one Reissue, for the attempt that died.
-# 4. Events of an earlier attempt (a late heartbeat or answer) change nothing.
-# 5. No worker waits for ever: each state but FAILED ends by a deadline or by silence, and deaths
-#    without service in between always count. So a worker serves at last, or becomes FAILED.
 
 
 class HealthState(StrEnum):

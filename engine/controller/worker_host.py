@@ -24,8 +24,6 @@ from engine.parallel.layout import DataShard, Layout, RankGrid
 from engine.registry import import_plugins
 from engine.workers.role import Dispatch, Metric, ProcessState, Worker, WorkerContext, dispatch_rule
 
-# Splits and pads rows for ranks, and merges what ranks return. Values only, no processes.
-
 
 @dataclass(frozen=True, slots=True)
 class RankMetrics:
@@ -134,13 +132,6 @@ def _reduce(name: str, ranks: Sequence[RankMetrics]) -> float:
     return sum(metric.value * weight for metric, weight in weighted if weight) / total
 
 
-# The process side of a worker group: builds roles, receives calls, merges their arguments.
-#
-# One `WorkerHost` lives in one process (this one, or a Ray actor) and has one rank of each role
-# that
-# is placed there. It imports torch, never Ray.
-
-
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
     """How to build one role: its class and keyword arguments, sent to every rank."""
@@ -183,7 +174,7 @@ class RemoteCall:
 
 
 class WorkerHost:
-    """One rank of the roles that share a process; `build` makes them.
+    """One rank of the roles that share a process, this one or a Ray actor; `build` makes them.
 
     What a role raises leaves here as an EngineError: its own, with a note that has role, rank,
     method and traceback, or a WorkerError whose message has them.

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from engine.controller.groups import Roles
 
 
-# The registry of dataflows, and which one a configuration runs on.
-
 if TYPE_CHECKING:
     Step = Callable[[Roles, Batch, "Algo"], "StepResult"]
 
@@ -143,9 +141,6 @@ def _by_estimator(config: AlgorithmConfig, needed: frozenset[str]) -> str:
     return able[0]
 
 
-# Which forward passes over a batch a configuration asks for, known before anything starts.
-
-
 @dataclass(frozen=True, slots=True)
 class RequiredPasses:
     """What a step computes beyond rollout, reward and update."""
@@ -195,9 +190,6 @@ class RequiredPasses:
         )
 
 
-# Which teachers a row has, and how much each counts.
-
-
 def teacher_weights(config: AlgorithmConfig, batch: Batch) -> Tensor:
     """Shares `[B, T]` of T teachers: by `weight`, or 1 of the one that `route_by` chooses.
 
@@ -223,13 +215,6 @@ def teacher_weights(config: AlgorithmConfig, batch: Batch) -> Tensor:
     return torch.nn.functional.one_hot(chosen, len(names)).float()
 
 
-# The arithmetic between the roles' calls: rewards, correction, advantages.
-#
-# It has the global batch: group statistics, whitening, selections by covariance and edited masks
-# are
-# computed here once, before the batch is split over ranks and micro-batches.
-
-
 class AlgoState(TypedDict):
     """What a checkpoint has of `Algo`."""
 
@@ -246,7 +231,12 @@ class StepResult:
 
 
 class Algo:
-    """Advantages by configuration. Its state (KL coefficient, generator) is checkpointed."""
+    """The arithmetic between the roles' calls, which has the global batch.
+
+    Group statistics, whitening, selections by covariance and edited masks are computed here once,
+    before rows are split over ranks and micro-batches. Its state (KL coefficient, generator) is
+    checkpointed.
+    """
 
     def __init__(
         self,

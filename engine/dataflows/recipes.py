@@ -16,8 +16,6 @@ from engine.config import RLConfig
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult, register_dataflow
 
-# Stages that several algorithms share; a pass that nothing reads is left out.
-
 
 def generate_and_score(roles: Roles, prompts: Batch, algo: Algo) -> LazyBatch:
     """Sample and score; with `rollout.parts`, finished parts are scored while others decode."""
@@ -40,11 +38,6 @@ def add_log_probs(roles: Roles, batch: LazyBatch, algo: Algo) -> LazyBatch:
     if algo.needs.old_log_probs:
         batch |= roles.actor.log_probs(batch)
     return batch
-
-
-# Dynamic sampling within a step: collects groups with signal, and samples more as needed.
-#
-# `Algo.rows_with_signal` finds the groups, `algorithms.dynamic_sampling` decides when to stop.
 
 
 class DynamicSampling:
@@ -103,9 +96,6 @@ class DynamicSampling:
         )
 
 
-# From scored groups to preference pairs.
-
-
 def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
     """Rows 2i and 2i+1: the best and the worst completion of a group, by shaped reward.
 
@@ -131,31 +121,22 @@ def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
     return batch.rows(torch.tensor(chosen, dtype=torch.long))
 
 
-# GRPO and its family: advantages from a group's rewards, no critic (arXiv:2402.03300).
-
-
 @register_dataflow("grpo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 def grpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample groups, score them, learn from the differences within each group."""
+    """GRPO (arXiv:2402.03300): sample groups, learn from the differences within each; no critic."""
     batch = generate_and_score(roles, prompts, algo)
     batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])
-
-
-# RLOO: REINFORCE with the other completions' mean reward as the baseline (arXiv:2402.14740).
 
 
 @register_dataflow("rloo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 def rloo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, score, and compare each completion with the rest of its group."""
+    """RLOO (arXiv:2402.14740): the baseline is the mean reward of the group's other completions."""
     batch = generate_and_score(roles, prompts, algo)
     batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])
-
-
-# ReMax: the reward of one greedy completion a prompt is the baseline (arXiv:2310.10505).
 
 
 @register_dataflow(
@@ -165,7 +146,7 @@ def rloo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     provides={"baseline_rewards"},
 )
 def remax(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample and decode greedily, score both, learn from the difference."""
+    """ReMax (arXiv:2310.10505): the baseline is the reward of one greedy completion a prompt."""
     batch = LazyBatch(roles.rollout.generate(prompts))
     greedy = LazyBatch(roles.rollout.generate_greedy(prompts))
     batch |= roles.reward.score(batch)
@@ -176,24 +157,17 @@ def remax(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     return StepResult(batch, [roles.actor.update(batch)])
 
 
-# DAPO: groups whose completions all score the same are replaced by more samples
-# (arXiv:2503.14476, section 3.2).
-
-
 @register_dataflow(
     "dapo", roles={"actor", "rollout", "reward"}, optional={"reference"}, refills=True
 )
 def dapo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample until enough groups have signal, then learn as GRPO does."""
+    """DAPO (arXiv:2503.14476, 3.2): sample until enough groups have signal, then as GRPO."""
     sampling = DynamicSampling(algo, wanted=len(prompts))
     for requested in sampling.rounds(prompts):
         sampling.add(generate_and_score(roles, requested, algo))
     batch = add_log_probs(roles, LazyBatch(sampling.batch()), algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])
-
-
-# PPO: advantages from a learned value of each state (arXiv:1707.06347, GAE arXiv:1506.02438).
 
 
 @register_dataflow(
@@ -203,7 +177,7 @@ def dapo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     provides={"values"},
 )
 def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, then reward, critic and reference concurrently, then both updates."""
+    """PPO (arXiv:1707.06347): a critic values each state (GAE, arXiv:1506.02438)."""
     batch = generate_and_score(roles, prompts, algo)
     batch |= roles.critic.values(batch)
     batch = add_log_probs(roles, batch, algo)
@@ -211,9 +185,6 @@ def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     critic = roles.critic.update(batch)
     policy = roles.actor.update(batch) if algo.policy_learns else roles.actor.skip_update()
     return StepResult(batch, [critic, policy])
-
-
-# Online DPO: the best and worst of each group are a preference pair (arXiv:2402.04792).
 
 
 def _compares(config: RLConfig) -> bool:
@@ -229,7 +200,7 @@ def _compares(config: RLConfig) -> bool:
     pairs=True,
 )
 def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample groups, score them, learn to prefer each group's best to its worst."""
+    """Online DPO (arXiv:2402.04792): learn to prefer each group's best completion to its worst."""
     batch = generate_and_score(roles, prompts, algo)
     pairs = LazyBatch(preference_pairs(batch, algo))
     if not len(pairs):
@@ -239,15 +210,11 @@ def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     return StepResult(batch, [roles.actor.update_pairs(pairs)])
 
 
-# On-policy distillation: the student samples, teachers say what they think of each token
-# (arXiv:2306.13649).
-
-
 @register_dataflow(
     "distillation", roles={"actor", "rollout", "teacher", "reward"}, uses_advantages=False
 )
 def distillation(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, ask the teachers, move the student towards them.
+    """On-policy distillation (arXiv:2306.13649): move the student's samples towards the teachers.
 
     The reward is not learned from; it measures the student.
     """

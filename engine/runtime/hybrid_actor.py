@@ -44,8 +44,6 @@ from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
 from engine.runtime.sharded_policy import ShardedPolicy
 
-# The settings of `hybrid_config`, and the layout of ranks that they give. Imports no torch.
-
 _ELSEWHERE = ("pp_size", "sp_size")  # axes without an ordinary forward and backward pass
 
 
@@ -170,8 +168,6 @@ class HybridConfig(Section):
         return self.dp_size or max(1, data_ranks // self.fsdp_size), self.fsdp_size
 
 
-# The ranks that a launcher such as torchrun started this process with.
-
 RENDEZVOUS_TIMEOUT_S = 120.0
 
 
@@ -209,13 +205,6 @@ def _whole_number(name: str, default: int) -> int:
             f"the environment has {name}={text!r}, which is no whole number; start the program "
             "with torchrun, or unset it"
         ) from None
-
-
-# `HybridActor`: one causal language model to train and to sample from, without a reload between.
-#
-# It is the policy's module tree under another root, over the `PolicyRuntime` that the RL workers
-# use
-# too. `generate`'s arguments are read in `generate_arguments`; many ranks are in `sharded_policy`.
 
 
 class HybridActor(nn.Module):
@@ -561,8 +550,6 @@ def _tokenizer(
         return load_tokenizer(path)
     return load_tokenizer(given) if isinstance(given, str | Path) else given
 
-
-# What switching between training and rollout costs: measured time and memory.
 
 Mode = Literal["train", "rollout", "eval"]
 

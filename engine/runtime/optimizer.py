@@ -22,14 +22,13 @@ from engine.parallel import fsdp, gradients
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
 
-# Dynamic loss scaling: small float16 gradients must not vanish (arXiv:1710.03740, section 3.2).
-
 GROWTH_INTERVAL = 2000  # updates without an overflow until the scale doubles, as torch's GradScaler
 LARGEST = 2.0**24
 
 
 class LossScale:
-    """The factor that a loss is multiplied with, and its gradients divided by.
+    """The factor that a loss is multiplied with, and its gradients divided by: small float16
+    gradients must not vanish (arXiv:1710.03740, section 3.2).
 
     It halves where gradients overflow, which skips the update, and doubles after
     `GROWTH_INTERVAL` updates in a row.
@@ -70,15 +69,6 @@ def update_metrics(norms: Sequence[float], scale: LossScale | None) -> dict[str,
     return metrics
 
 
-# Float32 masters of weights that are stored in bfloat16 or float16 (arXiv:1710.03740).
-#
-# Forward, backward and rollout read the working weights. The optimizer updates their masters and
-# writes the rounded result into the working weights in place, so that whatever shares their
-# storage
-# sees it. An update below the working dtype's resolution is lost in the weight and not in its
-# master.
-# Gradients are accumulated in float32.
-
 REDUCED = (torch.bfloat16, torch.float16)
 
 
@@ -88,7 +78,11 @@ def has_master(parameter: Tensor) -> bool:
 
 
 def make_master(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    """A float32 copy of this rank's part of a parameter."""
+    """A float32 copy of this rank's part of a parameter (arXiv:1710.03740, section 3.1).
+
+    The optimizer updates masters and rounds them into the working weights in place, which rollout
+    may share: an update below the working dtype's resolution is lost there, and not in the master.
+    """
     return local_tensor(parameter).detach().to(device, torch.float32, copy=True)
 
 
@@ -118,9 +112,6 @@ def accumulate_in_float32(model: nn.Module, parameters: Iterable[nn.Parameter]) 
 def _widen(parameter: Tensor) -> None:
     if parameter.grad is not None and parameter.grad.dtype != torch.float32:
         parameter.grad = parameter.grad.float()
-
-
-# What an optimizer step does to the weights: AdamW, Adam or SGD, of torch or compiled.
 
 
 def make_update_rule(
@@ -157,12 +148,6 @@ def state_kind(optimizer: str) -> str:
     """The kind of a rule's state: rules of one kind can go on from each other's."""
     return "Adam" if optimizer == "AdamW" else optimizer
 
-
-# Optimizer, learning-rate schedule and gradient clipping, for SFT, actor and critic.
-#
-# Weights stored in bfloat16 or float16 have float32 masters here (`master_weights`). On many ranks
-# each updates the shards that it stores (`update_rules`). Gradients must be reduced over the ranks
-# before a step.
 
 MASTER = "master"  # among a parameter's moments in a state dict
 _OFFLOAD_ELEMENTS = 64 << 20  # parameters whose moments are on the device at a time

@@ -37,13 +37,6 @@ from engine.runtime.rollout_weights import RolloutWeights, SharedWeights, merged
 from engine.runtime.sharded_model import ShardedModel
 from engine.weight_transfer import WeightReceiver, WeightSender
 
-# A policy on this process's ranks: one object for training and for rollout.
-#
-# `HybridActor` has one, and the actor, rollout and reference workers of a process share one
-# (`WorkerContext.process`): a notebook runs the code that trains in production. The optimizer and
-# the
-# state to save are in `sharded_train_state`.
-
 
 @runtime_checkable
 class SleepingEngine(RolloutEngine, Protocol):
@@ -61,6 +54,9 @@ class SleepingEngine(RolloutEngine, Protocol):
 
 class PolicyRuntime:
     """A policy's sharded weights, the rollout engine over them, and their version.
+
+    `HybridActor` has one, and the actor, rollout and reference workers of a process share one
+    (`WorkerContext.process`).
 
     `sharded` trains; `rollout_weights` are the same weights for `engine`; `version` counts updates.
     `loaded_in_shards`: no rank ever had all of it.
@@ -231,9 +227,6 @@ def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
     kept = model.state_dict(keep_vars=True)
     named |= {name: b for name, b in model.named_buffers() if name in kept}
     return {name: tensor.data for name, tensor in named.items()}
-
-
-# A policy on many ranks as a Hugging Face folder, which rank 0 writes.
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,16 +31,13 @@ from engine.rollout.protocol import RolloutEngine
 from engine.runtime.sharded_model import ShardedModel
 from engine.storage.weight_files import file_tensors
 
-# A policy with adapters as native's tensor-parallel ranks decode it: shards of W + α/r · B·A.
-#
-# The base is frozen: its shards are sent once, or are the trainer's own. Whenever the policy
-# changes,
-# ranks gather the adapters, which are small, and each computes its own part of the merged
-# matrices.
-
 
 class MergedShards:
-    """This rank's merged tensors, by the names of a model without adapters: `tensors`."""
+    """This rank's merged tensors, by the names of a model without adapters: `tensors`.
+
+    The base is frozen: its shards are sent once, or are the trainer's own. At each refresh ranks
+    gather the adapters, which are small, and each merges its own part of the matrices.
+    """
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout, *, shared: bool) -> None:
         """All ranks of the policy call it together.
@@ -145,13 +142,6 @@ def adapter_scales(module: nn.Module) -> dict[str, float]:
         dist.all_gather_object(every, found)
     return {name: scale for part in every for name, scale in part.items()}
 
-
-# The weights that a rollout engine decodes with: the trainer's own storage, or a resharded copy.
-#
-# Where a rank's training shards are those that its rollout needs, both use one storage and
-# `refresh`
-# does nothing. Otherwise `refresh` transfers only the boxes that ranks lack
-# (`engine.parallel.reshard`), into buffers of the rollout's layout or into vLLM's own parameters.
 
 LoadModel = Callable[[], PreTrainedModel]
 

@@ -35,13 +35,6 @@ from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights
 from engine.runtime.sharded_model import process_device
 
-# Collective generation: each rank passes its own prompts and gets their completions back.
-#
-# Ranks of one data-parallel index (they differ in tp only) pass the same prompts. The ranks of a
-# rollout group decode the union of their prompts together; groups with the same union decode a
-# part
-# of it each. Only Python objects are exchanged here, no weights.
-
 Prompts = Sequence[Sequence[int]]
 T = TypeVar("T")
 
@@ -56,7 +49,12 @@ class RolloutTask:
 
 
 class RolloutPeers:
-    """All ranks of an actor. Every method is a collective: all ranks call it together."""
+    """All ranks of an actor. Every method is a collective: all ranks call it together.
+
+    Ranks of one data-parallel index (they differ in tp only) pass the same prompts. The ranks of a
+    rollout group decode the union of their prompts together; groups with the same union decode a
+    part of it each. Only Python objects are exchanged here, no weights.
+    """
 
     def __init__(self, layout: Layout, rank: int, groups: Sequence[Sequence[int]]) -> None:
         """`groups`: ranks that share matrices in rollout, group by group."""
@@ -154,14 +152,12 @@ class RolloutPeers:
         return every
 
 
-# A policy on many ranks with the interface of a model on one rank, for training scripts.
-#
-# `policy_runtime` shards and synchronises it; this module adds `model(ids, labels=…).loss`, full
-# logits, and after `backward()` gradients averaged over the data-parallel ranks.
-
-
 class ShardedPolicy:
-    """This rank's shard of a policy, and its peers."""
+    """This rank's shard of a policy, and its peers.
+
+    Adds to a `PolicyRuntime` `model(ids, labels=…).loss`, full logits, and after `backward()`
+    gradients averaged over the data-parallel ranks.
+    """
 
     def __init__(
         self, policy: PreTrainedModel | UnloadedModel, layout: Layout, rollout_tp: int

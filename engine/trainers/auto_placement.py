@@ -52,8 +52,6 @@ from engine.trainers.run_spec import (
     sampler_count,
 )
 
-# One RL step of a run as the planner's sizes: for `auto` placement, and for the memory check.
-
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -166,15 +164,6 @@ def _adapters(shape: ModelShape, lora: LoRAConfig | CriticLoRAConfig) -> int:
     return shape.layers * lora.rank * sum(chosen)
 
 
-# `trainer.placement: auto`: layout, batch budget and pools for the machines of a Ray cluster.
-#
-# Runs at each start, so that an attempt that finds fewer or more machines than the one before gets
-# a
-# layout for those and resumes from its checkpoint (layouts and budgets may differ between
-# attempts).
-# Settings that differ from their defaults are kept. `engine.planner` prices the layouts.
-
-
 def gpu_kinds(config: RLConfig) -> dict[str, Device]:
     """`trainer.gpu_kinds` as the planner has them."""
     return {n: gpu_of(n, **dict(kind)) for n, kind in config.trainer.gpu_kinds.items()}
@@ -196,6 +185,10 @@ def resolve_auto(
     cluster: Callable[[], Cluster] | None = None,
 ) -> RLConfig:
     """The settings with layout, budget and pools for the machines that are there now.
+
+    Runs at each start, so that an attempt that finds other machines than the one before gets a
+    layout for those, and resumes from its checkpoint. Settings that differ from their defaults are
+    kept.
 
     Prints the choice and why. Settings with another placement come back as they are. Raises
     ConfigError for a model that the planner can't price, or settings that leave no layout, and
@@ -396,11 +389,6 @@ def _check_rows(config: RLConfig, candidate: Candidate) -> None:
             )
 
 
-# Whether a run's models fit the GPUs that it would get: asked before anything starts.
-#
-# Refused is only what is certain not to fit, however few tokens a micro-batch has: weights,
-# gradients, moments, and rollout's copy. The estimate is the planner's (`engine.planner.memory`).
-
 _RECOMPUTE, _OFFLOAD = {"activation_checkpointing": True}, {"offload_optimizer": True}
 
 
@@ -415,6 +403,9 @@ def check_rl_memory(
     max_model_len: int,
 ) -> None:
     """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the run keeps.
+
+    Refused is only what is certain not to fit, however few tokens a micro-batch has: weights,
+    gradients, moments, and rollout's copy.
 
     The sentence has the layout that would fit. With `placement: auto` it is the planner's own.
     Models that it can't price are let through.
@@ -563,10 +554,6 @@ def _gpu_memory(cluster: Cluster) -> int:
     return min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
 
 
-# What one RL step of a configuration would take: memory of a rank and seconds, by the planner.
-#
-# For a dry run: the layout is the settings' own. `auto_placement` searches for one.
-
 _HOST_GIB = 128  # of a machine's memory, a GPU; where it is not known
 
 
@@ -629,9 +616,6 @@ def _allocation(machines: Machines) -> Allocation:
     cores = max(1.0, (os.cpu_count() or 1) / machines.per_machine)
     memory = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machines.per_machine)
     return Allocation(machines.ranks, machines.per_machine, cores, memory, memory, cpu(cores))
-
-
-# The dtype of a run's models, for where they will be.
 
 
 def model_dtype(dtype: str, model_path: str | Path, config: RLConfig) -> str:

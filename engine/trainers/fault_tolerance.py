@@ -27,10 +27,6 @@ from engine.errors import (
     WorkerError,
 )
 
-# Pre-emption notice (SIGTERM): training saves after its current step, or ends at a deadline.
-#
-# A trainer reads `received` between steps, saves and raises PreemptedError.
-
 log = logging.getLogger(__name__)
 
 
@@ -94,11 +90,6 @@ class PreemptionNotice:
             f"pre-empted, and no step was finished and saved in {self._grace_s:g} s; the run "
             "resumes from the checkpoint before (trainer.save_freq, trainer.preemption_grace_s)"
         )
-
-
-# How a training run ends: with its last step saved, on a pre-emption notice, or by an error.
-#
-# Shared by SFT and RL.
 
 
 def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:
@@ -188,18 +179,12 @@ def _is_durable(saver: Saver) -> bool:
     return saver.unsaved_step is None
 
 
-# How often a run is attempted: a dead trainer rank ends an attempt, and a bounded number follow.
-#
-# Pure values, as in `health`. Unlike a rollout worker, a trainer rank isn't replaced alone: all
-# ranks
-# share each step and hold shards of one model, so the attempt ends, and the caller resumes the run
-# from its checkpoint.
-
-
 @dataclass(frozen=True, slots=True)
 class RetryBudget:
     """How often a run resumes from its checkpoint before an error ends it.
 
+    Unlike a rollout worker, a trainer rank isn't replaced alone: all ranks share each step and hold
+    shards of one model, so the attempt ends, and the caller resumes the run from its checkpoint.
     Only consecutive failures count, with no newer checkpoint between them. So a bug that fails the
     same step each time ends the run, and rare failures in a long run don't.
     """
@@ -223,8 +208,6 @@ class RetryBudget:
         """Whether there is an attempt left."""
         return self.failed < self.max_attempts
 
-
-# Retries of a run, RL or warm start: after a lost worker it resumes from its last checkpoint.
 
 T = TypeVar("T")
 

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from engine.trainers.run_spec import RunSpec
 
 
-# A checkpoint's policy as a Hugging Face folder, assembled in one process.
-#
-# Exporting during a run is in `background_export`, the command in `engine.export`.
-
 CONFIG = "config.json"  # written last to an object store: a folder with it is complete
 
 
@@ -161,14 +157,6 @@ def _target_exists(place: Folder) -> CheckpointError:
     return CheckpointError(f"{place} is there already; delete it, or name another folder")
 
 
-# Hugging Face folders of a run's checkpoints, exported during training.
-#
-# Each checkpoint is exported to `<run>/huggingface/step_500` by `python -m engine.export` in a
-# separate process: loading a model changes global random generators and defaults, which training
-# relies on. Pending exports are found by listing the folders, so a resumed run exports what the
-# run
-# before it left. `engine.checkpoint.store` deletes old exports.
-
 log = logging.getLogger(__name__)
 
 _NICENESS = 10  # training comes first
@@ -176,7 +164,13 @@ _SOURCES = str(Path(__file__).parents[2])
 
 
 class BackgroundExporter:
-    """Exports one checkpoint at a time, from a thread; a failed export is logged and skipped."""
+    """Exports each checkpoint of a run in training to `<run>/huggingface/step_500`, one at a time.
+
+    A process of its own (`python -m engine.export`) does it: loading a model changes global random
+    generators and defaults, which training relies on. A failed export is logged and skipped;
+    pending ones are found by listing the folders, so that a resumed run exports what the run before
+    it left. `engine.checkpoint.store` deletes old exports.
+    """
 
     def __init__(self, store: CheckpointStore, model: str, timeout_s: float) -> None:
         """`model` is the start model's path; each export has `timeout_s` seconds."""

@@ -52,12 +52,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# Where the model of a warm start, or of other training on rows, is.
-#
-# In this process, or on ranks of a layout, which Ray places. Settings have the names and rules of
-# an
-# RL run's. What a rank does is in `engine.workers`.
-
 T = TypeVar("T")
 W = TypeVar("W", bound=OfflineWorker)
 
@@ -146,12 +140,6 @@ def done(value: T | Future[T]) -> T:
     """What a rank in this process returned, or what is waited for of ranks elsewhere."""
     return value.result() if isinstance(value, Future) else value
 
-
-# The checkpoints of training on rows: what they hold, and what a run resumes from.
-#
-# A single rank's state is the controller's own; of several, each writes its part. Either resumes
-# from
-# the other.
 
 log = logging.getLogger(__name__)
 
@@ -243,13 +231,6 @@ class OfflineCheckpoints:
         self.changed_settings[:] = changed
         return dict(state["metrics"])
 
-
-# The loop of training on rows of a dataset: batches, steps, checkpoints, resumption.
-#
-# The warm start (`sft`), preference learning (`preference`) and reward models (`reward_model`) are
-# this loop over examples of their own. What a rank computes is in `engine.workers`, where ranks
-# are
-# in `offline_ranks`, what is saved in `offline_checkpoints`.
 
 Example = TypeVar("Example")
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
@@ -471,13 +452,6 @@ def total_steps(config: OfflineConfig, rows: int) -> int:
     """Optimizer steps that a configuration asks for over `rows` examples."""
     size = min(config.train_batch_size, rows)
     return config.max_steps or math.ceil(config.epochs * math.ceil(rows / size))
-
-
-# The warm start: supervised fine-tuning on prompt/response pairs.
-#
-# The loss is on response tokens only; micro-batches have rows of similar length within a token
-# budget, and their gradients add up to that of the whole batch. Of a model with adapters, on a
-# quantised base or not, only these are trained. The caller reads rows. The loop is in `offline`.
 
 
 @dataclass(frozen=True, slots=True)

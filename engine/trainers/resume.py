@@ -23,11 +23,6 @@ from engine.trainers.huggingface_export import BackgroundExporter
 from engine.trainers.run_spec import RunSpec
 from engine.workers.stateful import StatefulWorker
 
-# The settings that a checkpoint was written under, against those of the run that resumes from it.
-#
-# What lives here: which of them changed, in words and for the record. What does not: which ones a
-# trainer lets change (`resume`, `sft`).
-
 log = logging.getLogger(__name__)
 
 _MAX_LISTED = 3  # changed settings in an error message
@@ -87,8 +82,6 @@ def _refused(checkpoint: Checkpoint, why: str) -> CheckpointError:
 def _is_in(name: str, may_change: Collection[str]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in may_change)
 
-
-# What an RL run resumes from: its checkpoints, and the settings that are recorded with them.
 
 SCORE = "validation/reward"  # by which the best checkpoint is kept
 
@@ -168,13 +161,6 @@ def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[
     data = {"max_response_length": max_response_length}
     return flat({"rl": rl | {"trainer": kept}, "data": data, "seed": seed})
 
-
-# Which step's policy an RL run hands over: the best by validation, or the last.
-#
-# The best step is saved when it is found, and its checkpoint is kept until there is a better one
-# (`engine.checkpoint.retention`), so that a run that was stopped and resumed hands over the same.
-# Its
-# weights never go back into the trainer: `export` makes a model folder of the checkpoint.
 
 Rule = Literal["best", "last"]
 Metrics = dict[str, float]

@@ -30,11 +30,6 @@ from engine.trainers.offline import OfflineTrainer, OnStep, done
 from engine.trainers.preference_learning import PreferenceTrainer
 from engine.workers.supervised import ProcessRewardWorker, RewardModelWorker
 
-# Reward models: a score for a conversation, learned from pairs (Bradley-Terry).
-#
-# The result is a sequence-classification folder with one label, which the reward `reward_model` of
-# RL loads. The loop is in `offline`.
-
 CHUNK = 1024  # pairs of one call to the ranks
 OTHERS = {
     "token": "learns from steps by ProcessRewardTrainer",
@@ -45,6 +40,9 @@ BINS = 10  # of confidence, for the calibration error
 
 class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
     """Trains a reward model on pairs; see `OfflineTrainer`. `read_reward_pairs` reads them.
+
+    The result is a sequence-classification folder with one label, which the reward `reward_model`
+    of RL loads.
 
     Metrics of a step are `reward_model/loss`, `lr`, `grad_norm`, `tokens_per_s`, the mean scores
     `rewards/chosen` and `rewards/rejected`, `rewards/margins`, `rewards/accuracies`, and, where
@@ -135,14 +133,6 @@ def calibration_error(gaps: Tensor) -> float:
     return error / len(gaps)
 
 
-# A reward model that stays a language model: a response's log-prob is its score.
-#
-# Where right and wrong hang on single tokens that the policy can predict, such as digits, it ranks
-# better than a new head, which has to learn from one bit a pair what the language model knows. The
-# loss is the preference loss `likelihood`, the folder a language model's, which the reward
-# `likelihood` of RL loads.
-
-
 class _Settings(PreferenceTrainingConfig):
     """Of the preference loss, under the name of the reward model."""
 
@@ -150,8 +140,11 @@ class _Settings(PreferenceTrainingConfig):
 
 
 class LikelihoodRewardTrainer(PreferenceTrainer):
-    """Trains a language model on pairs to be a reward model. `read_preferences` reads them.
+    """Trains a language model on pairs to be a reward model: a response's log-prob is its score.
 
+    Where right and wrong hang on single tokens that the policy can predict, such as digits, it
+    ranks better than a new head, which has to learn from one bit a pair what the language model
+    knows. The reward `likelihood` of RL loads the folder. `read_preferences` reads pairs.
     Metrics are those of `RewardModelTrainer`. A model in memory is trained in place.
     """
 
@@ -190,16 +183,11 @@ class LikelihoodRewardTrainer(PreferenceTrainer):
         return {f"validation_{name}": value for name, value in self.validate(examples).items()}
 
 
-# Process rewards: a score for each step of a response, learned from steps that are right or wrong.
-#
-# The result is a token-classification folder with one label, which the reward
-# `process_reward_model`
-# loads. The loop is in `offline`. Source: Lightman et al., "Let's verify step by step",
-# 2305.20050.
-
-
 class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
     """Trains a model that scores steps; see `OfflineTrainer`. `read_steps` reads its rows.
+
+    The result is a token-classification folder with one label, which the reward
+    `process_reward_model` loads. Source: Lightman et al., arXiv:2305.20050.
 
     Metrics of a step are `reward_model/loss`, `accuracy` (of steps), `scores` (the mean probability
     of being right), `lr`, `grad_norm`, `tokens_per_s` and, where they were taken, what `validate`

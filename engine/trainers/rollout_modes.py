@@ -36,8 +36,6 @@ from engine.trainers.run_spec import (
     rollout_worker_spec,
 )
 
-# trainer.mode=sync: rollout and update take turns on the same weights.
-
 
 @register_rollout_source("sync")
 class SyncSource(RolloutSource):
@@ -46,8 +44,6 @@ class SyncSource(RolloutSource):
     def next_prompts(self) -> Batch:
         return self.prompts.next_batch()
 
-
-# trainer.mode=one_step_off: a sampler works on step k+1 during the update of step k.
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +139,6 @@ class OneStepOffSource(RolloutSource):
                 rollout.completions = self.roles.sampler.generate(rollout.prompts)
         return rollout.completions
 
-
-# trainer.mode=async: steps take batches from a bounded queue that rollout workers keep full.
 
 _START_GRACE_S = 5.0  # after its deadline, for a start that failed to say why
 

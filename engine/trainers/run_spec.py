@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from engine.trainers.prompts import PromptStream
 
 
-# What the training loop needs of a rollout source, and the registry of sources by mode.
-
-
 @dataclass(frozen=True, slots=True)
 class SourceInputs:
     """What a source is built from."""
@@ -135,10 +132,6 @@ def sampler_count(config: TrainerConfig) -> int:
     return get_rollout_source(config.mode).samplers(config)
 
 
-# The layout of each role: how its model is sharded, and whether model and settings allow that.
-#
-# Values only; workers create process groups, the controller starts processes.
-
 # Roles whose model is sharded like the actor's.
 _AS_ACTOR = ("actor", "rollout", "reference", "teacher")
 
@@ -189,8 +182,6 @@ def rollout_tp(config: RLConfig) -> int:
     return 1 if own_processes else config.rollout.tensor_parallel_size
 
 
-# The roles that a dataflow can name, and how each is built from the settings of a run.
-#
 # A role of your own is one module that `plugins` names:
 #
 #     @register_role("judge")
@@ -198,9 +189,7 @@ def rollout_tp(config: RLConfig) -> int:
 #         return RoleSpec("judge", JudgeWorker, {"model_path": spec.model_path})
 #
 # A dataflow with "judge" among its `roles` calls it as `roles["judge"]`. It runs in a process of
-# its
-# own, unless `trainer.pools` places it.
-
+# its own, unless `trainer.pools` places it.
 ROLES: Registry[Callable[[RunSpec], RoleSpec]] = Registry(
     "role", "role", decorator="@register_role(name)"
 )
@@ -366,8 +355,6 @@ def _with_warmup(role: R, rows: int) -> R:
     optim = role.optim.model_copy(update={"warmup_steps": steps})
     return role.model_copy(update={"optim": optim})
 
-
-# What an RL run is made of before it starts: its roles and their placement.
 
 # Roles that share the policy's process, in build order.
 _COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")

@@ -28,8 +28,6 @@ from engine.storage.folder import Folder
 from engine.trainers.rollout_state import batch_from_tree, batch_to_tree, to_json_values
 from engine.trainers.run_spec import RunSpec, layout_of, placement_of
 
-# Metrics of one RL step, from the batch that it learned from.
-
 
 def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
     """Reward, lengths, truncation, group signal and throughput of a step.
@@ -163,12 +161,6 @@ def _groups_with_signal(scores: torch.Tensor, group_ids: torch.Tensor) -> float:
     return float((groups.range(scores) > 0).float().mean())
 
 
-# Records of single RL steps, which `python -m engine.replay` runs again.
-#
-# A record is a folder: `state/`, a checkpoint of what learns from just before the step, and
-# `step.pt`: the settings, the prompts, what rollout and rewards gave, and what was measured. What
-# lives here: writing and reading them. What does not: running a step again (`engine.replay`).
-
 log = logging.getLogger(__name__)
 
 RUN_AGAIN = ("actor", "reference", "teacher", "critic")  # others' results are part of the record
@@ -236,6 +228,9 @@ class _RecordingGroup:
 
 class StepRecorder:
     """Records the steps that `debug` asks for, in `recorded/` under the folder of checkpoints.
+
+    A record is a folder: `state/`, a checkpoint of what learns from just before the step, and
+    `step.pt`: settings, prompts, what rollout and rewards gave, and what was measured.
 
     A context manager around the steps: it records the one that fails.
 

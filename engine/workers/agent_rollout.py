@@ -53,12 +53,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The episodes of a step that is being rolled out, in a file beside the checkpoints.
-#
-# A run that is killed goes back to its newest checkpoint; the step after it goes on from this
-# file,
-# if it is that step's.
-
 log = logging.getLogger(__name__)
 
 FOLDER = "episodes"  # below the folder of checkpoints
@@ -68,7 +62,11 @@ Groups = Mapping[int, PartialEpisodes]  # by key of their prompt
 
 
 class SavedRollout:
-    """One rank's file, e.g. "rollout-00000-of-00001.safetensors"."""
+    """One rank's file of the episodes under way, e.g. "rollout-00000-of-00001.safetensors".
+
+    A run that is killed goes back to its newest checkpoint; the step after it goes on from this
+    file, if it is that step's.
+    """
 
     def __init__(
         self, folder: str, stem: str, settings: str, every_s: float, before: str = ""
@@ -146,10 +144,6 @@ class SavedRollout:
         except EngineError as error:
             log.warning("episodes of a step that is over stay in %s: %s", self._folder, error)
 
-
-# Plays the episodes of prompts, and returns finished groups as batches.
-#
-# `engine.agents.rollout` plays; this module has the prompts and the groups.
 
 _WAIT_S = 0.05  # of one step, for an environment
 _REPORT_STATES_S = (
@@ -279,8 +273,6 @@ def _row(prompt: Batch) -> Mapping[str, object]:
     """The row of the data set of a batch of one prompt."""
     return {name: column[0] for name, column in prompt.columns.items() if name != "prompt_ids"}
 
-
-# The rollout role of multi-turn runs: it plays episodes with environments.
 
 _STATES_S = 0.2  # of a rollout, for environments to give their states
 

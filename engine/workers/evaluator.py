@@ -37,10 +37,6 @@ from engine.runtime.sharded_model import init_mesh, process_device
 from engine.workers.agent_rollout import length_with_tools, open_environments
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
-# The role of evaluation: completes prompts with a model that nobody trains.
-#
-# What is asked, and how completions are judged, is in `engine.evaluation`.
-
 
 class EvaluationWorker(Worker):
     """Decodes with a copy of a model, or with this rank's tensor-parallel shards of one.
@@ -115,8 +111,6 @@ class EvaluationWorker(Worker):
         self._stop = stop_token_ids(load_tokenizer(self._path), weights.model.config)
         return policy.engine
 
-
-# The role of evaluation where a model plays episodes with environments.
 
 _MAX_NUM_SEQS = 512  # episodes whose turns are decoded at once
 

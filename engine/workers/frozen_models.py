@@ -23,13 +23,12 @@ from engine.rollout.server.api import PromptLogProbs, TokenLogProbs
 from engine.runtime.sharded_model import ShardedModel, init_mesh
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
-# The reference: the policy as it was before RL, frozen.
-#
-# Beside a policy with adapters the reference is that policy with them disabled; nothing is copied.
-
 
 class ReferenceWorker(Worker):
-    """Gives the frozen model's log-probs."""
+    """The policy as it was before RL, frozen: gives its log-probs.
+
+    Beside a policy with adapters it is that policy with them disabled; nothing is copied.
+    """
 
     def __init__(
         self,
@@ -82,12 +81,6 @@ class ReferenceWorker(Worker):
         return sharded.outputs(batch, sharded.micro_batches(batch, self.budget), reader)
 
 
-# The teachers of distillation: frozen models on the actor's ranks, or servers.
-#
-# Rows have `teacher_weights [B, T]`, the share of each of T teachers in a row's loss. Where each
-# row
-# has one teacher (`algorithm.distillation.route_by`), that one alone is asked.
-
 _READS = (*TOKENS, "teacher_weights")
 
 
@@ -111,7 +104,11 @@ class Teacher(Protocol):
 
 
 class TeacherWorker(Worker):
-    """Asks teachers about completions."""
+    """Asks teachers about completions: models on the actor's ranks, or servers.
+
+    `teacher_weights [B, T]` is the share of each of T teachers in a row's loss. Where each row has
+    one teacher (`algorithm.distillation.route_by`), that one alone is asked.
+    """
 
     def __init__(
         self,

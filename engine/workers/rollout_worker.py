@@ -48,10 +48,6 @@ from engine.runtime.sharded_model import process_device
 from engine.workers.role import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import StatefulWorker
 
-# Collects a stream's completions into groups, and returns finished groups as batches.
-#
-# `engine.rollout.stream` decodes; this module has the prompts, the groups and the layout of rows.
-
 
 class Groups(Protocol):
     """What samples groups as they come: of completions (`GroupStream`), or of episodes."""
@@ -223,9 +219,6 @@ def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion
         token_versions=part.token_versions,
     )
     return StreamedCompletion(key, part.completion_index, done)
-
-
-# The rollout role: samples completions with the policy of its process, or with a copy of it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,12 +415,6 @@ class RolloutWorker(StatefulWorker):
         super().close()
 
 
-# The rollout role of asynchronous RL: it decodes without waiting for a batch to finish.
-#
-# Between two calls its weights may change; unfinished completions continue under the new ones, and
-# every token carries the version it was sampled under. The controller sends prompts.
-
-
 @dataclass(frozen=True, slots=True)
 class PollResult:
     """What one call of `poll` returns."""
@@ -440,7 +427,11 @@ class PollResult:
 
 
 class StreamRolloutWorker(RolloutWorker):
-    """A rollout role with its own copy of the policy that decodes continuously."""
+    """A rollout role with its own copy of the policy that decodes continuously.
+
+    Between two calls its weights may change; unfinished completions continue under the new ones,
+    and every token carries the version that it was sampled under.
+    """
 
     def __init__(self, context: WorkerContext, **options: Any) -> None:
         super().__init__(context, **options)

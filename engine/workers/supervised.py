@@ -54,11 +54,6 @@ from engine.workers.actor import TrainingWorker
 from engine.workers.algorithm_options import kto_options, preference_options
 from engine.workers.role import Dispatch, WorkerContext, dispatch
 
-# The role of the warm start: a model's loss on the responses of its rows, and its updates.
-#
-# Rows of prompt and response come as batches; `engine.trainers.sft` draws them. `OfflineWorker` is
-# what other roles that learn from rows of a dataset have in common with it.
-
 
 class OfflineWorker(TrainingWorker):
     """A model in training on rows of a dataset.
@@ -167,14 +162,6 @@ class SFTWorker(OfflineWorker):
         return {"validation_loss": float(self.sharded.ranks.sum_over(own, DATA_AXES)) / tokens}
 
 
-# The role of preference learning: a policy's losses on pairs, or on single rows with labels.
-#
-# Rows come two by two: the chosen and the rejected response of a prompt, or for KTO a completion
-# and
-# one of another prompt, from which the reference point is estimated. `engine.trainers.preference`
-# draws them.
-
-
 def _response_token_loss(
     outputs: Outputs, micro: Batch, *, tokens: float
 ) -> tuple[Tensor, Metrics]:
@@ -184,7 +171,11 @@ def _response_token_loss(
 
 
 class PreferenceWorker(OfflineWorker):
-    """Trains a policy on preferences, against the model that it starts from."""
+    """Trains a policy on preferences, against the model that it starts from.
+
+    Rows come two by two: the chosen and the rejected response of a prompt, or for KTO a completion
+    and one of another prompt, from which the reference point is estimated.
+    """
 
     config: PreferenceTrainingConfig
 
@@ -293,15 +284,12 @@ def uses_reference(config: PreferenceTrainingConfig) -> bool:
     return config.loss == "kto" or get_pair_loss(config.loss).needs_reference
 
 
-# The role of reward-model training: scores of conversations, and updates on pairs of them.
-#
-# Rows come two by two, the chosen and the rejected conversation of a prompt. Each ends in one
-# token
-# more than the model reads; the value before it is the conversation's score.
-
-
 class RewardModelWorker(OfflineWorker):
-    """Trains a reward model that starts from a language model's backbone."""
+    """Trains a reward model that starts from a language model's backbone.
+
+    Rows come two by two, the chosen and the rejected conversation of a prompt. Each ends in one
+    token more than the model reads; the value before it is the conversation's score.
+    """
 
     config: RewardModelTrainingConfig
     of_tokens = False  # a score for each step, not for the whole
@@ -398,9 +386,6 @@ def _ranking_loss(outputs: Outputs, micro: Batch, *, center: float) -> Preferenc
 def _last(values: Tensor, batch: Batch) -> Tensor:
     """The value `[B]` at the one token that each row's mask names."""
     return sequence_log_probs(values, batch["response_mask"])[0]
-
-
-# The role of training on steps: a score for each step of a response, right or wrong.
 
 
 class ProcessRewardWorker(RewardModelWorker):
