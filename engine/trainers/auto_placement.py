@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 from pydantic import BaseModel
@@ -54,6 +55,7 @@ from engine.trainers.run_spec import (
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MEMORY_OPTIONS = ("offload_params", "offload_optimizer", "activation_checkpointing")
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
@@ -64,21 +66,24 @@ def run_roles(config: RLConfig) -> tuple[RequiredPasses, frozenset[str]]:
     return needs, needs.roles(dataflow) | get_rollout_source(config.trainer.mode).extra_roles
 
 
-def workload(
-    config: RLConfig,
-    *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-) -> Workload:
+class RunModel(TypedDict):
+    """A run's model, and how long its sequences are."""
+
+    model_path: str
+    lora: LoRAConfig
+    dtype: str
+    max_response_length: int
+    max_model_len: int
+
+
+def workload(config: RLConfig, **model: Unpack[RunModel]) -> Workload:
     """One step of the run as sizes; raises ConfigError for a model that isn't a dense decoder."""
     needs, roles = run_roles(config)
-    model_config = text_config(model_path)
+    model_config, lora = text_config(model["model_path"]), model["lora"]
+    response = model["max_response_length"]
     shape, kind = _shape(model_config), model_config.model_type
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
-    stored = _DTYPES[dtype]
+    stored = _DTYPES[model["dtype"]]
     own, started = config.critic.parallel, config.critic.model_path
     rows = choose_dataflow(config.algorithm).rows_an_update(config)
     mini = actor.ppo_mini_batch_size
@@ -86,20 +91,21 @@ def workload(
     passes = int(needs.old_log_probs) + int(needs.reference) + int("teacher" in roles)
     full_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
     engine = engine_capabilities(rollout)
+    teachers = config.algorithm.teacher_models.values() if "teacher" in roles else ()
     critic_shape = _shape(text_config(started)) if started and "critic" in roles else None
     return Workload(
         shape,
         trainer.train_batch_size,
         rollout.n,
-        max(1, max_model_len - max_response_length),
-        max_response_length,
+        max(1, model["max_model_len"] - response),
+        response,
         weight_bytes=stored,
         base_bytes=_BASE_BYTES[lora.quantize],
         compute_bytes=_DTYPES[actor.parallel.compute_dtype] or stored,
         adapters=_adapters(shape, lora),
         quantized=bool(lora.quantize),
         reference="reference" in roles and not lora.rank,
-        teachers=_teachers(config) if "teacher" in roles else (),
+        teachers=tuple(_shape(text_config(path)) for path in teachers),
         critic="" if "critic" not in roles else Layout.of(own) if own else "as actor",
         critic_shape=critic_shape,
         critic_adapters=_adapters(critic_shape or shape, config.critic.lora),
@@ -120,11 +126,6 @@ def workload(
         cuts_sequences=kind in FAMILIES and not lora.rank and not windows,
         runs_ahead=get_rollout_source(trainer.mode).off_policy,
     )
-
-
-def _teachers(config: RLConfig) -> tuple[ModelShape, ...]:
-    """The models that are loaded as teachers."""
-    return tuple(_shape(text_config(one)) for one in config.algorithm.teacher_models.values())
 
 
 def _shape(model_config: PretrainedConfig) -> ModelShape:
@@ -175,14 +176,7 @@ def cluster_has_gpus(config: RLConfig) -> bool:
 
 
 def resolve_auto(
-    config: RLConfig,
-    *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-    cluster: Callable[[], Cluster] | None = None,
+    config: RLConfig, *, cluster: Callable[[], Cluster] | None = None, **model: Unpack[RunModel]
 ) -> RLConfig:
     """The settings with layout, budget and pools for the machines that are there now.
 
@@ -196,16 +190,9 @@ def resolve_auto(
     """
     if config.trainer.placement != "auto":
         return config
-    work = workload(
-        config,
-        model_path=model_path,
-        lora=lora,
-        dtype=dtype,
-        max_response_length=max_response_length,
-        max_model_len=max_model_len,
-    )
+    work = workload(config, **model)
     there = cluster() if cluster else read_cluster(gpu_kinds(config))
-    plan = plan_for(config, work, there, lora)
+    plan = plan_for(config, work, there, model["lora"])
     say(explain(plan))
     chosen, (_, roles) = plan.chosen, run_roles(config)
     return apply_candidate(config, chosen.candidate, chosen.allocation, roles, chosen.work.ahead)
@@ -224,7 +211,8 @@ def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfi
             f"trainer.placement=auto with trainer.mode={mode} wants a GPU for the trainer "
             "and one for rollout, and there is one; set trainer.mode=sync"
         )
-    half = config.trainer.rollout_threads or max(1, int(_cores(usable)) // 2)
+    cores = max(machine.cpus for machine in usable.machines)
+    half = config.trainer.rollout_threads or max(1, int(cores) // 2)
     reserved_cpus = 0.0 if usable.gpus else float(work.samplers * half)
 
     def refuse(candidate: Candidate, allocation: Allocation, ahead: Samplers | None) -> str:
@@ -285,8 +273,7 @@ def apply_candidate(
 ) -> RLConfig:
     """The settings with a candidate's layout and budget, and the samplers, placed on Ray."""
     changes: dict[str, object] = {axis: getattr(candidate.layout, axis) for axis in AXES}
-    for name in ("offload_params", "offload_optimizer", "activation_checkpointing"):
-        changes[name] = getattr(candidate, name)
+    changes |= {name: getattr(candidate, name) for name in _MEMORY_OPTIONS}
     tokens = {"max_tokens_per_micro_batch": candidate.tokens}
     parallel = config.actor.parallel.model_copy(update=changes)
     actor = config.actor.model_copy(
@@ -316,21 +303,17 @@ def apply_candidate(
 
 def fixed_settings(config: RLConfig) -> FixedSettings:
     """The settings that the user has changed from their defaults, which the planner keeps."""
-    parallel, plain = config.actor.parallel, ParallelConfig()
-    axes = {axis: getattr(parallel, axis) for axis in AXES}
-    tokens = config.actor.max_tokens_per_micro_batch
+    candidate, unset = _candidate(config), ParallelConfig()
+    axes = {axis: getattr(config.actor.parallel, axis) for axis in AXES}
+    tokens_are_default = _if_default(config.actor, {"max_tokens_per_micro_batch": 0})
     return FixedSettings(
-        axes={axis: size for axis, size in axes.items() if size != getattr(plain, axis)},
-        rollout_tp=config.rollout.tensor_parallel_size
-        if config.rollout.tensor_parallel_size > 1
-        else None,
-        tokens=tokens
-        if _if_default(config.actor, {"max_tokens_per_micro_batch": 0}) == {}
-        else None,
-        offload_params=parallel.offload_params,
-        offload_optimizer=parallel.offload_optimizer,
-        activation_checkpointing=parallel.activation_checkpointing,
-        sequence_parallel=parallel.sequence_parallel,
+        axes={axis: size for axis, size in axes.items() if size != getattr(unset, axis)},
+        rollout_tp=candidate.rollout_tp if candidate.rollout_tp > 1 else None,
+        tokens=None if tokens_are_default else candidate.tokens,
+        offload_params=candidate.offload_params,
+        offload_optimizer=candidate.offload_optimizer,
+        activation_checkpointing=candidate.activation_checkpointing,
+        sequence_parallel=candidate.sequence_parallel,
     )
 
 
@@ -367,11 +350,6 @@ def _sampler_threads(config: RLConfig, allocation: Allocation) -> int:
     )
 
 
-def _cores(cluster: Cluster) -> float:
-    """Cores of the largest machine."""
-    return max(machine.cpus for machine in cluster.machines)
-
-
 def _check_rows(config: RLConfig, candidate: Candidate) -> None:
     """Raise ConfigError if a data-parallel rank would have no rows of some mini-batch."""
     layout = candidate.layout
@@ -389,49 +367,35 @@ def _check_rows(config: RLConfig, candidate: Candidate) -> None:
             )
 
 
+def _candidate(config: RLConfig) -> Candidate:
+    """The layout and the budget that the settings have."""
+    parallel, tp = config.actor.parallel, config.rollout.tensor_parallel_size
+    options = {name: getattr(parallel, name) for name in (*_MEMORY_OPTIONS, "sequence_parallel")}
+    tokens = config.actor.max_tokens_per_micro_batch
+    return Candidate(Layout.of(parallel), tp, tokens, **options)
+
+
 _RECOMPUTE, _OFFLOAD = {"activation_checkpointing": True}, {"offload_optimizer": True}
 
 
-def check_rl_memory(
-    config: RLConfig,
-    cluster: Cluster,
-    *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-) -> None:
+def check_rl_memory(config: RLConfig, cluster: Cluster, **model: Unpack[RunModel]) -> None:
     """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the run keeps.
 
     Refused is only what is certain not to fit, however few tokens a micro-batch has: weights,
-    gradients, moments, and rollout's copy.
-
-    The sentence has the layout that would fit. With `placement: auto` it is the planner's own.
-    Models that it can't price are let through.
+    gradients, moments, and rollout's copy. The error names a layout that would fit. Models that the
+    planner can't price are let through.
     """
     try:
-        work = workload(
-            config,
-            model_path=model_path,
-            lora=lora,
-            dtype=dtype,
-            max_response_length=max_response_length,
-            max_model_len=max_model_len,
-        )
+        work = workload(config, **model)
     except ConfigError:
         return
     if config.trainer.placement == "auto":
-        plan_for(config, work, cluster, lora)
+        plan_for(config, work, cluster, model["lora"])
         return
     parallel = config.actor.parallel
-    candidate = Candidate(
-        Layout.of(parallel),
-        config.rollout.tensor_parallel_size,
-        offload_params=parallel.offload_params,
-        offload_optimizer=parallel.offload_optimizer,
-    )
-    need, there = _least(estimate(work, candidate, gpu=True)), _gpu_memory(cluster)
+    candidate = _candidate(config)
+    memory, there = estimate(work, candidate, gpu=True), _gpu_memory(cluster)
+    need = _trained(memory) + memory.rollout
     if need <= there:
         return
     unset = ParallelConfig(compute_dtype=parallel.compute_dtype)
@@ -439,7 +403,7 @@ def check_rl_memory(
     trainer = config.trainer.model_copy(update={"placement": "auto", "pools": ()})
     free = config.model_copy(update={"actor": actor, "trainer": trainer})
     try:
-        found = plan_for(free, work, cluster, lora).chosen.candidate
+        found = plan_for(free, work, cluster, model["lora"]).chosen.candidate
         instead = f"rl.actor.parallel {found.layout}"
         if found.memory_options != "-":
             instead += f" ({found.memory_options})"
@@ -452,29 +416,13 @@ def check_rl_memory(
     )
 
 
-def check_sft_memory(
-    config: SFTConfig,
-    cluster: Cluster,
-    *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-) -> None:
+def check_sft_memory(config: SFTConfig, cluster: Cluster, **model: Unpack[RunModel]) -> None:
     """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the warm start keeps.
 
-    The sentence has the layout that would fit. Models that the planner can't price are let through.
+    The error names a layout that would fit. Models that the planner can't price are let through.
     """
     try:
-        work = sft_workload(
-            config,
-            model_path=model_path,
-            lora=lora,
-            dtype=dtype,
-            max_response_length=max_response_length,
-            max_model_len=max_model_len,
-        )
+        work = sft_workload(config, **model)
     except ConfigError:
         return
     need, there = _trained(sft_memory(work, config.parallel)), _gpu_memory(cluster)
@@ -491,37 +439,18 @@ def check_sft_memory(
     )
 
 
-def sft_workload(
-    config: SFTConfig,
-    *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-) -> Workload:
+def sft_workload(config: SFTConfig, **model: Unpack[RunModel]) -> Workload:
     """One step of the warm start as sizes; raises ConfigError as `workload` does."""
-    work = workload(
-        RLConfig.model_validate({"actor": {"parallel": config.parallel}}),
-        model_path=model_path,
-        lora=lora,
-        dtype=dtype,
-        max_response_length=max_response_length,
-        max_model_len=max_model_len,
-    )
+    rl = RLConfig.model_validate({"actor": {"parallel": config.parallel}})
+    work = workload(rl, **model)
     rows = config.train_batch_size
     return replace(work, prompts=rows, completions=1, decodes=False, reference=False)
 
 
 def sft_memory(work: Workload, parallel: ParallelConfig, tokens: int = 1) -> Memory:
     """What a rank needs for micro-batches of so many tokens; nothing is kept for rollout."""
-    candidate = Candidate(
-        Layout.of(parallel),
-        tokens=tokens,
-        offload_params=parallel.offload_params,
-        offload_optimizer=parallel.offload_optimizer,
-        activation_checkpointing=parallel.activation_checkpointing,
-    )
+    options = {name: getattr(parallel, name) for name in _MEMORY_OPTIONS}
+    candidate = Candidate(Layout.of(parallel), tokens=tokens, **options)
     return replace(estimate(work, candidate, gpu=True), rollout=0.0)
 
 
@@ -544,11 +473,6 @@ def _trained(memory: Memory) -> float:
     return memory.weights + memory.gradients + memory.moments
 
 
-def _least(memory: Memory) -> float:
-    """Bytes that no size of micro-batch or cache makes fewer."""
-    return _trained(memory) + memory.rollout
-
-
 def _gpu_memory(cluster: Cluster) -> int:
     """Bytes of the smallest GPU."""
     return min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
@@ -568,29 +492,13 @@ class Machines:
 
 def step_estimate(config: RLConfig, work: Workload, machines: Machines) -> list[str]:
     """Lines about a rank's memory and a step's seconds."""
-    parallel, rollout = config.actor.parallel, config.rollout
-    candidate = Candidate(
-        Layout.of(parallel),
-        rollout.tensor_parallel_size,
-        config.actor.max_tokens_per_micro_batch,
-        offload_params=parallel.offload_params,
-        offload_optimizer=parallel.offload_optimizer,
-        activation_checkpointing=parallel.activation_checkpointing,
-        sequence_parallel=parallel.sequence_parallel,
-    )
-    one = PricedCandidate(work, candidate, _allocation(machines))
-    memory, price, there = one.memory, one.price, one.allocation.memory
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "moments": memory.moments,
-        "activations": memory.activations,
-        "rollout copy": memory.rollout,
-        "cache": memory.cache,
-    }
-    large = {name: size / GIB for name, size in parts.items() if size >= GIB / 100}
+    priced = PricedCandidate(work, _candidate(config), _allocation(machines))
+    memory, price, there = priced.memory, priced.price, priced.allocation.memory
+    names = ("weights", "gradients", "moments", "activations", "rollout", "cache")
+    sizes = {name.replace("rollout", "rollout copy"): getattr(memory, name) for name in names}
+    large = {name: size / GIB for name, size in sizes.items() if size >= GIB / 100}
     shown = ", ".join(f"{name} {size:.2f}" for name, size in large.items())
-    fits = "fits" if one.fits else f"does not fit: {one.lacks} needs more"
+    fits = "fits" if priced.fits else f"does not fit: {priced.lacks} needs more"
     return [
         f"memory    {memory.peak / GIB:.2f} of {there / GIB:.1f} GiB a rank at most, in "
         f"{memory.when}; {fits}",

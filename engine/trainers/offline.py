@@ -100,15 +100,7 @@ def offline_placement(config: OfflineConfig) -> Placement:
     )
 
 
-def make_worker(
-    worker: type[W], model: PreTrainedModel | StartModel, config: OfflineConfig, seed: int
-) -> W:
-    """The only rank, in this process."""
-    check_offline_layout(config, LoRAConfig())
-    return worker(WorkerContext(config.section), model=model, config=config, seed=seed)
-
-
-def launch_ranks(
+def _launch_ranks(
     worker: type[OfflineWorker],
     model: PreTrainedModel | StartModel,
     config: OfflineConfig,
@@ -249,6 +241,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     what: ClassVar[str]  # is trained, e.g. "the warm start"
     no_rows: ClassVar[str]  # what to say where there is nothing to train on
     worker_class: type[W]
+    config: OfflineConfig
 
     def __init__(
         self,
@@ -262,31 +255,42 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     ) -> None:
         """`start` tells which weights `model` begins with, e.g. the digest of their folder.
 
-        Raises ConfigError or PlacementError before any rank starts.
+        Raises ConfigError for settings that are not this trainer's, ModelError for a model that it
+        can't train, and PlacementError, before any rank starts.
         """
+        self.config = config = self._checked(config)
         if isinstance(model, StartModel):
             model = replace(model, dtype=offline_dtype(model.dtype, model.path, config))
         self._worker: W | None = None
         self._roles: Roles | None = None
         if is_on_ray(config):
-            self._roles = launch_ranks(self.worker_class, model, config, seed)
+            self._roles = _launch_ranks(self.worker_class, model, config, seed)
         else:
-            self._worker = make_worker(self.worker_class, model, config, seed)
-        self.seed, self.start, self._offline = seed, start, config
+            check_offline_layout(config, LoRAConfig())
+            context = WorkerContext(config.section)
+            self._worker = self.worker_class(context, model=model, config=config, seed=seed)
+        self.seed, self.start = seed, start
         self.pad_token_id, self.on_step = pad_token_id, on_step
         self.on_resume: OnResume = lambda folder, step: None
+
+    def _checked(self, config: Any) -> OfflineConfig:
+        """The settings of this trainer; raise ConfigError for those of another."""
+        checked: OfflineConfig = config
+        return checked
+
+    @abstractmethod
+    def validate(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Metrics of held-out examples, without dropout."""
 
     @abstractmethod
     def _collate(self, examples: Sequence[Example]) -> Batch:
         """The batch of some examples."""
 
-    @abstractmethod
     def _update(self, batch: Batch) -> dict[str, float]:
         """Take an optimizer step; return its metrics, without the section's name."""
-
-    @abstractmethod
-    def _validate(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Metrics of held-out examples, without the section's name."""
+        ranks: Any = self._ranks
+        metrics: dict[str, float] = done(ranks.update(batch))
+        return metrics
 
     def _prepare(
         self, train: Sequence[Example], validation: Sequence[Example], folder: str | Path | None
@@ -299,7 +303,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         """The model of a run in this process; raises ConfigError where it is on ranks."""
         if self._worker is None:
             raise ConfigError(
-                f"the model is on the ranks of {self._offline.section}.parallel; write it with "
+                f"the model is on the ranks of {self.config.section}.parallel; write it with "
                 "save(folder, tokenizer)"
             )
         model: Any = self._worker.sharded.module
@@ -328,15 +332,15 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             train, validation = self._prepare(train, validation, checkpoint_dir)
             done(self._ranks.begin(total))
             saver = self._saver(checkpoint_dir) if checkpoint_dir else None
-            settings, defaults = self._settings(len(train)), recorded(type(self._offline)())
-            section = self._offline.section
+            settings, defaults = self._settings(len(train)), recorded(type(self.config)())
+            section = self.config.section
             run = OfflineCheckpoints(
                 self._worker, saver, section, settings, defaults, self.on_resume
             )
             begin, metrics = run.resume(self._store(resume_from) if resume_from else None)
             if begin >= total:
                 log.warning("%s is at step %d of %d already", self.what, begin, total)
-            grace_s = self._offline.preemption_grace_s
+            grace_s = self.config.preemption_grace_s
             with PreemptionNotice(grace_s) as notice, finish_save_on_error(saver, notice):
                 steps = range(begin, total)
                 found = self._train(train, validation, steps, run, notice) or metrics
@@ -351,7 +355,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         run: OfflineCheckpoints,
         notice: PreemptionNotice,
     ) -> dict[str, float]:
-        total, config = steps.stop, self._offline
+        total, config = steps.stop, self.config
         metrics: dict[str, float] = {}
         for step, rows in enumerate(self._batches(train, total)[steps.start :], steps.start + 1):
             start = time.perf_counter()
@@ -362,7 +366,8 @@ class OfflineTrainer(ABC, Generic[Example, W]):
                 seconds = time.perf_counter() - start
                 found["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds
                 if validation and (step % config.validate_every == 0 or step == total):
-                    found |= self._validate(validation)
+                    held_out = self.validate(validation).items()
+                    found |= {f"validation_{name}": value for name, value in held_out}
             metrics = {f"{config.section}/{name}": value for name, value in found.items()}
             self.on_step(step, total, metrics)
             if step == total or step % config.save_freq == 0 or notice.received:
@@ -373,7 +378,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps that the configuration asks for over `rows` examples."""
-        return total_steps(self._offline, rows)
+        return total_steps(self.config, rows)
 
     def save(self, folder: str | Path, tokenizer: str | Path) -> None:
         """Write the model, with the tokenizer of another folder, as a Hugging Face folder."""
@@ -390,7 +395,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         if self._worker is not None:
             return self._worker
         assert self._roles is not None
-        group: Any = self._roles[self._offline.section]
+        group: Any = self._roles[self.config.section]
         return group
 
     @contextmanager
@@ -399,24 +404,24 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         if self._worker is None:
             yield
             return
-        torch.set_num_threads(self._offline.threads or os.cpu_count() or 1)
+        torch.set_num_threads(self.config.threads or os.cpu_count() or 1)
         with torch.random.fork_rng(devices=[]):
             yield
 
     def _saver(self, folder: str | Path) -> Saver:
-        role = self._offline.section
+        role = self.config.section
         groups = {} if self._roles is None else {role: self._roles[role]}
-        return Saver(self._store(folder), groups, self._offline.step_timeout_s)
+        return Saver(self._store(folder), groups, self.config.step_timeout_s)
 
     def _store(self, folder: str | Path) -> CheckpointStore:
-        config = self._offline
+        config = self.config
         restart = config.on_damaged_checkpoints == "restart"
         return CheckpointStore(folder, config.max_checkpoints_to_keep, restart=restart)
 
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for what may change."""
         own = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
-        return recorded(self._offline) | flat(own)
+        return recorded(self.config) | flat(own)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.
@@ -426,15 +431,12 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         short ones many times over.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        size = self._batch_size(len(train))
+        size = min(self.config.train_batch_size, len(train))
         batches: list[list[int]] = []
         while len(batches) < total:
             order = torch.randperm(len(train), generator=generator).tolist()
             batches += [order[i : i + size] for i in range(0, len(order), size)]
         return batches[:total]
-
-    def _batch_size(self, rows: int) -> int:
-        return min(self._offline.train_batch_size, rows)
 
     def __enter__(self) -> Self:
         return self
@@ -475,16 +477,14 @@ class SFTTrainer(OfflineTrainer[SFTExample, SFTWorker]):
 
     def validation_loss(self, examples: Sequence[SFTExample]) -> float:
         """Mean negative log-likelihood a response token, in nats, without dropout."""
-        return self._validate(examples)["validation_loss"]
+        return done(self._ranks.validation_loss(self._collate(examples)))["validation_loss"]
+
+    def validate(self, examples: Sequence[SFTExample]) -> dict[str, float]:
+        """`loss`: see `validation_loss`."""
+        return {"loss": self.validation_loss(examples)}
 
     def _collate(self, examples: Sequence[SFTExample]) -> Batch:
         return collate_examples(examples, self.pad_token_id)
-
-    def _update(self, batch: Batch) -> dict[str, float]:
-        return done(self._ranks.update(batch))
-
-    def _validate(self, examples: Sequence[SFTExample]) -> dict[str, float]:
-        return done(self._ranks.validation_loss(self._collate(examples)))
 
 
 def collate_examples(examples: Sequence[SFTExample], pad_token_id: int) -> Batch:

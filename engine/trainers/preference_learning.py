@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from engine.algorithms.aggregation import compute_means
 from engine.algorithms.preference_losses import (
@@ -34,9 +33,8 @@ from engine.data.training_examples import (
     with_others,
 )
 from engine.errors import ConfigError, DataError, StorageError
-from engine.runtime.policy_runtime import StartModel
 from engine.storage.filesystem import Files
-from engine.trainers.offline import OfflineTrainer, OnStep, done
+from engine.trainers.offline import OfflineTrainer, done
 from engine.workers.actor import as_pairs
 from engine.workers.algorithm_options import (
     check_preference_training,
@@ -63,20 +61,12 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
     no_rows = "preference learning has no rows; give a source of pairs, or of labelled completions"
     worker_class = PreferenceWorker
 
-    def __init__(
-        self,
-        model: PreTrainedModel | StartModel,
-        pad_token_id: int,
-        config: PreferenceTrainingConfig,
-        *,
-        seed: int,
-        start: str = "",
-        on_step: OnStep = lambda step, total, metrics: None,
-    ) -> None:
-        """As `OfflineTrainer`; raises ConfigError for options that the loss doesn't read, too."""
+    config: PreferenceTrainingConfig
+    _trained = False  # whether the model has left its start
+
+    def _checked(self, config: PreferenceTrainingConfig) -> PreferenceTrainingConfig:
         check_preference_training(config)
-        super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
-        self.config, self._trained = config, False
+        return config
 
     def precompute_reference(
         self, splits: Sequence[Sequence[PreferenceExample]], folder: str | Path
@@ -111,7 +101,7 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
         name = self._cache_name(examples)
         known = _read_cache(cache, name, 2 * len(examples))
         if known is None:
-            if self._trained and not self._has_adapters:
+            if self._trained and not done(self._ranks.has_adapters()):
                 raise ConfigError(
                     "this trainer's model has been trained, and the reference is the one that it "
                     "started from; make a new trainer, or set preference.reference=live"
@@ -132,10 +122,6 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
                 + ("completions with a label" if wanted else "pairs of a chosen and a rejected one")
                 + f'; read the rows as kind="{"labels" if wanted else "pairs"}"'
             )
-
-    @property
-    def _has_adapters(self) -> bool:
-        return done(self._ranks.has_adapters())
 
     def _cache_name(self, examples: Sequence[PreferenceExample]) -> str:
         """Of the weights that training starts from, as they are computed with, and the examples."""
@@ -161,9 +147,10 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
 
     def _update(self, batch: Batch) -> dict[str, float]:
         self._trained = True
-        return done(self._ranks.update(batch))
+        return super()._update(batch)
 
-    def _validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
+    def validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
+        """The loss of held-out examples and its metrics, as those of a step."""
         policy, reference = self._response_log_probs(examples, reference=False), None
         if uses_reference(self.config):
             known = [e.reference for e in examples if e.reference is not None]
@@ -173,8 +160,7 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
                 else self._response_log_probs(examples, reference=True)
             )
         out = self._loss(examples, policy.double(), reference)
-        means = {"loss": float(out.loss.mean())} | compute_means(out.metrics)
-        return {f"validation_{name}": value for name, value in means.items()}
+        return {"loss": float(out.loss.mean())} | compute_means(out.metrics)
 
     def _loss(
         self, examples: Sequence[PreferenceExample], policy: Tensor, reference: Tensor | None

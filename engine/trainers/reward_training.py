@@ -6,12 +6,11 @@ The loop is in `offline`, the use of what was trained in `engine.rewards`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from engine.algorithms.preference_losses import bradley_terry
 from engine.batch import Batch
@@ -25,17 +24,23 @@ from engine.data.training_examples import (
 )
 from engine.errors import ConfigError
 from engine.evaluation.metrics import wilson_interval
-from engine.runtime.policy_runtime import StartModel
-from engine.trainers.offline import OfflineTrainer, OnStep, done
+from engine.trainers.offline import OfflineTrainer, done
 from engine.trainers.preference_learning import PreferenceTrainer
 from engine.workers.supervised import ProcessRewardWorker, RewardModelWorker
 
 CHUNK = 1024  # pairs of one call to the ranks
-OTHERS = {
+_HEADS = {
+    "sequence": "learns from pairs by RewardModelTrainer",
     "token": "learns from steps by ProcessRewardTrainer",
     "likelihood": "has no head, and learns by LikelihoodRewardTrainer",
 }
 BINS = 10  # of confidence, for the calibration error
+
+
+def _of_head(config: RewardModelTrainingConfig, head: str) -> RewardModelTrainingConfig:
+    if config.head != head:
+        raise ConfigError(f"reward_model.head={config.head} {_HEADS[config.head]}; set head={head}")
+    return config
 
 
 class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
@@ -53,24 +58,10 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
     no_rows = "the reward model has no rows; give a source of pairs"
     worker_class = RewardModelWorker
 
-    def __init__(
-        self,
-        model: PreTrainedModel | StartModel,
-        pad_token_id: int,
-        config: RewardModelTrainingConfig,
-        *,
-        seed: int,
-        start: str = "",
-        on_step: OnStep = lambda step, total, metrics: None,
-    ) -> None:
-        """As `OfflineTrainer`; ConfigError for a config of the other head, ModelError for a model
-        that no classifier can be made of."""
-        if config.head != "sequence":
-            raise ConfigError(
-                f"reward_model.head={config.head} {OTHERS[config.head]}; set head=sequence"
-            )
-        super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
-        self.config = config
+    config: RewardModelTrainingConfig
+
+    def _checked(self, config: RewardModelTrainingConfig) -> OfflineConfig:
+        return _of_head(config, "sequence")
 
     def scores(self, examples: Sequence[PairExample]) -> Tensor:
         """Scores `[N, 2]` (float32) of the chosen and the rejected conversations."""
@@ -87,13 +78,6 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
 
     def _collate(self, examples: Sequence[PairExample]) -> Batch:
         return collate_scored(examples, self.pad_token_id)
-
-    def _update(self, batch: Batch) -> dict[str, float]:
-        return done(self._ranks.update(batch))
-
-    def _validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
-        found = self.validate(examples)
-        return {f"validation_{name}": value for name, value in found.items()}
 
 
 def ranking(scores: Tensor, margins: Tensor, center: float) -> dict[str, float]:
@@ -151,25 +135,11 @@ class LikelihoodRewardTrainer(PreferenceTrainer):
     what = "the reward model"
     no_rows = "the reward model has no rows; give a source of pairs"
 
-    def __init__(
-        self,
-        model: PreTrainedModel | StartModel,
-        pad_token_id: int,
-        config: RewardModelTrainingConfig,
-        *,
-        seed: int,
-        start: str = "",
-        on_step: OnStep = lambda step, total, metrics: None,
-    ) -> None:
-        """As `OfflineTrainer`; ConfigError for a config of another head."""
-        if config.head != "likelihood":
-            raise ConfigError(
-                f"reward_model.head={config.head} is of another trainer; set head=likelihood"
-            )
+    def _checked(self, config: Any) -> PreferenceTrainingConfig:
+        config = _of_head(config, "likelihood")
         values = {name: getattr(config, name) for name in OfflineConfig.model_fields}
         values |= {"loss": "likelihood", "sft_weight": config.sft_weight}
-        own = _Settings.model_validate(values)
-        super().__init__(model, pad_token_id, own, seed=seed, start=start, on_step=on_step)
+        return super()._checked(_Settings.model_validate(values))
 
     def scores(self, examples: Sequence[PreferenceExample]) -> Tensor:
         """Log-probs `[N, 2]` (float32) of the chosen and the rejected responses."""
@@ -178,9 +148,6 @@ class LikelihoodRewardTrainer(PreferenceTrainer):
     def validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
         """How well held-out pairs are ranked; see `ranking`."""
         return ranking(self.scores(examples), torch.zeros(len(examples), dtype=torch.float64), 0.0)
-
-    def _validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
-        return {f"validation_{name}": value for name, value in self.validate(examples).items()}
 
 
 class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
@@ -198,25 +165,10 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
     no_rows = "the process reward model has no rows; give a source of rows with steps and labels"
     worker_class = ProcessRewardWorker
 
-    def __init__(
-        self,
-        model: PreTrainedModel | StartModel,
-        pad_token_id: int,
-        config: RewardModelTrainingConfig,
-        *,
-        seed: int,
-        start: str = "",
-        on_step: OnStep = lambda step, total, metrics: None,
-    ) -> None:
-        """As `OfflineTrainer`; ConfigError for a config of the other head, ModelError for a model
-        that no token classifier can be made of."""
-        if config.head != "token":
-            raise ConfigError(
-                f"reward_model.head={config.head} learns from pairs by RewardModelTrainer; set "
-                "head=token"
-            )
-        super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
-        self.config = config
+    config: RewardModelTrainingConfig
+
+    def _checked(self, config: RewardModelTrainingConfig) -> OfflineConfig:
+        return _of_head(config, "token")
 
     def scores(self, examples: Sequence[StepExample]) -> list[Tensor]:
         """For each example the scores `[steps]` (float32) of its steps; right ones are above 0."""
@@ -253,7 +205,3 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
 
     def _update(self, batch: Batch) -> dict[str, float]:
         return done(self._ranks.update_steps(batch))
-
-    def _validate(self, examples: Sequence[StepExample]) -> dict[str, float]:
-        found = self.validate(examples)
-        return {f"validation_{name}": value for name, value in found.items()}
