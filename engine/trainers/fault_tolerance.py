@@ -230,21 +230,12 @@ def run_with_retries(
                 work(trainer)
             return
         except WorkerError as error:
-            at = _newest_step(checkpoint_dir)
-            budget = budget.after_failure(at)
+            try:
+                newest = find_latest(checkpoint_dir)
+            except DamagedCheckpointError:  # the next attempt says that all are
+                newest = None
+            step, cause = newest.step if newest else 0, str(error).splitlines()[0]
+            budget = budget.after_failure(step)
             if not budget.may_retry or threads_left_behind():
                 raise
-            log.warning("a worker was lost (%s); resuming from step %d", _first(error), at)
-
-
-def _newest_step(checkpoint_dir: str | Path) -> int:
-    """The step that the next attempt begins after; 0 where it has to say that all are damaged."""
-    try:
-        found = find_latest(checkpoint_dir)
-    except DamagedCheckpointError:
-        return 0
-    return found.step if found else 0
-
-
-def _first(error: Exception) -> str:
-    return str(error).splitlines()[0]
+            log.warning("a worker was lost (%s); resuming from step %d", cause, step)

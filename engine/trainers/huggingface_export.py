@@ -233,15 +233,13 @@ class BackgroundExporter:
     def _run_export(self, source: Folder, place: Folder) -> str:
         """Run the command; return why it failed, or nothing."""
         command = [sys.executable, "-m", "engine.export", source.uri, "--out", place.uri]
-        paths = [_SOURCES, os.environ.get("PYTHONPATH")]
-        hidden = {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        }  # training uses the devices and cores
+        paths = filter(None, [_SOURCES, os.environ.get("PYTHONPATH")])
+        # Training uses the devices and cores.
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryFile("w+") as stderr:
             process = subprocess.Popen(
                 [*command, "--model", self._model, "--beside"],
-                env=os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                env=os.environ | hidden | {"PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.PIPE,  # closed when this process ends, however it does
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,

@@ -84,7 +84,7 @@ class PromptStream:
             "loader": self._loader_state if ahead else self.loader.state_dict(),
             "given": self._handed_out if ahead else 0,
             "observed": to_json_values(self._observed) if ahead else [],
-            "again": [_row(prompt) for prompt, _ in drawn],
+            "again": [_data_row(prompt) for prompt, _ in drawn],
             "begun": [partial.tree() if partial is not None else None for _, [partial] in drawn],
         }
 
@@ -99,7 +99,9 @@ class PromptStream:
             self.loader.observe(prompt, rate)
         self._observed = [(prompt, rate) for prompt, rate in observed]
         self._resumed = deque(
-            with_partial_groups(self.encode([row]), [_begun(tree)]) if tree else self.encode([row])
+            with_partial_groups(self.encode([row]), [_partial(tree)])
+            if tree
+            else self.encode([row])
             for row, tree in zip(state["again"], state["begun"], strict=True)
         )
 
@@ -108,13 +110,9 @@ class PromptStream:
         return self.encode(self.loader.next_batch())
 
 
-def _begun(tree: Any) -> Begun:
-    """What was begun of a prompt, from its `tree`."""
+def _partial(tree: Any) -> Begun:
     return PartialEpisodes.from_tree(tree) if "episodes" in tree else PartialGroup.from_tree(tree)
 
 
-def _row(prompt: Batch) -> dict[str, object]:
-    """The data row of a batch of one prompt, as plain values."""
-    columns = {k: v[0] for k, v in prompt.columns.items() if k not in ("prompt_ids",)}
-    row: dict[str, object] = to_json_values(columns)
-    return row
+def _data_row(prompt: Batch) -> Any:
+    return to_json_values({k: v[0] for k, v in prompt.columns.items() if k != "prompt_ids"})

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from engine.controller.groups import Roles
     from engine.dataflows.algo import Algo
     from engine.trainers.prompts import PromptStream
+    from engine.workers.role import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ def _actor(spec: RunSpec) -> RoleSpec:
         "config": _with_warmup(config.actor, rows),
         "lora": spec.lora,
         "temperature": config.rollout.temperature,
-        "total_steps": _optimizer_steps(config, config.actor, rows),
+        "total_steps": config.trainer.total_training_steps * _steps_per_update(config.actor, rows),
         "seed": spec.seed,
         "preference": config.algorithm.preference,
         "distillation": config.algorithm.distillation,
@@ -227,7 +228,7 @@ def _critic(spec: RunSpec) -> RoleSpec:
     rows = config.trainer.train_batch_size * config.rollout.n
     own = {
         "config": _with_warmup(config.critic, rows),
-        "total_steps": _optimizer_steps(config, config.critic, rows),
+        "total_steps": config.trainer.total_training_steps * _steps_per_update(config.critic, rows),
         "seed": spec.seed,
         "parallel": parallel_of("critic", config),
     }
@@ -238,31 +239,29 @@ def _critic(spec: RunSpec) -> RoleSpec:
 
 @register_role("rollout")
 def _rollout(spec: RunSpec) -> RoleSpec:
-    from engine.workers.rollout_worker import RolloutWorker
-
     rollout = spec.config.rollout
     if spec.samplers:  # beside them, the trainer's own rollout role only validates
         tp = spec.config.actor.parallel.tp
-        own = {"engine": "native", "options": {}, "tensor_parallel_size": tp}
-        rollout = rollout.model_copy(update=own)
+        native = {"engine": "native", "options": {}, "tensor_parallel_size": tp}
+        rollout = rollout.model_copy(update=native)
     options = _model(spec) | _sampling(spec) | {"config": rollout}
-    if rollout.multi_turn.enable:
-        from engine.workers.agent_rollout import AgentRolloutWorker
-
-        return RoleSpec("rollout", AgentRolloutWorker, options)
-    return RoleSpec("rollout", RolloutWorker, options)
+    return RoleSpec("rollout", _rollout_class(spec), options)
 
 
 @register_role("sampler")
 def _sampler(spec: RunSpec) -> RoleSpec:
-    from engine.workers.rollout_worker import RolloutWorker
+    return RoleSpec("sampler", _rollout_class(spec), _sampling(spec) | _policy_copy(spec))
 
-    options = _sampling(spec) | _policy_copy(spec)
+
+def _rollout_class(spec: RunSpec, *, streams: bool = False) -> type[Worker]:
+    """The worker that samples completions, or episodes, in batches or as a stream."""
     if spec.config.rollout.multi_turn.enable:
-        from engine.workers.agent_rollout import AgentRolloutWorker
+        from engine.workers.agent_rollout import AgentRolloutWorker, AgentStreamWorker
 
-        return RoleSpec("sampler", AgentRolloutWorker, options)
-    return RoleSpec("sampler", RolloutWorker, options)
+        return AgentStreamWorker if streams else AgentRolloutWorker
+    from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
+
+    return StreamRolloutWorker if streams else RolloutWorker
 
 
 @register_role("reference")
@@ -288,24 +287,9 @@ def _teacher(spec: RunSpec) -> RoleSpec:
 def _reward(spec: RunSpec) -> RoleSpec:
     from engine.workers.reward_worker import RewardWorker
 
-    options = {
-        "model_path": spec.model_path,
-        "config": spec.config.reward,
-        "plugins": spec.config.plugins,
-    }
+    config = spec.config
+    options = {"model_path": spec.model_path, "config": config.reward, "plugins": config.plugins}
     return RoleSpec("reward", RewardWorker, options)
-
-
-def stream_sampler(name: str, spec: RunSpec) -> RoleSpec:
-    """One worker of asynchronous rollout."""
-    from engine.workers.rollout_worker import StreamRolloutWorker
-
-    options = _sampling(spec) | _policy_copy(spec)
-    if spec.config.rollout.multi_turn.enable:
-        from engine.workers.agent_rollout import AgentStreamWorker
-
-        return RoleSpec(name, AgentStreamWorker, options)
-    return RoleSpec(name, StreamRolloutWorker, options)
 
 
 def _model(spec: RunSpec) -> dict[str, Any]:
@@ -336,11 +320,6 @@ def _frozen(spec: RunSpec) -> dict[str, Any]:
         "temperature": spec.config.rollout.temperature,
         "max_tokens_per_micro_batch": spec.config.actor.max_tokens_per_micro_batch,
     }
-
-
-def _optimizer_steps(config: RLConfig, role: ActorConfig | CriticConfig, rows: int) -> int:
-    """Optimizer steps of the whole run, with `rows` completions in an update."""
-    return config.trainer.total_training_steps * _steps_per_update(role, rows)
 
 
 def _steps_per_update(role: ActorConfig | CriticConfig, rows: int) -> int:
@@ -391,16 +370,12 @@ def resolve_placement(config: RLConfig) -> RLConfig:
         or engine.exclusive
         or any(layout_of(role, config).world_size > 1 for role in ("actor", "critic"))
     )
-    placement = "ray" if apart or _is_ray_there() else "local"
+    ray = sys.modules.get("ray")
+    joined = bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
+    placement = "ray" if apart or joined else "local"
     return config.model_copy(
         update={"trainer": trainer.model_copy(update={"placement": placement})}
     )
-
-
-def _is_ray_there() -> bool:
-    """Whether this process has joined a Ray, or is told to."""
-    ray = sys.modules.get("ray")
-    return bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
 
 
 def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
@@ -521,4 +496,6 @@ def role_specs(spec: RunSpec) -> list[RoleSpec]:
 
 def rollout_worker_spec(name: str, spec: RunSpec) -> RoleSpec:
     """How to build one worker of asynchronous rollout."""
-    return replace(stream_sampler(name, spec), plugins=spec.config.plugins)
+    options = _sampling(spec) | _policy_copy(spec)
+    worker = _rollout_class(spec, streams=True)
+    return RoleSpec(name, worker, options, plugins=spec.config.plugins)

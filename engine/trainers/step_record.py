@@ -39,12 +39,13 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
     tokens = float(batch["attention_mask"].sum())
     failed, whole = batch["reward_error"], whole_rows(batch)
     scored = whole & ~failed
-    scores = completion_scores(batch)[scored]
+    scores, group_ids = completion_scores(batch)[scored], batch["group_ids"][scored]
+    groups = Groups.of(group_ids, torch.ones_like(group_ids, dtype=torch.bool))
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(correction=0)),
         "reward/errors": float(failed[whole].float().mean()),
-        "reward/groups_with_signal": _groups_with_signal(scores, batch["group_ids"][scored]),
+        "reward/groups_with_signal": float((groups.range(scores) > 0).float().mean()),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(batch["truncated"].float().mean()),
@@ -125,14 +126,17 @@ def reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
     whole = whole_rows(batch)
     scored = whole & ~batch["reward_error"]
     right = torch.tensor(batch.columns["reward_correct"].astype(float))
-    means = dict(_reward_components(batch))
+    means: dict[str, torch.Tensor] = {}
+    if "reward_components" in batch:
+        names = batch.columns["reward_component_names"][0]
+        means = dict(zip(names, batch["reward_components"].unbind(1), strict=True))
     metrics = {f"{prefix}/correct": float(right[whole].mean())}
     metrics |= {f"{prefix}/{name}": float(column[scored].mean()) for name, column in means.items()}
     means = {"mean": completion_scores(batch)} | means
-    sources = [str(one) for one in batch.columns.get("data_source", ())]
+    sources = [str(source) for source in batch.columns.get("data_source", ())]
     names = sorted(set(sources))
     for source in names if len(names) > 1 else ():
-        rows = whole & torch.tensor([one == source for one in sources])
+        rows = whole & torch.tensor([other == source for other in sources])
         metrics[f"{prefix}/{source}/correct"] = float(right[rows].mean())
         if (rows & scored).any():
             for name, column in means.items():
@@ -146,21 +150,6 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
     return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
 
 
-def _reward_components(batch: Batch) -> list[tuple[str, torch.Tensor]]:
-    """The reward's components `[B]` by name, if it has any."""
-    if "reward_components" not in batch:
-        return []
-    names = batch.columns["reward_component_names"][0]
-    return list(zip(names, batch["reward_components"].unbind(1), strict=True))
-
-
-def _groups_with_signal(scores: torch.Tensor, group_ids: torch.Tensor) -> float:
-    """Share of groups whose completions don't all have the same score."""
-    every = torch.ones_like(group_ids, dtype=torch.bool)
-    groups = Groups.of(group_ids, every)
-    return float((groups.range(scores) > 0).float().mean())
-
-
 log = logging.getLogger(__name__)
 
 RUN_AGAIN = ("actor", "reference", "teacher", "critic")  # others' results are part of the record
@@ -168,6 +157,7 @@ STATE = "state"
 _LEARN = ("actor", "critic")  # of those: have a state
 _FILE = "step.pt"
 _VERSION = 1
+_RUN = ("model_path", "max_response_length", "max_model_len", "seed", "dtype")
 _MORE_PROMPTS = ("prompts", "next_batch")
 
 
@@ -232,9 +222,8 @@ class StepRecorder:
     A record is a folder: `state/`, a checkpoint of what learns from just before the step, and
     `step.pt`: settings, prompts, what rollout and rewards gave, and what was measured.
 
-    A context manager around the steps: it records the one that fails.
-
-    What can't be written costs a warning, never the run. Raises ConfigError without a folder.
+    A context manager around the steps: it records the one that fails. What can't be written costs
+    a warning, never the run. Raises ConfigError without a folder.
     """
 
     def __init__(self, spec: RunSpec, roles: Roles, algo: Algo, root: Folder | None) -> None:
@@ -255,22 +244,23 @@ class StepRecorder:
         if self._root is None or not (chosen or self._settings.record_failed):
             return record
         folder = self._root / RECORDS / f"step_{step}"
-        if self._tried(lambda: self._save_state(folder, step)):
+        if self._try(lambda: self._save_state(folder, step)):
             record.roles = self._recording_roles(record.calls)
             self._algo.more_prompts = _recording_prompts(self._more_prompts, record.calls)
             self._open = record, folder
         return record
 
-    def end(self) -> None:
-        """Write the step's record if it was asked for, or measured what is not finite."""
-        if (opened := self._close()) is None:
+    def end(self, failure: str = "") -> None:
+        """Write the step's record if it was asked for, failed, or measured what is not finite."""
+        self._algo.more_prompts = self._more_prompts
+        if self._open is None:
             return
-        record, folder = opened
+        (record, folder), self._open = self._open, None
         finite = all(map(math.isfinite, record.metrics.values()))
-        if record.step in self._settings.record_steps or not finite:
-            self._tried(lambda: self._write(record, folder, ""))
+        if failure or not finite or record.step in self._settings.record_steps:
+            self._try(lambda: self._write(record, folder, failure))
         else:
-            self._tried(folder.remove)
+            self._try(folder.remove)
 
     def __enter__(self) -> Self:
         return self
@@ -282,20 +272,10 @@ class StepRecorder:
         tb: TracebackType | None,
     ) -> None:
         """Write the record of a step that failed; none of one that was pre-empted."""
-        if (opened := self._close()) is None:
-            return
-        record, folder = opened
-        if isinstance(error, PreemptedError):
-            self._tried(folder.remove)
+        if isinstance(error, PreemptedError) and self._open is not None:
+            self._try(self._open[1].remove)
         elif isinstance(error, Exception):
-            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self._tried(lambda: self._write(record, folder, failure))
-
-    def _close(self) -> tuple[OpenRecord, Folder] | None:
-        """Record no further calls; return the step's record, if there is to be one."""
-        opened, self._open = self._open, None
-        self._algo.more_prompts = self._more_prompts
-        return opened
+            self.end(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _save_state(self, folder: Folder, step: int) -> None:
         """Write the models and optimizers, before the step changes them."""
@@ -323,14 +303,8 @@ class StepRecorder:
             "version": _VERSION,
             "step": record.step,
             "config": config.model_dump(mode="json"),
-            "run": {
-                "model_path": spec.model_path,
-                "max_response_length": spec.max_response_length,
-                "max_model_len": spec.max_model_len,
-                "seed": spec.seed,
-                "dtype": spec.dtype,
-                "lora": spec.lora.model_dump(mode="json"),
-            },
+            "run": {name: getattr(spec, name) for name in _RUN}
+            | {"lora": spec.lora.model_dump(mode="json")},
             "ranks": layout_of("actor", config).world_size,
             "threads": max(1, int(pool.cpus)),
             "prompts": batch_to_tree(record.prompts),
@@ -343,8 +317,8 @@ class StepRecorder:
         folder.write(_FILE, [file.getbuffer()])
         log.warning("step %d is recorded: python -m engine.replay %s", record.step, folder)
 
-    def _tried(self, action: Callable[[], None]) -> bool:
-        """Whether it was done; a failure is a warning."""
+    def _try(self, action: Callable[[], None]) -> bool:
+        """Whether the action succeeded; a failure is a warning."""
         try:
             action()
         except Exception as error:  # whatever it is: the run goes on
@@ -391,25 +365,18 @@ def read_record(folder: str) -> StepRecord:
                 f"{place} is a record of version {version}, this program reads {_VERSION}; replay "
                 "it with the version of the code that wrote it"
             )
-        calls = [
-            Call(
-                call["role"],
-                call["method"],
-                Ready(batch_from_tree(call["batch"]) if "batch" in call else call["value"]),
-            )
-            for call in tree["calls"]
-        ]
+        calls = []
+        for call in tree["calls"]:
+            value = batch_from_tree(call["batch"]) if "batch" in call else call["value"]
+            calls.append(Call(call["role"], call["method"], Ready(value)))
+        names = ("step", "ranks", "threads", "metrics", "error")
         return StepRecord(
-            place,
-            tree["step"],
-            RLConfig.model_validate(tree["config"]),
-            tree["run"] | {"lora": LoRAConfig.model_validate(tree["run"]["lora"])},
-            tree["ranks"],
-            tree["threads"],
-            batch_from_tree(tree["prompts"]),
-            calls,
-            tree["metrics"],
-            tree["error"],
+            folder=place,
+            config=RLConfig.model_validate(tree["config"]),
+            run=tree["run"] | {"lora": LoRAConfig.model_validate(tree["run"]["lora"])},
+            prompts=batch_from_tree(tree["prompts"]),
+            calls=calls,
+            **{name: tree[name] for name in names},
         )
     except EngineError:
         raise

@@ -47,7 +47,7 @@ from engine.rollout.stream import (
 )
 from engine.storage.folder import Folder
 from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.rollout_worker import Decoding, RolloutWorker, StreamRolloutWorker
+from engine.workers.rollout_worker import Decoding, Groups, RolloutWorker, StreamRolloutWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 FOLDER = "episodes"  # below the folder of checkpoints
 _VALUES = "values"
 
-Groups = Mapping[int, PartialEpisodes]  # by key of their prompt
+SavedGroups = Mapping[int, PartialEpisodes]  # by key of their prompt
 
 
 class SavedRollout:
@@ -87,7 +87,7 @@ class SavedRollout:
         facts = [self._settings, version, seed, n, prompts["group_ids"].tolist(), ids]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def begin(self, identity: str) -> Groups:
+    def begin(self, identity: str) -> SavedGroups:
         """What was saved of a rollout that begins now; later ones than the first have nothing.
 
         A run that has resumed has the weights of its checkpoint then, bit for bit.
@@ -105,28 +105,28 @@ class SavedRollout:
                 return found
         return {}
 
-    def _read(self, source: Folder, identity: str) -> Groups:
+    def _read(self, source: Folder, identity: str) -> SavedGroups:
         """What a folder has of this rollout."""
         if self._name not in source.names():
             return {}
         self._written |= source is self._folder
         tensors = safetensors.torch.load(source.read(self._name))
-        told = json.loads(tensors.pop(_VALUES).numpy().tobytes())
-        if told["identity"] != identity:
+        values = json.loads(tensors.pop(_VALUES).numpy().tobytes())
+        if values["identity"] != identity:
             return {}
-        groups = insert_tensors(told["groups"], {"groups": tensors})
+        groups = insert_tensors(values["groups"], {"groups": tensors})
         return {int(key): PartialEpisodes.from_tree(tree) for key, tree in groups.items()}
 
-    def save(self, identity: str, groups: Callable[[], Groups]) -> None:
+    def save(self, identity: str, groups: Callable[[], SavedGroups]) -> None:
         """Save `groups`, if it is time for it; a failure is logged, and the rollout goes on."""
         if time.monotonic() - self._saved < self._every_s:
             return
         trees = {str(key): group.tree() for key, group in groups().items()}
         try:
             values, parts = extract_tensors({"groups": trees})
-            told = json.dumps({"identity": identity, "groups": values["groups"]}).encode()
-            whole = torch.from_numpy(np.frombuffer(told, np.uint8).copy())
-            tensors = parts.get("groups", {}) | {_VALUES: whole}
+            text = json.dumps({"identity": identity, "groups": values["groups"]}).encode()
+            as_tensor = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+            tensors = parts.get("groups", {}) | {_VALUES: as_tensor}
             self._folder.create()
             self._folder.write(self._name, safetensors_bytes(tensors, {}))
             self._written = True
@@ -146,18 +146,13 @@ class SavedRollout:
 
 
 _WAIT_S = 0.05  # of one step, for an environment
-_REPORT_STATES_S = (
-    2.0  # for environments to answer and to give their states, below the report's deadline
-)
+_REPORT_STATES_S = 2.0  # for environments to answer and give their states; a report has longer
 
 NewEpisode = Callable[[int, int, list[int]], Episode]  # of key, index and the row's prompt
 
 
-class EpisodeGroups:
-    """Plays `n` episodes of each prompt, and returns finished groups: a `Groups`.
-
-    A prompt's key is its `group_ids`; a key may be reused once its group was returned.
-    """
+class EpisodeGroups(Groups):
+    """Plays `n` episodes of each prompt, and returns finished groups."""
 
     def __init__(
         self,
@@ -171,9 +166,8 @@ class EpisodeGroups:
         retain: bool = False,
     ) -> None:
         """With `retain`, groups that were returned are among those that `partial_groups` copies."""
-        self._stream, self._player, self._new = stream, player, new_episode
-        self._n, self._pad, self._branches = n, pad_token_id, branches
-        self._prompts: dict[int, Batch] = {}
+        super().__init__(stream, n, pad_token_id)
+        self._player, self._new, self._branches = player, new_episode, branches
         self._episodes: dict[int, list[Episode]] = {}  # by key, then index
         self._left: dict[int, int] = {}  # episodes that have not ended
         self._retained: dict[int, list[Episode]] | None = {} if retain else None
@@ -181,24 +175,9 @@ class EpisodeGroups:
 
     @property
     def busy(self) -> int:
-        """Episodes that play, wait for a place, or wait to be returned."""
         return self._player.busy
 
-    @property
-    def full(self) -> bool:
-        """Whether a whole group's turns wait: the engine has no room for what it was given."""
-        return self._stream.waiting >= self._n
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that sample the next tokens."""
-        return self._stream.policy_version
-
     def submit(self, prompts: Batch) -> None:
-        """Add prompts, one row per group; what was begun of them (`PARTIAL_GROUP`) goes on.
-
-        Raises RolloutError for completions that are no episodes.
-        """
         prompts, begun = take_partial_groups(prompts)
         for row, key in enumerate(prompts["group_ids"].tolist()):
             prompt, saved = prompts.rows([row]), begun[row]
@@ -208,12 +187,13 @@ class EpisodeGroups:
                     "rollout.multi_turn.enable=false, or begin again"
                 )
             trees = saved.by_index() if saved is not None else {}
-            ids = list(prompt.columns["prompt_ids"][0])
+            columns = {name: column[0] for name, column in prompt.columns.items()}
+            ids = list(columns.pop("prompt_ids"))
             episodes = [self._new(key, index, ids) for index in range(self._n)]
             self._prompts[key], self._episodes[key] = prompt, episodes
             self._left[key] = self._n
             for episode in episodes:
-                self._player.add(episode, _row(prompt), trees.get(episode.index))
+                self._player.add(episode, dict(columns), trees.get(episode.index))
 
     def partial_groups(self, seconds: float = _REPORT_STATES_S) -> dict[int, PartialEpisodes]:
         """Copies of all unfinished groups, by key; playing continues.
@@ -234,8 +214,6 @@ class EpisodeGroups:
         return found
 
     def step(self) -> list[Batch]:
-        """Decode a token of each turn, or wait a moment for environments; return the groups that
-        are finished now."""
         groups = []
         for episode in self._player.step(_WAIT_S):
             self._left[episode.key] -= 1
@@ -243,14 +221,9 @@ class EpisodeGroups:
                 groups.append(self._batch(episode.key))
         return groups
 
-    def update_weights(self, version: int) -> None:
-        """Continue with the policy's weights, which have changed in place."""
-        self._stream.update_weights(None, version)
-
     def close(self) -> None:
-        """Stop playing."""
         self._player.close()
-        self._stream.close()
+        super().close()
 
     def _batch(self, key: int) -> Batch:
         del self._left[key]
@@ -267,11 +240,6 @@ class EpisodeGroups:
             version=self.version,
             branches=self._branches,
         )
-
-
-def _row(prompt: Batch) -> Mapping[str, object]:
-    """The row of the data set of a batch of one prompt."""
-    return {name: column[0] for name, column in prompt.columns.items() if name != "prompt_ids"}
 
 
 _STATES_S = 0.2  # of a rollout, for environments to give their states
