@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self, TypeVar
@@ -20,7 +19,6 @@ from engine.checkpoint import Saver, find_latest
 from engine.controller.local_groups import threads_left_behind
 from engine.errors import (
     CheckpointError,
-    ConfigError,
     DamagedCheckpointError,
     DivergedError,
     PreemptedError,
@@ -179,36 +177,6 @@ def _is_durable(saver: Saver) -> bool:
     return saver.unsaved_step is None
 
 
-@dataclass(frozen=True, slots=True)
-class RetryBudget:
-    """How often a run resumes from its checkpoint before an error ends it.
-
-    Unlike a rollout worker, a trainer rank isn't replaced alone: all ranks share each step and hold
-    shards of one model, so the attempt ends, and the caller resumes the run from its checkpoint.
-    Only consecutive failures count, with no newer checkpoint between them. So a bug that fails the
-    same step each time ends the run, and rare failures in a long run don't.
-    """
-
-    max_attempts: int = 3  # attempts that may end without getting past one checkpoint; 1: no retry
-    failed: int = 0  # such attempts so far
-    step: int = 0  # the newest checkpoint seen, in updates
-
-    def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise ConfigError(f"max_attempts is {self.max_attempts}; it has to be at least 1")
-
-    def after_failure(self, checkpoint_step: int) -> Self:
-        """The budget after a failed attempt; the next one would resume at `checkpoint_step`."""
-        if checkpoint_step > self.step:
-            return replace(self, failed=1, step=checkpoint_step)
-        return replace(self, failed=self.failed + 1)
-
-    @property
-    def may_retry(self) -> bool:
-        """Whether there is an attempt left."""
-        return self.failed < self.max_attempts
-
-
 T = TypeVar("T")
 
 
@@ -220,10 +188,12 @@ def run_with_retries(
 ) -> None:
     """Call `work` with a trainer; after a WorkerError again with a new one, which resumes.
 
-    Raises the last WorkerError when `max_attempts` attempts in a row got past no new checkpoint,
-    or where a call in this process can't be ended: only a new process is rid of it.
+    A trainer rank isn't replaced alone, as a rollout worker is: all ranks share each step and hold
+    shards of one model. Raises the last WorkerError when `max_attempts` attempts in a row got past
+    no new checkpoint (so rare failures in a long run don't count), or where a call in this process
+    can't be ended: only a new process is rid of it.
     """
-    budget = RetryBudget(max_attempts)
+    failed = newest = 0  # attempts that got past no new checkpoint; the step of the newest
     while True:
         try:
             with make() as trainer:
@@ -231,11 +201,12 @@ def run_with_retries(
             return
         except WorkerError as error:
             try:
-                newest = find_latest(checkpoint_dir)
+                found = find_latest(checkpoint_dir)
             except DamagedCheckpointError:  # the next attempt says that all are
-                newest = None
-            step, cause = newest.step if newest else 0, str(error).splitlines()[0]
-            budget = budget.after_failure(step)
-            if not budget.may_retry or threads_left_behind():
+                found = None
+            step, cause = found.step if found else 0, str(error).splitlines()[0]
+            failed = 1 if step > newest else failed + 1
+            newest = max(newest, step)
+            if failed >= max_attempts or threads_left_behind():
                 raise
             log.warning("a worker was lost (%s); resuming from step %d", cause, step)
