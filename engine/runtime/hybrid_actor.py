@@ -41,10 +41,8 @@ from engine.parallel.process_groups import init_process_group
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, engine_capabilities
 from engine.runtime.generate_arguments import read_call
 from engine.runtime.policy_runtime import PolicyRuntime
-from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
+from engine.runtime.rollout_weights import SharedWeights
 from engine.runtime.sharded_policy import ShardedPolicy
-
-_ELSEWHERE = ("pp_size", "sp_size")  # axes without an ordinary forward and backward pass
 
 
 class HybridConfig(Section):
@@ -75,7 +73,7 @@ class HybridConfig(Section):
         values = values or {}
         unknown = sorted(str(key) for key in values.keys() - cls.model_fields.keys())
         if unknown:
-            elsewhere = unknown[0] in _ELSEWHERE
+            elsewhere = unknown[0] in ("pp_size", "sp_size")  # no ordinary forward and backward
             hint = f"; RLTrainer spreads by {unknown[0][:2]} (actor.parallel)" if elsewhere else ""
             raise ConfigError(
                 f"hybrid_config has no key {', '.join(map(repr, unknown))}; its keys are "
@@ -245,36 +243,50 @@ class HybridActor(nn.Module):
         for an impossible layout, and ModelError if the tokenizer has tokens that the model lacks.
         """
         super().__init__()
-        source = _one_model(model, policy)
-        policy = source.module if isinstance(source, UnloadedModel) else source
-        if contiguous:
-            _make_contiguous(policy)
+        if (model is None) == (policy is None):
+            raise ConfigError(
+                f"HybridActor got {'no model' if model is None else 'both model and policy'}; give "
+                "model, a transformers causal LM, or use HybridActor.from_pretrained(path)"
+            )
+        source: Any = policy if model is None else model
+        module: PreTrainedModel = source.module if isinstance(source, UnloadedModel) else source
+        for parameter in module.parameters() if contiguous else ():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
         sizes = HybridConfig.of(hybrid_config)
         _check_rollout(rollout_engine, sizes)
         world_size, on_node = init_from_launcher()
-        layout = sizes.check(policy.config, world_size, on_node)
+        layout = sizes.check(module.config, world_size, on_node)
         self.tokenizer = tokenizer
         if tokenizer is not None:
-            check_vocabulary(policy.config.get_text_config().vocab_size, tokenizer, "the actor")
+            check_vocabulary(module.config.get_text_config().vocab_size, tokenizer, "the actor")
         self._sharded: ShardedPolicy | None = None
         if world_size > 1:
             self._sharded = ShardedPolicy(source, layout, sizes.rollout_tp)
             self.runtime, weights = self._sharded.runtime, self._sharded.weights
         else:
-            device = None if isinstance(source, UnloadedModel) else policy.device
+            device = None if isinstance(source, UnloadedModel) else module.device
             self.runtime = PolicyRuntime(source, device=device)
-            weights = SharedWeights(policy)
+            weights = SharedWeights(module)
         # Not registered as a child, which would put "policy." before every name. The root has the
         # policy's own dictionaries, so what changes in one changes in the other.
-        self.__dict__["policy"] = policy
+        self.__dict__["policy"] = module
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = getattr(policy, shared)
-        self.training = policy.training
+            self.__dict__[shared] = getattr(module, shared)
+        self.training = module.training
         options: dict[str, Any] = dict(rollout_options or {})
-        context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        context = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         self._max_model_len = int(options.get("max_model_len") or context or 0)
-        _init_rollout(self.runtime, rollout_engine, weights, options)
-        self._seen = _writes(policy.parameters())
+        try:
+            self.runtime.init_rollout(rollout_engine, weights, options)
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise ConfigError(
+                f"rollout_options don't fit rollout_engine={rollout_engine!r}: {error}; leave it "
+                "out"
+            ) from None
+        self._seen = _writes(module.parameters())
         self._closed = False
         self._trained = False  # whether weights may have changed in a way `_writes` doesn't show
 
@@ -490,25 +502,6 @@ class HybridActor(nn.Module):
             raise problem
 
 
-def _one_model(
-    model: PreTrainedModel | UnloadedModel | None, policy: PreTrainedModel | UnloadedModel | None
-) -> PreTrainedModel | UnloadedModel:
-    """The one that was given; ConfigError for none and for two."""
-    given = [one for one in (model, policy) if one is not None]
-    if len(given) != 1:
-        raise ConfigError(
-            f"HybridActor got {'no model' if not given else 'both model and policy'}; give model, "
-            "a transformers causal LM, or use HybridActor.from_pretrained(path)"
-        )
-    return given[0]
-
-
-def _make_contiguous(model: PreTrainedModel) -> None:
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
 def _writes(parameters: Iterable[Tensor]) -> tuple[int, int]:
     """A value that differs once a parameter was replaced, or written where autograd counts."""
     found = list(parameters)
@@ -523,19 +516,6 @@ def _check_rollout(engine: str, sizes: HybridConfig) -> None:
             f"rollout_engine={engine!r} decodes an actor's whole model on each rank; set "
             f"hybrid_config's tp_size to 1 (it is {sizes.rollout_tp}), or use 'native'"
         )
-
-
-def _init_rollout(
-    runtime: PolicyRuntime, name: str, weights: RolloutWeights, options: dict[str, object]
-) -> None:
-    try:
-        runtime.init_rollout(name, weights, options)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise ConfigError(
-            f"rollout_options don't fit rollout_engine={name!r}: {error}; leave it out"
-        ) from None
 
 
 def _tokenizer(
@@ -608,16 +588,12 @@ def _leave(actor: HybridActor, mode: Mode) -> None:
 
 
 def _timed(switch: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
     started = time.perf_counter()
     switch()
-    _synchronize(device)
+    synchronize()
     return time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _allocated(switch: Callable[[], object], device: torch.device) -> int:

@@ -86,14 +86,6 @@ def make_master(parameter: nn.Parameter, device: torch.device) -> Tensor:
     return local_tensor(parameter).detach().to(device, torch.float32, copy=True)
 
 
-@torch.no_grad()
-def write_working_weights(parameters: Iterable[nn.Parameter], masters: Iterable[Tensor]) -> None:
-    """Round masters into their parameters, in place; both on one device."""
-    working = [local_tensor(parameter) for parameter in parameters]
-    if working:
-        torch._foreach_copy_(working, list(masters))
-
-
 def accumulate_in_float32(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Make backward passes leave float32 gradients in `parameters` of `model`, and add to them.
 
@@ -129,11 +121,7 @@ def make_update_rule(
         groups.append({"params": matrices})
     if vectors := [tensor for tensor in stored if tensor.dim() < 2]:
         groups.append({"params": vectors, "weight_decay": 0.0})
-    options: dict[str, Any] = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "fused": True,
-    }
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "SGD":
         return torch.optim.SGD(groups, momentum=config.momentum, **options)
     options["betas"] = (config.beta1, config.beta2)
@@ -142,11 +130,6 @@ def make_update_rule(
     if takes_masters(working, len(stored)):
         return CompiledAdamW(groups, working, **options)
     return torch.optim.AdamW(groups, **options)
-
-
-def state_kind(optimizer: str) -> str:
-    """The kind of a rule's state: rules of one kind can go on from each other's."""
-    return "Adam" if optimizer == "AdamW" else optimizer
 
 
 MASTER = "master"  # among a parameter's moments in a state dict
@@ -186,7 +169,8 @@ class Optimizer:
         working = {self._stored[name]: self._named[name] for name in self._with_master}
         self._rule = make_update_rule(config, list(self._stored.values()), working)
         self._compiled = self._rule if isinstance(self._rule, CompiledAdamW) else None
-        self._kind = state_kind(config.optimizer)
+        # Rules of one kind can go on from each other's state.
+        self._kind = "Adam" if config.optimizer == "AdamW" else config.optimizer
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._rule, lambda step: learning_rate_factor(step, total_steps, config)
         )
@@ -266,16 +250,14 @@ class Optimizer:
         if not self._offload:
             yield list(self._named)
             return
-        part: list[str] = []
-        size = 0
+        part, size = list[str](), 0
         for name, stored in self._stored.items():
             if part and size + stored.numel() > _OFFLOAD_ELEMENTS:
                 yield part
                 part, size = [], 0
             part.append(name)
             size += stored.numel()
-        if part:
-            yield part
+        yield part
 
     def _update(self, names: list[str]) -> None:
         """Update the parameters `names`; those without a gradient stay."""
@@ -291,19 +273,14 @@ class Optimizer:
                 stored.data = local_tensor(parameter)  # it may have been moved since
             stored.grad = local_tensor(parameter.grad)
         self._rule.step()
-        self._write(rounded)
+        if rounded and self._compiled is None:  # which has rounded them itself
+            working = [local_tensor(self._named[name]) for name in rounded]
+            with torch.no_grad():
+                torch._foreach_copy_(working, [self._stored[name] for name in rounded])
         for name in names:
             self._stored[name].grad = None
         if self._offload:
             self._move_state(names, to_device=False)
-
-    def _write(self, names: Sequence[str]) -> None:
-        """Round the masters `names` into the working weights."""
-        if self._compiled is not None:
-            return  # it has
-        write_working_weights(
-            [self._named[name] for name in names], [self._stored[name] for name in names]
-        )
 
     def offload(self) -> None:
         """Move moments and masters to CPU memory, e.g. before a rollout; the next step moves them

@@ -1,12 +1,13 @@
 """The weights that a rollout engine decodes with: the trainer's own storage, or a resharded copy.
 
-Also a policy with adapters as tensor-parallel ranks decode it: shards of W + α/r · B·A.
+Where a rank's training shards are those that its rollout needs, both use one storage. Otherwise
+only the boxes that ranks lack are exchanged (`engine.parallel.reshard`), into buffers of the
+rollout's layout or into vLLM's own parameters. `rollout_weights` and `vllm_weights` choose.
 """
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,73 +31,6 @@ from engine.rollout.native.decoding_weights import TPModelShard
 from engine.rollout.protocol import RolloutEngine
 from engine.runtime.sharded_model import ShardedModel
 from engine.storage.weight_files import file_tensors
-
-
-class MergedShards:
-    """This rank's merged tensors, by the names of a model without adapters: `tensors`.
-
-    The base is frozen: its shards are sent once, or are the trainer's own. At each refresh ranks
-    gather the adapters, which are small, and each merges its own part of the matrices.
-    """
-
-    def __init__(self, sharded: ShardedModel, to: RolloutLayout, *, shared: bool) -> None:
-        """All ranks of the policy call it together.
-
-        `shared`: training and rollout have the same shards, so that the base needs no copy. Raises
-        ConfigError for adapters that are not plain LoRA, and for a quantised base.
-        """
-        self._sharded = sharded
-        self._scales = adapter_scales(sharded.module)
-        own = local_tensors(sharded.module, rename=self._base_name)
-        dtype = next(iter(own.values())).dtype
-        stored = gather_shard_map(sharded.module, rename=self._base_name)
-        shape = ModelShape.of(sharded.module.config)
-        wanted = rollout_shard_map(stored.shapes, to, shape, dtype)
-        rank = sharded.ranks.rank
-        self._boxes: dict[str, Box] = {
-            name: shard.box
-            for name, parameter in wanted.parameters.items()
-            for shard in parameter.shards
-            if rank in shard.ranks
-        }
-        self._base = own
-        if not shared:
-            plan = plan_reshard(stored, wanted).for_rank(rank)
-            device = next(iter(own.values())).device
-            self._base = {
-                name: torch.empty(size, dtype=dtype, device=device)
-                for name, size in plan.target_shapes().items()
-            }
-            Exchange(plan, own, self._base).run()
-        self.tensors = {
-            name: torch.empty_like(tensor) if self._module(name) in self._scales else tensor
-            for name, tensor in self._base.items()
-        }
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Merge the newest adapters; all ranks of the policy call it together."""
-        adapters = dict(self._sharded.full_tensors(lambda name: ".lora_" in name))
-        for name, merged in self.tensors.items():
-            module = self._module(name)
-            if module not in self._scales:
-                continue
-            down, up = (adapters[f"{module}.{m}.{ADAPTER}.weight"] for m in ("lora_A", "lora_B"))
-            (row, column), (rows, columns) = self._boxes[name].offset, self._boxes[name].size
-            part = up[row : row + rows] @ down[:, column : column + columns]
-            merged.copy_(self._base[name] + part * self._scales[module])
-
-    def _base_name(self, name: str) -> str | None:
-        """A parameter's name in the model without adapters; None for an adapter's."""
-        return (
-            None if ".lora_" in name else self._sharded.full_name(name).replace(".base_layer", "")
-        )
-
-    @staticmethod
-    def _module(name: str) -> str:
-        """The module of which `name` is the weight; empty for a bias."""
-        return name.removesuffix(".weight") if name.endswith(".weight") else ""
 
 
 @torch.no_grad()
@@ -162,7 +96,7 @@ class VllmRanks(RolloutEngine, Protocol):
     def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 
 
-class RolloutWeights(ABC):
+class RolloutWeights:
     """The weights that the rollout engine of this rank decodes with."""
 
     model: Any  # given to the engine: a transformers model, or this rank's shard of one
@@ -174,10 +108,9 @@ class RolloutWeights(ABC):
         self.refresh()
         engine.update_weights(self.model, version)
 
-    def require_intact(self) -> None:  # noqa: B027 (only exchanges can fail midway)
+    def require_intact(self) -> None:
         """Raise RolloutError if an exchange failed midway: old and new weights are mixed."""
 
-    @abstractmethod
     def refresh(self) -> None:
         """Update `model` to the trainer's weights; all ranks of the policy call it together."""
 
@@ -187,9 +120,6 @@ class SharedWeights(RolloutWeights):
 
     def __init__(self, model: nn.Module | TPModelShard) -> None:
         self.model = model
-
-    def refresh(self) -> None:
-        """Do nothing: an optimizer step changes this storage."""
 
 
 class ReshardedWeights(RolloutWeights):
@@ -241,16 +171,71 @@ class AdapterWeights(RolloutWeights):
 
 
 class MergedWeights(RolloutWeights):
-    """Tensor-parallel shards of a policy with adapters, merged into them at each refresh."""
+    """A policy with adapters as tensor-parallel ranks decode it: shards of W + α/r · B·A.
+
+    The base is frozen: its shards are sent once, or are the trainer's own. At each refresh ranks
+    gather the adapters, which are small, and each merges its own part of the matrices.
+    """
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout, *, shared: bool) -> None:
-        self._merged = MergedShards(sharded, to, shared=shared)
-        index, group = _tp_group(to, sharded.ranks.rank)
-        self.model = TPModelShard(sharded.module.config, self._merged.tensors, group, index)
+        """All ranks of the policy call it together.
 
+        `shared`: training and rollout have the same shards, so that the base needs no copy. Raises
+        ConfigError for adapters that are not plain LoRA, and for a quantised base.
+        """
+        self._sharded = sharded
+        self._scales = adapter_scales(sharded.module)
+        own = local_tensors(sharded.module, rename=self._base_name)
+        dtype = next(iter(own.values())).dtype
+        stored = gather_shard_map(sharded.module, rename=self._base_name)
+        shape = ModelShape.of(sharded.module.config)
+        wanted = rollout_shard_map(stored.shapes, to, shape, dtype)
+        rank = sharded.ranks.rank
+        self._boxes: dict[str, Box] = {
+            name: shard.box
+            for name, parameter in wanted.parameters.items()
+            for shard in parameter.shards
+            if rank in shard.ranks
+        }
+        self._base = own
+        if not shared:
+            plan = plan_reshard(stored, wanted).for_rank(rank)
+            device = next(iter(own.values())).device
+            self._base = {
+                name: torch.empty(size, dtype=dtype, device=device)
+                for name, size in plan.target_shapes().items()
+            }
+            Exchange(plan, own, self._base).run()
+        self._tensors = {
+            name: torch.empty_like(tensor) if self._module(name) in self._scales else tensor
+            for name, tensor in self._base.items()
+        }
+        self.refresh()
+        index, group = _tp_group(to, rank)
+        self.model = TPModelShard(sharded.module.config, self._tensors, group, index)
+
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Gather the adapters, and merge this rank's part of them."""
-        self._merged.refresh()
+        """Merge the newest adapters; all ranks of the policy call it together."""
+        adapters = dict(self._sharded.full_tensors(lambda name: ".lora_" in name))
+        for name, merged in self._tensors.items():
+            module = self._module(name)
+            if module not in self._scales:
+                continue
+            down, up = (adapters[f"{module}.{m}.{ADAPTER}.weight"] for m in ("lora_A", "lora_B"))
+            (row, column), (rows, columns) = self._boxes[name].offset, self._boxes[name].size
+            part = up[row : row + rows] @ down[:, column : column + columns]
+            merged.copy_(self._base[name] + part * self._scales[module])
+
+    def _base_name(self, name: str) -> str | None:
+        """A parameter's name in the model without adapters; None for an adapter's."""
+        full_name = self._sharded.full_name(name)
+        return None if ".lora_" in name else full_name.replace(".base_layer", "")
+
+    @staticmethod
+    def _module(name: str) -> str:
+        """The module of which `name` is the weight; empty for a bias."""
+        return name.removesuffix(".weight") if name.endswith(".weight") else ""
 
 
 class VllmWeights(RolloutWeights):
@@ -274,9 +259,6 @@ class VllmWeights(RolloutWeights):
     def require_intact(self) -> None:
         if self._exchange is not None:
             self._exchange.require_intact()
-
-    def refresh(self) -> None:
-        """Do nothing: `sync_weights` writes into the engine's parameters."""
 
     def _plan(self, engine: VllmRanks) -> Exchange:
         sharded, module = self._sharded, self._sharded.module
@@ -307,9 +289,6 @@ class StreamedWeights(RolloutWeights):
         assert isinstance(engine, VllmRanks)
         kind = self.model.config.model_type
         engine.update_from(file_tensors(kind, self._sharded.full_tensors()), version)
-
-    def refresh(self) -> None:
-        """Do nothing: `sync_weights` gathers the tensors."""
 
 
 def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutWeights:
