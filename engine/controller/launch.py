@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from engine.controller.groups import Roles, WorkerGroup
 from engine.controller.local_groups import LocalGroup, LocalHost, close_hosts, take_spans
-from engine.controller.placement import ClusterNode, Placement, Pool, require_capacity
+from engine.controller.placement import ClusterNode, Placement, require_capacity
 from engine.controller.timeline import CONTROLLER, Recorder, Span, recording
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.errors import EngineError, PlacementError, StorageError, WorkerError
@@ -344,6 +344,3 @@ def require_shared(folders: Sequence[str]) -> None:
 
 def _missing(folders: list[str]) -> list[str]:
     return [folder for folder in folders if not os.path.isdir(folder)]
-
-
-__all__ = ["Placement", "Pool", "launch"]

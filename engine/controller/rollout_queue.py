@@ -20,7 +20,7 @@ the order of their start. A slow group that others pass could still get too old:
 waits rather than make an update that pushes a group over its bound. No decoded token is discarded,
 and slow (long) completions aren't under-represented in the data.
 
-Invariants, after every transition (`Admission.check`):
+Invariants, after every transition (its tests check them):
 
 1. No prompt is lost or doubled: each key that left the data stream is in exactly one place, or
    was consumed or rejected once.
@@ -232,29 +232,6 @@ class Admission:
                 f"{'with' if self.training else 'without'} a batch taken; an update is one take()"
             )
         return replace(self, version=version)
-
-    def check(self) -> None:
-        """Raise RolloutError naming each invariant of the module's docstring that is broken."""
-        size, bound = self.limits.batch, self.limits.staleness
-        groups = (*self.in_flight.values(), *self.queue)
-        keys = [*self.resample, *(group.ticket.key for group in groups)]
-        step = self.consumed // size
-        invariants = {
-            "1: a key is in two places": len(set(keys)) == len(keys),
-            "1: a key is lost or doubled": self.drawn == self.consumed + self.rejected + len(keys)
-            and all(0 <= key < self.drawn for key in keys),
-            "2: more groups than places": len(groups) <= (bound + 1) * size,
-            "2: more prompts than updates": len(keys)
-            <= (self.version + bound + 1) * size - self.consumed,
-            "3: a group is too old": all(self.version - g.oldest <= bound for g in groups),
-            "3: a version is unknown": all(g.oldest <= g.newest <= self.version for g in groups),
-            "4: not one batch an update": self.consumed % size == 0
-            and step - self.version in (0, 1),
-            "5: a group can't be consumed in time": self._in_time(self._ages(), step),
-        }
-        broken = [name for name, holds in invariants.items() if not holds]
-        if broken:
-            raise RolloutError(f"admission breaks {'; '.join(broken)}: {self}")
 
     def _in_time(self, ages: Iterable[int], step: int) -> bool:
         """Whether groups this old can be consumed from update `step` on, oldest first."""

@@ -17,7 +17,7 @@ result (Died), when the state's deadline passes, and when it is silent for too l
 It is then DEAD, or FAILED if its restart budget is spent. The fleet runs while one worker isn't
 FAILED; after the last, [Stop] has the first cause.
 
-Invariants, after every event (`Fleet.check`, where a single value shows them):
+Invariants, after every event (its tests check them):
 
 1. A SERVING worker's weights are at most `max_lag` versions behind the trainer's.
 2. `Fleet.serving` are the only workers that may be given a prompt.
@@ -36,32 +36,34 @@ from typing import Self
 
 from engine.errors import ConfigError, WorkerError
 
+# Events of a worker, which the caller reports.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Started:
     """The worker's process runs and answers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Synced:
     """The worker now has the weights of `version`."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Heartbeat:
     """A heartbeat of a worker."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Died:
     """The worker's process ended, failed to start, or gave no result for a call."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Replaced:
     """The process that Replace started exists; it isn't ready yet."""
 
@@ -69,40 +71,34 @@ class Replaced:
 Event = Started | Synced | Heartbeat | Died | Replaced
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+@dataclass(frozen=True)
+class ProcessAction:
+    """An action on the process with the number `attempt` of a worker."""
+
+    worker: str
+    attempt: int
+
+
+class Kill(ProcessAction):
     """End the process with SIGKILL, which also ends a stopped one."""
 
-    worker: str
-    attempt: int
 
-
-@dataclass(frozen=True, slots=True)
-class Reissue:
+class Reissue(ProcessAction):
     """Sample the unfinished prompts of this process elsewhere (`Admission.lost`)."""
 
-    worker: str
-    attempt: int
 
-
-@dataclass(frozen=True, slots=True)
-class Replace:
+class Replace(ProcessAction):
     """Start a new process, whose events have this `attempt`."""
 
-    worker: str
-    attempt: int
 
-
-@dataclass(frozen=True, slots=True)
-class SyncWeights:
+@dataclass(frozen=True)
+class SyncWeights(ProcessAction):
     """Send the trainer's weights. A worker with these or newer ones ignores them."""
 
-    worker: str
-    attempt: int
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stop:
     """End the run (for a trainer: its attempt) with this cause."""
 
@@ -221,21 +217,6 @@ class Fleet:
         fleet = replace(self, version=version)
         serving = [fleet.workers[name] for name in fleet.serving]
         return fleet._change(serving, lambda w: fleet._admit(w, w.last_heartbeat, now))
-
-    def check(self) -> None:
-        """Raise WorkerError for a worker that breaks an invariant of the module's docstring."""
-        for worker in self.workers.values():
-            lag = self.version - worker.version
-            known = 0 <= worker.version <= self.version
-            if worker.state is HealthState.SERVING and not (known and lag <= self.max_lag):
-                raise WorkerError(f"{worker} serves at trainer version {self.version}")
-            if (worker.state is HealthState.FAILED) != (
-                len(worker.deaths) > self.policy.max_restarts
-            ):
-                raise WorkerError(f"{worker} doesn't keep its restart budget")
-        failed = all(worker.state is HealthState.FAILED for worker in self.workers.values())
-        if failed != (self.stopped is not None):
-            raise WorkerError(f"fleet stopped={self.stopped} with workers {self.workers}")
 
     def _react(self, worker: WorkerHealth, event: Event, now: float) -> Transition:
         """One event of the current process; one that doesn't apply changes nothing."""

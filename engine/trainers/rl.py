@@ -188,8 +188,9 @@ class RLTrainer:
                 metrics |= self.validate(self.validation)
             self.on_step(self.step, stop, metrics)
             self.history.append({"step": float(self.step)} | metrics)
+            keeps_best = settings.final_model == "best" and SCORE in metrics
             save_due = notice.received or _is_due(self.step, stop, settings.save_freq)
-            if saver is not None and (save_due or self._is_new_best(metrics)):
+            if saver is not None and (save_due or (keeps_best and is_new_best(self.history))):
                 self.save_checkpoint(saver, metrics)
             if notice.received and self.step < stop:
                 raise_preempted(saver, self.step)
@@ -300,11 +301,6 @@ class RLTrainer:
             if self.config.trainer.final_model == "best":
                 carry_best(saver, self.history, resumed)
         return saver
-
-    def _is_new_best(self, metrics: Metrics) -> bool:
-        """Whether the step that has just ended is one to keep, in case that none is better."""
-        wanted = self.config.trainer.final_model == "best" and SCORE in metrics
-        return wanted and is_new_best(self.history)
 
     def _settings(self) -> dict[str, object]:
         return run_settings(self.config, self.spec.max_response_length, self.spec.seed)

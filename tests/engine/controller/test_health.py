@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from invariants import check_fleet
 
 from engine.controller.supervision import (
     Action,
@@ -41,17 +42,17 @@ class Drive:
     def on(self, name: str, event: Event, now: float, attempt: int | None = None) -> Drive:
         attempt = self.fleet.workers[name].attempt if attempt is None else attempt
         self.fleet, self.did = self.fleet.handle(name, attempt, event, now)
-        self.fleet.check()
+        check_fleet(self.fleet)
         return self
 
     def tick(self, now: float) -> Drive:
         self.fleet, self.did = self.fleet.tick(now)
-        self.fleet.check()
+        check_fleet(self.fleet)
         return self
 
     def updated(self, version: int, now: float) -> Drive:
         self.fleet, self.did = self.fleet.updated(version, now)
-        self.fleet.check()
+        check_fleet(self.fleet)
         return self
 
     def serve(self, name: str, now: float) -> Drive:
@@ -257,7 +258,7 @@ def test_check_sees_what_is_broken() -> None:
         replace(fleet, stopped=Stop("no reason")),
     ):
         with pytest.raises(WorkerError):
-            broken.check()
+            check_fleet(broken)
 
 
 @pytest.mark.parametrize(
