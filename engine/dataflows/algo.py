@@ -296,8 +296,13 @@ class Algo:
         rewards = self._rewards_with_kl(self.shaped_rewards(batch, present), batch, present)
         fields, mask = self._rollout_correction(batch, present)
         # Estimators see the mask before rejection: a reward on a rejected token still counts.
+        known = batch | fields
+        inputs = {name: known[name] for name in _OPTIONAL_INPUTS if name in known}
+        if "old_log_probs" in self.estimator.requires:
+            inputs["old_log_probs"] = _old_log_probs(batch)
+        group_ids = batch["group_ids"]
         out = self.estimator(
-            self._estimator_inputs(batch | fields, rewards, present), **self._options
+            AdvantageInputs(rewards, present, group_ids, **inputs), **self._options
         )
         fields |= {
             "token_level_rewards": rewards,
@@ -305,15 +310,19 @@ class Algo:
             "returns": mask_out(mask, out.returns.float()),
             "response_mask": mask,
         }
-        fields |= policy_losses.prepare(
+        fields |= self._prepared(batch, fields["advantages"], mask)
+        return Batch(fields)
+
+    def _prepared(self, batch: Batch, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """What the policy loss computes over the global batch."""
+        return policy_losses.prepare(
             self._loss_mode,
             _old_log_probs(batch),
-            fields["advantages"],
+            advantages,
             mask,
             generator=self.generator,
             **self._loss_options,
         )
-        return Batch(fields)
 
     def shaped_rewards(self, batch: Batch, mask: Tensor) -> Tensor:
         """Scores, clipped and less the penalty for length, `[B, R]`, before any KL."""
@@ -350,15 +359,7 @@ class Algo:
         mask = batch["response_mask"]
         gap = mask_out(mask, batch["ref_log_probs"] - _old_log_probs(batch))
         self.metrics["distillation/reverse_kl"] = float(masked_mean(-gap, mask))
-        prepared = policy_losses.prepare(
-            self._loss_mode,
-            _old_log_probs(batch),
-            gap,
-            mask,
-            generator=self.generator,
-            **self._loss_options,
-        )
-        return Batch({"advantages": gap} | prepared)
+        return Batch({"advantages": gap} | self._prepared(batch, gap, mask))
 
     def state_dict(self) -> AlgoState:
         """The adaptive KL coefficient and the generator."""
@@ -395,7 +396,12 @@ class Algo:
         """Rewards less β·KL and whitened, as configured."""
         config = self.config.algorithm
         if config.use_kl_in_reward:
-            kl = self._reward_kl(batch, mask)
+            kind = config.kl_penalty
+            kl = (
+                batch["ref_kl"]
+                if kind == "full"
+                else kl_estimate(_old_log_probs(batch), batch["ref_log_probs"], kind, mask=mask)
+            )
             rewards = shaping.kl_in_reward(rewards, kl, mask, self.kl_control.value)
             mean = float(masked_mean(kl, mask))
             self.metrics |= {"reward/kl": mean, "reward/kl_coef": self.kl_control.value}
@@ -403,12 +409,6 @@ class Algo:
         if self.config.reward.whiten:
             rewards = shaping.whiten_rewards(rewards, mask)
         return mask_out(mask, rewards)
-
-    def _reward_kl(self, batch: Batch, mask: Tensor) -> Tensor:
-        kind = self.config.algorithm.kl_penalty
-        if kind == "full":
-            return batch["ref_kl"]
-        return kl_estimate(_old_log_probs(batch), batch["ref_log_probs"], kind, mask=mask)
 
     def _rollout_correction(self, batch: Batch, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Importance weights, if configured, and the mask after rejection."""
@@ -424,12 +424,6 @@ class Algo:
         self.metrics |= {f"rollout_corr/{name}": value for name, value in out.metrics.items()}
         fields = {} if out.weights is None else {"rollout_is_weights": out.weights.float()}
         return fields, out.response_mask
-
-    def _estimator_inputs(self, batch: Batch, rewards: Tensor, mask: Tensor) -> AdvantageInputs:
-        optional = {name: batch[name] for name in _OPTIONAL_INPUTS if name in batch}
-        if "old_log_probs" in self.estimator.requires:
-            optional["old_log_probs"] = _old_log_probs(batch)
-        return AdvantageInputs(rewards, mask, batch["group_ids"], **optional)
 
 
 _OPTIONAL_INPUTS = (
@@ -455,17 +449,13 @@ def _mask_without_failures(batch: Batch) -> Tensor:
         return mask
     if bool(batch["reward_failed"].all()):
         if "episode_failed" in batch and bool(batch["episode_failed"].all()):
-            raise EpisodeError(_why_none_is_left(batch))
+            why = "a limit ended them (rollout.agent.on_limit=drop)"
+            if errors := [error for error in batch.columns["episode_error"] if error]:
+                why = f"{len(errors)} failed, the first with: {errors[0]}"
+            raise EpisodeError(
+                f"none of the {len(batch)} episodes of a step can be learned from: {why}"
+            )
         raise RewardError(
             f"the reward failed for all {len(batch)} completions of a step; its log has the cause"
         )
     return mask_out(~batch["reward_failed"][:, None], mask)
-
-
-def _why_none_is_left(batch: Batch) -> str:
-    """A sentence for a step whose episodes are all left out."""
-    errors = [error for error in batch.columns["episode_error"] if error]
-    why = "a limit ended them (rollout.agent.on_limit=drop)"
-    if errors:
-        why = f"{len(errors)} failed, the first with: {errors[0]}"
-    return f"none of the {len(batch)} episodes of a step can be learned from: {why}"

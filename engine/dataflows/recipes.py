@@ -12,7 +12,6 @@ import torch
 from engine.algorithms.preference_losses import get_pair_loss
 from engine.algorithms.shaping import Refill, first_groups, refill_decision
 from engine.batch import Batch, ConcatFuture, LazyBatch
-from engine.config import RLConfig
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult, register_dataflow
 
@@ -49,7 +48,6 @@ class DynamicSampling:
 
     def __init__(self, algo: Algo, wanted: int) -> None:
         self._algo, self._wanted = algo, wanted
-        self._settings = algo.config.algorithm.filter_groups
         self._kept: list[Batch] = []
         self._last: Batch | None = None
         self._rollouts = self._groups = self._sampled = 0
@@ -60,8 +58,14 @@ class DynamicSampling:
         There is one round without a source of more prompts (asynchronous rollout, which filters
         groups itself).
         """
+        limit = self._algo.config.algorithm.filter_groups.max_num_gen_batches
         yield prompts
-        while self._algo.more_prompts is not None and self._decision() is Refill.MORE:
+        while self._algo.more_prompts is not None:
+            if (
+                refill_decision(self._groups, self._wanted, self._rollouts, limit)
+                is not Refill.MORE
+            ):
+                return
             yield self._algo.more_prompts()
 
     def add(self, lazy: LazyBatch) -> None:
@@ -89,11 +93,6 @@ class DynamicSampling:
         whole = Batch.concat(self._kept)
         every = torch.ones(len(whole), dtype=torch.bool)
         return whole.rows(first_groups(whole["group_ids"], every, self._wanted))
-
-    def _decision(self) -> Refill:
-        return refill_decision(
-            self._groups, self._wanted, self._rollouts, self._settings.max_num_gen_batches
-        )
 
 
 def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
@@ -187,16 +186,12 @@ def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     return StepResult(batch, [critic, policy])
 
 
-def _compares(config: RLConfig) -> bool:
-    return get_pair_loss(config.algorithm.preference.loss).needs_reference
-
-
 @register_dataflow(
     "online_dpo",
     roles={"actor", "rollout", "reward"},
     optional={"reference"},
     uses_advantages=False,
-    uses_reference=_compares,
+    uses_reference=lambda config: get_pair_loss(config.algorithm.preference.loss).needs_reference,
     pairs=True,
 )
 def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:

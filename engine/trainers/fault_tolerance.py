@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn, Self, TypeVar
 
 from engine.checkpoint import Saver, find_latest
@@ -64,12 +64,7 @@ class PreemptionNotice:
             }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._main:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             for number, handler in self._before.items():

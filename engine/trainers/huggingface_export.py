@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from engine.checkpoint import find_latest
-from engine.checkpoint.format import MARKER, RankState, read_role_states, read_values
+from engine.checkpoint.format import MARKER, read_role_states, read_values
 from engine.checkpoint.store import EXPORTS, CheckpointStore, draft_name
 from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
@@ -96,7 +96,10 @@ def resolve_checkpoint(checkpoint: str | Path) -> str:
 
 
 def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel, str, int]:
-    """The policy in a checkpoint, the start model that it was loaded into, and its step."""
+    """The policy in a checkpoint, the start model that it was loaded into, and its step.
+
+    Raises CheckpointError for the checkpoint of another model.
+    """
     values = read_values(source)
     start = values.get("policy")
     if start is None:
@@ -108,17 +111,9 @@ def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel
     path = str(model or start["model"])
     require_model_folder(path, "the start model (--model)")
     policy = load_policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
-    _load_saved_weights(policy, saved, source, path)
-    return policy, path, int(values["step"])
-
-
-def _load_saved_weights(
-    policy: PreTrainedModel, saved: list[RankState], source: str, path: str
-) -> None:
-    """Load the saved weights into the start model; raise CheckpointError for another model."""
     other = f"{source} is not of the start model {path}: {{}}; give --model the one it began with"
-    start = saved[0].values.get("start")
-    if has_adapters(policy) and start is not None and start != weights_fingerprint(policy):
+    first = saved[0].values.get("start")
+    if has_adapters(policy) and first is not None and first != weights_fingerprint(policy):
         raise CheckpointError(other.format("its adapters were trained on other weights"))
     try:
         load_weights(policy, saved)
@@ -127,6 +122,7 @@ def _load_saved_weights(
     except CheckpointError as error:
         what = str(error).partition(";")[0].removeprefix("the checkpoint is of another model: ")
         raise CheckpointError(other.format(what)) from error
+    return policy, path, int(values["step"])
 
 
 def _write_local(policy: PreTrainedModel, path: str, place: Folder, step: int) -> None:
@@ -192,9 +188,7 @@ class BackgroundExporter:
     def wait(self) -> None:
         """Return when every checkpoint is exported, or its export has failed."""
         self.wake()
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join()  # each export has a deadline
 
     def _work(self) -> None:
@@ -220,8 +214,7 @@ class BackgroundExporter:
     def _export_checkpoint(self, name: str) -> None:
         source, place = self._store.root / name, self._target(name)
         fault = self._run_export(source, place)
-        gone = MARKER not in source.sizes()  # deleted by retention
-        if gone:
+        if MARKER not in source.sizes():  # deleted by retention
             place.remove()
         elif fault and not is_exported(place):  # an earlier attempt's process may still export it
             self._given_up.add(name)

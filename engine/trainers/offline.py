@@ -13,9 +13,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -156,72 +155,9 @@ MAY_DIFFER = {
 }
 
 
-def recorded(config: OfflineConfig) -> dict[str, object]:
+def recorded_settings(config: OfflineConfig) -> dict[str, object]:
     """The settings of a section that a checkpoint records, by dotted name, e.g. "sft.packing"."""
     return flat({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
-
-
-@dataclass(frozen=True, slots=True)
-class OfflineCheckpoints:
-    """Where the state of one `fit` is saved."""
-
-    worker: OfflineWorker | None  # in this process; None: the saver's groups have the state
-    saver: Saver | None  # None: nothing is saved
-    section: str  # of the settings, e.g. "sft"
-    settings: dict[str, object]  # that a checkpoint records
-    defaults: dict[str, object]  # of those that come from a configuration
-    on_resume: OnResume
-    changed_settings: list[StateDict] = field(default_factory=list)  # when it was resumed
-
-    def resume(self, elsewhere: CheckpointStore | None) -> tuple[int, dict[str, float]]:
-        """Load the newest checkpoint, own or `elsewhere`; return its step and metrics (0, {})."""
-        if self.saver is None:
-            return 0, {}
-        found, own = self.saver.store.latest(), True
-        if found is None and elsewhere is not None:
-            found, own = elsewhere.latest(), False
-        if found is None:
-            return 0, {}
-        metrics = self._load(self.saver, found)
-        self.on_resume(found.folder, found.step)
-        if not own:
-            self.save(found.step, metrics)  # where this attempt's successor looks
-        return found.step, metrics
-
-    def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Begin to write a checkpoint; a failure is logged, and training continues."""
-        if self.saver is None:
-            return
-        state: StateDict = {
-            "settings": self.settings,
-            "changed_settings": self.changed_settings,
-            "metrics": metrics,
-            "process_rng": process_rng(),
-        }
-        if self.worker is not None:
-            state |= self.worker.state_dict()
-        try:
-            self.saver.save(step, state)
-        except CheckpointError as error:
-            log.warning("no checkpoint at step %d: %s; training continues", step, error)
-
-    def _load(self, saver: Saver, checkpoint: Checkpoint) -> dict[str, float]:
-        state = checkpoint.state
-        may_change = [f"{self.section}.{name}" for name in MAY_CHANGE]
-        changed = changed_settings(checkpoint, self.settings, may_change, self.defaults)
-        if self.worker is None:
-            saver.restore(checkpoint)
-        elif BOXES in state:
-            own = RankState.of(state)
-            try:
-                self.worker.load_sharded_state(own, [own])
-            except CheckpointError as error:
-                raise CheckpointError(f"{checkpoint.folder}: {error}") from error
-            set_process_rng(state["process_rng"])
-        else:
-            self.worker.load_state(checkpoint.folder)
-        self.changed_settings[:] = changed
-        return dict(state["metrics"])
 
 
 Example = TypeVar("Example")
@@ -331,50 +267,99 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         with self._own_threads_and_draws(), hold_lock(checkpoint_dir):
             train, validation = self._prepare(train, validation, checkpoint_dir)
             done(self._ranks.begin(total))
+            settings = self._settings(len(train))
             saver = self._saver(checkpoint_dir) if checkpoint_dir else None
-            settings, defaults = self._settings(len(train)), recorded(type(self.config)())
-            section = self.config.section
-            run = OfflineCheckpoints(
-                self._worker, saver, section, settings, defaults, self.on_resume
-            )
-            begin, metrics = run.resume(self._store(resume_from) if resume_from else None)
+            begin, metrics, changed = self._resume(saver, resume_from, settings)
             if begin >= total:
                 log.warning("%s is at step %d of %d already", self.what, begin, total)
+            recorded = {"settings": settings, "changed_settings": changed}
             grace_s = self.config.preemption_grace_s
             with PreemptionNotice(grace_s) as notice, finish_save_on_error(saver, notice):
                 steps = range(begin, total)
-                found = self._train(train, validation, steps, run, notice) or metrics
-                ensure_last_save(saver, lambda: run.save(total, found))
-                return found
+                last = self._train(train, validation, steps, saver, recorded, notice) or metrics
+                ensure_last_save(saver, lambda: self._save(saver, total, recorded, last))
+                return last
 
     def _train(
         self,
         train: Sequence[Example],
         validation: Sequence[Example],
         steps: range,
-        run: OfflineCheckpoints,
+        saver: Saver | None,
+        recorded: StateDict,
         notice: PreemptionNotice,
     ) -> dict[str, float]:
         total, config = steps.stop, self.config
         metrics: dict[str, float] = {}
         for step, rows in enumerate(self._batches(train, total)[steps.start :], steps.start + 1):
-            start = time.perf_counter()
+            notice.step, start = step, time.perf_counter()
             batch = self._collate([train[i] for i in rows])
-            notice.step = step
             with lost_workers_explained(notice):
-                found = self._update(batch)
+                measured = self._update(batch)
                 seconds = time.perf_counter() - start
-                found["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds
+                measured["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds
                 if validation and (step % config.validate_every == 0 or step == total):
                     held_out = self.validate(validation).items()
-                    found |= {f"validation_{name}": value for name, value in held_out}
-            metrics = {f"{config.section}/{name}": value for name, value in found.items()}
+                    measured |= {f"validation_{name}": value for name, value in held_out}
+            metrics = {f"{config.section}/{name}": value for name, value in measured.items()}
             self.on_step(step, total, metrics)
             if step == total or step % config.save_freq == 0 or notice.received:
-                run.save(step, metrics)
+                self._save(saver, step, recorded, metrics)
             if notice.received and step < total:
-                raise_preempted(run.saver, step)
+                raise_preempted(saver, step)
         return metrics
+
+    def _resume(
+        self, saver: Saver | None, elsewhere: str | Path | None, settings: dict[str, object]
+    ) -> tuple[int, dict[str, float], list[StateDict]]:
+        """Load the newest checkpoint, the run's own or `elsewhere`; return its step, its metrics
+        and what changed in the settings since (0, {}, [])."""
+        if saver is None:
+            return 0, {}, []
+        found, here = saver.store.latest(), True
+        if found is None and elsewhere is not None:
+            found, here = self._store(elsewhere).latest(), False
+        if found is None:
+            return 0, {}, []
+        may_change = [f"{self.config.section}.{name}" for name in MAY_CHANGE]
+        defaults = recorded_settings(type(self.config)())
+        changed = changed_settings(found, settings, may_change, defaults)
+        self._load(saver, found)
+        metrics = dict(found.state["metrics"])
+        self.on_resume(found.folder, found.step)
+        if not here:  # the next attempt looks in the run's own folder
+            recorded = {"settings": settings, "changed_settings": changed}
+            self._save(saver, found.step, recorded, metrics)
+        return found.step, metrics, changed
+
+    def _load(self, saver: Saver, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint: of one rank, whose state is the controller's own, or of several."""
+        state = checkpoint.state
+        if self._worker is None:
+            saver.restore(checkpoint)
+        elif BOXES in state:
+            rank_state = RankState.of(state)
+            try:
+                self._worker.load_sharded_state(rank_state, [rank_state])
+            except CheckpointError as error:
+                raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+            set_process_rng(state["process_rng"])
+        else:
+            self._worker.load_state(checkpoint.folder)
+
+    def _save(
+        self, saver: Saver | None, step: int, recorded: StateDict, metrics: dict[str, float]
+    ) -> None:
+        """Begin to write a checkpoint; a failure is logged, and training continues."""
+        if saver is None:
+            return
+        state = recorded | {"metrics": metrics, "process_rng": process_rng()}
+        if self._worker is not None:
+            state |= self._worker.state_dict()
+        try:
+            saver.save(step, state)
+        except CheckpointError as error:
+            log.warning("no checkpoint at step %d: %s; training continues", step, error)
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps that the configuration asks for over `rows` examples."""
@@ -421,7 +406,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for what may change."""
         own = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
-        return recorded(self.config) | flat(own)
+        return recorded_settings(self.config) | flat(own)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.
@@ -441,12 +426,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

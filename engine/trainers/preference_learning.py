@@ -107,7 +107,8 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
                     "started from; make a new trainer, or set preference.reference=live"
                 )
             known = self._response_log_probs(examples, reference=True)
-            _write_cache(cache, name, known)
+            if cache:
+                _write_cache(cache, name, known)
         pairs = known.view(-1, 2).tolist()
         return [
             replace(example, reference=(first, second))
@@ -190,8 +191,6 @@ def _read_cache(folder: str, name: str, rows: int) -> Tensor | None:
 
 
 def _write_cache(folder: str, name: str, log_probs: Tensor) -> None:
-    if not folder:
-        return
     try:
         Files(folder).write(name, save({"log_probs": log_probs.contiguous()}))
     except (OSError, StorageError) as error:

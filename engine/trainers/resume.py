@@ -58,7 +58,8 @@ def changed_settings(
     there = {name: defaults[name] for name in settings.keys() & defaults.keys()} | there
     names = sorted(n for n in there.keys() | settings.keys() if there.get(n) != settings.get(n))
     told = {n: f"{n} is {there.get(n)!r} there and {settings.get(n)!r} here" for n in names}
-    refused = [told[n] for n in names if not _is_in(n, may_change)]
+    allowed = tuple(f"{name}." for name in may_change)
+    refused = [told[n] for n in names if not f"{n}.".startswith(allowed)]
     if refused:
         more = len(refused) - _MAX_LISTED
         shown = refused[:_MAX_LISTED] + ([f"{more} more"] if more > 0 else [])
@@ -77,10 +78,6 @@ def _refused(checkpoint: Checkpoint, why: str) -> CheckpointError:
         f"{checkpoint.folder} was written under other settings: {why}; resume with its settings, "
         "or give another checkpoint folder"
     )
-
-
-def _is_in(name: str, may_change: Collection[str]) -> bool:
-    return any(name == one or name.startswith(f"{one}.") for one in may_change)
 
 
 SCORE = "validation/reward"  # by which the best checkpoint is kept

@@ -31,7 +31,11 @@ class Rollout:
 
 def to_json_values(value: object) -> Any:
     """`value` with arrays and tuples as lists, NumPy numbers as numbers, other types as text."""
-    return json.loads(json.dumps(value, default=_json_default))
+
+    def plain(value: object) -> object:
+        return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+    return json.loads(json.dumps(value, default=plain))
 
 
 def batch_to_tree(batch: Batch) -> StateDict:
@@ -45,7 +49,3 @@ def batch_to_tree(batch: Batch) -> StateDict:
 def batch_from_tree(tree: StateDict) -> Batch:
     """Restore `batch_to_tree`; tuples and arrays in columns become lists."""
     return Batch({name: t.clone() for name, t in tree["tensors"].items()}, tree["columns"])
-
-
-def _json_default(value: object) -> object:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

@@ -112,7 +112,13 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     check_kind(algorithm.kl_penalty)
     check_engine_settings(config.rollout)
     _check_rewards(config, max_response_length)
-    _check_correction(config)
+    correction = algorithm.rollout_correction
+    check_correction(
+        correction.rollout_is,
+        correction.rollout_is_threshold,
+        correction.rollout_rs,
+        correction.rollout_rs_threshold,
+    )
     _check_mode(config)
     check_multi_turn(config, dataflow)
     _check_pools(config, dataflow)
@@ -444,6 +450,11 @@ def _check_mode(config: RLConfig) -> None:
             f"rollout.parts={parts} needs trainer.mode=sync and an engine that streams, such as "
             "rollout.engine=native; leave it at 1"
         )
+    if config.algorithm.rollout_correction.enabled and config.actor.old_log_probs == "rollout":
+        raise ConfigError(
+            "actor.old_log_probs=rollout with algorithm.rollout_correction: the correction "
+            "compares the trainer's log-probs with those of sampling; set old_log_probs to auto"
+        )
     if get_rollout_source(mode).off_policy and config.actor.old_log_probs == "rollout":
         raise ConfigError(
             f"actor.old_log_probs=rollout with trainer.mode={mode}: completions are of older "
@@ -482,18 +493,3 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
                 "both into one pool"
                 + (" (trainer.mode=one_step_off samples apart)" if role == "rollout" else "")
             )
-
-
-def _check_correction(config: RLConfig) -> None:
-    settings = config.algorithm.rollout_correction
-    check_correction(
-        settings.rollout_is,
-        settings.rollout_is_threshold,
-        settings.rollout_rs,
-        settings.rollout_rs_threshold,
-    )
-    if settings.enabled and config.actor.old_log_probs == "rollout":
-        raise ConfigError(
-            "actor.old_log_probs=rollout with algorithm.rollout_correction: the correction "
-            "compares the trainer's log-probs with those of sampling; set old_log_probs to auto"
-        )

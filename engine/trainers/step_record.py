@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self, cast
 
 import torch
@@ -265,12 +264,7 @@ class StepRecorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Write the record of a step that failed; none of one that was pre-empted."""
         if isinstance(error, PreemptedError) and self._open is not None:
             self._try(self._open[1].remove)

@@ -80,10 +80,8 @@ class EvaluationWorker(Worker):
         """
         own = replace(params, first_prompt=int(prompts["group_ids"][0]), stop_token_ids=self._stop)
         done = self.engine.generate(list(prompts.columns["prompt_ids"]), own, on_progress)
-        truncated = [one.finish_reason == "length" for one in done]
-        return Batch(
-            {"truncated": torch.tensor(truncated)}, {"token_ids": [one.token_ids for one in done]}
-        )
+        truncated = torch.tensor([completion.finish_reason == "length" for completion in done])
+        return Batch({"truncated": truncated}, {"token_ids": [c.token_ids for c in done]})
 
     def close(self) -> None:
         self.engine.close()
@@ -227,9 +225,5 @@ class EpisodeEvaluationWorker(EvaluationWorker):
 def _sampled(episode: Episode) -> list[int]:
     """The ids that the policy wrote, of all turns."""
     assert episode.transcript is not None
-    return [
-        token
-        for one in episode.transcript.finished()
-        for token, own in zip(one.token_ids, one.sampled, strict=True)
-        if own
-    ]
+    turns = episode.transcript.finished()
+    return [t for turn in turns for t, own in zip(turn.token_ids, turn.sampled, strict=True) if own]
