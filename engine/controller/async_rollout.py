@@ -152,15 +152,6 @@ class RolloutProcesses:
         self._closers.shutdown(wait=False)
 
 
-def spans_of(processes: list[RolloutProcess]) -> list[Span]:
-    """Spans of all processes since the last call; a dead or hanging process has none."""
-    spans: list[Span] = []
-    for process in processes:
-        with contextlib.suppress(WorkerError):
-            spans += process.roles.timeline()
-    return spans
-
-
 def _close_late(starting: futures.Future[Roles]) -> None:
     """Close a process that started after the rollout was closed."""
     if not starting.cancelled() and starting.exception() is None:
@@ -246,16 +237,18 @@ class AsyncRollout:
     def metrics(self) -> dict[str, float]:
         """Totals since the start, and the groups in flight and queued."""
         with self._changed:
-            return {
-                "async/completions": float(self.queue.completions),
-                "async/generated_tokens": float(self.queue.tokens),
-                "async/in_flight": float(len(self.queue.admission.in_flight)),
-                "async/queued": float(len(self.queue.admission.queue)),
-                "async/reissued": float(self.queue.admission.reissued),
-                "async/rejected": float(self.queue.admission.rejected),
-                "async/restarts": float(self.restarts),
-                "async/resyncs": float(self.resyncs),
+            queue, admission = self.queue, self.queue.admission
+            totals = {
+                "completions": queue.completions,
+                "generated_tokens": queue.tokens,
+                "in_flight": len(admission.in_flight),
+                "queued": len(admission.queue),
+                "reissued": admission.reissued,
+                "rejected": admission.rejected,
+                "restarts": self.restarts,
+                "resyncs": self.resyncs,
             }
+        return {f"async/{name}": float(value) for name, value in totals.items()}
 
     @contextmanager
     def paused(self) -> Iterator[tuple[list[tuple[Batch, Batch]], list[Batch]]]:
@@ -272,8 +265,12 @@ class AsyncRollout:
     def take_spans(self) -> list[Span]:
         """Spans of the workers since the last call; a dead or hanging worker has none."""
         with self._changed:
-            every = list(self._processes.running.values())
-        return spans_of(every)
+            processes = list(self._processes.running.values())
+        spans: list[Span] = []
+        for process in processes:
+            with contextlib.suppress(WorkerError):
+                spans += process.roles.timeline()
+        return spans
 
     def close(self) -> None:
         """Stop the loop and all workers."""

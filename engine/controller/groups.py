@@ -74,7 +74,7 @@ class WorkerGroup(ABC):
                 sent.append(PlainArgument(argument))
                 continue
             pieces = _pieces_read(argument, rule) if isinstance(argument, LazyBatch) else [argument]
-            parts = [_parts(piece) for piece in pieces]
+            parts = [p.parts if isinstance(p, ConcatFuture) else [p] for p in pieces]
             references = [[ref for part in run for ref in self._references(part)] for run in parts]
             sent.append(BatchArgument(tuple(len(run) for run in references)))
             data.extend(itertools.chain.from_iterable(references))
@@ -127,23 +127,18 @@ def timeout_error(what: str, timeout_s: float) -> WorkerError:
 
 def _pieces_read(batch: LazyBatch, rule: DispatchRule) -> Sequence[Batch | Future[Batch]]:
     """The pieces that a method reads fields of; those whose fields aren't known are among them."""
-    if not rule.reads:
-        return batch.pieces
-    return [p for p in batch.pieces if not (fields := _fields(p)) or fields & rule.reads]
 
+    def is_read(piece: Batch | Future[Batch]) -> bool:
+        known = (*piece.names, *piece.columns) if isinstance(piece, Batch) else piece.fields
+        return not known or not rule.reads.isdisjoint(known)
 
-def _fields(piece: Batch | Future[Batch]) -> frozenset[str]:
-    return frozenset((*piece.names, *piece.columns)) if isinstance(piece, Batch) else piece.fields
+    return [p for p in batch.pieces if is_read(p)] if rule.reads else batch.pieces
 
 
 def _is_batch(argument: object, batch: Batch) -> bool:
     """Whether an argument is `batch`, or a LazyBatch with it among its pieces."""
     pieces = argument.pieces if isinstance(argument, LazyBatch) else [argument]
     return any((p.result() if isinstance(p, Ready) else p) is batch for p in pieces)
-
-
-def _parts(piece: Batch | Future[object]) -> Sequence[Batch | Future[object]]:
-    return piece.parts if isinstance(piece, ConcatFuture) else [piece]
 
 
 if TYPE_CHECKING:

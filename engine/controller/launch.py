@@ -23,7 +23,7 @@ from engine.controller.local_groups import LocalGroup, LocalHost, close_hosts, t
 from engine.controller.placement import ClusterNode, Placement, require_capacity
 from engine.controller.timeline import CONTROLLER, Recorder, Span, recording
 from engine.controller.worker_host import RoleSpec, WorkerHost
-from engine.errors import EngineError, PlacementError, StorageError, WorkerError
+from engine.errors import PlacementError, StorageError, WorkerError
 from engine.process_setup import release_freed_memory
 
 if TYPE_CHECKING:
@@ -115,7 +115,12 @@ def _launch_ray(
 
     if not ray.is_initialized():
         init_ray(init_options(placement, os.environ))
-    require_capacity(placement.pools, _nodes(), placement.strategy)
+    nodes = [
+        ClusterNode(f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"])
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+    require_capacity(placement.pools, nodes, placement.strategy)
     deadline = time.monotonic() + placement.start_timeout_s
     options = iter(_reserve(placement, closing))
     run = f"hybridflyte-{placement.run}{'-' if placement.run else ''}{uuid.uuid4().hex[:6]}"
@@ -208,16 +213,6 @@ def init_ray(options: Mapping[str, Any]) -> None:
         ray_services.ConsolePopen = start_process
 
 
-def _nodes() -> list[ClusterNode]:
-    import ray
-
-    return [
-        ClusterNode(f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"])
-        for n in ray.nodes()
-        if n["Alive"]
-    ]
-
-
 def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]]:
     """Reserve room for all processes at once; return each one's actor options, pool by pool."""
     import ray
@@ -286,25 +281,21 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
     except Exception as error:  # Ray's own time limit is an Exception and no more
-        raise _not_started(address, error) from error
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = cause.split(". ")[0].rstrip(".;")  # Ray goes on to say what may be the reason
+        if address:
+            raise PlacementError(
+                f"Ray could not be started at RAY_ADDRESS={address}: {cause}; check the address, "
+                "or unset RAY_ADDRESS"
+            ) from error
+        raise WorkerError(
+            f"Ray could not be started: {cause}; run again when this machine has less to do, or "
+            "set rl.trainer.placement=local to do without Ray"
+        ) from error
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def _not_started(address: str | None, error: Exception) -> EngineError:
-    cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    cause = cause.split(". ")[0].rstrip(".;")  # Ray goes on to say what may be the reason
-    if address:
-        return PlacementError(
-            f"Ray could not be started at RAY_ADDRESS={address}: {cause}; check the address, or "
-            "unset RAY_ADDRESS"
-        )
-    return WorkerError(
-        f"Ray could not be started: {cause}; run again when this machine has less to do, or set "
-        "rl.trainer.placement=local to do without Ray"
-    )
 
 
 def require_shared(folders: Sequence[str]) -> None:

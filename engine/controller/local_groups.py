@@ -202,7 +202,15 @@ class LocalGroup(WorkerGroup):
         sources: Sequence[Future[object]],
     ) -> LocalFuture:
         def work(host: WorkerHost) -> object:
-            return host.call(call, *[_value(piece) for piece in data])
+            values = [
+                piece.value()
+                if isinstance(piece, LocalFuture)
+                else piece.result()
+                if isinstance(piece, Future)
+                else piece
+                for piece in data
+            ]
+            return host.call(call, *values)
 
         hosts = self._hosts[: len(collecting)]
         parts = [host.submit(partial(work, host.host)) for host in hosts]
@@ -218,9 +226,3 @@ def take_spans(hosts: Sequence[LocalHost], timeout_s: float) -> list[Span]:
             raise timeout_error(f"{host.host.name}: its timeline", timeout_s)
         spans += part.result()
     return spans
-
-
-def _value(piece: object) -> object:
-    if isinstance(piece, LocalFuture):
-        return piece.value()
-    return piece.result() if isinstance(piece, Future) else piece

@@ -31,6 +31,7 @@ from engine.parallel.layout import Layout, rollout_layout
 from engine.parallel.module_shards import local_tensor, named_tensors
 from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import Completion, SamplingParams
+from engine.runtime.apply_layout import floating_dtype
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights
 from engine.runtime.sharded_model import process_device
@@ -69,16 +70,16 @@ class RolloutPeers:
     def raise_everywhere(self, problem: EngineError | None) -> None:
         """Raise on every rank if any has a `problem`: its own error, else the lowest rank's."""
         try:
-            every: list[EngineError | None] = self._gather(problem)
+            problems: list[EngineError | None] = self._gather(problem)
         except RolloutError:
             if problem is None:
                 raise
-            every = []  # this rank's own problem is the cause
+            problems = []  # this rank's own problem is the cause
         if problem is not None:
             raise problem
-        for rank, theirs in enumerate(every):
-            if theirs is not None:
-                raise type(theirs)(f"rank {rank} of {len(every)}: {theirs}")
+        for rank, other in enumerate(problems):
+            if other is not None:
+                raise type(other)(f"rank {rank} of {len(problems)}: {other}")
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank's `flag` is set."""
@@ -174,7 +175,7 @@ class ShardedPolicy:
             )
         self._config = model.config
         # Of a policy with adapters, rollout and files need the full base again.
-        self._full = copy.deepcopy(model) if has_adapters(model) else None
+        self._full: Any = copy.deepcopy(model) if has_adapters(model) else None
         ranks = Ranks.form(layout, process_device().type)
         self.peers = RolloutPeers(
             layout, ranks.rank, rollout_layout(layout, tp=rollout_tp).tp_groups()
@@ -182,12 +183,16 @@ class ShardedPolicy:
         config = ParallelConfig(dp=layout.dp, fsdp=layout.fsdp, tp=layout.tp)
         self.runtime = PolicyRuntime(policy, ranks, config)
         self.module = self.runtime.module
-        self._average_gradients()
+        # Make backward average gradients over data-parallel ranks, as DDP and FSDP do.
+        sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        for shard in sharded:
+            shard.set_gradient_divide_factor(float(layout.data_ranks))
+        self._finish_backward = layout.tp > 1 or (not sharded and layout.dp > 1)
         if layout.tp > 1:
             mesh, size = ranks.submesh("tp"), self._config.get_text_config().vocab_size
             head: nn.Module = model.get_output_embeddings()
             head.register_forward_hook(partial(_gather_logits, mesh, size))
-        self.weights = rollout_weights(self.runtime.sharded, rollout_tp, self._full_policy)
+        self.weights = rollout_weights(self.runtime.sharded, rollout_tp, lambda: self._full)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """The model's output for this rank's rows, with full logits."""
@@ -230,15 +235,11 @@ class ShardedPolicy:
             self.module.load_state_dict(state)
         else:
             self.runtime.sharded.load_full_tensors(state)
-        if self._full is not None:
-            self._update_full(self._full)
-
-    def _update_full(self, model: PreTrainedModel) -> None:
-        """Copy all weights into the full `model`: rollout refreshes its adapters only."""
-        own = named_tensors(model)
-        with torch.no_grad():
-            for name, tensor in self.runtime.sharded.full_tensors():
-                own[name].copy_(tensor)
+        if self._full is not None:  # rollout refreshes its adapters only
+            full = named_tensors(self._full)
+            with torch.no_grad():
+                for name, tensor in self.runtime.sharded.full_tensors():
+                    full[name].copy_(tensor)
 
     def save_pretrained(self, folder: str | Path, **options: object) -> None:
         """Gather the weights and let the first rank write them; all ranks call it together.
@@ -255,27 +256,12 @@ class ShardedPolicy:
                 problem = error
         self.peers.raise_everywhere(problem)  # no rank continues before the folder is written
 
-    def _full_policy(self) -> PreTrainedModel:
-        assert self._full is not None, "kept for a policy with adapters"
-        return self._full
-
-    def _empty(self) -> PreTrainedModel:
+    def _empty(self) -> Any:
         """A full policy whose weights are still to be filled."""
         if self._full is not None:
             return copy.deepcopy(self._full)
-        dtype = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            self._config, dtype=dtype, trust_remote_code=False
-        )
-        return model
-
-    def _average_gradients(self) -> None:
-        """Make backward average gradients over data-parallel ranks, as DDP and FSDP do."""
-        layout = self.runtime.sharded.ranks.layout
-        sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-        for module in sharded:
-            module.set_gradient_divide_factor(float(layout.data_ranks))
-        self._finish_backward = layout.tp > 1 or (not sharded and layout.dp > 1)
+        dtype, config = floating_dtype(self.module), self._config
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
     def _backward_began(self, _: Tensor) -> None:
         engine = torch.autograd.Variable._execution_engine
