@@ -43,26 +43,17 @@ from itertools import accumulate
 import torch
 
 from engine.batch import Batch, Future
-from engine.errors import ConfigError, RolloutError
+from engine.errors import RolloutError
 from engine.rollout.stream import Begun, PartialGroup, take_partial_groups, with_partial_groups
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits of asynchronous rollout; raises ConfigError if the trainer could never get a batch."""
+    """Limits of asynchronous rollout."""
 
     batch: int  # groups an update consumes (train_batch_size), e.g. 32
     staleness: int  # η: versions a group's oldest token may be behind at consumption, e.g. 1
     steps: int | None = None  # updates of the whole run; no group starts that they can't consume
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("batch", self.batch, 1),
-            ("staleness", self.staleness, 0),
-            ("steps", self.steps, 0),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it has to be at least {least}")
 
 
 @dataclass(frozen=True, slots=True)

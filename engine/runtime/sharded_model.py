@@ -292,6 +292,10 @@ class ShardedModel:
                     out[name][rows, : micro["responses"].shape[1]] = value.cpu()
         return {name: out[name] if name in out else torch.zeros(shape) for name in reader.names()}
 
+    def read(self, batch: Batch, max_tokens: int, reader: OutputReader) -> Outputs:
+        """`outputs` of all rows, in micro-batches within the token budget."""
+        return self.outputs(batch, self.micro_batches(batch, max_tokens), reader)
+
     def _outputs(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
         """`reader`'s outputs `[b, R]` of each micro-batch, on this rank's device."""
         if self._pipeline is None:

@@ -90,44 +90,42 @@ class RolloutPeers:
 
         Raises ConfigError, on every rank, where their arguments differ.
         """
-        every = self._gather((list(map(list, prompts)), params))
-        by_index = self._by_data_index(every)
-        for rank, (_, theirs) in enumerate(every):
-            if dataclasses.replace(theirs, seed=0) != dataclasses.replace(every[0][1], seed=0):
+        calls = self._gather((list(map(list, prompts)), params))
+        by_index, first = self._by_data_index(calls), calls[0][1]
+        for rank, (_, other) in enumerate(calls):
+            if dataclasses.replace(other, seed=0) != dataclasses.replace(first, seed=0):
                 raise ConfigError(
-                    f"rank {rank} generates with {theirs} and rank 0 with {every[0][1]}; call "
+                    f"rank {rank} generates with {other} and rank 0 with {first}; call "
                     "generate with the same arguments on all ranks"
                 )
-        own = self._union_of[self._group]
-        before = sum(len(by_index[i]) for other in self._unions if other < own for i in other)
-        union = [prompt for i in own for prompt in by_index[i]]
-        groups = self._unions[own]
+        indices = self._union_of[self._group]
+        before = sum(len(by_index[i]) for other in self._unions if other < indices for i in other)
+        union = [prompt for i in indices for prompt in by_index[i]]
+        groups = self._unions[indices]
         index = groups.index(self._group)
         low, high = (len(union) * i // len(groups) for i in (index, index + 1))
-        first = every[0][1]
         params = dataclasses.replace(first, first_prompt=first.first_prompt + before + low)
         return RolloutTask(union[low:high], params, by_index)
 
     def gather(self, task: RolloutTask, done: Sequence[Completion]) -> list[Completion]:
         """The completions of this rank's own prompts, from its own and other groups."""
-        own = self._union_of[self._group]
-        whole = list(done)
+        union, completions = self._union_of[self._group], list(done)
         if max(map(len, self._unions.values())) > 1:
             leads = self._rank == self._groups[self._group][0]
-            every = self._gather(whole if leads else [])
-            whole = [c for g in self._unions[own] for c in every[self._groups[g][0]]]
-        mine, n = self._data_index(self._rank), task.params.n
-        before = sum(len(task.by_data_index[i]) for i in own if i < mine)
-        count = len(task.by_data_index[mine])
+            by_rank = self._gather(completions if leads else [])
+            completions = [c for g in self._unions[union] for c in by_rank[self._groups[g][0]]]
+        index, n = self._data_index(self._rank), task.params.n
+        before = sum(len(task.by_data_index[i]) for i in union if i < index)
+        end = before + len(task.by_data_index[index])
         return [
-            dataclasses.replace(completion, prompt_index=index // n)
-            for index, completion in enumerate(whole[before * n : (before + count) * n])
+            dataclasses.replace(completion, prompt_index=i // n)
+            for i, completion in enumerate(completions[before * n : end * n])
         ]
 
-    def _by_data_index(self, every: Sequence[tuple[Prompts, SamplingParams]]) -> dict[int, Prompts]:
+    def _by_data_index(self, calls: Sequence[tuple[Prompts, SamplingParams]]) -> dict[int, Prompts]:
         """The prompts of each data index; its ranks must have passed the same."""
         found: dict[int, tuple[int, Prompts]] = {}
-        for rank, (prompts, _) in enumerate(every):
+        for rank, (prompts, _) in enumerate(calls):
             first, known = found.setdefault(self._data_index(rank), (rank, prompts))
             if known != prompts:
                 raise ConfigError(
@@ -141,16 +139,16 @@ class RolloutPeers:
         where = self._layout.coordinates(rank)
         return where["dp"] * self._layout.fsdp + where["fsdp"]
 
-    def _gather(self, mine: T) -> list[T]:
-        every: list[Any] = [None] * self._layout.world_size
+    def _gather(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self._layout.world_size
         try:
-            dist.all_gather_object(every, mine)
+            dist.all_gather_object(values, value)
         except RuntimeError as error:
             raise RolloutError(
-                f"rank {self._rank} of {len(every)} got no answer from the others: {error}; "
+                f"rank {self._rank} of {len(values)} got no answer from the others: {error}; "
                 "all ranks must call the actor's methods together. Restart the ranks"
             ) from error
-        return every
+        return values
 
 
 class ShardedPolicy:

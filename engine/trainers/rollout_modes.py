@@ -58,20 +58,15 @@ class _PendingRollout:
     loading: Future[int] | None = None  # of `weights`, ahead of the sampling; None: already loaded
 
 
-@register_rollout_source("one_step_off")
-class OneStepOffSource(RolloutSource):
-    """Keeps the rollout of one step pending on the role `sampler`."""
+class _AheadSource(RolloutSource):
+    """Samples in processes of their own, which get the actor's weights."""
 
     off_policy = True
-    extra_roles = frozenset({"sampler"})
 
     def __init__(self, inputs: SourceInputs) -> None:
         super().__init__(inputs)
-        self._deltas = inputs.spec.config.trainer.delta_sync
-        self._pending: _PendingRollout | None = None
-        self._version = self._last_step = 0
-        self._weights: PublishedWeights | None = None
-        self._sampler_version = -1  # of the sampler's weights; -1: unknown
+        self._spec, self._config = inputs.spec, inputs.spec.config.trainer
+        self._last_step = 0
 
     @classmethod
     def samplers(cls, config: TrainerConfig) -> int:
@@ -79,9 +74,29 @@ class OneStepOffSource(RolloutSource):
 
     @contextmanager
     def running(self, last_step: int) -> Iterator[None]:
-        self._last_step, self._sampler_version = last_step, -1
-        self._publisher = WeightPublisher(self.roles.actor, deltas=self._deltas)
+        self._last_step = last_step
+        self._publisher = WeightPublisher(self.roles.actor, deltas=self._config.delta_sync)
         yield
+
+
+@register_rollout_source("one_step_off")
+class OneStepOffSource(_AheadSource):
+    """Keeps the rollout of one step pending on the role `sampler`."""
+
+    extra_roles = frozenset({"sampler"})
+
+    def __init__(self, inputs: SourceInputs) -> None:
+        super().__init__(inputs)
+        self._pending: _PendingRollout | None = None
+        self._version = 0
+        self._weights: PublishedWeights | None = None
+        self._sampler_version = -1  # of the sampler's weights; -1: unknown
+
+    @contextmanager
+    def running(self, last_step: int) -> Iterator[None]:
+        self._sampler_version = -1
+        with super().running(last_step):
+            yield
 
     def update_weights(self, version: int) -> None:
         self._version = version
@@ -144,30 +159,22 @@ _START_GRACE_S = 5.0  # after its deadline, for a start that failed to say why
 
 
 @register_rollout_source("async")
-class AsyncSource(RolloutSource):
+class AsyncSource(_AheadSource):
     """Runs an `AsyncRollout` on processes of its own; its groups arrive with their scores."""
 
-    off_policy = True
     filters_groups = True
 
     def __init__(self, inputs: SourceInputs) -> None:
         super().__init__(inputs)
-        self._spec, self._config = inputs.spec, inputs.spec.config.trainer
         self._filter = SignalFilter(inputs.algo, self.prompts.observe)
-        self._last_step = 0
         self._rollout: AsyncRollout | None = None
         self._restored: list[Rollout] = []  # of a checkpoint, until the rollout starts
 
-    @classmethod
-    def samplers(cls, config: TrainerConfig) -> int:
-        return config.rollout_workers
-
     @contextmanager
     def running(self, last_step: int) -> Iterator[None]:
-        self._last_step = last_step
-        self._publisher = WeightPublisher(self.roles.actor, deltas=self._config.delta_sync)
         try:
-            yield
+            with super().running(last_step):
+                yield
         finally:
             rollout, self._rollout = self._rollout, None
             if rollout is not None:

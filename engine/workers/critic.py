@@ -48,8 +48,8 @@ class CriticWorker(TrainingWorker):
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("values",))
     def values(self, batch: Batch) -> Batch:
         """`values [B, R]` of the states before each response token."""
-        passes = self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch)
-        return Batch(self.sharded.outputs(batch, passes, ValueReader()))
+        budget = self.config.max_tokens_per_micro_batch
+        return Batch(self.sharded.read(batch, budget, ValueReader()))
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update(self, batch: Batch) -> dict[str, float]:

@@ -77,7 +77,7 @@ class ReferenceWorker(Worker):
         reader = LogProbReader(
             self.temperature, statistics=sharded.statistics(), reference=reference
         )
-        return sharded.outputs(batch, sharded.micro_batches(batch, self.budget), reader)
+        return sharded.read(batch, self.budget, reader)
 
 
 _READS = (*TOKENS, "teacher_weights")
@@ -186,15 +186,13 @@ class LoadedTeacher:
     def log_probs(self, batch: Batch) -> Tensor:
         """Log-probs `[B, R]` of the response tokens."""
         reader = LogProbReader(self._temperature, statistics=self.sharded.statistics())
-        passes = self.sharded.micro_batches(batch, self._budget)
-        return self.sharded.outputs(batch, passes, reader)["log_probs"]
+        return self.sharded.read(batch, self._budget, reader)["log_probs"]
 
     def top_k(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens `[B, R, K]` (int32), and their log-probs and that of all others
         `[B, R, K+1]`."""
         reader = TopKReader(self._temperature, k, self._vocabulary)
-        passes = self.sharded.micro_batches(batch, self._budget)
-        out = self.sharded.outputs(batch, passes, reader)
+        out = self.sharded.read(batch, self._budget, reader)
         return out["teacher_ids"], out["teacher_log_probs"]
 
 

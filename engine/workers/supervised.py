@@ -266,8 +266,7 @@ class PreferenceWorker(OfflineWorker):
         """Log-probs `[B]` (float32) of whole responses, without dropout; None: the policy's."""
         sharded, budget = model or self.sharded, self.config.max_tokens_per_micro_batch
         with self._without_dropout():
-            passes = sharded.micro_batches(batch, budget)
-            log_probs = sharded.outputs(batch, passes, self._reader())["log_probs"]
+            log_probs = sharded.read(batch, budget, self._reader())["log_probs"]
         return sequence_log_probs(log_probs, batch["response_mask"])[0].float()
 
 
@@ -313,9 +312,13 @@ class RewardModelWorker(OfflineWorker):
     @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
     def scores(self, batch: Batch) -> Batch:
         """`scores [B]` of conversations, without dropout."""
+        return Batch({"scores": _last(self._values(batch), batch)})
+
+    def _values(self, batch: Batch) -> Tensor:
+        """Values `[B, R]` before each response token, without dropout."""
+        budget = self.config.max_tokens_per_micro_batch
         with self._without_dropout():
-            values = self.sharded.outputs(batch, self._passes(batch), ValueReader())["values"]
-        return Batch({"scores": _last(values, batch)})
+            return self.sharded.read(batch, budget, ValueReader())["values"]
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -399,9 +402,7 @@ class ProcessRewardWorker(RewardModelWorker):
     @dispatch(Dispatch.DATA_PARALLEL, pad=True)
     def step_scores(self, batch: Batch) -> Batch:
         """`values [B, R]`, 0 where no step ends, without dropout."""
-        with self._without_dropout():
-            values = self.sharded.outputs(batch, self._passes(batch), ValueReader())["values"]
-        return Batch({"values": values * batch["response_mask"]})
+        return Batch({"values": self._values(batch) * batch["response_mask"]})
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def update_steps(self, batch: Batch) -> dict[str, float]:
