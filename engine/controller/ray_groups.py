@@ -20,15 +20,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from engine.batch import Batch, Future
+from engine.controller import worker_host
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
 from engine.controller.timeline import Recorder, span
-from engine.controller.worker_host import (
-    RemoteCall,
-    RoleSpec,
-    WorkerHost,
-    merge_results,
-    rendezvous_address,
-)
 from engine.errors import EngineError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -36,12 +30,12 @@ T = TypeVar("T")
 Stored = MutableMapping[Batch, ObjectRef]  # the controller's batches that are in the object store
 
 
-class RayHost(WorkerHost):
+class RayHost(worker_host.WorkerHost):
     """A host that is a Ray actor; Ray runs its calls in the thread that makes it."""
 
     def __init__(
         self,
-        specs: Sequence[RoleSpec],
+        specs: Sequence[worker_host.RoleSpec],
         rank: int = 0,
         world_size: int = 1,
         threads: int = 0,
@@ -52,7 +46,7 @@ class RayHost(WorkerHost):
 
     def rendezvous_address(self) -> str:
         """A free port of this process's node, "host:port", for its pool's ranks to meet at."""
-        return rendezvous_address(ray.util.get_node_ip_address())
+        return worker_host.rendezvous_address(ray.util.get_node_ip_address())
 
 
 class RayFuture(Future[object]):
@@ -64,7 +58,7 @@ class RayFuture(Future[object]):
 
     def __init__(
         self,
-        call: RemoteCall,
+        call: worker_host.RemoteCall,
         statuses: list[ObjectRef],
         refs: list[ObjectRef],
         timeout_s: float,
@@ -85,7 +79,9 @@ class RayFuture(Future[object]):
         if not self._values:
             with span(f"wait for {self._name}"):
                 wait_all(self.statuses, self._timeout_s, self._ancestors(), until)
-                self._values = [merge_results([_get(ref, self._name, 60.0) for ref in self.refs])]
+                self._values = [
+                    worker_host.merge_results([_get(ref, self._name, 60.0) for ref in self.refs])
+                ]
             self._sources = []  # a success needs no cause, and the arguments may be freed
         return self._values[0]
 
@@ -115,7 +111,7 @@ class RayGroup(WorkerGroup):
 
     def __init__(
         self,
-        spec: RoleSpec,
+        spec: worker_host.RoleSpec,
         actors: Sequence[ActorHandle],
         timeout_s: float,
         recorder: Recorder | None = None,
@@ -137,7 +133,7 @@ class RayGroup(WorkerGroup):
 
     def _submit(
         self,
-        call: RemoteCall,
+        call: worker_host.RemoteCall,
         data: Sequence[object],
         collecting: list[bool],
         sources: Sequence[Future[object]],

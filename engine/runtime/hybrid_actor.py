@@ -22,19 +22,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine import models
 from engine.config import RolloutConfig, Section, explain
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, EngineError, RolloutError
-from engine.models import (
-    DTYPES,
-    UnloadedModel,
-    check_vocabulary,
-    load_model,
-    open_model,
-    require_model_folder,
-    save_policy,
-    vocabulary_and_context,
-)
 from engine.models.loading import adapter_base_path, load_model_config
 from engine.parallel.layout import Layout, ModelShape, check_layout, rollout_layout
 from engine.parallel.process_groups import init_process_group
@@ -223,10 +214,10 @@ class HybridActor(nn.Module):
 
     def __init__(
         self,
-        model: PreTrainedModel | UnloadedModel | None = None,
+        model: PreTrainedModel | models.UnloadedModel | None = None,
         hybrid_config: Mapping[str, object] | None = None,
         *,
-        policy: PreTrainedModel | UnloadedModel | None = None,
+        policy: PreTrainedModel | models.UnloadedModel | None = None,
         contiguous: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
         rollout_engine: str = "native",
@@ -249,7 +240,9 @@ class HybridActor(nn.Module):
                 "model, a transformers causal LM, or use HybridActor.from_pretrained(path)"
             )
         source: Any = policy if model is None else model
-        module: PreTrainedModel = source.module if isinstance(source, UnloadedModel) else source
+        module: PreTrainedModel = (
+            source.module if isinstance(source, models.UnloadedModel) else source
+        )
         for parameter in module.parameters() if contiguous else ():
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
@@ -259,13 +252,15 @@ class HybridActor(nn.Module):
         layout = sizes.check(module.config, world_size, on_node)
         self.tokenizer = tokenizer
         if tokenizer is not None:
-            check_vocabulary(module.config.get_text_config().vocab_size, tokenizer, "the actor")
+            models.check_vocabulary(
+                module.config.get_text_config().vocab_size, tokenizer, "the actor"
+            )
         self._sharded: ShardedPolicy | None = None
         if world_size > 1:
             self._sharded = ShardedPolicy(source, layout, sizes.rollout_tp)
             self.runtime, weights = self._sharded.runtime, self._sharded.weights
         else:
-            device = None if isinstance(source, UnloadedModel) else module.device
+            device = None if isinstance(source, models.UnloadedModel) else module.device
             self.runtime = PolicyRuntime(source, device=device)
             weights = SharedWeights(module)
         # Not registered as a child, which would put "policy." before every name. The root has the
@@ -315,26 +310,26 @@ class HybridActor(nn.Module):
         world_size, on_node = init_from_launcher()
         sizes.layout(world_size, on_node)
         name = str(dtype).removeprefix("torch.")
-        if name not in DTYPES:
-            raise ConfigError(f"dtype={name!r} is not supported; use one of {[*DTYPES]}")
+        if name not in models.DTYPES:
+            raise ConfigError(f"dtype={name!r} is not supported; use one of {[*models.DTYPES]}")
         if device is not None and world_size > 1:
             raise ConfigError(
                 f"device={str(device)!r} with {world_size} ranks: each takes the device of its "
                 "LOCAL_RANK, or the CPU; leave device out"
             )
-        require_model_folder(path, "path")
-        vocabulary, _ = vocabulary_and_context(path)
+        models.require_model_folder(path, "path")
+        vocabulary, _ = models.vocabulary_and_context(path)
         if world_size > 1:
             config = load_model_config(adapter_base_path(path) or path)
             sizes.check(config, world_size, on_node)
         loaded = _tokenizer(path, tokenizer)
         if loaded is not None:
-            check_vocabulary(vocabulary, loaded, str(path))
-        policy: PreTrainedModel | UnloadedModel
+            models.check_vocabulary(vocabulary, loaded, str(path))
+        policy: PreTrainedModel | models.UnloadedModel
         if world_size > 1:  # each rank reads its shard
-            policy = open_model(path, name)
+            policy = models.open_model(path, name)
         else:
-            policy = load_model(path, name)
+            policy = models.load_model(path, name)
             if device is not None:
                 policy.to(device)  # type: ignore[arg-type]  # a str is fine
         return cls(
@@ -474,7 +469,7 @@ class HybridActor(nn.Module):
         if self._sharded is not None:
             self._sharded.save_pretrained(folder, **options)
         else:
-            save_policy(self.policy, folder, options)
+            models.save_policy(self.policy, folder, options)
 
     def close(self) -> None:
         """Close the rollout engine; the policy stays as it is."""

@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel
 from transformers import PretrainedConfig
 
+from engine import planner
 from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig, SFTConfig
 from engine.config.rl import CriticLoRAConfig
 from engine.console import say
@@ -27,31 +28,12 @@ from engine.models import MIXTURES, resolve_dtype, text_config
 from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import AXES, Experts, Layout, ModelShape
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
-from engine.planner import (
-    Candidate,
-    Cluster,
-    FixedSettings,
-    PlacementPlan,
-    SamplerChoices,
-    Samplers,
-    Workload,
-    explain,
-    read_cluster,
-    search,
-    search_apart,
-)
 from engine.planner.layout_search import PricedCandidate
 from engine.planner.memory import Memory, estimate, fits
 from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
 from engine.rollout.protocol import engine_capabilities
+from engine.trainers import run_spec
 from engine.trainers.layout_checks import check_layouts
-from engine.trainers.run_spec import (
-    default_pools,
-    effective_config,
-    get_rollout_source,
-    pool_size,
-    sampler_count,
-)
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -62,8 +44,10 @@ _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 def run_roles(config: RLConfig) -> tuple[RequiredPasses, frozenset[str]]:
     """The passes over a batch that a run needs, and the roles that it starts."""
     dataflow = choose_dataflow(config.algorithm)
-    needs = RequiredPasses.of(effective_config(config), dataflow)
-    return needs, needs.roles(dataflow) | get_rollout_source(config.trainer.mode).extra_roles
+    needs = RequiredPasses.of(run_spec.effective_config(config), dataflow)
+    return needs, needs.roles(dataflow) | run_spec.get_rollout_source(
+        config.trainer.mode
+    ).extra_roles
 
 
 class RunModel(TypedDict):
@@ -76,7 +60,7 @@ class RunModel(TypedDict):
     max_model_len: int
 
 
-def workload(config: RLConfig, **model: Unpack[RunModel]) -> Workload:
+def workload(config: RLConfig, **model: Unpack[RunModel]) -> planner.Workload:
     """One step of the run as sizes; raises ConfigError for a model that isn't a dense decoder."""
     needs, roles = run_roles(config)
     model_config, lora = text_config(model["model_path"]), model["lora"]
@@ -93,7 +77,7 @@ def workload(config: RLConfig, **model: Unpack[RunModel]) -> Workload:
     engine = engine_capabilities(rollout)
     teachers = config.algorithm.teacher_models.values() if "teacher" in roles else ()
     critic_shape = _shape(text_config(started)) if started and "critic" in roles else None
-    return Workload(
+    return planner.Workload(
         shape,
         trainer.train_batch_size,
         rollout.n,
@@ -119,12 +103,12 @@ def workload(config: RLConfig, **model: Unpack[RunModel]) -> Workload:
         kv_cache=(rollout.kv_cache_memory_mb or 0) << 20,
         memory_share=engine.memory_share,
         stays_awake=engine.stays_awake,
-        samplers=sampler_count(trainer),
+        samplers=run_spec.sampler_count(trainer),
         sampler_bytes=_DTYPES[rollout.dtype] or stored,
         families=kind in FAMILIES and not lora.rank,
         decodes_shards=kind in ROLLOUT_FAMILIES and not lora.rank,
         cuts_sequences=kind in FAMILIES and not lora.rank and not windows,
-        runs_ahead=get_rollout_source(trainer.mode).off_policy,
+        runs_ahead=run_spec.get_rollout_source(trainer.mode).off_policy,
     )
 
 
@@ -172,11 +156,14 @@ def gpu_kinds(config: RLConfig) -> dict[str, Device]:
 
 def cluster_has_gpus(config: RLConfig) -> bool:
     """Whether the planner would find a GPU now."""
-    return read_cluster(gpu_kinds(config)).gpus > 0
+    return planner.read_cluster(gpu_kinds(config)).gpus > 0
 
 
 def resolve_auto(
-    config: RLConfig, *, cluster: Callable[[], Cluster] | None = None, **model: Unpack[RunModel]
+    config: RLConfig,
+    *,
+    cluster: Callable[[], planner.Cluster] | None = None,
+    **model: Unpack[RunModel],
 ) -> RLConfig:
     """The settings with layout, budget and pools for the machines that are there now.
 
@@ -191,14 +178,16 @@ def resolve_auto(
     if config.trainer.placement != "auto":
         return config
     work = workload(config, **model)
-    there = cluster() if cluster else read_cluster(gpu_kinds(config))
+    there = cluster() if cluster else planner.read_cluster(gpu_kinds(config))
     plan = plan_for(config, work, there, model["lora"])
-    say(explain(plan))
+    say(planner.explain(plan))
     chosen, (_, roles) = plan.chosen, run_roles(config)
     return apply_candidate(config, chosen.candidate, chosen.allocation, roles, chosen.work.ahead)
 
 
-def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfig) -> PlacementPlan:
+def plan_for(
+    config: RLConfig, work: planner.Workload, cluster: planner.Cluster, lora: LoRAConfig
+) -> planner.PlacementPlan:
     """Search the layouts that the settings leave open and the trainer accepts."""
     _, roles = run_roles(config)
     mode, nodes = config.trainer.mode, [machine.node for machine in cluster.machines]
@@ -215,13 +204,15 @@ def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfi
     half = config.trainer.rollout_threads or max(1, int(cores) // 2)
     reserved_cpus = 0.0 if usable.gpus else float(work.samplers * half)
 
-    def refuse(candidate: Candidate, allocation: Allocation, ahead: Samplers | None) -> str:
+    def refuse(
+        candidate: planner.Candidate, allocation: Allocation, ahead: planner.Samplers | None
+    ) -> str:
         try:
             settings = apply_candidate(config, candidate, allocation, roles, ahead)
             check_layouts(settings, lora)
             _check_rows(settings, candidate)
             sized = [
-                Pool(world_size=pool_size(pool.roles, settings), **dict(pool))
+                Pool(world_size=run_spec.pool_size(pool.roles, settings), **dict(pool))
                 for pool in settings.trainer.pools
             ]
             require_capacity(sized, nodes)
@@ -229,8 +220,8 @@ def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfi
             return str(error).splitlines()[0]
         return ""
 
-    def plan(part: Workload, machines: Cluster) -> PlacementPlan:
-        return search(
+    def plan(part: planner.Workload, machines: planner.Cluster) -> planner.PlacementPlan:
+        return planner.search(
             part,
             machines,
             fixed_settings(config),
@@ -240,36 +231,36 @@ def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfi
 
     if not apart or pools:
         return plan(work, usable)
-    found = search_apart(work, usable, _sampler_choices(config, usable), plan)
+    found = planner.search_apart(work, usable, _sampler_choices(config, usable), plan)
     return replace(found, cluster=usable, together=_together(config, work, usable))
 
 
-def _sampler_choices(config: RLConfig, cluster: Cluster) -> SamplerChoices:
+def _sampler_choices(config: RLConfig, cluster: planner.Cluster) -> planner.SamplerChoices:
     """What the settings leave open of the processes that only decode."""
     rollout, workers = config.rollout, config.trainer.rollout_workers
     tp, most = rollout.tensor_parallel_size, max(machine.gpus for machine in cluster.machines)
     several = "vllm" in engine_capabilities(rollout).settings  # a sampler takes several GPUs
     sizes = [n for n in range(1, most + 1) if most % n == 0] if several else [1]
-    return SamplerChoices(
+    return planner.SamplerChoices(
         counts=[workers] if workers > 1 else None, sizes=[tp] if tp > 1 else sizes
     )
 
 
-def _together(config: RLConfig, work: Workload, cluster: Cluster) -> float | None:
+def _together(config: RLConfig, work: planner.Workload, cluster: planner.Cluster) -> float | None:
     """Seconds of a step whose rollout and update take turns on all GPUs; None where none fits."""
     turns = replace(work, runs_ahead=False, samplers=0)
     try:
-        return search(turns, cluster, fixed_settings(config)).chosen.price.total
+        return planner.search(turns, cluster, fixed_settings(config)).chosen.price.total
     except EngineError:
         return None
 
 
 def apply_candidate(
     config: RLConfig,
-    candidate: Candidate,
+    candidate: planner.Candidate,
     allocation: Allocation,
     roles: Collection[str],
-    ahead: Samplers | None = None,
+    ahead: planner.Samplers | None = None,
 ) -> RLConfig:
     """The settings with a candidate's layout and budget, and the samplers, placed on Ray."""
     changes: dict[str, object] = {axis: getattr(candidate.layout, axis) for axis in AXES}
@@ -284,7 +275,7 @@ def apply_candidate(
         critic = critic.model_copy(update=_if_default(critic, tokens))
     placed: dict[str, object] = {"placement": "ray"}
     rollout = config.rollout
-    if not sampler_count(config.trainer):
+    if not run_spec.sampler_count(config.trainer):
         rollout = rollout.model_copy(update={"tensor_parallel_size": candidate.rollout_tp})
     else:
         placed["rollout_threads"] = _sampler_threads(config, allocation)
@@ -301,12 +292,12 @@ def apply_candidate(
     )
 
 
-def fixed_settings(config: RLConfig) -> FixedSettings:
+def fixed_settings(config: RLConfig) -> planner.FixedSettings:
     """The settings that the user has changed from their defaults, which the planner keeps."""
     candidate, unset = _candidate(config), ParallelConfig()
     axes = {axis: getattr(config.actor.parallel, axis) for axis in AXES}
     tokens_are_default = _if_default(config.actor, {"max_tokens_per_micro_batch": 0})
-    return FixedSettings(
+    return planner.FixedSettings(
         axes={axis: size for axis, size in axes.items() if size != getattr(unset, axis)},
         rollout_tp=candidate.rollout_tp if candidate.rollout_tp > 1 else None,
         tokens=None if tokens_are_default else candidate.tokens,
@@ -324,13 +315,13 @@ def _if_default(section: BaseModel, values: Mapping[str, object]) -> dict[str, o
 
 
 def _pools(
-    config: RLConfig, allocation: Allocation, roles: Collection[str], ahead: Samplers | None
+    config: RLConfig, allocation: Allocation, roles: Collection[str], ahead: planner.Samplers | None
 ) -> tuple[PoolConfig, ...]:
     """A pool for the policy's roles, and one for each other role; of several samplers, of each."""
     cpus = allocation.cpus
     if config.trainer.threads:
         cpus = min(cpus, max(1.0, config.trainer.threads // allocation.per_machine))
-    policy, *others = default_pools(roles)
+    policy, *others = run_spec.default_pools(roles)
     pools = [PoolConfig(roles=policy, cpus=cpus, gpus=allocation.gpus)]
     pools += [PoolConfig(roles=role, cpus=0.0) for role in others]
     if "sampler" in roles or ahead is not None:
@@ -344,13 +335,13 @@ def _sampler_threads(config: RLConfig, allocation: Allocation) -> int:
     """CPU threads of a sampler: a rank's cores on a GPU, else half of its machine's."""
     if config.trainer.rollout_threads:
         return config.trainer.rollout_threads
-    samplers = max(1, sampler_count(config.trainer))
+    samplers = max(1, run_spec.sampler_count(config.trainer))
     return max(
         1, int(allocation.cpus) if allocation.gpus else int(allocation.reserved_cpus) // samplers
     )
 
 
-def _check_rows(config: RLConfig, candidate: Candidate) -> None:
+def _check_rows(config: RLConfig, candidate: planner.Candidate) -> None:
     """Raise ConfigError if a data-parallel rank would have no rows of some mini-batch."""
     layout = candidate.layout
     learned = choose_dataflow(config.algorithm).rows_an_update(config)
@@ -367,18 +358,18 @@ def _check_rows(config: RLConfig, candidate: Candidate) -> None:
             )
 
 
-def _candidate(config: RLConfig) -> Candidate:
+def _candidate(config: RLConfig) -> planner.Candidate:
     """The layout and the budget that the settings have."""
     parallel, tp = config.actor.parallel, config.rollout.tensor_parallel_size
     options = {name: getattr(parallel, name) for name in (*_MEMORY_OPTIONS, "sequence_parallel")}
     tokens = config.actor.max_tokens_per_micro_batch
-    return Candidate(Layout.of(parallel), tp, tokens, **options)
+    return planner.Candidate(Layout.of(parallel), tp, tokens, **options)
 
 
 _RECOMPUTE, _OFFLOAD = {"activation_checkpointing": True}, {"offload_optimizer": True}
 
 
-def check_rl_memory(config: RLConfig, cluster: Cluster, **model: Unpack[RunModel]) -> None:
+def check_rl_memory(config: RLConfig, cluster: planner.Cluster, **model: Unpack[RunModel]) -> None:
     """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the run keeps.
 
     Refused is only what is certain not to fit, however few tokens a micro-batch has: weights,
@@ -416,7 +407,9 @@ def check_rl_memory(config: RLConfig, cluster: Cluster, **model: Unpack[RunModel
     )
 
 
-def check_sft_memory(config: SFTConfig, cluster: Cluster, **model: Unpack[RunModel]) -> None:
+def check_sft_memory(
+    config: SFTConfig, cluster: planner.Cluster, **model: Unpack[RunModel]
+) -> None:
     """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the warm start keeps.
 
     The error names a layout that would fit. Models that the planner can't price are let through.
@@ -439,7 +432,7 @@ def check_sft_memory(config: SFTConfig, cluster: Cluster, **model: Unpack[RunMod
     )
 
 
-def sft_workload(config: SFTConfig, **model: Unpack[RunModel]) -> Workload:
+def sft_workload(config: SFTConfig, **model: Unpack[RunModel]) -> planner.Workload:
     """One step of the warm start as sizes; raises ConfigError as `workload` does."""
     rl = RLConfig.model_validate({"actor": {"parallel": config.parallel}})
     work = workload(rl, **model)
@@ -447,10 +440,10 @@ def sft_workload(config: SFTConfig, **model: Unpack[RunModel]) -> Workload:
     return replace(work, prompts=rows, completions=1, decodes=False, reference=False)
 
 
-def sft_memory(work: Workload, parallel: ParallelConfig, tokens: int = 1) -> Memory:
+def sft_memory(work: planner.Workload, parallel: ParallelConfig, tokens: int = 1) -> Memory:
     """What a rank needs for micro-batches of so many tokens; nothing is kept for rollout."""
     options = {name: getattr(parallel, name) for name in _MEMORY_OPTIONS}
-    candidate = Candidate(Layout.of(parallel), tokens=tokens, **options)
+    candidate = planner.Candidate(Layout.of(parallel), tokens=tokens, **options)
     return replace(estimate(work, candidate, gpu=True), rollout=0.0)
 
 
@@ -473,7 +466,7 @@ def _trained(memory: Memory) -> float:
     return memory.weights + memory.gradients + memory.moments
 
 
-def _gpu_memory(cluster: Cluster) -> int:
+def _gpu_memory(cluster: planner.Cluster) -> int:
     """Bytes of the smallest GPU."""
     return min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
 
@@ -490,7 +483,7 @@ class Machines:
     accelerator: str = ""  # by Ray's name, e.g. "H100"; empty: CPU cores of this machine
 
 
-def step_estimate(config: RLConfig, work: Workload, machines: Machines) -> list[str]:
+def step_estimate(config: RLConfig, work: planner.Workload, machines: Machines) -> list[str]:
     """Lines about a rank's memory and a step's seconds."""
     priced = PricedCandidate(work, _candidate(config), _allocation(machines))
     memory, price, there = priced.memory, priced.price, priced.allocation.memory

@@ -15,15 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Self, TypeVar
 
+from engine import errors
 from engine.checkpoint import Saver, find_latest
 from engine.controller.local_groups import threads_left_behind
-from engine.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    DivergedError,
-    PreemptedError,
-    WorkerError,
-)
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +73,7 @@ class PreemptionNotice:
             )
 
     def _on_deadline(self, number: int, frame: FrameType | None) -> NoReturn:
-        raise PreemptedError(
+        raise errors.PreemptedError(
             f"pre-empted, and no step was finished and saved in {self._grace_s:g} s; the run "
             "resumes from the checkpoint before (trainer.save_freq, trainer.preemption_grace_s)"
         )
@@ -108,13 +102,13 @@ def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:
 def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
     """Wait for the save of `step`, if the run has checkpoints, and raise PreemptedError."""
     if saver is None:
-        raise PreemptedError(
+        raise errors.PreemptedError(
             f"pre-empted after step {step}, without a checkpoint folder: the run starts again from "
             "the beginning"
         )
     _is_durable(saver)
     saved = "" if saver.unsaved_step is None else ", which was not saved"
-    raise PreemptedError(
+    raise errors.PreemptedError(
         f"pre-empted after step {step}{saved}; the run continues from {_next_start(saver)}"
     )
 
@@ -131,8 +125,8 @@ def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Itera
         if saver is None:
             raise
         saver.drain(notice.seconds_left())
-        if isinstance(error, DivergedError):
-            raise DivergedError(
+        if isinstance(error, errors.DivergedError):
+            raise errors.DivergedError(
                 f"{error}; the last good step is that of {_next_start(saver)}: a run that is "
                 "started again with a lower learning rate goes on from there"
             ) from error
@@ -144,10 +138,10 @@ def lost_workers_explained(notice: PreemptionNotice) -> Iterator[None]:
     """After a notice, workers may be stopped before this process: that is a pre-emption."""
     try:
         yield
-    except WorkerError as error:
+    except errors.WorkerError as error:
         if not notice.received:
             raise
-        raise PreemptedError(
+        raise errors.PreemptedError(
             f"pre-empted in step {notice.step}, whose workers are gone; the run continues from its "
             "last checkpoint"
         ) from error
@@ -158,7 +152,7 @@ def _next_start(saver: Saver) -> str:
     process has saved, for it may have resumed with another saver."""
     try:
         newest = saver.store.latest()
-    except CheckpointError as error:
+    except errors.CheckpointError as error:
         return f"the newest good checkpoint in {saver.store.root}, which can't be read now: {error}"
     return "the beginning" if newest is None else newest.folder
 
@@ -167,7 +161,7 @@ def _is_durable(saver: Saver) -> bool:
     """Wait for the save in flight; return whether the last one is durable. Logs a failure."""
     try:
         saver.wait()
-    except CheckpointError as error:
+    except errors.CheckpointError as error:
         log.warning("no checkpoint at step %s: %s", saver.unsaved_step, error)
     return saver.unsaved_step is None
 
@@ -194,10 +188,10 @@ def run_with_retries(
             with make() as trainer:
                 work(trainer)
             return
-        except WorkerError as error:
+        except errors.WorkerError as error:
             try:
                 found = find_latest(checkpoint_dir)
-            except DamagedCheckpointError:  # the next attempt says that all are
+            except errors.DamagedCheckpointError:  # the next attempt says that all are
                 found = None
             step, cause = found.step if found else 0, str(error).splitlines()[0]
             failed = 1 if step > newest else failed + 1

@@ -35,13 +35,7 @@ from engine.errors import CheckpointError, ConfigError, DataError
 from engine.models import resolve_dtype, text_config
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers.fault_tolerance import (
-    PreemptionNotice,
-    ensure_last_save,
-    finish_save_on_error,
-    lost_workers_explained,
-    raise_preempted,
-)
+from engine.trainers import fault_tolerance
 from engine.trainers.layout_checks import check_parallel
 from engine.trainers.resume import changed_settings, flat
 from engine.workers.role import WorkerContext
@@ -274,10 +268,15 @@ class OfflineTrainer(ABC, Generic[Example, W]):
                 log.warning("%s is at step %d of %d already", self.what, begin, total)
             recorded = {"settings": settings, "changed_settings": changed}
             grace_s = self.config.preemption_grace_s
-            with PreemptionNotice(grace_s) as notice, finish_save_on_error(saver, notice):
+            with (
+                fault_tolerance.PreemptionNotice(grace_s) as notice,
+                fault_tolerance.finish_save_on_error(saver, notice),
+            ):
                 steps = range(begin, total)
                 last = self._train(train, validation, steps, saver, recorded, notice) or metrics
-                ensure_last_save(saver, lambda: self._save(saver, total, recorded, last))
+                fault_tolerance.ensure_last_save(
+                    saver, lambda: self._save(saver, total, recorded, last)
+                )
                 return last
 
     def _train(
@@ -287,14 +286,14 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         steps: range,
         saver: Saver | None,
         recorded: StateDict,
-        notice: PreemptionNotice,
+        notice: fault_tolerance.PreemptionNotice,
     ) -> dict[str, float]:
         total, config = steps.stop, self.config
         metrics: dict[str, float] = {}
         for step, rows in enumerate(self._batches(train, total)[steps.start :], steps.start + 1):
             notice.step, start = step, time.perf_counter()
             batch = self._collate([train[i] for i in rows])
-            with lost_workers_explained(notice):
+            with fault_tolerance.lost_workers_explained(notice):
                 measured = self._update(batch)
                 seconds = time.perf_counter() - start
                 measured["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds
@@ -306,7 +305,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             if step == total or step % config.save_freq == 0 or notice.received:
                 self._save(saver, step, recorded, metrics)
             if notice.received and step < total:
-                raise_preempted(saver, step)
+                fault_tolerance.raise_preempted(saver, step)
         return metrics
 
     def _resume(

@@ -26,38 +26,10 @@ from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
 from engine.storage.json_rows import Row
-from engine.trainers.fault_tolerance import (
-    PreemptionNotice,
-    ensure_last_save,
-    finish_save_on_error,
-    lost_workers_explained,
-    raise_preempted,
-)
+from engine.trainers import fault_tolerance, resume, run_spec, step_record
 from engine.trainers.huggingface_export import resolve_checkpoint, start_model_info
 from engine.trainers.prompts import PromptStream
-from engine.trainers.resume import (
-    MAY_CHANGE,
-    SCORE,
-    carry_best,
-    changed_settings,
-    is_new_best,
-    make_saver,
-    run_settings,
-    save_episodes,
-)
 from engine.trainers.run_plan import plan_run
-from engine.trainers.run_spec import (
-    SourceInputs,
-    get_rollout_source,
-    placement_of,
-    role_specs,
-)
-from engine.trainers.step_record import (
-    StepRecorder,
-    staleness_metrics,
-    step_metrics,
-    validation_metrics,
-)
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +79,7 @@ class RLTrainer:
         self.on_rollouts: OnRollouts = lambda split, step, batch: None
         self.tokenizer = load_tokenizer(model_path)
         prompts = PromptStream(loader, self.tokenizer)
-        source_class = get_rollout_source(self.config.trainer.mode)
+        source_class = run_spec.get_rollout_source(self.config.trainer.mode)
         self.algo = Algo(
             self.config,
             spec.needs,
@@ -115,8 +87,8 @@ class RLTrainer:
             seed=seed,
             more_prompts=None if source_class.filters_groups else prompts.next_batch,
         )
-        self.roles = launch(placement_of(spec), role_specs(spec))
-        self.source = source_class(SourceInputs(spec, self.roles, prompts, self.algo))
+        self.roles = launch(run_spec.placement_of(spec), run_spec.role_specs(spec))
+        self.source = source_class(run_spec.SourceInputs(spec, self.roles, prompts, self.algo))
         self.step = 0
         self.history: list[Metrics] = []  # a row a step, since step 1
         self.changed_settings: list[StateDict] = []  # when this run was resumed, see `run_settings`
@@ -147,12 +119,12 @@ class RLTrainer:
                     "this run is at step %d of %d already; nothing to train", self.step, stop
                 )
             root = None if saver is None else saver.store.root
-            with PreemptionNotice(settings.preemption_grace_s) as notice:
+            with fault_tolerance.PreemptionNotice(settings.preemption_grace_s) as notice:
                 with (
-                    finish_save_on_error(saver, notice),
+                    fault_tolerance.finish_save_on_error(saver, notice),
                     self.source.running(stop),
-                    lost_workers_explained(notice),
-                    StepRecorder(self.spec, self.roles, self.algo, root) as recorder,
+                    fault_tolerance.lost_workers_explained(notice),
+                    step_record.StepRecorder(self.spec, self.roles, self.algo, root) as recorder,
                 ):
                     metrics = self._train(stop, saver, notice, recorder)
                 if saver is not None:
@@ -160,7 +132,11 @@ class RLTrainer:
             return metrics
 
     def _train(
-        self, stop: int, saver: Saver | None, notice: PreemptionNotice, recorder: StepRecorder
+        self,
+        stop: int,
+        saver: Saver | None,
+        notice: fault_tolerance.PreemptionNotice,
+        recorder: step_record.StepRecorder,
     ) -> Metrics:
         """The loop: new weights to the samplers, rollout and update, validation, checkpoint."""
         settings, metrics = self.config.trainer, Metrics()
@@ -187,14 +163,16 @@ class RLTrainer:
                 metrics |= self.validate(self.validation)
             self.on_step(self.step, stop, metrics)
             self.history.append({"step": float(self.step)} | metrics)
-            keeps_best = settings.final_model == "best" and SCORE in metrics
+            keeps_best = settings.final_model == "best" and resume.SCORE in metrics
             save_due = notice.received or _is_due(self.step, stop, settings.save_freq)
-            if saver is not None and (save_due or (keeps_best and is_new_best(self.history))):
+            if saver is not None and (
+                save_due or (keeps_best and resume.is_new_best(self.history))
+            ):
                 self.save_checkpoint(saver, metrics)
             if notice.received and self.step < stop:
-                raise_preempted(saver, self.step)
+                fault_tolerance.raise_preempted(saver, self.step)
         if saver is not None:
-            ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
+            fault_tolerance.ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
         return metrics
 
     def validate(self, rows: Sequence[Row]) -> Metrics:
@@ -204,7 +182,7 @@ class RLTrainer:
         batch = LazyBatch(self.roles.rollout.generate_validation(prompts))
         batch |= self.roles.reward.score(batch)
         self.on_rollouts("validation", self.step, batch.resolve())
-        return validation_metrics(batch.resolve())
+        return step_record.validation_metrics(batch.resolve())
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
         """Resume from the newest good checkpoint of a folder; return it, or None without one."""
@@ -222,11 +200,11 @@ class RLTrainer:
 
     def make_saver(self, folder: str | Path) -> Saver:
         """A saver of this run's checkpoints under `folder`."""
-        return make_saver(folder, self.roles, self.spec)
+        return resume.make_saver(folder, self.roles, self.spec)
 
     def save_checkpoint(self, saver: Saver, metrics: Metrics) -> None:
         """Begin to write a checkpoint; a failure is logged, and training continues."""
-        score = {SCORE: metrics[SCORE]} if SCORE in metrics else {}
+        score = {resume.SCORE: metrics[resume.SCORE]} if resume.SCORE in metrics else {}
         try:
             saver.save(self.step, self.state_dict(), score)
         except CheckpointError as error:
@@ -270,8 +248,12 @@ class RLTrainer:
     def _metrics(self, lazy: LazyBatch, updates: list[Metrics], start: float) -> Metrics:
         """The metrics of the step that began at `start` and has just ended; records its spans."""
         batch, seconds = lazy.resolve(), time.perf_counter() - start
-        metrics = step_metrics(batch, seconds) | self.algo.take_metrics() | self.source.metrics()
-        metrics |= staleness_metrics(batch, self.step - 1)
+        metrics = (
+            step_record.step_metrics(batch, seconds)
+            | self.algo.take_metrics()
+            | self.source.metrics()
+        )
+        metrics |= step_record.staleness_metrics(batch, self.step - 1)
         sampled = self.algo.take_sampled() or [lazy]
         for rollout in sampled if self.source.prompts.wants_rates else ():
             self.source.observe(rollout.resolve())
@@ -287,7 +269,7 @@ class RLTrainer:
         """The saver of `fit`; a run at step 0 resumes from the checkpoints that there are."""
         saver = None if checkpoint_dir is None else self.make_saver(checkpoint_dir)
         if checkpoint_dir is not None:
-            save_episodes(checkpoint_dir, resume_from, self.roles, self.spec)
+            resume.save_episodes(checkpoint_dir, resume_from, self.roles, self.spec)
         if self.step > 0 or (checkpoint_dir is not None and self.resume(checkpoint_dir)):
             return saver
         resumed = None if resume_from is None else self.resume(resume_from)
@@ -298,15 +280,15 @@ class RLTrainer:
         if saver is not None:  # the next attempt looks in `checkpoint_dir`
             self.save_checkpoint(saver, self.history[-1] if self.history else {})
             if self.config.trainer.final_model == "best":
-                carry_best(saver, self.history, resumed)
+                resume.carry_best(saver, self.history, resumed)
         return saver
 
     def _settings(self) -> dict[str, object]:
-        return run_settings(self.config, self.spec.max_response_length, self.spec.seed)
+        return resume.run_settings(self.config, self.spec.max_response_length, self.spec.seed)
 
     def _restore(self, saver: Saver, checkpoint: Checkpoint) -> None:
-        defaults = run_settings(RLConfig(), self.spec.max_response_length, self.spec.seed)
-        changed = changed_settings(checkpoint, self._settings(), MAY_CHANGE, defaults)
+        defaults = resume.run_settings(RLConfig(), self.spec.max_response_length, self.spec.seed)
+        changed = resume.changed_settings(checkpoint, self._settings(), resume.MAY_CHANGE, defaults)
         self.load_state_dict(saver.restore(checkpoint))
         self.changed_settings = changed
         self.on_resume(checkpoint.folder, self.step)

@@ -27,18 +27,12 @@ from engine.controller.timeline import Span
 from engine.dataflows.algo import Algo
 from engine.errors import WeightSyncError
 from engine.rollout.protocol import engine_capabilities
+from engine.trainers import run_spec
 from engine.trainers.rollout_state import Rollout
-from engine.trainers.run_spec import (
-    RolloutSource,
-    SourceInputs,
-    register_rollout_source,
-    rollout_worker_placement,
-    rollout_worker_spec,
-)
 
 
-@register_rollout_source("sync")
-class SyncSource(RolloutSource):
+@run_spec.register_rollout_source("sync")
+class SyncSource(run_spec.RolloutSource):
     """Gives prompts only; the dataflow samples them with the trainer's own weights."""
 
     def next_prompts(self) -> Batch:
@@ -58,12 +52,12 @@ class _PendingRollout:
     loading: Future[int] | None = None  # of `weights`, ahead of the sampling; None: already loaded
 
 
-class _AheadSource(RolloutSource):
+class _AheadSource(run_spec.RolloutSource):
     """Samples in processes of their own, which get the actor's weights."""
 
     off_policy = True
 
-    def __init__(self, inputs: SourceInputs) -> None:
+    def __init__(self, inputs: run_spec.SourceInputs) -> None:
         super().__init__(inputs)
         self._spec, self._config = inputs.spec, inputs.spec.config.trainer
         self._last_step = 0
@@ -79,13 +73,13 @@ class _AheadSource(RolloutSource):
         yield
 
 
-@register_rollout_source("one_step_off")
+@run_spec.register_rollout_source("one_step_off")
 class OneStepOffSource(_AheadSource):
     """Keeps the rollout of one step pending on the role `sampler`."""
 
     extra_roles = frozenset({"sampler"})
 
-    def __init__(self, inputs: SourceInputs) -> None:
+    def __init__(self, inputs: run_spec.SourceInputs) -> None:
         super().__init__(inputs)
         self._pending: _PendingRollout | None = None
         self._version = 0
@@ -158,13 +152,13 @@ class OneStepOffSource(_AheadSource):
 _START_GRACE_S = 5.0  # after its deadline, for a start that failed to say why
 
 
-@register_rollout_source("async")
+@run_spec.register_rollout_source("async")
 class AsyncSource(_AheadSource):
     """Runs an `AsyncRollout` on processes of its own; its groups arrive with their scores."""
 
     filters_groups = True
 
-    def __init__(self, inputs: SourceInputs) -> None:
+    def __init__(self, inputs: run_spec.SourceInputs) -> None:
         super().__init__(inputs)
         self._filter = SignalFilter(inputs.algo, self.prompts.observe)
         self._rollout: AsyncRollout | None = None
@@ -252,8 +246,8 @@ class AsyncSource(_AheadSource):
 
     def _spawn(self, name: str, attempt: int) -> Roles:
         """Start one process of a rollout worker."""
-        spec = rollout_worker_spec(name, self._spec)
-        placement = rollout_worker_placement(name, self._spec)
+        spec = run_spec.rollout_worker_spec(name, self._spec)
+        placement = run_spec.rollout_worker_placement(name, self._spec)
         return launch(placement, [spec], recorder=self.roles.recorder)
 
 

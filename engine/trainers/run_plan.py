@@ -27,24 +27,10 @@ from engine.registry import import_plugins
 from engine.rewards import Scorer
 from engine.rewards.formats import NAME as ENVIRONMENT
 from engine.rollout.protocol import ENGINE_SETTINGS, check_engine_settings, engine_capabilities
+from engine.trainers import run_spec
 from engine.trainers.auto_placement import model_dtype, resolve_auto, run_roles
 from engine.trainers.layout_checks import check_layouts
-from engine.trainers.run_spec import (
-    RunSpec,
-    check_lora,
-    effective_config,
-    get_rollout_source,
-    resolve_placement,
-    sampler_count,
-)
-from engine.workers.algorithm_options import (
-    ACTOR_FIELDS,
-    ADVANTAGE_FIELDS,
-    advantage_options,
-    changed,
-    policy_loss_options,
-    preference_options,
-)
+from engine.workers import algorithm_options
 
 
 def plan_run(
@@ -57,16 +43,16 @@ def plan_run(
     dtype: str = "auto",
     lora: LoRAConfig | None = None,
     template_variables: Mapping[str, object] | None = None,
-) -> RunSpec:
+) -> run_spec.RunSpec:
     """Check a run, and resolve what its settings leave open: placement, layout, dtype, adapters.
 
     Raises ConfigError for settings or a model that make no run, PlacementError where no layout
     fits the machines. Nothing is started but Ray, which `trainer.placement=auto` asks for machines.
     """
     dataflow = check_config(config, max_response_length)
-    config = resolve_placement(config)
+    config = run_spec.resolve_placement(config)
     lora = resolve_lora(model_path, lora or LoRAConfig())
-    check_lora(lora, config)
+    run_spec.check_lora(lora, config)
     dtype = model_dtype(dtype, model_path, config)
     config = resolve_auto(
         config,
@@ -79,9 +65,9 @@ def plan_run(
     check_layouts(config, lora, text_config(model_path))
     _check_other_models(config, dataflow, model_path, max_model_len)
     needs, roles = run_roles(config)
-    return RunSpec(
+    return run_spec.RunSpec(
         model_path,
-        effective_config(config),
+        run_spec.effective_config(config),
         needs,
         roles,
         max_response_length,
@@ -105,9 +91,9 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
         advantages.check_group_size(algorithm.adv_estimator, config.rollout.n)
     if dataflow.pairs:
         _check_pairs(config, dataflow)
-    advantage_options(algorithm)
-    policy_loss_options(config.actor)
-    preference_options(algorithm.preference)
+    algorithm_options.advantage_options(algorithm)
+    algorithm_options.policy_loss_options(config.actor)
+    algorithm_options.preference_options(algorithm.preference)
     check_kind(config.actor.kl_loss_type)
     check_kind(algorithm.kl_penalty)
     check_engine_settings(config.rollout)
@@ -216,7 +202,7 @@ def check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
 def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     """Settings that episodes don't go with, and what to set."""
     rollout, own = config.rollout, engine_capabilities(config.rollout)
-    ahead = sampler_count(config.trainer) > 0
+    ahead = run_spec.sampler_count(config.trainer) > 0
     if not own.streams:
         wanted = "turns are decoded in a stream: use native, vllm or server"
         yield f"rollout.engine={rollout.engine}", wanted
@@ -249,7 +235,7 @@ def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
 
 _KL_LOSS = ("kl_loss_coef", "kl_loss_type")
 _POLICY_LOSS = (
-    *ACTOR_FIELDS,
+    *algorithm_options.ACTOR_FIELDS,
     "loss_agg_mode",
     "loss_scale_factor",
     "entropy_coeff",
@@ -266,7 +252,7 @@ def unused_settings(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str,
     tunes them."""
     for unread, why, sections in _unread_sections(config, dataflow):
         for path, fields in sections.items() if unread else ():
-            for field, value in changed(attrgetter(path)(config), fields).items():
+            for field, value in algorithm_options.changed(attrgetter(path)(config), fields).items():
                 shown = "" if isinstance(value, BaseModel) else f"={value}"
                 yield f"{path}.{field}{shown}", why
     if config.algorithm.filter_groups.enable and not dataflow.refills:
@@ -304,7 +290,7 @@ def _unread_sections(
     fields: tuple[str, ...] = ("staleness", "rollout_silence_s", "max_rollout_restarts")
     yield trainer.mode != "async", why, {"trainer": fields}
     fields = ("rollout_workers", "rollout_threads", "delta_sync")
-    yield not sampler_count(trainer), why, {"trainer": fields, "rollout": ("dtype",)}
+    yield not run_spec.sampler_count(trainer), why, {"trainer": fields, "rollout": ("dtype",)}
 
     name = dataflow.name
     without_critic = "critic" not in RequiredPasses.of(config, dataflow).roles(dataflow)
@@ -321,11 +307,11 @@ def _unread_sections(
     why = "without algorithm.filter_groups.enable"
     unfiltered = not algorithm.filter_groups.enable and not dataflow.refills
     yield unfiltered, why, {"algorithm.filter_groups": None}
-    weighs = effective_config(config).algorithm.rollout_correction.rollout_is is not None
+    weighs = run_spec.effective_config(config).algorithm.rollout_correction.rollout_is is not None
     fields = ("rollout_is_threshold", "rollout_is_batch_normalize")
     yield not weighs, "without rollout_is", {"algorithm.rollout_correction": fields}
     why = f"with dataflow {name}, which has no advantages"
-    fields = ("adv_estimator", *ADVANTAGE_FIELDS, "options", "use_kl_in_reward")
+    fields = ("adv_estimator", *algorithm_options.ADVANTAGE_FIELDS, "options", "use_kl_in_reward")
     yield (
         not dataflow.uses_advantages,
         why,
@@ -363,7 +349,9 @@ def _unused_distillation(config: RLConfig) -> Iterator[tuple[str, str]]:
         name = f"{section}.teachers[{i}]"
         if settings.route_by and teacher.weight != 1:
             yield f"{name}.weight={teacher.weight}", "with route_by: a row has one teacher"
-        for field, value in changed(teacher, () if teacher.url else _SERVED).items():
+        for field, value in algorithm_options.changed(
+            teacher, () if teacher.url else _SERVED
+        ).items():
             yield f"{name}.{field}={value}", "without url"
 
 
@@ -445,7 +433,7 @@ def _check_mode(config: RLConfig) -> None:
             "trainer.mode=async with rollout.server.weights=none: completions of a policy that "
             "never changes get too old (trainer.staleness); choose a hook that brings new weights"
         )
-    if parts > 1 and (sampler_count(config.trainer) or not streams):
+    if parts > 1 and (run_spec.sampler_count(config.trainer) or not streams):
         raise ConfigError(
             f"rollout.parts={parts} needs trainer.mode=sync and an engine that streams, such as "
             "rollout.engine=native; leave it at 1"
@@ -455,7 +443,7 @@ def _check_mode(config: RLConfig) -> None:
             "actor.old_log_probs=rollout with algorithm.rollout_correction: the correction "
             "compares the trainer's log-probs with those of sampling; set old_log_probs to auto"
         )
-    if get_rollout_source(mode).off_policy and config.actor.old_log_probs == "rollout":
+    if run_spec.get_rollout_source(mode).off_policy and config.actor.old_log_probs == "rollout":
         raise ConfigError(
             f"actor.old_log_probs=rollout with trainer.mode={mode}: completions are of older "
             "weights, so the trainer's own log-probs are needed; set old_log_probs to auto"
@@ -466,10 +454,10 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     pools = config.trainer.pools
     if not pools:
         return
-    source = get_rollout_source(config.trainer.mode)
+    source = run_spec.get_rollout_source(config.trainer.mode)
     wanted = RequiredPasses.of(config, dataflow).roles(dataflow) | source.extra_roles
     placed = [role for pool in pools for role in pool.roles]
-    if sampler_count(config.trainer) and "sampler" in placed:
+    if run_spec.sampler_count(config.trainer) and "sampler" in placed:
         wanted |= {"sampler"}  # async has processes of that kind, and no role
         apart = next(pool.roles for pool in pools if "sampler" in pool.roles)
         if len(apart) > 1:

@@ -23,13 +23,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.models import load_model, open_model
 from engine.parallel.layout import Layout
 from engine.registry import import_plugins
-from engine.rollout.protocol import (
-    RolloutEngine,
-    SamplingParams,
-    create_engine,
-    engine_capabilities,
-    engine_options,
-)
+from engine.rollout import protocol
 from engine.rollout.stream import open_stream
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights, vllm_weights
@@ -70,7 +64,7 @@ class EvaluationWorker(Worker):
     def answer(
         self,
         prompts: Batch,
-        params: SamplingParams,
+        params: protocol.SamplingParams,
         on_progress: Callable[[int], None] | None = None,
     ) -> Batch:
         """`params.n` completions a prompt: the column `token_ids`, and which are `truncated`.
@@ -87,13 +81,13 @@ class EvaluationWorker(Worker):
         self.engine.close()
         super().close()
 
-    def _whole(self, options: dict[str, int | None]) -> RolloutEngine:
+    def _whole(self, options: dict[str, int | None]) -> protocol.RolloutEngine:
         model = load_model(self._path, self._dtype).eval()
         torch.nn.Module.to(model, process_device())  # in place
         self._stop = stop_token_ids(load_tokenizer(self._path), model.config)
-        return create_engine(self._engine_name, model, **options)
+        return protocol.create_engine(self._engine_name, model, **options)
 
-    def _sharded(self, options: dict[str, int | None]) -> RolloutEngine:
+    def _sharded(self, options: dict[str, int | None]) -> protocol.RolloutEngine:
         context, tp = self.context, self._tp
         parallel = ParallelConfig(dp=context.world_size // tp, tp=tp)
         ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
@@ -101,11 +95,11 @@ class EvaluationWorker(Worker):
         policy = PolicyRuntime(model, ranks, parallel)
         rollout = RolloutConfig(engine=self._engine_name, tensor_parallel_size=tp)
         load = partial(load_model, self._path, self._dtype)
-        if engine_capabilities(rollout).loads_shards:
+        if protocol.engine_capabilities(rollout).loads_shards:
             weights = vllm_weights(policy.sharded, rollout, load)
         else:
             weights = rollout_weights(policy.sharded, tp, load)
-        policy.init_rollout(self._engine_name, weights, options | engine_options(rollout))
+        policy.init_rollout(self._engine_name, weights, options | protocol.engine_options(rollout))
         self._stop = stop_token_ids(load_tokenizer(self._path), weights.model.config)
         return policy.engine
 
@@ -150,7 +144,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
     def answer(
         self,
         prompts: Batch,
-        params: SamplingParams,
+        params: protocol.SamplingParams,
         on_progress: Callable[[int], None] | None = None,
     ) -> Batch:
         """`params.n` episodes a prompt: the column `episodes`, of `PlayedEpisode`.
@@ -189,7 +183,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             {"token_ids": [_sampled(episode) for episode in episodes], "episodes": done},
         )
 
-    def _begun(self, prompts: Batch, params: SamplingParams) -> list[Episode]:
+    def _begun(self, prompts: Batch, params: protocol.SamplingParams) -> list[Episode]:
         """`params.n` episodes a row. Rows that pad a rank's share repeat a number."""
         limits = EpisodeLimits(
             max_response_length=params.max_new_tokens,

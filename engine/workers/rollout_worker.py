@@ -22,13 +22,7 @@ from engine.data.collate import collate_completions, pad, pad_tokens
 from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import RolloutError
-from engine.rollout.protocol import (
-    Completion,
-    RolloutEngine,
-    SamplingParams,
-    engine_capabilities,
-    engine_options,
-)
+from engine.rollout import protocol
 from engine.rollout.stream import (
     Begun,
     PartialCompletion,
@@ -105,8 +99,8 @@ class GroupStream(Groups):
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        params: SamplingParams,
+        engine: protocol.RolloutEngine,
+        params: protocol.SamplingParams,
         config: RolloutConfig,
         *,
         max_model_len: int,
@@ -202,7 +196,7 @@ class GroupStream(Groups):
         return batch | fields
 
 
-def _versions(done: Completion) -> list[int]:
+def _versions(done: protocol.Completion) -> list[int]:
     return list(done.token_versions or [done.policy_version] * len(done.token_ids))
 
 
@@ -212,7 +206,7 @@ def _part(item: StreamedCompletion) -> PartialCompletion:
 
 
 def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion:
-    done = Completion(
+    done = protocol.Completion(
         prompt_index=0,
         token_ids=part.token_ids,
         log_probs=part.log_probs,
@@ -265,7 +259,7 @@ class RolloutWorker(StatefulWorker):
         self.max_response_length, self.max_model_len = max_response_length, max_model_len
         self.tokenizer = load_tokenizer(model_path)
 
-        capabilities = engine_capabilities(config)
+        capabilities = protocol.engine_capabilities(config)
         start = StartModel(model_path, dtype, lora, seed)
         # Where something else decodes, a copy only passes weights on: the device is not its.
         elsewhere = capabilities.remote or capabilities.own_processes
@@ -293,7 +287,7 @@ class RolloutWorker(StatefulWorker):
         self.policy.init_rollout(
             config.engine,
             weights,
-            common | engine_options(config),
+            common | protocol.engine_options(config),
             sleep_level=capabilities.sleep_level,
         )
 
@@ -361,7 +355,7 @@ class RolloutWorker(StatefulWorker):
         config = self.config
         return Decoding(config.n, config.temperature, config.top_k, config.top_p)
 
-    def _params(self, how: Decoding, first_prompt: int = 0) -> SamplingParams:
+    def _params(self, how: Decoding, first_prompt: int = 0) -> protocol.SamplingParams:
         """Parameters of the next rollout, with a new seed, after synchronising the weights.
 
         `first_prompt` is the index of this rank's first prompt among those of all ranks: samples
@@ -373,7 +367,7 @@ class RolloutWorker(StatefulWorker):
         draw = self._draws[1] + 1 if self._draws[0] == version else 0
         if how.draws == "training":
             self._draws = (version, draw)
-        return SamplingParams(
+        return protocol.SamplingParams(
             n=how.n,
             max_new_tokens=self.max_response_length,
             temperature=how.temperature,
