@@ -114,16 +114,16 @@ def _launch_ray(
     from engine.controller.ray_groups import RayGroup, RayHost, stop_actors, wait_all
 
     if not ray.is_initialized():
-        init_ray(init_options(placement, os.environ))
+        init_ray(init_options(os.environ))
     nodes = [
         ClusterNode(f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"])
         for n in ray.nodes()
         if n["Alive"]
     ]
-    require_capacity(placement.pools, nodes, placement.strategy)
+    require_capacity(placement.pools, nodes)
     deadline = time.monotonic() + placement.start_timeout_s
     options = iter(_reserve(placement, closing))
-    run = f"hybridflyte-{placement.run}{'-' if placement.run else ''}{uuid.uuid4().hex[:6]}"
+    run = f"hybridflyte-{uuid.uuid4().hex[:6]}"
     actor_class: Any = ray.remote(RayHost)
     groups: dict[str, WorkerGroup] = {}
     actors: list[ActorHandle] = []
@@ -168,14 +168,14 @@ def _launch_ray(
     return groups, spans
 
 
-def init_options(placement: Placement, environ: Mapping[str, str]) -> dict[str, object]:
+def init_options(environ: Mapping[str, str]) -> dict[str, object]:
     """Arguments of `ray.init`: join the cluster of RAY_ADDRESS, or start one here."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address := environ.get("RAY_ADDRESS"):
         return {"address": address, **quiet}
-    wanted = placement.dashboard or environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0")
+    dashboard = environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0")
     # "local", for without an address Ray joins whatever cluster /tmp names.
-    return {"address": "local", "include_dashboard": wanted, **quiet}
+    return {"address": "local", "include_dashboard": dashboard, **quiet}
 
 
 def init_ray(options: Mapping[str, Any]) -> None:
@@ -226,7 +226,7 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
         labels = [dict(pool.labels) for pool in wanted if pool.bundle]
         group = placement_group(
             bundles,
-            strategy=placement.strategy,
+            strategy="PACK",
             bundle_label_selector=labels if any(labels) else None,
         )
         closing.callback(remove_placement_group, group)
@@ -272,7 +272,7 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
         return
     address = os.environ.get("RAY_ADDRESS")
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    options = init_options(Placement(()), os.environ)
+    options = init_options(os.environ)
     if options["address"] == "local":
         options["object_store_memory"] = object_store_memory
     try:

@@ -120,18 +120,14 @@ def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
     return batch.rows(torch.tensor(chosen, dtype=torch.long))
 
 
+@register_dataflow("rloo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 @register_dataflow("grpo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 def grpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """GRPO (arXiv:2402.03300): sample groups, learn from the differences within each; no critic."""
-    batch = generate_and_score(roles, prompts, algo)
-    batch = add_log_probs(roles, batch, algo)
-    batch |= algo.advantages(batch)
-    return StepResult(batch, [roles.actor.update(batch)])
+    """GRPO (arXiv:2402.03300): sample groups, learn from the differences within each; no critic.
 
-
-@register_dataflow("rloo", roles={"actor", "rollout", "reward"}, optional={"reference"})
-def rloo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """RLOO (arXiv:2402.14740): the baseline is the mean reward of the group's other completions."""
+    RLOO (arXiv:2402.14740) is the same step with another estimator, whose baseline is the mean
+    reward of the group's other completions.
+    """
     batch = generate_and_score(roles, prompts, algo)
     batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)
