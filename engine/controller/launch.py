@@ -59,16 +59,16 @@ def launch(
             f"placement has {sorted(placed)}, the dataflow needs {sorted(by_name)}"
         )
     start = _launch_local if placement.kind == "local" else _launch_ray
-    own = Recorder(CONTROLLER) if placement.timeline and recorder is None else None
+    run_recorder = Recorder(CONTROLLER) if placement.timeline and recorder is None else None
     with ExitStack() as closing:  # undoes a launch that fails; otherwise Roles.close runs it
-        if own:
-            closing.enter_context(recording(own))
-        groups, spans = start(placement, by_name, threads, own or recorder, closing)
+        if run_recorder:
+            closing.enter_context(recording(run_recorder))
+        groups, spans = start(placement, by_name, threads, run_recorder or recorder, closing)
 
         def timeline() -> list[Span]:
-            return spans() + (own.take() if own else [])
+            return spans() + (run_recorder.take() if run_recorder else [])
 
-        return Roles(groups, closing.pop_all().close, own or recorder, timeline)
+        return Roles(groups, closing.pop_all().close, run_recorder or recorder, timeline)
 
 
 def _launch_local(
@@ -219,11 +219,11 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    wanted = [pool for pool in placement.pools for _ in range(pool.world_size)]
-    bundles = [pool.bundle for pool in wanted if pool.bundle]
+    processes = [pool for pool in placement.pools for _ in range(pool.world_size)]
+    bundles = [pool.bundle for pool in processes if pool.bundle]
     group: PlacementGroup | None = None
     if bundles:
-        labels = [dict(pool.labels) for pool in wanted if pool.bundle]
+        labels = [dict(pool.labels) for pool in processes if pool.bundle]
         group = placement_group(
             bundles,
             strategy="PACK",
@@ -239,7 +239,7 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
             )
     options: list[dict[str, object]] = []
     index = 0
-    for pool in wanted:
+    for pool in processes:
         amounts = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "resources": dict(pool.resources)}
         if group is not None and pool.bundle:
             amounts["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -312,13 +312,13 @@ def require_shared(folders: Sequence[str]) -> None:
     if len(nodes) < 2:
         return
     look = ray.remote(num_cpus=0)(_missing)
-    asked = {
+    answers = {
         node: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         ).remote(list(folders))
         for node in nodes
     }
-    for node, answer in asked.items():
+    for node, answer in answers.items():
         try:
             missing = ray.get(answer, timeout=PROBE_SECONDS)
         except RayError as error:

@@ -129,8 +129,8 @@ def _openmp() -> list[ctypes.CDLL]:
     import torch
 
     folder = Path(torch.__file__).parent / "lib"
-    found = [ctypes.CDLL(str(path)) for path in sorted(folder.glob("libgomp*.so*"))]
-    return [library for library in found if hasattr(library, "omp_pause_resource_all")]
+    libraries = [ctypes.CDLL(str(path)) for path in sorted(folder.glob("libgomp*.so*"))]
+    return [library for library in libraries if hasattr(library, "omp_pause_resource_all")]
 
 
 class LocalFuture(Future[object]):

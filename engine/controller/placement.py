@@ -35,8 +35,8 @@ class Pool:
     @property
     def bundle(self) -> dict[str, float]:
         """The resources of one process, e.g. {"CPU": 2.0, "GPU": 1.0}."""
-        wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return {key: amount for key, amount in wanted.items() if amount > 0}
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {key: amount for key, amount in amounts.items() if amount > 0}
 
 
 @dataclass(frozen=True, slots=True)

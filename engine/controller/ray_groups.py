@@ -96,14 +96,14 @@ class RayFuture(Future[object]):
 
     def _ancestors(self) -> list[RayFuture]:
         """The calls that this one takes data from, directly or not, first call first."""
-        found: dict[int, RayFuture] = {}
+        ancestors: dict[int, RayFuture] = {}
         todo = list(self._sources)
         while todo:
             source = todo.pop()
-            if source.number not in found:
-                found[source.number] = source
+            if source.number not in ancestors:
+                ancestors[source.number] = source
                 todo.extend(source._sources)
-        return [found[number] for number in sorted(found)]
+        return [ancestors[number] for number in sorted(ancestors)]
 
 
 class RayGroup(WorkerGroup):
@@ -215,15 +215,15 @@ def _put(value: object, timeout_s: float) -> ObjectRef:
 
     threading.Thread(target=put, name="ray-put", daemon=True).start()
     try:
-        found = stored.get(timeout=timeout_s)
+        outcome = stored.get(timeout=timeout_s)
     except queue.Empty:
         raise WorkerError(
             f"the Ray node of this machine took no data within {timeout_s:g} s; its raylet is "
             "stopped or the machine is overloaded: end that Ray, and resume the run on another"
         ) from None
-    if isinstance(found, Exception):
-        raise found
-    return found
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _first_failure(refs: Mapping[ObjectRef, str]) -> EngineError | None:

@@ -263,9 +263,9 @@ class ScoringCall:
         """Each group with its own scores `[n, response]`; raises what the scoring raised."""
         scores = self.scores.result()
         for ticket, (group, rows) in self.groups.items():
-            own = scores.rows(rows)
+            group_scores = scores.rows(rows)
             width = group["response_mask"].shape[1]  # wider groups may have been scored beside it
-            yield ticket, group | (own | {_SCORES: own[_SCORES][:, :width]})
+            yield ticket, group | (group_scores | {_SCORES: group_scores[_SCORES][:, :width]})
 
 
 class RolloutQueue:
@@ -423,8 +423,8 @@ class RolloutQueue:
 def _versions(group: Batch) -> set[int]:
     """The versions of the weights that sampled the group's tokens; without any, those that they
     would have been sampled under."""
-    found = set(group["token_versions"][group["response_mask"].bool()].tolist())
-    return found or set(group["policy_version"].tolist())
+    versions = set(group["token_versions"][group["response_mask"].bool()].tolist())
+    return versions or set(group["policy_version"].tolist())
 
 
 def _with_key(group: Batch, key: int) -> dict[str, torch.Tensor]:

@@ -111,8 +111,8 @@ def _reduce(name: str, ranks: Sequence[RankMetrics]) -> float:
     weighted: list[tuple[Metric, float]] = []
     for rank in ranks:
         if name in rank.values:
-            found = rank.values[name]
-            metric = found if isinstance(found, Metric) else Metric(float(found))
+            value = rank.values[name]
+            metric = value if isinstance(value, Metric) else Metric(float(value))
             weighted.append((metric, rank.rows if metric.weight is None else metric.weight))
     kinds = {metric.reduce for metric, _ in weighted}
     if len(kinds) > 1:

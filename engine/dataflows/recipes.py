@@ -90,9 +90,9 @@ class DynamicSampling:
         metrics["sampling/groups_kept"] = float(min(self._groups, self._wanted))
         if not self._kept:
             return self._last
-        whole = Batch.concat(self._kept)
-        every = torch.ones(len(whole), dtype=torch.bool)
-        return whole.rows(first_groups(whole["group_ids"], every, self._wanted))
+        groups = Batch.concat(self._kept)
+        rows = torch.ones(len(groups), dtype=torch.bool)
+        return groups.rows(first_groups(groups["group_ids"], rows, self._wanted))
 
 
 def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:

@@ -74,8 +74,8 @@ class HybridConfig(Section):
             config = cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(f"hybrid_config: {explain(error)}") from None
-        given = {config.tp_size, config.rollout_tp_size} - {None}
-        if len(given) > 1:
+        sizes = {config.tp_size, config.rollout_tp_size} - {None}
+        if len(sizes) > 1:
             raise ConfigError(
                 f"hybrid_config: tp_size={config.tp_size} and rollout_tp_size="
                 f"{config.rollout_tp_size} are both that of generate; training's is train_tp_size"
@@ -124,15 +124,15 @@ class HybridConfig(Section):
     def _require_ranks(self, world_size: int) -> None:
         """Raise ConfigError where the sizes need more ranks than there are."""
         training = self.train_tp_size * (self.dp_size or 1) * (self.fsdp_size or 1)
-        asked = max(training, self.rollout_tp)
-        if asked <= world_size:
+        needed = max(training, self.rollout_tp)
+        if needed <= world_size:
             return
         names = ("dp_size", "fsdp_size", "tp_size", "train_tp_size", "rollout_tp_size")
         used = ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n) or 1) > 1)
         there = "this process is alone" if world_size == 1 else f"there are {world_size}"
         raise ConfigError(
-            f"hybrid_config's {used} needs {asked} ranks, but {there}; run it under torchrun with "
-            f"{asked} processes (torchrun --nproc-per-node {asked} …), or leave the sizes out"
+            f"hybrid_config's {used} needs {needed} ranks, but {there}; run it under torchrun with "
+            f"{needed} processes (torchrun --nproc-per-node {needed} …), or leave the sizes out"
         )
 
     def _data_axes(self, data_ranks: int, in_node: int) -> tuple[int, int]:
@@ -514,16 +514,16 @@ def _check_rollout(engine: str, sizes: HybridConfig) -> None:
 
 
 def _tokenizer(
-    path: str | Path, given: PreTrainedTokenizerBase | str | Path | None
+    path: str | Path, tokenizer: PreTrainedTokenizerBase | str | Path | None
 ) -> PreTrainedTokenizerBase | None:
     """The given one, or that of the model's folder; None for a folder without one."""
-    if given is None:
+    if tokenizer is None:
         names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
         folder = Path(path)
         if folder.is_dir() and not any((folder / name).exists() for name in names):
             return None
         return load_tokenizer(path)
-    return load_tokenizer(given) if isinstance(given, str | Path) else given
+    return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
 
 Mode = Literal["train", "rollout", "eval"]

@@ -215,8 +215,8 @@ def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
     if models.has_adapters(model):
         return {name: p.data for name, p in models.adapter_parameters(model).items()}
     named: dict[str, Tensor] = dict(model.named_parameters())
-    kept = model.state_dict(keep_vars=True)
-    named |= {name: b for name, b in model.named_buffers() if name in kept}
+    state = model.state_dict(keep_vars=True)
+    named |= {name: b for name, b in model.named_buffers() if name in state}
     return {name: tensor.data for name, tensor in named.items()}
 
 
@@ -241,10 +241,10 @@ class StartModel:
     def load_on(self, device: torch.device) -> PreTrainedModel:
         """Whole, read straight onto `device`."""
         opened = self.open()
-        whole: Any = opened.module if isinstance(opened, models.UnloadedModel) else opened
+        model: Any = opened.module if isinstance(opened, models.UnloadedModel) else opened
         if isinstance(opened, models.UnloadedModel):
-            load_shards(whole, opened, device, device)
-        moved: PreTrainedModel = whole.to(device)
+            load_shards(model, opened, device, device)
+        moved: PreTrainedModel = model.to(device)
         return moved
 
 

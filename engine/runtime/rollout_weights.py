@@ -55,7 +55,7 @@ def merged_tensors(
 
 def adapter_scales(module: nn.Module) -> dict[str, float]:
     """α/r of each adapted module of the whole policy; all ranks call it together."""
-    found: dict[str, float] = {}
+    scales: dict[str, float] = {}
     for name, layer in module.named_modules():
         adapted: Any = layer
         if not hasattr(adapted, "base_layer"):
@@ -70,11 +70,11 @@ def adapter_scales(module: nn.Module) -> dict[str, float]:
                 f"{name!r} is quantised (model.lora.quantize), and ranks can't have parts of it; "
                 "set rollout.tensor_parallel_size to 1"
             )
-        found[name] = float(adapted.scaling[ADAPTER])
-    every = [found] * (dist.get_world_size() if dist.is_initialized() else 1)
+        scales[name] = float(adapted.scaling[ADAPTER])
+    by_rank = [scales] * (dist.get_world_size() if dist.is_initialized() else 1)
     if dist.is_initialized():
-        dist.all_gather_object(every, found)
-    return {name: scale for part in every for name, scale in part.items()}
+        dist.all_gather_object(by_rank, scales)
+    return {name: scale for part in by_rank for name, scale in part.items()}
 
 
 LoadModel = Callable[[], PreTrainedModel]
@@ -129,8 +129,8 @@ class ReshardedWeights(RolloutWeights):
         config = sharded.module.config
         device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
         stored = gather_shard_map(sharded.module, rename=sharded.full_name)
-        wanted = rollout_shard_map(stored.shapes, to, ModelShape.of(config), dtype)
-        own = plan_reshard(stored, wanted).for_rank(sharded.ranks.rank)
+        target_map = rollout_shard_map(stored.shapes, to, ModelShape.of(config), dtype)
+        own = plan_reshard(stored, target_map).for_rank(sharded.ranks.rank)
         target: dict[str, Tensor]
         if to.tp == 1:
             self.model = _empty_model(config, dtype, device)
@@ -164,10 +164,10 @@ class AdapterWeights(RolloutWeights):
 
     def refresh(self) -> None:
         """Gather the adapters, which are small, and copy them in place."""
-        own = adapter_parameters(self.model)
+        parameters = adapter_parameters(self.model)
         with torch.no_grad():
-            for name, full in self._sharded.full_tensors(own.__contains__):
-                own[name].copy_(full)
+            for name, full in self._sharded.full_tensors(parameters.__contains__):
+                parameters[name].copy_(full)
 
 
 class MergedWeights(RolloutWeights):
@@ -189,17 +189,17 @@ class MergedWeights(RolloutWeights):
         dtype = next(iter(own.values())).dtype
         stored = gather_shard_map(sharded.module, rename=self._base_name)
         shape = ModelShape.of(sharded.module.config)
-        wanted = rollout_shard_map(stored.shapes, to, shape, dtype)
+        target_map = rollout_shard_map(stored.shapes, to, shape, dtype)
         rank = sharded.ranks.rank
         self._boxes: dict[str, Box] = {
             name: shard.box
-            for name, parameter in wanted.parameters.items()
+            for name, parameter in target_map.parameters.items()
             for shard in parameter.shards
             if rank in shard.ranks
         }
         self._base = own
         if not shared:
-            plan = plan_reshard(stored, wanted).for_rank(rank)
+            plan = plan_reshard(stored, target_map).for_rank(rank)
             device = next(iter(own.values())).device
             self._base = {
                 name: torch.empty(size, dtype=dtype, device=device)
@@ -264,10 +264,10 @@ class VllmWeights(RolloutWeights):
         sharded, module = self._sharded, self._sharded.module
         stored = gather_shard_map(module, rename=sharded.full_name)
         shape = ModelShape.of(self.model.config)
-        wanted = rollout_shard_map(stored.shapes, self._to, shape, engine.dtype, fused=True)
-        own = plan_reshard(stored, wanted).for_rank(sharded.ranks.rank)
+        target_map = rollout_shard_map(stored.shapes, self._to, shape, engine.dtype, fused=True)
+        plan = plan_reshard(stored, target_map).for_rank(sharded.ranks.rank)
         source = local_tensors(module, rename=sharded.full_name)
-        return Exchange(own, source, engine.parameters())
+        return Exchange(plan, source, engine.parameters())
 
 
 class StreamedWeights(RolloutWeights):
@@ -338,13 +338,13 @@ def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) 
 
 def _tp_group(to: RolloutLayout, rank: int) -> tuple[int, dist.ProcessGroup]:
     """This rank's index in, and the group of, the ranks that decode together."""
-    found: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
     for members in to.tp_groups():  # all ranks create all groups
         group = dist.new_group(list(members), sort_ranks=False)  # shards are in this order
         if rank in members:
-            found = group
-    assert found is not None
-    return to.place(rank).tp, found
+            own_group = group
+    assert own_group is not None
+    return to.place(rank).tp, own_group
 
 
 def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

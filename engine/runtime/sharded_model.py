@@ -109,8 +109,8 @@ def micro_batches(
     """
     for index in _cut(batch, max_tokens, packing):
         rows = torch.tensor(index)
-        every = index == list(range(len(batch)))
-        yield rows, trim(batch if every else batch.rows(rows))
+        all_rows = index == list(range(len(batch)))
+        yield rows, trim(batch if all_rows else batch.rows(rows))
 
 
 def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:

@@ -124,15 +124,15 @@ class RolloutPeers:
 
     def _by_data_index(self, calls: Sequence[tuple[Prompts, SamplingParams]]) -> dict[int, Prompts]:
         """The prompts of each data index; its ranks must have passed the same."""
-        found: dict[int, tuple[int, Prompts]] = {}
+        by_index: dict[int, tuple[int, Prompts]] = {}
         for rank, (prompts, _) in enumerate(calls):
-            first, known = found.setdefault(self._data_index(rank), (rank, prompts))
+            first, known = by_index.setdefault(self._data_index(rank), (rank, prompts))
             if known != prompts:
                 raise ConfigError(
                     f"ranks {first} and {rank} share their rows (tp_size={self._layout.tp}) and "
                     "were given different prompts; give both the same"
                 )
-        return {index: prompts for index, (_, prompts) in found.items()}
+        return {index: prompts for index, (_, prompts) in by_index.items()}
 
     def _data_index(self, rank: int) -> int:
         """The index of `rank` among the training layout's data-parallel ranks."""
@@ -294,5 +294,5 @@ def _gather_logits(
         shape=torch.Size(shape),
         stride=stride,
     )
-    whole: Tensor = split.redistribute(placements=[Replicate()]).to_local()
-    return whole
+    logits: Tensor = split.redistribute(placements=[Replicate()]).to_local()
+    return logits

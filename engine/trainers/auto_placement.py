@@ -68,7 +68,7 @@ def workload(config: RLConfig, **model: Unpack[RunModel]) -> planner.Workload:
     shape, kind = _shape(model_config), model_config.model_type
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
     stored = _DTYPES[model["dtype"]]
-    own, started = config.critic.parallel, config.critic.model_path
+    critic_parallel, started = config.critic.parallel, config.critic.model_path
     rows = choose_dataflow(config.algorithm).rows_an_update(config)
     mini = actor.ppo_mini_batch_size
     windows = getattr(model_config, "sliding_window", None)
@@ -90,7 +90,11 @@ def workload(config: RLConfig, **model: Unpack[RunModel]) -> planner.Workload:
         quantized=bool(lora.quantize),
         reference="reference" in roles and not lora.rank,
         teachers=tuple(_shape(text_config(path)) for path in teachers),
-        critic="" if "critic" not in roles else Layout.of(own) if own else "as actor",
+        critic=""
+        if "critic" not in roles
+        else Layout.of(critic_parallel)
+        if critic_parallel
+        else "as actor",
         critic_shape=critic_shape,
         critic_adapters=_adapters(critic_shape or shape, config.critic.lora),
         actor_epochs=actor.ppo_epochs,
@@ -192,8 +196,8 @@ def plan_for(
     _, roles = run_roles(config)
     mode, nodes = config.trainer.mode, [machine.node for machine in cluster.machines]
     pools = config.trainer.pools
-    wanted = next((pool.gpus for pool in pools if "actor" in pool.roles), 1.0)
-    usable = cluster if wanted else cluster.without_gpus()
+    trainer_gpus = next((pool.gpus for pool in pools if "actor" in pool.roles), 1.0)
+    usable = cluster if trainer_gpus else cluster.without_gpus()
     apart = bool(usable.gpus and work.samplers and work.decodes)
     if apart and not pools and usable.gpus < 2:
         raise ConfigError(
@@ -231,16 +235,16 @@ def plan_for(
 
     if not apart or pools:
         return plan(work, usable)
-    found = planner.search_apart(work, usable, _sampler_choices(config, usable), plan)
-    return replace(found, cluster=usable, together=_together(config, work, usable))
+    plan_apart = planner.search_apart(work, usable, _sampler_choices(config, usable), plan)
+    return replace(plan_apart, cluster=usable, together=_together(config, work, usable))
 
 
 def _sampler_choices(config: RLConfig, cluster: planner.Cluster) -> planner.SamplerChoices:
     """What the settings leave open of the processes that only decode."""
     rollout, workers = config.rollout, config.trainer.rollout_workers
-    tp, most = rollout.tensor_parallel_size, max(machine.gpus for machine in cluster.machines)
+    tp, largest = rollout.tensor_parallel_size, max(machine.gpus for machine in cluster.machines)
     several = "vllm" in engine_capabilities(rollout).settings  # a sampler takes several GPUs
-    sizes = [n for n in range(1, most + 1) if most % n == 0] if several else [1]
+    sizes = [n for n in range(1, largest + 1) if largest % n == 0] if several else [1]
     return planner.SamplerChoices(
         counts=[workers] if workers > 1 else None, sizes=[tp] if tp > 1 else sizes
     )
@@ -345,10 +349,10 @@ def _check_rows(config: RLConfig, candidate: planner.Candidate) -> None:
     """Raise ConfigError if a data-parallel rank would have no rows of some mini-batch."""
     layout = candidate.layout
     learned = choose_dataflow(config.algorithm).rows_an_update(config)
-    every = config.trainer.train_batch_size * config.rollout.n
+    completions = config.trainer.train_batch_size * config.rollout.n
     for rows, size in (
         (learned, config.actor.ppo_mini_batch_size),
-        (every, config.critic.ppo_mini_batch_size),
+        (completions, config.critic.ppo_mini_batch_size),
     ):
         count = -(-rows // size) if size else 1
         if rows // layout.data_ranks < count:
@@ -394,11 +398,11 @@ def check_rl_memory(config: RLConfig, cluster: planner.Cluster, **model: Unpack[
     trainer = config.trainer.model_copy(update={"placement": "auto", "pools": ()})
     free = config.model_copy(update={"actor": actor, "trainer": trainer})
     try:
-        found = plan_for(free, work, cluster, model["lora"]).chosen.candidate
-        instead = f"rl.actor.parallel {found.layout}"
-        if found.memory_options != "-":
-            instead += f" ({found.memory_options})"
-        instead += f", rollout.tensor_parallel_size {found.rollout_tp} would"
+        fitting = plan_for(free, work, cluster, model["lora"]).chosen.candidate
+        instead = f"rl.actor.parallel {fitting.layout}"
+        if fitting.memory_options != "-":
+            instead += f" ({fitting.memory_options})"
+        instead += f", rollout.tensor_parallel_size {fitting.rollout_tp} would"
     except EngineError:
         instead = f"no layout of {cluster} would: take more machines, or set model.lora.rank"
     raise PlacementError(
@@ -422,8 +426,8 @@ def check_sft_memory(
     if need <= there:
         return
     tried = _sharded(config.parallel, cluster.gpus)
-    found = (one for one in tried if fits(sft_memory(work, one).peak, there))
-    instead = next(map(_named, found), f"no fsdp layout of {cluster.gpus} GPUs")
+    fitting = (candidate for candidate in tried if fits(sft_memory(work, candidate).peak, there))
+    instead = next(map(_named, fitting), f"no fsdp layout of {cluster.gpus} GPUs")
     raise PlacementError(
         f"sft can't fit: with sft.parallel {Layout.of(config.parallel)} a GPU keeps "
         f"{need / GIB:.0f} GiB of weights, gradients and moments, and has {there / GIB:.0f}; "

@@ -190,10 +190,10 @@ def run_with_retries(
             return
         except errors.WorkerError as error:
             try:
-                found = find_latest(checkpoint_dir)
+                checkpoint = find_latest(checkpoint_dir)
             except errors.DamagedCheckpointError:  # the next attempt says that all are
-                found = None
-            step, cause = found.step if found else 0, str(error).splitlines()[0]
+                checkpoint = None
+            step, cause = checkpoint.step if checkpoint else 0, str(error).splitlines()[0]
             failed = 1 if step > newest else failed + 1
             newest = max(newest, step)
             if failed >= max_attempts or threads_left_behind():

@@ -56,14 +56,14 @@ def export_policy(
     checkpoint's address. Raises CheckpointError, ModelError for a start model that isn't there,
     and StorageError.
     """
-    source, place = resolve_checkpoint(checkpoint), Folder(target)
-    if is_exported(place) or (place.is_local and (place.sizes() or place.folders())):
-        raise _target_exists(place)
+    source, folder = resolve_checkpoint(checkpoint), Folder(target)
+    if is_exported(folder) or (folder.is_local and (folder.sizes() or folder.folders())):
+        raise _target_exists(folder)
     policy, path, step = _load_policy(source, model)
-    if place.is_local:
-        _write_local(policy, path, place, step)
+    if folder.is_local:
+        _write_local(policy, path, folder, step)
     else:
-        _upload(policy, path, place)
+        _upload(policy, path, folder)
     return source
 
 
@@ -76,9 +76,9 @@ def write_policy(checkpoint: str | Path, folder: str | Path, model: str | Path) 
     save_model(policy, load_tokenizer(path), Path(folder))
 
 
-def is_exported(place: Folder) -> bool:
+def is_exported(folder: Folder) -> bool:
     """Whether a complete model folder is there."""
-    return CONFIG in place.sizes()
+    return CONFIG in folder.sizes()
 
 
 def resolve_checkpoint(checkpoint: str | Path) -> str:
@@ -86,13 +86,13 @@ def resolve_checkpoint(checkpoint: str | Path) -> str:
     folder = Folder(checkpoint)
     if MARKER in folder.sizes():
         return folder.uri
-    found = find_latest(folder.uri)
-    if found is None:
+    newest = find_latest(folder.uri)
+    if newest is None:
         raise CheckpointError(
             f"{folder} is no complete checkpoint and holds none; name a folder step_<n> with a "
             f"file {MARKER}, or the folder of a run"
         )
-    return found.folder
+    return newest.folder
 
 
 def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel, str, int]:
@@ -125,32 +125,32 @@ def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel
     return policy, path, int(values["step"])
 
 
-def _write_local(policy: PreTrainedModel, path: str, place: Folder, step: int) -> None:
+def _write_local(policy: PreTrainedModel, path: str, folder: Folder, step: int) -> None:
     """To a disk: write a draft, fsync it, rename it."""
-    parent = Folder(Path(place.path).parent)
+    parent = Folder(Path(folder.path).parent)
     parent.create()
     draft = parent / draft_name(step)
     try:
         save_model(policy, load_tokenizer(path), draft.path)
         draft.fsync()
-        if not draft.move(place):
-            raise _target_exists(place)
+        if not draft.move(folder):
+            raise _target_exists(folder)
     finally:
         draft.remove()
 
 
-def _upload(policy: PreTrainedModel, path: str, place: Folder) -> None:
+def _upload(policy: PreTrainedModel, path: str, folder: Folder) -> None:
     """To an object store, which can't rename: config.json, which marks it complete, is last."""
     with tempfile.TemporaryDirectory(prefix="export-") as near:
         save_model(policy, load_tokenizer(path), near)
         names = [str(file.relative_to(near)) for file in Path(near).rglob("*") if file.is_file()]
         files = {name: Folder(near).digest(name) for name in names if name != CONFIG}
-        upload(Path(near), place.uri, files, f"upload {Path(place.path).name}")
-        place.write(CONFIG, [(Path(near) / CONFIG).read_bytes()])
+        upload(Path(near), folder.uri, files, f"upload {Path(folder.path).name}")
+        folder.write(CONFIG, [(Path(near) / CONFIG).read_bytes()])
 
 
-def _target_exists(place: Folder) -> CheckpointError:
-    return CheckpointError(f"{place} is there already; delete it, or name another folder")
+def _target_exists(folder: Folder) -> CheckpointError:
+    return CheckpointError(f"{folder} is there already; delete it, or name another folder")
 
 
 log = logging.getLogger(__name__)
@@ -212,20 +212,20 @@ class BackgroundExporter:
         return None
 
     def _export_checkpoint(self, name: str) -> None:
-        source, place = self._store.root / name, self._target(name)
-        fault = self._run_export(source, place)
+        source, folder = self._store.root / name, self._target(name)
+        fault = self._run_export(source, folder)
         if MARKER not in source.sizes():  # deleted by retention
-            place.remove()
-        elif fault and not is_exported(place):  # an earlier attempt's process may still export it
+            folder.remove()
+        elif fault and not is_exported(folder):  # an earlier attempt's process may still export it
             self._given_up.add(name)
             log.warning("no model folder of checkpoint %s: %s; training continues", source, fault)
 
     def _target(self, name: str) -> Folder:
         return self._store.root / EXPORTS / name
 
-    def _run_export(self, source: Folder, place: Folder) -> str:
+    def _run_export(self, source: Folder, folder: Folder) -> str:
         """Run the command; return why it failed, or nothing."""
-        command = [sys.executable, "-m", "engine.export", source.uri, "--out", place.uri]
+        command = [sys.executable, "-m", "engine.export", source.uri, "--out", folder.uri]
         paths = filter(None, [_SOURCES, os.environ.get("PYTHONPATH")])
         # Training uses the devices and cores.
         hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

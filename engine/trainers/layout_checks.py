@@ -23,8 +23,10 @@ def check_layouts(
     """Raise ConfigError for layouts that the settings, or the model, don't allow."""
     for role in ("actor", "critic"):
         parallel, layout = parallel_of(role, config), layout_of(role, config)
-        own = config.critic.model_path if role == "critic" else ""
-        read = text_config(own) if own and model_config is not None else model_config
+        critic_path = config.critic.model_path if role == "critic" else ""
+        read = (
+            text_config(critic_path) if critic_path and model_config is not None else model_config
+        )
         check_parallel(f"{role}.parallel", parallel, lora, read)
         if layout.world_size > 1 and config.trainer.placement == "local":
             raise ConfigError(
@@ -72,11 +74,11 @@ def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
             "models' logits in one place; choose an estimator such as low_var_kl, or pp=1"
         )
     _check_samplers(config)
-    size, every = config.actor.ppo_mini_batch_size, 2 * layout.data_ranks
-    if choose_dataflow(config.algorithm).pairs and 0 < size < every:
+    size, least = config.actor.ppo_mini_batch_size, 2 * layout.data_ranks
+    if choose_dataflow(config.algorithm).pairs and 0 < size < least:
         raise ConfigError(
             f"actor.ppo_mini_batch_size={size} holds no pair of completions for each of "
-            f"{layout.data_ranks} data-parallel ranks; set {every} or more, or 0 for all"
+            f"{layout.data_ranks} data-parallel ranks; set {least} or more, or 0 for all"
         )
     prompts = config.trainer.train_batch_size
     for name, size in (("completions of a step", prompts * rollout.n), ("prompts", prompts)):
@@ -139,10 +141,10 @@ def check_moe(config: RLConfig, model_config: PretrainedConfig) -> None:
     `model_config` is transformers' of the policy.
     """
     rollout, kind = config.rollout, model_config.model_type
-    asked = _routing_setting(config)
-    if asked and kind not in MIXTURES:
+    setting = _routing_setting(config)
+    if setting and kind not in MIXTURES:
         raise ConfigError(
-            f"{asked} with a model of type {kind!r}: it is for mixtures of experts "
+            f"{setting} with a model of type {kind!r}: it is for mixtures of experts "
             f"({', '.join(MIXTURES)}); leave it out"
         )
     if Experts.of(model_config) is None:
@@ -155,8 +157,8 @@ def check_moe(config: RLConfig, model_config: PretrainedConfig) -> None:
             f"experts ({kind}) and rollout.engine={rollout.engine}: it doesn't split experts over "
             "ranks; set it to 1, or rollout.engine=vllm"
         )
-    if asked:
-        _check_routing(config, asked)
+    if setting:
+        _check_routing(config, setting)
 
 
 def check_expert_axes(name: str, parallel: ParallelConfig, model_config: PretrainedConfig) -> None:
@@ -185,21 +187,21 @@ def _routing_setting(config: RLConfig) -> str:
     return ""
 
 
-def _check_routing(config: RLConfig, asked: str) -> None:
+def _check_routing(config: RLConfig, setting: str) -> None:
     actor, mode = config.actor, config.actor.router_replay.mode
     if actor.parallel.sp > 1:
         raise ConfigError(
-            f"{asked} with actor.parallel.sp={actor.parallel.sp}: what routers choose is kept by "
+            f"{setting} with actor.parallel.sp={actor.parallel.sp}: what routers choose is kept by "
             "whole rows; set sp to 1"
         )
     if actor.use_kl_loss and actor.kl_loss_type == "full":
         raise ConfigError(
-            f"{asked} with actor.kl_loss_type=full: two models' routers run in one pass; choose "
+            f"{setting} with actor.kl_loss_type=full: two models' routers run in one pass; choose "
             "an estimator such as low_var_kl"
         )
     if choose_dataflow(config.algorithm).pairs:
         raise ConfigError(
-            f"{asked} with algorithm.dataflow={config.algorithm.dataflow}: only losses of "
+            f"{setting} with algorithm.dataflow={config.algorithm.dataflow}: only losses of "
             "advantages have it; leave it out"
         )
     if mode == "R2" and actor.old_log_probs == "rollout":

@@ -315,21 +315,21 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         and what changed in the settings since (0, {}, [])."""
         if saver is None:
             return 0, {}, []
-        found, here = saver.store.latest(), True
-        if found is None and elsewhere is not None:
-            found, here = self._store(elsewhere).latest(), False
-        if found is None:
+        checkpoint, here = saver.store.latest(), True
+        if checkpoint is None and elsewhere is not None:
+            checkpoint, here = self._store(elsewhere).latest(), False
+        if checkpoint is None:
             return 0, {}, []
         may_change = [f"{self.config.section}.{name}" for name in MAY_CHANGE]
         defaults = recorded_settings(type(self.config)())
-        changed = changed_settings(found, settings, may_change, defaults)
-        self._load(saver, found)
-        metrics = dict(found.state["metrics"])
-        self.on_resume(found.folder, found.step)
+        changed = changed_settings(checkpoint, settings, may_change, defaults)
+        self._load(saver, checkpoint)
+        metrics = dict(checkpoint.state["metrics"])
+        self.on_resume(checkpoint.folder, checkpoint.step)
         if not here:  # the next attempt looks in the run's own folder
             recorded = {"settings": settings, "changed_settings": changed}
-            self._save(saver, found.step, recorded, metrics)
-        return found.step, metrics, changed
+            self._save(saver, checkpoint.step, recorded, metrics)
+        return checkpoint.step, metrics, changed
 
     def _load(self, saver: Saver, checkpoint: Checkpoint) -> None:
         """Load a checkpoint: of one rank, whose state is the controller's own, or of several."""
@@ -404,8 +404,8 @@ class OfflineTrainer(ABC, Generic[Example, W]):
 
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for what may change."""
-        own = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
-        return recorded_settings(self.config) | flat(own)
+        inputs = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
+        return recorded_settings(self.config) | flat(inputs)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.

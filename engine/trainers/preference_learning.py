@@ -116,12 +116,16 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
         ]
 
     def _check_kind(self, examples: Sequence[PreferenceExample]) -> None:
-        wanted = self.config.loss == "kto"
-        if any(isinstance(example, LabelledExample) != wanted for example in examples):
+        labelled = self.config.loss == "kto"
+        if any(isinstance(example, LabelledExample) != labelled for example in examples):
             raise DataError(
                 f"preference.loss={self.config.loss} learns from "
-                + ("completions with a label" if wanted else "pairs of a chosen and a rejected one")
-                + f'; read the rows as kind="{"labels" if wanted else "pairs"}"'
+                + (
+                    "completions with a label"
+                    if labelled
+                    else "pairs of a chosen and a rejected one"
+                )
+                + f'; read the rows as kind="{"labels" if labelled else "pairs"}"'
             )
 
     def _cache_name(self, examples: Sequence[PreferenceExample]) -> str:
@@ -135,13 +139,13 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
         self, examples: Sequence[PreferenceExample], *, reference: bool
     ) -> Tensor:
         """Log-probs `[2N]` (float32) of the examples' responses."""
-        found = []
+        chunks = []
         for start in range(0, len(examples), CHUNK):
             batch = collate_preferences(examples[start : start + CHUNK], self.pad_token_id)
             tokens = batch.select(["input_ids", "attention_mask", "responses", "response_mask"])
             got = done(self._ranks.response_log_probs(tokens, reference))
-            found.append(got["response_log_probs"])
-        return torch.cat(found)
+            chunks.append(got["response_log_probs"])
+        return torch.cat(chunks)
 
     def _collate(self, examples: Sequence[PreferenceExample]) -> Batch:
         return collate_preferences(examples, self.pad_token_id)
@@ -184,10 +188,10 @@ def _read_cache(folder: str, name: str, rows: int) -> Tensor | None:
     if not folder:
         return None
     try:
-        kept = load(Files(folder).read(name))["log_probs"]
+        log_probs = load(Files(folder).read(name))["log_probs"]
     except (OSError, SafetensorError, KeyError):
         return None
-    return kept if kept.shape == (rows,) else None
+    return log_probs if log_probs.shape == (rows,) else None
 
 
 def _write_cache(folder: str, name: str, log_probs: Tensor) -> None:

@@ -57,15 +57,15 @@ def changed_settings(
         raise _refused(checkpoint, "another version of the engine wrote it")
     there = {name: defaults[name] for name in settings.keys() & defaults.keys()} | there
     names = sorted(n for n in there.keys() | settings.keys() if there.get(n) != settings.get(n))
-    told = {n: f"{n} is {there.get(n)!r} there and {settings.get(n)!r} here" for n in names}
+    differences = {n: f"{n} is {there.get(n)!r} there and {settings.get(n)!r} here" for n in names}
     allowed = tuple(f"{name}." for name in may_change)
-    refused = [told[n] for n in names if not f"{n}.".startswith(allowed)]
+    refused = [differences[n] for n in names if not f"{n}.".startswith(allowed)]
     if refused:
         more = len(refused) - _MAX_LISTED
         shown = refused[:_MAX_LISTED] + ([f"{more} more"] if more > 0 else [])
         raise _refused(checkpoint, ", ".join(shown))
-    if told:
-        log.warning("%s: settings changed: %s", checkpoint.folder, ", ".join(told.values()))
+    if differences:
+        log.warning("%s: settings changed: %s", checkpoint.folder, ", ".join(differences.values()))
     new = [
         {"step": checkpoint.step, "setting": n, "before": there.get(n), "after": settings.get(n)}
         for n in names
@@ -154,9 +154,9 @@ def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[
     """
     trainer = config.trainer
     rl = config.model_dump(mode="json", exclude=_MAY_DIFFER)
-    kept = {"mode": trainer.mode, "train_batch_size": trainer.train_batch_size}
+    recorded = {"mode": trainer.mode, "train_batch_size": trainer.train_batch_size}
     data = {"max_response_length": max_response_length}
-    return flat({"rl": rl | {"trainer": kept}, "data": data, "seed": seed})
+    return flat({"rl": rl | {"trainer": recorded}, "data": data, "seed": seed})
 
 
 Rule = Literal["best", "last"]
@@ -201,17 +201,17 @@ def choose_final_model(
     """
     last = history[-1]
     end = int(last["step"])
-    for place, row in enumerate(_ranked(history) if rule == "best" else ()):
+    for better, row in enumerate(_ranked(history) if rule == "best" else ()):
         step = int(row["step"])
         checkpoint = None if row is last else store.newest_of(step)
         if row is not last and checkpoint is None:
             continue
-        if place:
+        if better:
             log.warning(
                 "step %d is handed over: of %d steps with a better validation reward there is no "
                 "checkpoint (a save failed, or the folder was changed)",
                 step,
-                place,
+                better,
             )
         address = "" if checkpoint is None else checkpoint.folder
         return FinalModel(step, end, row[SCORE], "best", address)

@@ -65,11 +65,11 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
 
     def scores(self, examples: Sequence[PairExample]) -> Tensor:
         """Scores `[N, 2]` (float32) of the chosen and the rejected conversations."""
-        found = []
+        chunks = []
         for start in range(0, len(examples), CHUNK):
             batch = self._collate(examples[start : start + CHUNK])
-            found.append(done(self._ranks.scores(batch))["scores"])
-        return torch.cat(found).view(-1, 2)
+            chunks.append(done(self._ranks.scores(batch))["scores"])
+        return torch.cat(chunks).view(-1, 2)
 
     def validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
         """How well held-out pairs are ranked; see `ranking`."""
@@ -111,8 +111,8 @@ def calibration_error(gaps: Tensor) -> float:
     confidence, right = torch.sigmoid(gaps.abs()), (gaps > 0).double()
     bins = ((confidence - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
     error = 0.0
-    for one in bins.unique():
-        inside = bins == one
+    for index in bins.unique():
+        inside = bins == index
         error += float(inside.sum() * (confidence[inside].mean() - right[inside].mean()).abs())
     return error / len(gaps)
 
@@ -172,13 +172,13 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
 
     def scores(self, examples: Sequence[StepExample]) -> list[Tensor]:
         """For each example the scores `[steps]` (float32) of its steps; right ones are above 0."""
-        found = []
+        chunks = []
         for start in range(0, len(examples), CHUNK):
             some = examples[start : start + CHUNK]
             values = done(self._ranks.step_scores(self._collate(some)))["values"]
             for row, example in zip(values, some, strict=True):
-                found.append(row[[end + 1 for end in example.ends]])
-        return found
+                chunks.append(row[[end + 1 for end in example.ends]])
+        return chunks
 
     def validate(self, examples: Sequence[StepExample]) -> dict[str, float]:
         """How well held-out steps are told apart.
@@ -191,13 +191,13 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
         labels = torch.tensor([label for example in examples for label in example.labels])
         right = (flat > 0) == labels
         interval = wilson_interval(right.double().numpy(), 0.95)
-        whole = [bool(part.all()) for part in right.split([len(one) for one in scores])]
+        all_right = [bool(part.all()) for part in right.split([len(steps) for steps in scores])]
         return {
             "loss": float(F.binary_cross_entropy_with_logits(flat, labels.double())),
             "accuracy": float(right.double().mean()),
             "accuracy_low": interval.low,
             "accuracy_high": interval.high,
-            "solution_accuracy": sum(whole) / len(whole),
+            "solution_accuracy": sum(all_right) / len(all_right),
         }
 
     def _collate(self, examples: Sequence[StepExample]) -> Batch:

@@ -187,10 +187,10 @@ class RLTrainer:
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
         """Resume from the newest good checkpoint of a folder; return it, or None without one."""
         saver = self.make_saver(checkpoint_dir)
-        found = saver.store.latest()
-        if found is not None:
-            self._restore(saver, found)
-        return found
+        checkpoint = saver.store.latest()
+        if checkpoint is not None:
+            self._restore(saver, checkpoint)
+        return checkpoint
 
     def load_checkpoint(self, folder: str | Path) -> Checkpoint:
         """Resume from a checkpoint like "ckpt/step_500"; raise CheckpointError for a bad one."""
@@ -300,5 +300,5 @@ class RLTrainer:
         self.close()
 
 
-def _is_due(step: int, stop: int, every: int) -> bool:
-    return step == stop or step % every == 0
+def _is_due(step: int, stop: int, frequency: int) -> bool:
+    return step == stop or step % frequency == 0

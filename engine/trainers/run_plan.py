@@ -195,31 +195,34 @@ def check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
             "environment or package.module:Class; set it"
         )
     environment_class(config.rollout.agent.environment.name)
-    for setting, wanted in _refused(config, dataflow):
-        raise ConfigError(f"{setting} doesn't go with rollout.multi_turn.enable; {wanted}")
+    for setting, advice in _refused(config, dataflow):
+        raise ConfigError(f"{setting} doesn't go with rollout.multi_turn.enable; {advice}")
 
 
 def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     """Settings that episodes don't go with, and what to set."""
-    rollout, own = config.rollout, engine_capabilities(config.rollout)
+    rollout, capabilities = config.rollout, engine_capabilities(config.rollout)
     ahead = run_spec.sampler_count(config.trainer) > 0
-    if not own.streams:
-        wanted = "turns are decoded in a stream: use native, vllm or server"
-        yield f"rollout.engine={rollout.engine}", wanted
-    if rollout.tensor_parallel_size > 1 and not own.own_processes:
+    if not capabilities.streams:
+        advice = "turns are decoded in a stream: use native, vllm or server"
+        yield f"rollout.engine={rollout.engine}", advice
+    if rollout.tensor_parallel_size > 1 and not capabilities.own_processes:
         setting = f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
-        wanted = "turns are decoded on one rank each: set it to 1"
-        yield setting, wanted + (", or rollout.vllm.in_process=false" if own.loads_shards else "")
+        advice = "turns are decoded on one rank each: set it to 1"
+        yield (
+            setting,
+            advice + (", or rollout.vllm.in_process=false" if capabilities.loads_shards else ""),
+        )
     if ahead and (tp := config.actor.parallel.tp) > 1:
-        wanted = "validation would decode turns on several ranks: set it to 1, or mode=sync"
-        yield f"actor.parallel.tp={tp} with trainer.mode={config.trainer.mode}", wanted
-    if own.remote and rollout.server.api == "tgi":
-        wanted = "it takes text, and would read sampled ids as others: use api=openai"
-        yield "rollout.server.api=tgi", wanted
-    if rollout.agent.turn_timeout_s is not None and not own.cuts:
+        advice = "validation would decode turns on several ranks: set it to 1, or mode=sync"
+        yield f"actor.parallel.tp={tp} with trainer.mode={config.trainer.mode}", advice
+    if capabilities.remote and rollout.server.api == "tgi":
+        advice = "it takes text, and would read sampled ids as others: use api=openai"
+        yield "rollout.server.api=tgi", advice
+    if rollout.agent.turn_timeout_s is not None and not capabilities.cuts:
         setting = f"rollout.agent.turn_timeout_s with rollout.engine={rollout.engine}"
-        wanted = "it answers whole turns: limit them by rollout.multi_turn.max_turn_length"
-        yield setting, wanted
+        advice = "it answers whole turns: limit them by rollout.multi_turn.max_turn_length"
+        yield setting, advice
     if rollout.enable_rollout_routing_replay:
         yield "rollout.enable_rollout_routing_replay", "remove it"
     if config.reward.overlong_buffer.enable:
@@ -455,19 +458,19 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     if not pools:
         return
     source = run_spec.get_rollout_source(config.trainer.mode)
-    wanted = RequiredPasses.of(config, dataflow).roles(dataflow) | source.extra_roles
+    roles = RequiredPasses.of(config, dataflow).roles(dataflow) | source.extra_roles
     placed = [role for pool in pools for role in pool.roles]
     if run_spec.sampler_count(config.trainer) and "sampler" in placed:
-        wanted |= {"sampler"}  # async has processes of that kind, and no role
+        roles |= {"sampler"}  # async has processes of that kind, and no role
         apart = next(pool.roles for pool in pools if "sampler" in pool.roles)
         if len(apart) > 1:
             raise ConfigError(
                 f"trainer.pools puts sampler into one pool with {sorted(set(apart) - {'sampler'})}"
                 "; it decodes while they compute, so give it a pool of its own"
             )
-    if set(placed) != wanted or len(placed) != len(set(placed)):
+    if set(placed) != roles or len(placed) != len(set(placed)):
         raise ConfigError(
-            f"trainer.pools places {sorted(placed)}, but this run has {sorted(wanted)}; give each "
+            f"trainer.pools places {sorted(placed)}, but this run has {sorted(roles)}; give each "
             "of them one pool"
         )
     full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"

@@ -205,7 +205,7 @@ def _actor(spec: RunSpec) -> RoleSpec:
 
     config = spec.config
     rows = choose_dataflow(config.algorithm).rows_an_update(config)
-    own = {
+    options = {
         "config": _with_warmup(config.actor, rows),
         "lora": spec.lora,
         "temperature": config.rollout.temperature,
@@ -217,7 +217,7 @@ def _actor(spec: RunSpec) -> RoleSpec:
         "sampler_dtype": config.rollout.dtype,
         "delta_sync": config.trainer.delta_sync,
     }
-    return RoleSpec("actor", ActorWorker, _model(spec) | own)
+    return RoleSpec("actor", ActorWorker, _model(spec) | options)
 
 
 @register_role("critic")
@@ -226,15 +226,15 @@ def _critic(spec: RunSpec) -> RoleSpec:
 
     config = spec.config
     rows = config.trainer.train_batch_size * config.rollout.n
-    own = {
+    options = {
         "config": _with_warmup(config.critic, rows),
         "total_steps": config.trainer.total_training_steps * _steps_per_update(config.critic, rows),
         "seed": spec.seed,
         "parallel": parallel_of("critic", config),
     }
     if config.critic.model_path:
-        own["model_path"] = config.critic.model_path
-    return RoleSpec("critic", CriticWorker, _model(spec) | own)
+        options["model_path"] = config.critic.model_path
+    return RoleSpec("critic", CriticWorker, _model(spec) | options)
 
 
 @register_role("rollout")
@@ -279,8 +279,8 @@ def _teacher(spec: RunSpec) -> RoleSpec:
     from engine.workers.frozen_models import TeacherWorker
 
     algorithm = spec.config.algorithm
-    own = {"teachers": algorithm.teachers, "settings": algorithm.distillation}
-    return RoleSpec("teacher", TeacherWorker, _model(spec) | _frozen(spec) | own)
+    options = {"teachers": algorithm.teachers, "settings": algorithm.distillation}
+    return RoleSpec("teacher", TeacherWorker, _model(spec) | _frozen(spec) | options)
 
 
 @register_role("reward")
@@ -463,10 +463,10 @@ def _with_ranks(pool: Pool, config: RLConfig) -> Pool:
 
 def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:
     """Placement of one process of asynchronous rollout: the pool `sampler`, if there is one."""
-    given = next((p for p in spec.config.trainer.pools if p.roles == ("sampler",)), None)
+    sampler_pool = next((p for p in spec.config.trainer.pools if p.roles == ("sampler",)), None)
     pool = Pool((name,), cpus=float(spec.sampler_threads))
-    if given is not None:
-        pool = Pool(**dict(given) | {"roles": (name,)})
+    if sampler_pool is not None:
+        pool = Pool(**dict(sampler_pool) | {"roles": (name,)})
     return _placement(spec.config, (pool,))
 
 

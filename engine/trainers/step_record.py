@@ -36,14 +36,14 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
     width = batch["responses"].shape[1]
     lengths = batch["attention_mask"][:, -width:].sum(1).float()
     tokens = float(batch["attention_mask"].sum())
-    failed, whole = batch["reward_error"], whole_rows(batch)
-    scored = whole & ~failed
+    failed, last_rows = batch["reward_error"], whole_rows(batch)
+    scored = last_rows & ~failed
     scores, group_ids = completion_scores(batch)[scored], batch["group_ids"][scored]
     groups = Groups.of(group_ids, torch.ones_like(group_ids, dtype=torch.bool))
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(correction=0)),
-        "reward/errors": float(failed[whole].float().mean()),
+        "reward/errors": float(failed[last_rows].float().mean()),
         "reward/groups_with_signal": float((groups.range(scores) > 0).float().mean()),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
@@ -60,8 +60,8 @@ def validation_metrics(batch: Batch) -> dict[str, float]:
     """`validation/reward`, the mean of all completions; of several a prompt also `reward_best`, the
     mean over prompts of the best one. `reward_metrics` and `episode_metrics` below `validation/`.
     """
-    whole = whole_rows(batch)
-    scores, groups = completion_scores(batch)[whole], batch["group_ids"][whole]
+    last_rows = whole_rows(batch)
+    scores, groups = completion_scores(batch)[last_rows], batch["group_ids"][last_rows]
     metrics = {"validation/reward": float(scores.mean())}
     members = torch.unique(groups, return_inverse=True)[1]
     if (count := int(members.max()) + 1) < len(scores):
@@ -73,11 +73,11 @@ def validation_metrics(batch: Batch) -> dict[str, float]:
 
 def completion_scores(batch: Batch) -> torch.Tensor:
     """Each row's score `[B]`; that of the whole episode, where it has several rows."""
-    own = batch["token_level_scores"].sum(1)
+    scores = batch["token_level_scores"].sum(1)
     if "episode_ids" not in batch:
-        return own
+        return scores
     episode = torch.unique(batch["episode_ids"], return_inverse=True)[1]
-    return torch.zeros_like(own).index_add(0, episode, own)[episode]
+    return torch.zeros_like(scores).index_add(0, episode, scores)[episode]
 
 
 def whole_rows(batch: Batch) -> torch.Tensor:
@@ -122,20 +122,20 @@ def reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
     A batch of one source has no metrics by source. Rows whose reward failed count as wrong, and
     are left out of means.
     """
-    whole = whole_rows(batch)
-    scored = whole & ~batch["reward_error"]
+    last_rows = whole_rows(batch)
+    scored = last_rows & ~batch["reward_error"]
     right = torch.tensor(batch.columns["reward_correct"].astype(float))
     means: dict[str, torch.Tensor] = {}
     if "reward_components" in batch:
         names = batch.columns["reward_component_names"][0]
         means = dict(zip(names, batch["reward_components"].unbind(1), strict=True))
-    metrics = {f"{prefix}/correct": float(right[whole].mean())}
+    metrics = {f"{prefix}/correct": float(right[last_rows].mean())}
     metrics |= {f"{prefix}/{name}": float(column[scored].mean()) for name, column in means.items()}
     means = {"mean": completion_scores(batch)} | means
     sources = [str(source) for source in batch.columns.get("data_source", ())]
     names = sorted(set(sources))
     for source in names if len(names) > 1 else ():
-        rows = whole & torch.tensor([other == source for other in sources])
+        rows = last_rows & torch.tensor([other == source for other in sources])
         metrics[f"{prefix}/{source}/correct"] = float(right[rows].mean())
         if (rows & scored).any():
             for name, column in means.items():
@@ -349,14 +349,14 @@ def _finished(calls: list[Call]) -> Iterator[StateDict]:
 
 def read_record(folder: str) -> StepRecord:
     """Read a record; raises CheckpointError for a folder that has none, or a damaged one."""
-    place = Folder(folder)
-    data = place.read(_FILE)
+    record = Folder(folder)
+    data = record.read(_FILE)
     try:
         tree = torch.load(io.BytesIO(data), weights_only=True)
         version = tree["version"]
         if version != _VERSION:
             raise CheckpointError(
-                f"{place} is a record of version {version}, this program reads {_VERSION}; replay "
+                f"{record} is a record of version {version}, this program reads {_VERSION}; replay "
                 "it with the version of the code that wrote it"
             )
         calls = []
@@ -365,7 +365,7 @@ def read_record(folder: str) -> StepRecord:
             calls.append(Call(call["role"], call["method"], Ready(value)))
         names = ("step", "ranks", "threads", "metrics", "error")
         return StepRecord(
-            folder=place,
+            folder=record,
             config=RLConfig.model_validate(tree["config"]),
             run=tree["run"] | {"lora": LoRAConfig.model_validate(tree["run"]["lora"])},
             prompts=batch_from_tree(tree["prompts"]),
@@ -376,6 +376,6 @@ def read_record(folder: str) -> StepRecord:
         raise
     except Exception as error:  # torch and pydantic name what they can't read in many ways
         raise CheckpointError(
-            f"{place}/{_FILE} can't be read as a record ({type(error).__name__}); it is damaged "
+            f"{record}/{_FILE} can't be read as a record ({type(error).__name__}); it is damaged "
             "or of another program: record the step again"
         ) from error

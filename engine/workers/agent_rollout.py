@@ -95,14 +95,14 @@ class SavedRollout:
         first, self._first, self._saved = self._first, False, time.monotonic()
         for source in self._sources if first else ():
             try:
-                found = self._read(source, identity)
+                groups = self._read(source, identity)
             except (EngineError, ValueError, KeyError, safetensors.SafetensorError) as error:
                 log.warning("the episodes in %s are begun again: %s", source, error)
                 continue
-            if found:
-                count = sum(len(group.episodes) for group in found.values())
+            if groups:
+                count = sum(len(group.episodes) for group in groups.values())
                 log.info("%d episodes go on from %s", count, source)
-                return found
+                return groups
         return {}
 
     def _read(self, source: Folder, identity: str) -> SavedGroups:
@@ -202,16 +202,16 @@ class EpisodeGroups(Groups):
         """
         self._trees |= self._player.save(seconds)
         groups = self._episodes | (self._retained or {})
-        found: dict[int, PartialEpisodes] = {}
+        partial: dict[int, PartialEpisodes] = {}
         for key, episodes in groups.items():
             trees = []
-            for one in episodes:
-                if one.end is not None:
-                    self._trees[id(one)] = save_episode(one)
-                if id(one) in self._trees:
-                    trees.append(self._trees[id(one)])
-            found[key] = PartialEpisodes(trees)
-        return found
+            for episode in episodes:
+                if episode.end is not None:
+                    self._trees[id(episode)] = save_episode(episode)
+                if id(episode) in self._trees:
+                    trees.append(self._trees[id(episode)])
+            partial[key] = PartialEpisodes(trees)
+        return partial
 
     def step(self) -> list[Batch]:
         groups = []
@@ -267,9 +267,9 @@ def length_with_tools(
     max_model_len: int,
 ) -> int:
     """`max_model_len` with the tokens of tools that prompts show, as far as the context goes."""
-    wanted = max_model_len + tool_tokens(tokenizer, tools)
+    length = max_model_len + tool_tokens(tokenizer, tools)
     context = getattr(text_config(model_path), "max_position_embeddings", None)
-    return wanted if context is None else max(max_model_len, min(wanted, int(context)))
+    return length if context is None else max(max_model_len, min(length, int(context)))
 
 
 class AgentRolloutWorker(RolloutWorker):

@@ -139,10 +139,13 @@ def _changed_options(
 
 
 def _plugin_options(
-    given: Mapping[str, object], section: str, declared: Options, settings: Mapping[str, str]
+    plugin_options: Mapping[str, object],
+    section: str,
+    declared: Options,
+    settings: Mapping[str, str],
 ) -> dict[str, object]:
     """Parse a section's `options`; an option that is also a field of a section is an error."""
-    for option in given:
+    for option in plugin_options:
         if option in settings:
             raise ConfigError(f"{section}.{option} is a setting of its own; set {settings[option]}")
-    return declared.parse(given, section)
+    return declared.parse(plugin_options, section)

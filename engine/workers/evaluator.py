@@ -72,8 +72,10 @@ class EvaluationWorker(Worker):
         `prompts` has the column `prompt_ids`, and in `group_ids` each one's number among those of
         all ranks, by which its completions are drawn.
         """
-        own = replace(params, first_prompt=int(prompts["group_ids"][0]), stop_token_ids=self._stop)
-        done = self.engine.generate(list(prompts.columns["prompt_ids"]), own, on_progress)
+        rank_params = replace(
+            params, first_prompt=int(prompts["group_ids"][0]), stop_token_ids=self._stop
+        )
+        done = self.engine.generate(list(prompts.columns["prompt_ids"]), rank_params, on_progress)
         truncated = torch.tensor([completion.finish_reason == "length" for completion in done])
         return Batch({"truncated": truncated}, {"token_ids": [c.token_ids for c in done]})
 
@@ -157,10 +159,10 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             for row in range(len(prompts))
         ]
         episodes = self._begun(prompts, params)
-        own = replace(params, n=1, stop_token_ids=self._stop)
+        rank_params = replace(params, n=1, stop_token_ids=self._stop)
         stream = open_stream(
             self.engine,
-            own,
+            rank_params,
             max_num_seqs=_MAX_NUM_SEQS,
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,

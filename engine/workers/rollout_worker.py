@@ -145,14 +145,14 @@ class GroupStream(Groups):
             parts[unfinished.key] += [(part, "") for part in unfinished.completions]
         for key, items in self._finished.items():
             parts[key] += [(_part(item), item.completion.finish_reason) for item in items]
-        found = {}
+        partial = {}
         for key, pairs in parts.items():
             pairs.sort(key=lambda pair: pair[0].completion_index)
             if len(pairs) == self._n:  # else a failed step still has finished ones to return
-                found[key] = PartialGroup(
+                partial[key] = PartialGroup(
                     tuple(p for p, _ in pairs), tuple(end for _, end in pairs)
                 )
-        return found
+        return partial
 
     def step(self) -> list[Batch]:
         groups = [self._batch(key) for key in self._complete]

@@ -157,9 +157,9 @@ class SFTWorker(OfflineWorker):
         for rows, micro in passes:
             mask = micro["response_mask"]
             total -= float((log_probs[rows, : mask.shape[1]] * mask).sum())
-        own = torch.tensor(total, dtype=torch.float64, device=self.sharded.device)
+        local = torch.tensor(total, dtype=torch.float64, device=self.sharded.device)
         tokens = self.sharded.global_counts(batch["response_mask"]).tokens
-        return {"validation_loss": float(self.sharded.ranks.sum_over(own, DATA_AXES)) / tokens}
+        return {"validation_loss": float(self.sharded.ranks.sum_over(local, DATA_AXES)) / tokens}
 
 
 def _response_token_loss(
@@ -226,8 +226,8 @@ class PreferenceWorker(OfflineWorker):
     @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
     def response_log_probs(self, batch: Batch, reference: bool) -> Batch:
         """`response_log_probs [B]`: of whole responses, of the policy or of the reference."""
-        found = self._log_probs(batch, self._reference if reference else None)
-        return Batch({"response_log_probs": found})
+        log_probs = self._log_probs(batch, self._reference if reference else None)
+        return Batch({"response_log_probs": log_probs})
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -258,8 +258,8 @@ class PreferenceWorker(OfflineWorker):
         """KTO's z₀: max(0, mean of log π − log π_ref over all ranks' rows)."""
         real = others["response_mask"].bool().any(1)
         gap = self._log_probs(others, None).double() - others["ref_response_log_probs"].double()
-        own = torch.stack([gap[real].sum(), real.sum().double()]).to(self.sharded.device)
-        total, count = self.sharded.ranks.sum_over(own, DATA_AXES).tolist()
+        sums = torch.stack([gap[real].sum(), real.sum().double()]).to(self.sharded.device)
+        total, count = self.sharded.ranks.sum_over(sums, DATA_AXES).tolist()
         return max(0.0, total / count)
 
     def _log_probs(self, batch: Batch, model: ShardedModel | None) -> Tensor:
@@ -333,22 +333,22 @@ class RewardModelWorker(OfflineWorker):
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str, tokenizer: str) -> str:
         """Write a sequence-classification folder, with the tokenizer in `tokenizer`."""
-        own = load_tokenizer(tokenizer)
-        if own.pad_token_id is None:
+        saved_tokenizer = load_tokenizer(tokenizer)
+        if saved_tokenizer.pad_token_id is None:
             raise ModelError(
                 f"the tokenizer in {tokenizer} has neither a pad nor an end token; set one"
             )
-        own.padding_side = "right"  # positions begin with the conversation
+        saved_tokenizer.padding_side = "right"  # positions begin with the conversation
         dtype = next(self.sharded.module.parameters()).dtype
-        model = self._classifier(dtype, own.pad_token_id)
+        model = self._classifier(dtype, saved_tokenizer.pad_token_id)
         if has_adapters(self.sharded.module):
             critic = self._whole_critic()
             if critic is not None:
-                save_adapted(model, critic, own, Path(folder))
+                save_adapted(model, critic, saved_tokenizer, Path(folder))
             return folder
 
         def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
-            save_tensors(model, classifier_tensors(model, tensors), own, Path(folder))
+            save_tensors(model, classifier_tensors(model, tensors), saved_tokenizer, Path(folder))
 
         self.policy.write_full(write)
         return folder
