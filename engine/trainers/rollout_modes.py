@@ -28,7 +28,7 @@ from engine.dataflows.algo import Algo
 from engine.errors import WeightSyncError
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers import run_spec
-from engine.trainers.rollout_state import Rollout
+from engine.trainers.prompts import Rollout
 
 
 @run_spec.register_rollout_source("sync")

@@ -24,7 +24,7 @@ from engine.controller.groups import Roles, WorkerGroup
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError, ConfigError, EngineError, PreemptedError
 from engine.storage.folder import Folder
-from engine.trainers.rollout_state import batch_from_tree, batch_to_tree, to_json_values
+from engine.trainers.prompts import batch_from_tree, batch_to_tree, to_json_values
 from engine.trainers.run_spec import RunSpec, layout_of, placement_of
 
 
