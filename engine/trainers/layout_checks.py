@@ -33,9 +33,9 @@ def check_layouts(
                 f"{role}.parallel is a layout of {layout.world_size} ranks ({layout}), and "
                 "trainer.placement=local runs one process; set trainer.placement=ray"
             )
-    _check_actor(config, lora)
+    _check_actor(config)
     if model_config is not None:
-        check_moe(config, model_config)
+        _check_moe(config, model_config)
 
 
 def check_parallel(
@@ -44,7 +44,13 @@ def check_parallel(
     """Raise ConfigError for a layout that no policy, or this model, takes; `name`: its setting."""
     layout = Layout.of(parallel)
     if layout.world_size > 1 and model_config is not None:
-        check_expert_axes(name, parallel, model_config)
+        for axis in ("tp", "pp"):
+            if (size := getattr(parallel, axis)) > 1 and Experts.of(model_config) is not None:
+                raise ConfigError(
+                    f"{name}.{axis}={size} with a mixture of experts ({model_config.model_type}): "
+                    f"experts are spread by fsdp alone; set {axis} to 1 and {name}.fsdp to the "
+                    "number of ranks"
+                )
         check_layout(layout, layout.world_size, ModelShape.of(model_config))
     if parallel.offload_params and layout.fsdp * layout.sp == 1:
         raise ConfigError(f"{name}.offload_params is FSDP's; set {name}.fsdp to 2 or more")
@@ -55,7 +61,7 @@ def check_parallel(
         )
 
 
-def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
+def _check_actor(config: RLConfig) -> None:
     layout, rollout = layout_of("actor", config), config.rollout
     if config.reference.offload_params and layout.fsdp * layout.sp == 1:
         raise ConfigError(
@@ -135,7 +141,7 @@ def _check_samplers(config: RLConfig) -> None:
         )
 
 
-def check_moe(config: RLConfig, model_config: PretrainedConfig) -> None:
+def _check_moe(config: RLConfig, model_config: PretrainedConfig) -> None:
     """Raise ConfigError for settings that this model's experts don't take, or that it has none for.
 
     `model_config` is transformers' of the policy.
@@ -159,17 +165,6 @@ def check_moe(config: RLConfig, model_config: PretrainedConfig) -> None:
         )
     if setting:
         _check_routing(config, setting)
-
-
-def check_expert_axes(name: str, parallel: ParallelConfig, model_config: PretrainedConfig) -> None:
-    """Raise ConfigError where a mixture would be cut by tp or pp; `name` is the setting."""
-    for axis in ("tp", "pp"):
-        if getattr(parallel, axis) > 1 and Experts.of(model_config) is not None:
-            raise ConfigError(
-                f"{name}.{axis}={getattr(parallel, axis)} with a mixture of experts "
-                f"({model_config.model_type}): experts are spread by fsdp alone; set {axis} to 1 "
-                f"and {name}.fsdp to the number of ranks"
-            )
 
 
 def _routing_setting(config: RLConfig) -> str:
@@ -209,21 +204,17 @@ def _check_routing(config: RLConfig, setting: str) -> None:
             "actor.router_replay.mode=R2 with actor.old_log_probs=rollout: R2 records what the "
             "trainer's own pass chooses; set old_log_probs to auto, or mode to R3"
         )
-    if mode == "R3":
-        _check_r3(config)
-
-
-def _check_r3(config: RLConfig) -> None:
-    """Rollout must have recorded what the update repeats."""
-    rollout, mode = config.rollout, config.trainer.mode
+    if mode != "R3":  # else rollout must have recorded what the update repeats
+        return
+    rollout, run_mode = config.rollout, config.trainer.mode
     if not rollout.enable_rollout_routing_replay:
         raise ConfigError(
             "actor.router_replay.mode=R3 repeats what rollout's routers chose, and rollout doesn't "
             "record it; set rollout.enable_rollout_routing_replay=true"
         )
-    if rollout.engine != "native" or rollout.parts > 1 or mode == "async":
+    if rollout.engine != "native" or rollout.parts > 1 or run_mode == "async":
         raise ConfigError(
             f"actor.router_replay.mode=R3 with rollout.engine={rollout.engine}, rollout.parts="
-            f"{rollout.parts} and trainer.mode={mode}: native records experts in whole batches "
+            f"{rollout.parts} and trainer.mode={run_mode}: native records experts in whole batches "
             "alone; set them to native, 1 and sync or one_step_off, or actor.router_replay.mode=R2"
         )

@@ -106,10 +106,10 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
         correction.rollout_rs_threshold,
     )
     _check_mode(config)
-    check_multi_turn(config, dataflow)
+    _check_multi_turn(config, dataflow)
     _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
-        check_teachers(config)
+        _check_teachers(config)
     if config.critic.model_path and "critic" in dataflow.roles:
         require_model_folder(config.critic.model_path, "critic.model_path")
     for setting, why in unused_settings(config, dataflow):
@@ -128,7 +128,7 @@ _SERVED = tuple(
 )
 
 
-def check_teachers(config: RLConfig) -> None:
+def _check_teachers(config: RLConfig) -> None:
     """Raise ConfigError for teachers, a loss or a layout that don't go together."""
     algorithm, settings = config.algorithm, config.algorithm.distillation
     if not algorithm.teachers:
@@ -156,14 +156,14 @@ def check_teachers(config: RLConfig) -> None:
         require_model_folder(path, setting)
 
 
-def compares_whole_vocabularies(config: RLConfig) -> bool:
+def _compares_whole_vocabularies(config: RLConfig) -> bool:
     """Whether student and teachers meet in one process, as both have logits over all tokens."""
     settings = config.algorithm.distillation
     return settings.loss != "policy_gradient" and not settings.top_k
 
 
 def _check_served(config: RLConfig, setting: str) -> None:
-    if compares_whole_vocabularies(config):
+    if _compares_whole_vocabularies(config):
         raise ConfigError(
             f"{setting} with algorithm.distillation.loss={config.algorithm.distillation.loss} and "
             "top_k=0: a server gives log-probs of the likeliest tokens alone; set "
@@ -180,7 +180,7 @@ def _check_served(config: RLConfig, setting: str) -> None:
 _OF_EPISODES = ("gae_turn", "grpo", "grpo_passk", "grpo_turn", "gpg", "maxrl", "rloo")
 
 
-def check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
+def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
     """Raise ConfigError for what episodes don't go with, and for a reward that needs episodes."""
     if not config.rollout.multi_turn.enable:
         if config.reward.name == ENVIRONMENT:
@@ -475,7 +475,7 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
         )
     full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
     beside = {"rollout": True, "reference": full or config.actor.kl_loss_type == "full"}
-    beside["teacher"] = compares_whole_vocabularies(config)
+    beside["teacher"] = _compares_whole_vocabularies(config)
     policy = next(pool.roles for pool in pools if "actor" in pool.roles)
     for role, needed in beside.items():
         if needed and role in placed and role not in policy:
