@@ -332,8 +332,8 @@ def check_model_layouts(config: PipelineConfig) -> None:
         return
     from engine.evaluation.decode import check_evaluation_layout
     from engine.models import text_config
+    from engine.trainers.layout_checks import check_layouts
     from engine.trainers.offline import check_offline_layout
-    from engine.trainers.run_spec import check_layouts
 
     model = text_config(config.model.path)
     if warm_start:

@@ -331,10 +331,9 @@ def read_cluster(kinds: Mapping[str, Device] | None = None) -> Cluster:
     import ray
 
     from engine.controller.launch import init_options, init_ray
-    from engine.controller.placement import Placement
 
     if not ray.is_initialized():
-        init_ray(init_options(Placement(()), os.environ))
+        init_ray(init_options(os.environ))
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = {
         node["NodeID"]: ClusterNode(
