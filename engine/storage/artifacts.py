@@ -272,7 +272,7 @@ def put_in_store(folder: Path, uri: str) -> bytes:
     upload(folder, uri, manifest.files, f"upload {manifest.kind} {manifest.digest[:12]}")
     if existing is not None:
         return existing
-    if objects.put(MANIFEST, data, only_new=True):
+    if objects.put(MANIFEST, data, only_if=""):
         return data
     # Another process has published the same since: whose manifest was first counts for both.
     return _existing(objects, manifest) or data

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from engine.errors import ConfigError, EngineError, ModelError, StorageError
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file whole or not at all, replacing what is there; raise OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with draft.open("wb", buffering=0) as file:
             for chunk in chunks:

@@ -36,6 +36,7 @@ from engine.storage.filesystem import (
 
 log = logging.getLogger(__name__)
 
+_CONDITION_FAILED = ("PreconditionFailed", "412", "ConditionalRequestConflict", "NoSuchKey", "404")
 SHA256_KEY = "sha256"  # entry of an object's metadata: the SHA-256 (hex) of its content
 
 
@@ -83,10 +84,16 @@ class Objects(Files):
         with self._translated("read", name):
             return dict(self._call("head_object", name).get("Metadata", {}))
 
-    def put(self, name: str, data: bytes | bytearray, only_new: bool = False) -> bool:
-        """Write an object in one request; False if `only_new` and one is there.
+    def entity_tag(self, name: str) -> str:
+        """Return the tag of an object's present content; FileNotFoundError."""
+        with self._translated("read", name):
+            return self._call("head_object", name)["ETag"]
 
-        A store that knows no conditional writes overwrites it.
+    def put(self, name: str, data: bytes | bytearray, only_if: str | None = None) -> bool:
+        """Write an object in one request.
+
+        With `only_if`, False where the object there has another entity tag, or, for an empty one,
+        where there is an object at all. A store that knows no conditional writes overwrites it.
         """
         sha = hashlib.sha256(data)
         arguments = {
@@ -95,13 +102,14 @@ class Objects(Files):
             "Metadata": {SHA256_KEY: sha.hexdigest()},
         }
         with self._translated("written", name):
-            if only_new:
+            if only_if is not None:
+                condition = {"IfMatch": only_if} if only_if else {"IfNoneMatch": "*"}
                 try:
-                    self._call("put_object", name, **arguments, IfNoneMatch="*")
+                    self._call("put_object", name, **arguments, **condition)
                     return True
                 except OSError as error:
                     code = error_code(error)
-                    if code in ("PreconditionFailed", "412", "ConditionalRequestConflict"):
+                    if code in _CONDITION_FAILED:
                         return False
                     if code not in ("NotImplemented", "501"):
                         raise
