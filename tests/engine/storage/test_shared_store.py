@@ -190,12 +190,12 @@ PUBLISH = (
     "import sys\n"
     "from engine.storage.artifacts import publish, staging\n"
     "from engine.storage.artifacts import Draft\n"
-    "from engine.storage import multipart, transfer\n"
-    f"transfer.PARALLEL, multipart.PART = 1, {PART}\n"
+    "from engine.storage import s3\n"
+    f"s3.PARALLEL, s3.PART = 1, {PART}\n"
     "with staging('rl') as folder:\n"
     "    for number in range(6):\n"
     "        (folder / f'shard-{number}').write_bytes(bytes([number]) * 1000)\n"
-    "    (folder / 'shard-9').write_bytes(bytes(multipart.PART + 1))\n"
+    "    (folder / 'shard-9').write_bytes(bytes(s3.PART + 1))\n"
     "    publish(folder, Draft(kind='rl'))\n"
 )
 
