@@ -1,6 +1,15 @@
 """The files of a checkpoint: what they are, how they are checked, and how a rank's state is read.
 
-When they are written, committed and removed is in `saver` and `store`.
+    step_500/
+      actor-00000-of-00001.json                     a rank's values, checksums of its other files
+      actor-00000-of-00001.model.safetensors        its tensors, a file for each part of its state
+      actor-00000-of-00001.optimizer.safetensors
+      state.json, state.<part>.safetensors          the controller's state
+      checksums.json                                SHA-256 and size of every file above
+      COMPLETE                                      written last; the digest of checksums.json
+
+Without `COMPLETE` a folder is torn. When files are written, committed and removed is in `saver` and
+`store`; how tensors are named and placed for torch's DCP, in `state_dict`.
 """
 
 from __future__ import annotations
@@ -31,22 +40,6 @@ from engine.checkpoint.state_dict import (
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.digests import FileEntry, hash_chunks
 from engine.storage.folder import Folder
-
-# What files a checkpoint consists of, and how they are checked.
-#
-#     step_500/
-#       actor-00000-of-00001.json                     a rank's values, checksums of its other files
-#       actor-00000-of-00001.model.safetensors        its tensors, a file for each part of its
-# state
-#       actor-00000-of-00001.optimizer.safetensors
-#       state.json, state.<part>.safetensors          the controller's state
-#       checksums.json                                SHA-256 and size of every file above
-#       COMPLETE                                      written last; holds the digest of
-# checksums.json
-#
-# Without `COMPLETE` a folder is torn. Tensors are named and placed as
-# `torch.distributed.checkpoint`
-# reads them (`dcp_metadata`). What does not live here: when and where folders are made (`store`).
 
 STATE, CHECKSUMS, MARKER = "state", "checksums.json", "COMPLETE"
 _RANK = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-(?P<world>\d{5})\.json")
@@ -251,9 +244,6 @@ def _parse(folder: Folder, name: str, data: bytes) -> dict[str, Any]:
 
 def _as_json(file: FileEntry) -> dict[str, str | int]:
     return {"sha256": file.sha256, "size": file.size}
-
-
-# The state that each rank of a role saved, read file by file: few ranks need all of it.
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""One run at a time writes a folder of checkpoints: `hold_lock` for a run, `check_lock` at a commit.
+"""One run at a time writes a folder of checkpoints: `hold_lock`.
 
 The lock is a file in the folder that names its owner, who writes it again every 10 s. It is created
 exclusively (in S3 by a conditional write), and taken from an owner that has ended or that writes no

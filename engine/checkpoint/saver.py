@@ -1,6 +1,7 @@
 """Asynchronous saves: roles copy their state, training continues, writing and commit follow.
 
-Also the background call that each rank's writing runs in; its error is raised by `wait`.
+`Saver` has one save in flight over all roles; `Background` is the call that each rank's writing runs
+in. How a role writes is in `engine.workers.stateful`, what a commit is in `store`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from engine.checkpoint.state_dict import CpuStager, StateDict, insert_tensors
 from engine.checkpoint.store import Checkpoint, CheckpointDraft, CheckpointStore
 from engine.errors import CheckpointError, EngineError
 from engine.storage.folder import CheckpointStorageError, Folder
-
-# One background call at a time, in a worker thread; its error is raised by `wait`.
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +98,6 @@ def _run(work: Callable[[], None], done: Future[None], name: str) -> None:
     else:
         done.set_result(None)
 
-
-# Asynchronous saves: roles copy their state, training continues, writing and commit follow.
-#
-# What lives here: one save in flight over all roles, and what it cost. What does not: how a role
-# writes (`engine.workers.stateful`), what a commit is (`store`).
 
 _ANSWER_S = 2.0  # for a rank to tell that its write has passed its deadline
 

@@ -1,7 +1,14 @@
 """State dicts are nested dicts of tensors and plain values; they go to files and come back.
 
-Also the state of the random number generators, and what makes tensors shards to
-`torch.distributed.checkpoint`. Which files a checkpoint has is in `format`.
+Names and offsets in the files are those that torch.distributed.checkpoint's safetensors reader
+takes for shards: it reads all files of a folder as one checkpoint, under any sharding.
+
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    state = {"actor": {"model": dict(model.named_parameters())}}  # plain tensors, or DTensors
+    torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
+
+Which boxes a rank saves is in `engine.runtime.train_state`, files and checksums are in `format`.
 """
 
 from __future__ import annotations
@@ -21,12 +28,6 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from engine.errors import CheckpointError, DivergedError
-
-# State dicts: nested dicts of tensors and plain values, and their way to files and back.
-#
-# What lives here: taking the tensors out of a state dict, copies of them in CPU memory, and the
-# bytes
-# of safetensors files. What does not: names and checksums of files (`format`).
 
 StateDict = dict[str, Any]  # keys are strings; leaves tensors, str, int, float, bool, None or lists
 Tensors = dict[str, Tensor]
@@ -172,8 +173,6 @@ def byte_count(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# The random number generators of a process: Python's, NumPy's and torch's own.
-
 log = logging.getLogger(__name__)
 
 
@@ -228,21 +227,6 @@ def device_states(states: Sequence[Tensor], devices: int) -> list[Tensor]:
         )
     return [state.clone() for state in states[:devices]]
 
-
-# What makes a checkpoint's tensors shards to `torch.distributed.checkpoint` (DCP).
-#
-# DCP's safetensors reader takes all files of a folder as one checkpoint: it needs names that are
-# unique there, and in each file's header the offset of each shard in its whole tensor. So names
-# begin
-# with role and part, and the header has the offsets. Then DCP loads them, under any sharding:
-#
-#     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-#
-#     state = {"actor": {"model": dict(model.named_parameters())}}  # plain tensors, or DTensors
-#     torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
-#
-# Not here: which boxes a rank saves (`engine.runtime.sharded_train_state`), files and checksums
-# (`format`).
 
 BOXES = "boxes"  # the part of a rank's state that says where its tensors lie in the whole
 _RANK_PREFIX = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-\d{5}")

@@ -1,6 +1,7 @@
 """Checkpoints under one root are written whole or not at all, and the newest good one is found.
 
-Also which checkpoints are kept and how the others are removed. Who may write is in `run_lock`.
+Also which checkpoints are kept and how the others are removed. Who may write is in `run_lock`,
+files and checksums are in `format`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ from engine.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from engine.storage.digests import FileEntry
 from engine.storage.filesystem import process_is_alive
 from engine.storage.folder import Folder
-
-# Which checkpoints are kept, and how the others are removed.
 
 log = logging.getLogger(__name__)
 
@@ -129,11 +128,6 @@ def _is_abandoned(root: Folder, draft: re.Match[str]) -> bool:
 def _host() -> str:
     return socket.gethostname().replace("-", "_")
 
-
-# Checkpoints under one root: written whole or not at all; the newest good one is found.
-#
-# What lives here: opening, committing and finding checkpoints. What does not: files and checksums
-# (`format`), which ones are kept (`retention`), asynchronous saves (`saver`).
 
 EXPORTS = "huggingface"  # folder under the root: model folders by their checkpoints' names
 _STEP = re.compile(r"step_\d+(\.\d+)?")  # step_500.1: saved when there was a step_500 already

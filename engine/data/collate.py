@@ -1,6 +1,6 @@
 """Padding of prompts and completions to one `Batch`, and which rows share a forward pass.
 
-The layout is that of `engine.batch`. Loads no pandas.
+The layout is that of `engine.batch`. It loads no pandas.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.data.rows import check_names, reward_model
 from engine.errors import ConfigError, DataError
-
-# Which rows go through a model together, by their lengths; pure functions on integers.
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -73,11 +71,6 @@ def shared_prompt_batches(
             room -= cost
             fresh = False
     return batches
-
-
-# Padding: prompts and sampled completions become one `Batch` in the layout of `engine.batch`.
-#
-# Reading rows and turning text into tokens happen elsewhere in this package.
 
 
 def collate_prompts(rows: Sequence[dict[str, Any]], prompt_ids: Sequence[list[int]]) -> Batch:

@@ -1,6 +1,8 @@
 """The data contract: which columns each kind of table has and what its cells must hold.
 
-Checked with pandera; also one type a column for RL rows of several writers.
+`check` validates a table with pandera, `check_disjoint` that splits share no prompts; both raise a
+sentence with split, column, problem and rows (from 0). `uniform_columns` gives RL rows of several
+writers one type a column.
 """
 
 from __future__ import annotations
@@ -31,10 +33,6 @@ from engine.data.rows import (
     row_numbers,
 )
 from engine.errors import DataError
-
-# RL rows of several writers with one type a column, so that one Parquet file can hold them.
-#
-# `engine.data.contract` checks what rows must hold; cells that break it pass through unchanged.
 
 
 def uniform_columns(frame: pd.DataFrame) -> pd.DataFrame:
@@ -91,12 +89,6 @@ def _is_one_type(values: list[object]) -> bool:
     except (pa.ArrowException, OverflowError):
         return False
     return not (pa.types.is_struct(kind) and kind.num_fields == 0)  # Parquet has no such column
-
-
-# The data contract: which columns each kind of table has and what its cells must hold.
-#
-# `check` validates a table, `check_disjoint` checks that splits share no prompts. Both raise one
-# sentence that names split, column, problem and rows (counted from 0).
 
 
 def _rule(holds: Callable[[object], bool], error: str) -> pandera.Check:

@@ -1,6 +1,7 @@
-"""Training rows that held-out rows contain, and prompts that were seen before.
+"""Training rows that held-out rows contain, prompts that were seen before, and rows of retraining.
 
-For preparation, and for new rows of retraining.
+Only the held-out texts are kept in memory, so a training set may be of any size. How much of a test
+set a finished model has seen is for `engine.promotion.contamination` to measure.
 """
 
 from __future__ import annotations
@@ -22,12 +23,6 @@ from engine.data.row_files import BadRows, mapped_rows
 from engine.data.rows import RULE, normalise, prompt_text
 from engine.data.sources import Splits, evaluation_files
 from engine.errors import DataError
-
-# Training rows that held-out rows contain: the same prompt, or most of its runs of words.
-#
-# What is kept in memory is of the held-out texts alone, so the training set may be of any size.
-# How
-# much of a test set a finished model has seen is `engine.promotion.contamination`'s to measure.
 
 COMMON = 10  # held-out texts
 
@@ -156,8 +151,6 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(text.casefold()))
 
 
-# Which prompts of a split were seen before, in 16 bytes a prompt.
-
 _RECENT = 1 << 16  # keys in a Python set, at some 100 bytes each
 _KEY = np.dtype("S16")
 
@@ -198,12 +191,6 @@ def _holds(array: np.ndarray[tuple[int], np.dtype[np.bytes_]], key: bytes) -> bo
     at = int(array.searchsorted(np.bytes_(key)))
     return at < len(array) and bytes(array[at]) == key.rstrip(b"\0")  # NumPy drops NULs at the end
 
-
-# Which rows of newly arrived files retraining may use, and how many old rows are replayed.
-#
-# A row is new when no held-out split of the champion's dataset contains its prompt, and the
-# champion's `train` does not contain the prompt with the same ground truth. A corrected answer is
-# new. Prompts are compared without case and spacing.
 
 HELD_OUT = ("validation", "sft_validation")  # and the evaluation sets, `test` among them
 

@@ -1,4 +1,10 @@
-"""The sources `gsm8k` and `math`: problems with worked answers, from a folder, S3 or the hub."""
+"""The sources `gsm8k` and `math`: problems with worked answers, from a folder, S3 or the hub.
+
+GSM8K's folder has `train.jsonl` and `test.jsonl`, or Parquet files of these names, also as the hub
+lays them out (`main/train-00000-of-00001.parquet`), with the columns `question` and `answer`, which
+ends in `#### 28`. `math` is the source `files` with templates for MATH's columns
+(arXiv:2103.03874); `PRESETS` has those of both data sets, with verl's instructions.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +23,6 @@ from engine.data.sources import Files, Splits, register_source
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 from engine.storage.readers import list_files, parse_rows, read_bytes
-
-# The source `gsm8k`: grade-school problems with worked answers, from a folder, S3 or the hub.
-#
-# A folder holds `train.jsonl` and `test.jsonl`, or Parquet files of these names, or the hub's own
-# layout (`main/train-00000-of-00001.parquet`). Columns: `question`, `answer` ending in `#### 28`.
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_TIMEOUT_S = 10.0
@@ -190,12 +191,6 @@ def _sft_frame(problems: list[Row], split: str) -> pd.DataFrame:
         ]
     )
 
-
-# The source `math`, and what GSM8K and MATH (arXiv:2103.03874) look like as rows of verl.
-#
-# Both are settings of the source `files`: templates over the columns of their files, which lie in
-# a
-# folder, S3 or on the hub.
 
 # The instructions are verl's, so that models and rewards find what they know.
 PRESETS: dict[str, dict[str, Any]] = {

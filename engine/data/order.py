@@ -1,6 +1,7 @@
-"""In which order rows are drawn: epoch after epoch, from easy to hard, or from sources by weight.
+"""The order in which rows are drawn: by epoch, from easy to hard, or from sources by weight.
 
-With the pass rates that are measured during training.
+Indices in, indices out; each order says where it is and goes on from there. `PassRates` chooses the
+rows of an epoch by the share of right completions that they had (`data.sampling.pass_rate`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,6 @@ from engine.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from engine.batch import Batch
 
-
-# Live pass rates: the share of right completions of each row when it was last sampled.
-#
-# They choose the rows of each epoch (`data.sampling.pass_rate`). Orders are in `order`.
 
 PassRateState = dict[str, str]
 
@@ -121,11 +118,6 @@ def _unpacked(text: str, like: NDArray[np.generic]) -> NDArray[np.generic]:
         )
     return found
 
-
-# In which order rows are drawn: epoch after epoch, from easy to hard, or from sources by weight.
-#
-# Indices in, indices out; each order says where it is and goes on from there. Rows are in
-# `loader`.
 
 BLOCK = 1024  # draws of a source made at once
 

@@ -1,6 +1,9 @@
-"""Preference rows in canonical form: pairs, and single completions with a label.
+"""Preference rows in canonical form, from files and from a policy's own scored completions.
 
-From files, and from a policy's own completions that a reward has scored.
+A pair is `{prompt, chosen, rejected, margin}`, a labelled row `{prompt, completion, label}`, one
+of steps `{prompt, completions, labels}`: `prompt` is chat messages, responses are text. Files may
+have messages as responses, with or without the conversation before them. Tokens are made in
+`training_examples`.
 """
 
 from __future__ import annotations
@@ -17,16 +20,6 @@ from engine.data.row_files import BadRows, FileRows, RowMapper, data_files, mapp
 from engine.data.rows import brief, has_words, is_messages, is_missing, is_utf8, user_message
 from engine.errors import DataError
 from engine.storage.json_rows import Row
-
-# Preference rows of files in canonical form: pairs, single completions with a label, and
-# completions in steps with a label each.
-#
-# A pair is `{prompt, chosen, rejected, margin}`, a single row `{prompt, completion, label}`, one
-# of
-# steps `{prompt, completions, labels}`: `prompt`
-# chat messages of one turn or several, responses text. Files may have messages as responses, with
-# or
-# without the conversation before them. Tokens are in `preference_examples`.
 
 Kind = Literal["pairs", "labels", "steps"]
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
@@ -226,13 +219,6 @@ def _missing(name: str, row: Row, where: str) -> DataError:
         f"{where}: there is no column {name!r}; name one of {sorted(row)} in data.columns, e.g. "
         f"data.columns.{name}=…"
     )
-
-
-# Preference rows from a policy's own completions: groups of one prompt, scored by a reward.
-#
-# The rows have the canonical form of `preference_rows`: a file of them is what `read_preferences`
-# and
-# `read_reward_pairs` read. Sampling and scoring are elsewhere.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """From files to verl-compatible Parquet with a card, in bounded memory: `prepare`.
 
-With the Parquet writer and the dataset's card.
+Test rows come first, then validation, then training rows, each without the prompts that a split
+before it has. Memory holds 16 bytes of each prompt and the runs of words of held-out rows.
 """
 
 from __future__ import annotations
@@ -32,14 +33,6 @@ from engine.storage.json_rows import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# RL rows of any number as one Parquet file in verl's schema, in bounded memory.
-#
-# Fields of `extra_info` get one type each, which is known when the last row was seen: rows wait in
-# a
-# temporary file until then. A field with values of several types becomes text, lists and
-# dictionaries
-# become JSON.
 
 BATCH_ROWS = 4096  # a row group
 _KINDS: dict[type, pa.DataType] = {
@@ -131,8 +124,6 @@ def _joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     numbers = {pa.int64(), pa.float64()}
     return pa.float64() if {one, other} <= numbers else pa.string()
 
-
-# A dataset's card: rows, lengths, digests, samples and what was left out, as Markdown and HTML.
 
 CARD = "README.md"  # where the hub looks for it
 SAMPLES, SHOWN_CHARACTERS, BINS, BAR = 3, 400, 12, 40
@@ -236,12 +227,6 @@ def _table_row(cells: Sequence[str]) -> str:
 def _inline(text: str) -> str:
     return " ".join(text.split())
 
-
-# From files to verl-compatible Parquet with a card, in bounded memory: `prepare`.
-#
-# Test rows come first, then validation, then training rows, each without the prompts that a split
-# before it has. What stays in memory is 16 bytes of each prompt, and the runs of words of held-out
-# rows.
 
 _BATCH_ROWS = 1024  # encoded at once
 _NO_LIMIT = 1 << 40

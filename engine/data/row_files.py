@@ -1,7 +1,10 @@
 """Rows of files and hub datasets: which files are which split, their columns by name, and bad rows.
 
-Reads JSONL, JSON, CSV, Parquet and `hf://` datasets, maps their columns to the contract, and
-refuses or counts rows that can't be used.
+Reads JSONL, JSON, CSV, Parquet and datasets of the Hugging Face hub, by the address
+`hf://ID[@REVISION][:SUBSET[:SPLIT]]`: an empty subset is the dataset's default, a split may be a
+slice such as `train[:10%]`. Columns are mapped to the contract; rows that can't be used are refused
+or counted (`data.bad_rows`), and errors kept for the first few alone. `mapped_rows` streams,
+`read_file_rows` returns all.
 """
 
 from __future__ import annotations
@@ -33,14 +36,6 @@ from engine.errors import ConfigError, DataError, EmptyFileError, EngineError
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.json_rows import Numbered, Row
 from engine.storage.readers import is_data_file, list_files, open_file, stream_rows
-
-# Datasets of the Hugging Face hub as rows: `hf://openai/gsm8k:main:train`.
-#
-# An address is `hf://ID[@REVISION][:SUBSET[:SPLIT]]`; an empty subset is the dataset's default,
-# and a
-# split may be a slice such as `train[:10%]`. The library `datasets` finds the files, downloads
-# them
-# and keeps them on the disk, where rows are read a batch at a time.
 
 HUB = "hf://"
 HUB_TIMEOUT_S = 10.0
@@ -152,8 +147,6 @@ def _refusals(dataset: HubDataset) -> Iterator[None]:
         enable_progress_bar()
 
 
-# Which files, or splits of a hub dataset, are train, validation and test; and what they hold.
-
 NAMES: dict[str, tuple[str, ...]] = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval"),
@@ -256,11 +249,6 @@ def address_digest(address: str) -> str:
     with open_file(address) as file:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
-
-# Rows of any file as rows of ours: columns by name, templates, a system message, limits on text.
-#
-# `engine.data.rl_rows` says what the canonical form is; which rows a run leaves out is in
-# `bad_rows`.
 
 _BOXES = ("\\boxed{", "\\fbox{")
 _CONVERSATIONS = ("prompt", "chosen", "rejected", "completion")  # columns of messages, or text
@@ -399,11 +387,6 @@ def _check_text(value: object, column: str, where: str) -> None:
             )
 
 
-# Rows that can't be used: counted by file and number, then refused or left out (`data.bad_rows`).
-#
-# A row that is bad costs what a good one costs: its error is kept for the first few alone.
-
-
 @dataclass(slots=True)
 class BadRows:
     """The bad rows of one file."""
@@ -492,11 +475,6 @@ def mapped_rows(
             bad.add(number, error)
             continue
         yield number, row
-
-
-# All rows of a few files in memory, in canonical form, with what was left out of them.
-#
-# Streams that need not fit into memory are in `bad_rows`; what a canonical row is, in `rl_rows`.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Rows of the data contract and their cells.
+"""One row of each kind in the data contract, and RL rows in their canonical form.
 
-One row of each kind, RL rows in canonical form, the types of columns as Flyte shows them, and
-cutting of long prompts. Loads neither pandas nor torch.
+A canonical row has the contract's columns and any others of its file, chat messages as `prompt`,
+and its ground truth in `reward_model` alone. Whole tables are checked in `contract`, whose schemas
+agree with the types here; this module loads neither pandas nor torch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,6 @@ import numpy as np
 
 from engine.errors import DataError
 from engine.storage.json_rows import Row
-
-# One row of each kind in the data contract, and what its cells are: missing, messages, empty.
-#
-# Also when two prompts count as the same, and how messages show cells and rows. Tables are checked
-# in
-# `contract`; rows of files get this form in `rl_rows`.
 
 SHOWN = 5  # rows that a message names
 EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"  # columns, and a field
@@ -126,12 +121,6 @@ def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
-# The columns that every row of a table has, with their types, as Flyte's console shows them.
-#
-# What cells must hold beyond that is the pandera schema of the same name in
-# `engine.data.contract`,
-# which these agree with. They are apart from it because loading pandas takes a second.
-
 ColumnTypes = dict[str, object]  # a type by column, e.g. {"index": int}
 
 _MESSAGES = list[dict[str, str]]
@@ -170,13 +159,6 @@ EVALUATION_ROWS: ColumnTypes = {
     "format_rate": float,
     "errors": int,
 }
-
-
-# RL rows of files in their canonical form: the one that loaders, tasks and rewards get to see.
-#
-# A canonical row has the columns of the contract and any others of its file, chat messages as
-# `prompt`, and its ground truth in `reward_model` alone. Parsing files is in
-# `engine.storage.readers`, whole tables are checked in `contract`.
 
 
 def canonical_rows(rows: Sequence[Row], name: str, *, need_truth: bool = False) -> list[Row]:
@@ -275,8 +257,6 @@ def _prompt(row: Row, where: str) -> list[Row]:
         )
     return list(prompt)
 
-
-# Cuts prompts that are too long, as verl's `data.truncation` says.
 
 Side = Literal["left", "right", "middle"]
 

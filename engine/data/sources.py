@@ -1,6 +1,9 @@
 """Where rows come from: the registry of sources, the source `files`, and evaluation sets.
 
-The sources `gsm8k` and `math` are in `math_problems`, the default one in `word_problems`.
+A source is a class with `@register_source("x")`, here or in a module of yours (`data.source:
+my_module:MySource`). `gsm8k` and `math` are in `math_problems`, the default one in `word_problems`.
+`files` finds splits by the names of files, and takes a validation or test split that is missing
+from the training rows; its memory is bounded by the sizes of the splits.
 """
 
 from __future__ import annotations
@@ -22,11 +25,6 @@ from engine.errors import ConfigError, DataError
 from engine.registry import Registry
 from engine.storage.digests import modules_digest
 from engine.storage.json_rows import Row
-
-# Where rows come from: the registry of sources and the splits that every source gives.
-#
-# A source is a class with `@register_source("x")`, in a module of this package or one of yours
-# (`data.source: my_module:MySource`). Reading files is in `engine.storage.readers`.
 
 OF_ONE_FORM = ("arithmetic", "gsm8k")  # sources with a question and an answer in each row
 # Sources whose prompts differ by numbers or names, and are dealt to splits apart.
@@ -155,13 +153,6 @@ def _source(config: DataConfig) -> Source:
     options = _registry.options(config.source).parse(config.options, "data.options")
     return _registry.get(config.source)(**options)
 
-
-# The source `files`: any JSONL, JSON, CSV or Parquet file, folder, s3:// prefix or hub dataset.
-#
-# Splits are found by the names of files (or of the hub's splits); a validation or test split that
-# is
-# not there is taken from the training rows, by seed. What a row becomes is in `mapping`. Memory is
-# bounded by the sizes of the splits (`data.train_size`, …), not by the files.
 
 CARVED = 5  # at most one row in so many goes to a split that is taken from the training rows
 
@@ -327,11 +318,6 @@ def _response(row: Row) -> str:
 
 def _frame(rows: Iterator[Row]) -> pd.DataFrame:
     return pd.DataFrame(list(rows), dtype=object)
-
-
-# Evaluation sets: problems of files of their own, which models are judged on besides `test`.
-#
-# They are read as training files are, each with its own columns (`data.evaluation_sets`).
 
 
 def read_evaluation_sets(

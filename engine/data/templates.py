@@ -1,7 +1,9 @@
 """Messages and responses to tokens and back: the one place that knows chat templates.
 
-Text that spells control tokens is encoded as plain text; tokens that messages add after a turn
-are made without encoding the turn again.
+A tokenizer reads the spelling of a special token, such as `<|im_end|>`, as the token, no matter who
+wrote it: `ControlTokens` finds such spellings in what people, tools and models wrote, and encodes
+them as plain text. `encode_continuation` makes the tokens that follow a sampled turn without
+encoding the turn again, which would change its ids (BPE is no bijection).
 """
 
 from __future__ import annotations
@@ -27,13 +29,6 @@ from engine.errors import ConfigError, DataError, EngineError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# Text that spells a control token, such as `<|im_end|>`: found, and encoded as plain text.
-#
-# A tokenizer reads the spelling of a special token as the token, no matter who wrote it. So what
-# people, tools and models wrote is told apart from what the chat template writes, and which rows
-# with such spellings a run takes (`data.control_tokens`) is decided here. Templates are in
-# `templates`.
 
 _ENCODED = ("prompt", "response", "chosen", "rejected", "completion")  # columns that become tokens
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens] = WeakKeyDictionary()
@@ -192,11 +187,6 @@ def _texts(value: object) -> Iterator[str]:
         for item in value:
             yield from _texts(item)
 
-
-# Messages and responses to tokens and back: the one place that knows chat templates.
-#
-# What others wrote never becomes a control token (`control_tokens`): it is encoded as plain text.
-# Padding and batching are elsewhere; training a tokenizer is in `tokenizer`.
 
 Message = Mapping[str, Any]  # e.g. {"role": "user", "content": "What is 2+3?"}
 FROM_0 = range(sys.maxsize)
@@ -475,14 +465,6 @@ def stop_token_ids(
         stops.update([extra] if isinstance(extra, int) else extra)
     return tuple(sorted(int(i) for i in stops))
 
-
-# The tokens that messages add after a turn of the policy; those of the turn are never made again.
-#
-# A conversation goes on as: what was sampled, then what the chat template writes from the end of
-# that
-# turn to where the policy speaks again. The template is asked about a stand-in for the turn, so
-# that
-# nothing of what was sampled is decoded and encoded, which would change ids (BPE is no bijection).
 
 Tools = Sequence[Mapping[str, object]]
 

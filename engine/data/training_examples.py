@@ -1,4 +1,7 @@
-"""Rows of files as tokens to train on: responses, preferences, and labelled steps."""
+"""Rows of files as tokens to train on: responses, preferences and labelled steps.
+
+A preference is two rows of a batch with one prompt, which a packed forward pass computes once.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,6 @@ from engine.storage.json_rows import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# Prompt/response rows of files as tokens, for supervised fine-tuning.
 
 Pair = tuple[list[int], list[int]]  # ids of the prompt, and of the response with its end token
 
@@ -96,13 +97,6 @@ def _row(mapper: RowMapper, raw: Row, where: str) -> Row:
     if not isinstance(response, str) or not response.strip():
         raise DataError(f"{where}: column 'response' is {brief(response)}; give text")
     return {"prompt": mapper.with_system(prompt), "response": response}
-
-
-# Preferences as tokens: pairs and labelled completions, and the batches that they make.
-#
-# Rows of files are in `preference_rows`. In a batch each example is two rows with one prompt,
-# which a
-# packed forward pass computes once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +304,6 @@ def examples_digest(examples: Sequence[PreferenceExample]) -> str:
     for example in examples:
         found.update(repr((example.prompt_ids, *example.responses)).encode())
     return found.hexdigest()
-
-
-# Completions in steps as tokens, for process rewards: where each step ends, and if it is right.
-#
-# Rows of files are in `preference_rows`. The reward `process_reward_model` finds the same places.
 
 
 @dataclass(frozen=True, slots=True)

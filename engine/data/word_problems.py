@@ -1,7 +1,12 @@
 """The default source: grade-school word problems in GSM8K's answer format, made from a seed.
 
-Templates of stories, problems drawn from them without repetition, answer styles, and the
-splits' rows.
+A story starts with a number, goes on with clauses that add, subtract or multiply, and ends with a
+question. An answer is a line of GSM8K's calculator marks a step, then `#### <number>`:
+
+    Tom has 23 apples. He buys 14 and eats 9. How many apples now?
+    <<23+14=37>>37
+    <<37-9=28>>28
+    #### 28
 """
 
 from __future__ import annotations
@@ -20,12 +25,6 @@ from engine.config import DataConfig
 from engine.data.rows import normalise, rl_row, sft_row
 from engine.data.sources import Splits, register_source
 from engine.errors import ConfigError, DataError
-
-# Templates of the arithmetic word problems: data only, no random draws.
-#
-# A story starts with a number, continues with clauses that add, subtract or multiply, and ends
-# with
-# a question. Each template belongs to one corpus, whose mix of answer styles `arithmetic` defines.
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +197,6 @@ STORY_TEMPLATES: tuple[StoryTemplate, ...] = (
 )
 
 
-# Grade-school word problems drawn from a seed, and divided over splits without repetition.
-#
-# What lives here: a problem's numbers, steps and text. The templates are in `story_templates`, the
-# written answers in `arithmetic`.
-
-
 @dataclass(frozen=True, slots=True)
 class Level:
     """What a difficulty means."""
@@ -363,18 +356,6 @@ def _exhausted(sizes: Mapping[str, int], difficulty: int, found: int) -> str:
         f"ask for {sum(sizes.values())} ({', '.join(f'{k} {v}' for k, v in sizes.items())}); "
         "lower the sizes in data, or raise data.difficulty"
     )
-
-
-# The default source: word problems in GSM8K's answer format, made from a seed.
-#
-# What lives here: the answer styles, their mix in each corpus, and the splits' rows. Problems are
-# drawn in `problems`. An answer is a line of GSM8K's calculator marks a step, then `####
-# <number>`:
-#
-#     Tom has 23 apples. He buys 14 and eats 9. How many apples now?
-#     <<23+14=37>>37
-#     <<37-9=28>>28
-#     #### 28
 
 
 @dataclass(frozen=True, slots=True)

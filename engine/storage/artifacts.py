@@ -1,4 +1,13 @@
-"""Artifact folders and their manifests: written whole or not at all, named by content."""
+"""Artifact folders and their manifests: written whole or not at all, named by content.
+
+`home()/artifacts/<kind>/<16 hex digits>/` holds published artifacts and copies of those in the
+shared store, where an artifact is complete by its manifest, which is written last. `.staging/`
+holds those being written, `.cache/` copies of other addresses.
+
+A manifest names its parents by the digest of their content and by that of their manifest.json, so
+an edit of a manifest's own words shows in its children. The tip of a chain has no child: its
+manifest's digest is the tag `manifest_digest` of the version in the model registry.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +57,6 @@ from engine.storage.filesystem import (
     write_atomically,
 )
 from engine.storage.s3 import Objects, download, upload
-
-# The manifest of an artifact folder: what it holds, what made it, and what it came from.
-#
-# What lives here: the model of `manifest.json`, writing, reading, and comparing it with its
-# folder.
-# What does not: hashing (`.hashing`), where artifacts are kept (`.locations`), walking parents
-# (`engine.lineage`).
-#
-# A manifest names its parents by the digest of their content and by that of their manifest.json,
-# so
-# an edit of a manifest's own words (its parents, configuration or metrics) shows in its children.
-# The
-# tip of a chain has no child: its manifest's digest is in the model registry, as the tag
-# `manifest_digest` of the version.
 
 SCHEMA_VERSION = 2
 READABLE = (1, 2)  # 1 has no digests of the parents' manifests
@@ -251,12 +246,6 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
     return faults
 
 
-# Artifacts in the shared store: complete there by their manifest, which is written last.
-#
-# What lives here: `put` and `get` of one artifact at one address. What does not: when that is done
-# (`artifacts`), where the store is (`locations`), moving files (`transfer`).
-
-
 def put_in_store(folder: Path, uri: str) -> bytes:
     """Make `uri` hold a published folder; return the bytes of its manifest there.
 
@@ -308,16 +297,6 @@ def _existing(objects: Objects, manifest: Manifest) -> bytes | None:
         )
     return data
 
-
-# Artifact folders: written whole or not at all, named by their content.
-#
-# What lives here: staging folders, publishing by rename and into the shared store, and bringing a
-# remote artifact to this machine. What does not: what a manifest says (`.manifest`), how an
-# artifact is complete in the store (`engine.storage.artifact_store`).
-#
-# Layout under `home()`: `artifacts/<kind>/<16 hex digits>/` holds published artifacts and copies
-# of
-# those in the shared store, `.staging/` those being written, `.cache/` copies of others.
 
 RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
 

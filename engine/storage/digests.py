@@ -1,4 +1,4 @@
-"""SHA-256 of files and of the code that runs, and the code's version by git."""
+"""SHA-256 of files where they lie, and of the code that runs, with the code's version by git."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field
 import engine
 from engine.errors import EngineError, LineageError
 from engine.storage.filesystem import CHUNK, Files, as_path, is_remote, translated
-
-# SHA-256 of files: as they are written, on a disk, and in an object store, where they lie.
-#
-# What lives here: hashing and listing. What does not: what a manifest says of the files
-# (`.manifest`), reading (`.filesystem`).
 
 MANIFEST = "manifest.json"
 SHA256 = r"^[0-9a-f]{64}$"
@@ -130,8 +125,6 @@ def _hash_remote(folder: str) -> dict[str, FileEntry]:
     with ThreadPoolExecutor(READERS) as pool:
         return dict(zip(content, pool.map(hash_one, content), strict=True))
 
-
-# Which code is running: its git commit, and digests of sources, ours and a user's, without git.
 
 CODE_VERSION_VARIABLE = "HYBRIDFLYTE_CODE_VERSION"
 PACKAGES = ("engine", "tasks")

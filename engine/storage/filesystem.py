@@ -1,6 +1,7 @@
 """The one way to files by name: a path, a URI, a model on the hub, or artifacts' place.
 
-Writes to a local disk are whole or not there. Large transfers to S3 are in `s3`.
+Writes to a local disk are whole or not there. `Files` has S3's endpoint, credentials, deadlines and
+retries: s3fs's and botocore's own retries are off, because they multiply. Writing to S3 is in `s3`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.errors import ConfigError, EngineError, ModelError, StorageError
-
-# Writes to a local disk that are whole or not there: temporary name, fsync, rename.
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -81,11 +80,6 @@ def process_start(pid: int) -> str | None:
         return "" if not Path("/proc/self/stat").exists() and process_is_alive(pid) else None
     return None if fields[0] in ("Z", "X") else fields[19]
 
-
-# Where artifacts are kept: on this machine, and in the store that machines share, if there is one.
-#
-# Only paths and addresses; nothing is read or written here. A folder's place in both is the same:
-# `artifacts/<kind>/<16 hex digits>`.
 
 HOME_VARIABLE = "HYBRIDFLYTE_HOME"
 STORE_VARIABLE = "HYBRIDFLYTE_STORE"
@@ -145,12 +139,6 @@ def local_copy_path(uri: str) -> Path | None:
         return None
     return home() / ARTIFACTS / found["place"]
 
-
-# Models on the Hugging Face hub: `owner/name`, or `owner/name@revision` (a branch, tag or commit).
-#
-# What lives here: reading such a name, which commit it means now, and why transformers couldn't
-# load
-# what it names. Loading is in `engine.models` and `engine.data`, which both take these names.
 
 SECONDS = 10.0  # the hub's, for one answer
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -252,15 +240,6 @@ def loading_error(error: Exception) -> str:
         )
     return text.splitlines()[0] if text else type(error).__name__
 
-
-# The one way to a file system: a path, file://, or a URI that fsspec knows, such as s3://bucket/x.
-#
-# What lives here: S3's endpoint, credentials, timeouts and retries; reading and listing with
-# `Files`;
-# what an error means and how it reads. What does not: writing to S3 (`.objects`).
-#
-# s3fs's and botocore's own retries are off, because they multiply: each request has a deadline and
-# is repeated here alone.
 
 T = TypeVar("T")
 

@@ -1,6 +1,7 @@
 """Rows of JSON, CSV and Parquet files, local or remote, with errors that name file and line.
 
-JSON text itself is parsed in `json_rows`.
+A row that can't be read costs itself alone. JSON text is parsed in `json_rows`. What the columns
+mean is for the data sources and `engine.data.contract` to say.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from engine.storage.filesystem import (
     translated,
 )
 from engine.storage.json_rows import LONGEST_LINE, Numbered, Row, json_array, json_lines
-
-# Rows of CSV and Parquet files, a batch at a time; a row that can't be read costs itself alone.
 
 BATCH_ROWS = 1024  # of Parquet, held at once
 
@@ -128,11 +127,6 @@ def _is_utf8(text: str) -> bool:
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
-
-# Reading rows from files, local or remote, with errors that name file and line.
-#
-# What the columns mean is for the data sources and `engine.data.contract` to say; what the formats
-# are, for `json_rows` and `table_rows`.
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 PACKED = ".gz"  # after a suffix of text

@@ -1,4 +1,10 @@
-"""A model's safetensors files: read by slices, written a few tensors at a time."""
+"""A model's safetensors files: read slice by slice, written a few tensors at a time.
+
+A file of Mixtral, Qwen2-MoE or Qwen3-MoE has three matrices an expert, by names that vLLM and TGI
+know too; a transformers module has two tensors for all of a layer's experts, `gate_up_proj`
+[E, 2·I, H], the gate's rows above, and `down_proj` [E, H, I]. `stack_experts` and `file_tensors`
+translate. Which tensor is which parameter is for `engine.models` to say.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +19,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-
-# A model's safetensors files: read slice by slice, and written a few tensors at a time.
-#
-# Which tensor of them is which parameter is `engine.models`' matter.
 
 BUCKET_BYTES = 64 << 20  # that reading takes besides its target
 FILE_BYTES = 4 << 30  # of one file, at most, unless a single tensor is larger
@@ -139,14 +141,6 @@ def write_weights(named: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 def _draft(number: int) -> str:
     return f"model-{number:05d}.safetensors"
 
-
-# Experts' matrices in a model's files, each by itself, and in transformers' modules, all in one.
-#
-# A file of Mixtral, Qwen2-MoE or Qwen3-MoE has three matrices an expert, by names that vLLM and
-# TGI
-# know too; a module has two tensors for all of a layer's experts, `gate_up_proj` [E, 2·I, H], the
-# gate's rows above, and `down_proj` [E, H, I]. No other weight has another name or shape, but
-# Mixtral's router.
 
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _BLOCKS = {  # by model type: the block's name in files, and matrices that a tensor has
