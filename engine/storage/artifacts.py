@@ -246,58 +246,6 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
     return faults
 
 
-def put_in_store(folder: Path, uri: str) -> bytes:
-    """Make `uri` hold a published folder; return the bytes of its manifest there.
-
-    An artifact of equal content and inputs that is there keeps its manifest, because children know
-    it, and gets the files that it lacks. Cut off anywhere, this leaves no manifest where there was
-    none, and a second call sends what is missing. Raises StorageError when S3 refuses, or another
-    artifact is there.
-    """
-    data = (folder / MANIFEST).read_bytes()
-    manifest = parse_manifest(data, str(folder))
-    objects = Objects(uri, QUICK)
-    existing = _existing(objects, manifest)
-    upload(folder, uri, manifest.files, f"upload {manifest.kind} {manifest.digest[:12]}")
-    if existing is not None:
-        return existing
-    if objects.put(MANIFEST, data, only_if=""):
-        return data
-    # Another process has published the same since: whose manifest was first counts for both.
-    return _existing(objects, manifest) or data
-
-
-def get_from_store(uri: str, folder: Path, data: bytes) -> None:
-    """Fetch the artifact at `uri`, whose manifest's bytes are `data`, into `folder`, checked.
-
-    Raises StorageError when S3 refuses or a file is missing, LineageError when one differs.
-    """
-    manifest = parse_manifest(data, f"{uri}/{MANIFEST}")
-    folder.mkdir(parents=True, exist_ok=True)
-    download(uri, folder, manifest.files, f"download {manifest.kind} {manifest.digest[:12]}")
-    (folder / MANIFEST).write_bytes(data)
-    verify(folder)
-
-
-def _existing(objects: Objects, manifest: Manifest) -> bytes | None:
-    """The manifest that is there, None where there is none. StorageError for another artifact's."""
-    try:
-        data = objects.read(MANIFEST)
-    except FileNotFoundError:
-        return None
-    try:
-        theirs = parse_manifest(data, f"{objects.uri}/{MANIFEST}")
-    except LineageError as error:
-        raise StorageError(f"{error}; remove it, and publish again") from error
-    if theirs.files != manifest.files or theirs.inputs_digest != manifest.inputs_digest:
-        raise StorageError(
-            f"{objects.uri} holds another artifact ({theirs.kind} {theirs.digest[:12]}, made "
-            f"{theirs.created_at:%Y-%m-%d %H:%M}); it stays as it is; publish again, and if it "
-            f"still stands there, see `python -m engine.lineage verify {objects.uri}`"
-        )
-    return data
-
-
 RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
 
 
@@ -351,18 +299,47 @@ def publish(folder: str | Path, draft: Draft) -> Path:
 def share(folder: str | Path) -> str:
     """Put a published artifact into the shared store; return the address that children name.
 
-    What is there and whole is not sent again, and its manifest, which children elsewhere may know,
-    becomes this machine's. Where there is no store, or the folder is no artifact of this machine's,
-    nothing happens and the path is returned. Raises StorageError when the store refuses.
+    Where there is no store, or the folder is no artifact of this machine's, nothing happens and the
+    path is returned. The manifest is sent last: cut off anywhere, this leaves none where there was
+    none, and a second call sends what is missing. An artifact of equal content and inputs that is
+    there keeps its manifest, which children elsewhere may know and which becomes this machine's,
+    and gets the files that it lacks. Raises StorageError when S3 refuses, or another artifact is
+    there.
     """
-    uri, own = shared_address(folder), Path(folder) / MANIFEST
+    folder, uri = Path(folder), shared_address(folder)
     if uri == str(folder):
         return uri
-    published = put_in_store(Path(folder), uri)
-    if published != own.read_bytes():
-        with _writing(own):
-            write_atomically(own, [published])
+    data = (folder / MANIFEST).read_bytes()
+    manifest = parse_manifest(data, str(folder))
+    objects = Objects(uri, QUICK)
+    published = _published_manifest(objects, manifest)
+    upload(folder, uri, manifest.files, f"upload {manifest.kind} {manifest.digest[:12]}")
+    if published is None and not objects.put(MANIFEST, data, only_if=""):
+        # Another process has published the same since: whose manifest was first counts for both.
+        published = _published_manifest(objects, manifest)
+    if published is not None and published != data:
+        with _writing(folder):
+            write_atomically(folder / MANIFEST, [published])
     return uri
+
+
+def _published_manifest(objects: Objects, manifest: Manifest) -> bytes | None:
+    """The manifest that is there, None where there is none. StorageError for another artifact's."""
+    try:
+        data = objects.read(MANIFEST)
+    except FileNotFoundError:
+        return None
+    try:
+        published = parse_manifest(data, f"{objects.uri}/{MANIFEST}")
+    except LineageError as error:
+        raise StorageError(f"{error}; remove it, and publish again") from error
+    if published.files != manifest.files or published.inputs_digest != manifest.inputs_digest:
+        raise StorageError(
+            f"{objects.uri} holds another artifact ({published.kind} {published.digest[:12]}, made "
+            f"{published.created_at:%Y-%m-%d %H:%M}); it stays as it is; publish again, and if it "
+            f"still stands there, see `python -m engine.lineage verify {objects.uri}`"
+        )
+    return data
 
 
 def local_path(uri: str | Path) -> Path:
@@ -395,14 +372,22 @@ def _download(uri: str) -> Path:
             with staging("download") as folder:
                 draft = folder / target.name
                 if manifest is not None and files.is_s3:
-                    get_from_store(uri, draft, manifest)
+                    parsed = parse_manifest(manifest, f"{uri}/{MANIFEST}")
+                    label = f"download {parsed.kind} {parsed.digest[:12]}"
+                    draft.mkdir(parents=True)
+                    download(uri, draft, parsed.files, label)
+                    (draft / MANIFEST).write_bytes(manifest)
                 else:
                     files.request(lambda: files.fs.get(files.path, str(draft), recursive=True))
-                    if (draft / MANIFEST).is_file():
-                        verify(draft)
+                if (draft / MANIFEST).is_file():
+                    verify(draft)
                 fsync_tree(draft)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _keep_download(draft, target, manifest)
+                if not target.exists():
+                    _rename(draft, target)
+                    fsync(target.parent)
+                elif not _is_equal(target, draft, manifest):  # else a process may be reading it
+                    _replace(draft, target)
     except FileNotFoundError:
         raise StorageError(f"artifact {uri} was deleted or never written; {RERUN_HINT}") from None
     return target
@@ -420,38 +405,21 @@ def _remote_manifest(files: Files) -> bytes | None:
     return None
 
 
-def _keep_download(draft: Path, target: Path, manifest: bytes | None) -> None:
-    """Rename a download to its place, unless an equal one was put there meanwhile.
-
-    Another process may be reading that one already.
-    """
-    if not target.exists():
-        _rename(draft, target)
-        fsync(target.parent)
-    elif not _is_equal(target, draft, manifest):
-        _replace(draft, target)
-
-
 def _is_equal(target: Path, draft: Path, manifest: bytes | None) -> bool:
     """Tell whether `target` has the content that was downloaded to `draft`."""
     if manifest is not None:
         return _is_copy(target, manifest)
-    try:
-        one, other = (hash_file(p) if p.is_file() else tree_digest(p) for p in (target, draft))
-    except (LineageError, OSError):
-        return False
-    return one == other
+    with contextlib.suppress(LineageError, OSError):
+        digests = [hash_file(p) if p.is_file() else tree_digest(p) for p in (target, draft)]
+        return digests[0] == digests[1]
+    return False
 
 
 def _is_copy(target: Path, manifest: bytes) -> bool:
     """Tell whether a local copy has these bytes as its manifest, and is as that says."""
-    try:
-        if (target / MANIFEST).read_bytes() != manifest:
-            return False
-        verify(target)
-    except (LineageError, OSError):
-        return False
-    return True
+    with contextlib.suppress(LineageError, OSError):
+        return (target / MANIFEST).read_bytes() == manifest and bool(verify(target))
+    return False
 
 
 def _target_of(manifest: Manifest) -> Path:
@@ -475,9 +443,10 @@ def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:
     One whose files were damaged gets them back; its manifest stays, because children know it.
     """
     if target.exists():
-        if _is_whole(target, manifest.digest):
-            shutil.rmtree(folder)
-            return
+        with contextlib.suppress(LineageError):
+            if verify(target).digest == manifest.digest:
+                shutil.rmtree(folder)
+                return
         with contextlib.suppress(LineageError):
             if read_manifest(target).files == manifest.files:
                 shutil.copyfile(target / MANIFEST, folder / MANIFEST)
@@ -519,14 +488,6 @@ def _rename(folder: Path, target: Path) -> None:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         shutil.rmtree(folder)
-
-
-def _is_whole(artifact: Path, digest: str) -> bool:
-    """Re-hash an artifact against its manifest and the digest that it should have."""
-    try:
-        return verify(artifact).digest == digest
-    except LineageError:
-        return False
 
 
 @contextlib.contextmanager
