@@ -208,7 +208,8 @@ def canonical_row(row: Row, where: str) -> Row:
             kind = "a dictionary" if column == EXTRA else "text"
             raise DataError(f"{where}: column {column!r} is {brief(value)}; give {kind}, or none")
     others = {column: value for column, value in row.items() if column != TRUTH}
-    return {**others, **filled, "prompt": _prompt(row, where), RULE: reward_model(row, where)}
+    prompt = prompt_messages(row.get("prompt"), where)
+    return {**others, **filled, "prompt": prompt, RULE: reward_model(row, where)}
 
 
 def check_names(columns: Iterable[str], where: str) -> None:
@@ -247,15 +248,15 @@ def reward_model(row: Row, where: str) -> Row:
     return {**rule, TRUTH: own}
 
 
-def _prompt(row: Row, where: str) -> list[Row]:
-    given = row.get("prompt")
-    prompt: object = user_message(given) if isinstance(given, str) else given
-    if not is_messages(prompt) or not has_words(prompt) or not is_utf8(prompt):
+def prompt_messages(cell: object, where: str) -> list[dict[str, Any]]:
+    """The cell of `prompt` as messages; DataError for what is neither text nor messages."""
+    messages: object = user_message(cell) if isinstance(cell, str) else cell
+    if not is_messages(messages) or not has_words(messages) or not is_utf8(messages):
         raise DataError(
-            f"{where}: column 'prompt' is {brief(given)}; give a string that is not empty, or "
+            f"{where}: column 'prompt' is {brief(cell)}; give a string that is not empty, or "
             'messages [{"role": "user", "content": …}] of which the last is not'
         )
-    return list(prompt)
+    return list(messages)
 
 
 Side = Literal["left", "right", "middle"]
