@@ -44,7 +44,12 @@ _KINDS: dict[type, pa.DataType] = {
 
 
 class ParquetWriter:
-    """Writes rows that have the contract's columns; the file is there after a clean exit."""
+    """Writes RL rows in verl's schema, in bounded memory; the file is there after a clean exit.
+
+    Fields of `extra_info` get one type each, which is known when the last row was seen: rows wait
+    in a temporary file until then. A field with values of several types becomes text, lists and
+    dictionaries become JSON.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,35 +73,30 @@ class ParquetWriter:
         extra = {name: _plain(value) for name, value in row[EXTRA].items()}
         for name, value in extra.items():
             if value is not None:
-                kind = _kind(value)
-                known = self._kinds.setdefault(name, kind)
-                if known != kind:
-                    self._kinds[name] = _joined(known, kind)
+                kinds = {self._kinds.get(name, _KINDS[type(value)]), _KINDS[type(value)]}
+                mixed = pa.float64() if kinds <= {pa.int64(), pa.float64()} else pa.string()
+                self._kinds[name] = kinds.pop() if len(kinds) == 1 else mixed
         json.dump({**row, RULE: rule, EXTRA: extra}, self._spool, ensure_ascii=False)
         self._spool.write("\n")
         self.rows += 1
 
     def _write(self) -> None:
-        schema = self._schema()
+        text = pa.string()
+        columns = {
+            "data_source": text,
+            "prompt": pa.list_(pa.struct({"role": text, "content": text})),
+            "ability": text,
+            RULE: pa.struct({"style": text, TRUTH: text}),
+        }
+        if self._kinds:
+            columns[EXTRA] = pa.struct(self._kinds)
+        schema = pa.schema(columns)
         partial = self._path.with_suffix(".partial")
         self._spool.seek(0)
         with pq.ParquetWriter(partial, schema) as writer:
             while rows := [self._typed(line) for line in islice(self._spool, BATCH_ROWS)]:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
         partial.rename(self._path)
-
-    def _schema(self) -> pa.Schema:
-        text = pa.string()
-        message = pa.struct({"role": text, "content": text})
-        columns = {
-            "data_source": text,
-            "prompt": pa.list_(message),
-            "ability": text,
-            RULE: pa.struct({"style": text, TRUTH: text}),
-        }
-        if self._kinds:
-            columns[EXTRA] = pa.struct(self._kinds)
-        return pa.schema(columns)
 
     def _typed(self, line: str) -> dict[str, Any]:
         row: dict[str, Any] = json.loads(line)
@@ -114,15 +114,6 @@ def _plain(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 63:
         return str(value)
     return value if type(value) in _KINDS else as_text(value)
-
-
-def _kind(value: object) -> pa.DataType:
-    return _KINDS[type(value)]
-
-
-def _joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    numbers = {pa.int64(), pa.float64()}
-    return pa.float64() if {one, other} <= numbers else pa.string()
 
 
 CARD = "README.md"  # where the hub looks for it
@@ -144,7 +135,13 @@ class SplitCard:
         """Count a row."""
         self.lengths.append(length)
         if len(self.samples) < SAMPLES:
-            self.samples.append(_sample(row))
+            shown = {"prompt": prompt_text(row["prompt"])[:SHOWN_CHARACTERS]}
+            for column in ("response", "chosen", "rejected", "completion"):
+                if column in row:
+                    shown[column] = str(row[column])[:SHOWN_CHARACTERS]
+            if isinstance(rule := row.get(RULE), Mapping):
+                shown[TRUTH] = str(rule.get(TRUTH))[:SHOWN_CHARACTERS]
+            self.samples.append(json.dumps(shown, ensure_ascii=False))
 
     def leave_out(self, reason: str, rows: int = 1) -> None:
         """Count rows that the split doesn't have, e.g. of the reason "repeated"."""
@@ -157,6 +154,7 @@ def card_markdown(
     """The card as Markdown. `digest` is the source's; `notes` are sentences for the end."""
     reasons = list(dict.fromkeys(reason for card in splits for reason in card.left_out))
     head = ["split", "rows", "least", "median", "mean", "95 %", "most", *reasons, "SHA-256"]
+    table = [head, ["---"] * len(head), *(_figures(card, reasons) for card in splits)]
     units = " and ".join(dict.fromkeys(card.unit for card in splits))
     lines = [
         f"# Data: {_inline(source)}",
@@ -164,12 +162,11 @@ def card_markdown(
         f"Source digest `{digest[:16]}`. Lengths are those of prompts, in {units}; columns after "
         "them count the rows that were left out.",
         "",
-        _table_row(head),
-        _table_row(["---"] * len(head)),
-        *(_table_row(_numbers(card, reasons)) for card in splits),
+        *(f"| {' | '.join(cells)} |" for cells in table),
     ]
     for card in splits:
-        lines += ["", f"## {card.name}", *_histogram(card), *_sample_block(card)]
+        samples = (f"\n    {sample}" for sample in card.samples)
+        lines += ["", f"## {card.name}", *_histogram(card), "", "First rows:", *samples]
     if notes:
         lines += ["", "## Left out", "", *(f"- {_inline(note)}" for note in notes)]
     return "\n".join(lines) + "\n"
@@ -182,7 +179,7 @@ def card_html(markdown: str) -> str:
     return MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
 
 
-def _numbers(card: SplitCard, reasons: Sequence[str]) -> list[str]:
+def _figures(card: SplitCard, reasons: Sequence[str]) -> list[str]:
     lengths = np.asarray(card.lengths)
     if not len(lengths):
         cells = ["0", "", "", "", "", ""]
@@ -204,24 +201,6 @@ def _histogram(card: SplitCard) -> list[str]:
         for i, count in enumerate(counts)
     ]
     return ["", f"Rows by the prompt's {card.unit}, from:", "", "```", *bars, "```"]
-
-
-def _sample_block(card: SplitCard) -> list[str]:
-    return ["", "First rows:", *(f"\n    {sample}" for sample in card.samples)]
-
-
-def _sample(row: Mapping[str, Any]) -> str:
-    shown = {"prompt": prompt_text(row["prompt"])[:SHOWN_CHARACTERS]}
-    for column in ("response", "chosen", "rejected", "completion"):
-        if column in row:
-            shown[column] = str(row[column])[:SHOWN_CHARACTERS]
-    if isinstance(rule := row.get("reward_model"), Mapping):
-        shown["ground_truth"] = str(rule.get("ground_truth"))[:SHOWN_CHARACTERS]
-    return json.dumps(shown, ensure_ascii=False)
-
-
-def _table_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _inline(text: str) -> str:
