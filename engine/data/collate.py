@@ -56,20 +56,19 @@ def shared_prompt_batches(
     batches: list[list[int]] = []
     room = 0
     for group in groups:
-        own = [lengths[row] - prompts[row] for row in group]
-        whole = prompts[group[0]] + sum(own)
-        if whole > room or not batches:
+        responses = [lengths[row] - prompts[row] for row in group]
+        if prompts[group[0]] + sum(responses) > room or not batches:
             batches.append([])
             room = max_tokens
-        fresh = True  # the batch has nothing of this group
-        for row, tokens in zip(group, own, strict=True):
-            cost = tokens + (prompts[row] if fresh else 0)
+        is_first = True  # row of this group in the batch
+        for row, tokens in zip(group, responses, strict=True):
+            cost = tokens + (prompts[row] if is_first else 0)
             if cost > room and batches[-1]:
                 batches.append([])
                 room, cost = max_tokens, tokens + prompts[row]
             batches[-1].append(row)
             room -= cost
-            fresh = False
+            is_first = False
     return batches
 
 

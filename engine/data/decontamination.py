@@ -49,16 +49,16 @@ class HeldOut:
 
     ngram: int = 13
     overlap: float = 0.8
-    _whole: set[int] = field(default_factory=set)
+    _hashes: set[int] = field(default_factory=set)
     _texts: dict[int, list[int]] = field(default_factory=dict)  # hash of a run: texts with it
     _added: int = 0
-    _own: Counter[int] = field(default_factory=Counter)  # runs of each text that count
-    _counted: int = 0  # texts that `_own` was counted for
+    _runs: Counter[int] = field(default_factory=Counter)  # of each text, how many count
+    _counted: int = 0  # texts that `_runs` was counted for
 
     def add(self, text: str) -> None:
         """Hold a text out."""
         words = _words(text)
-        self._whole.add(hash(words))
+        self._hashes.add(hash(words))
         for run in self._runs_of(words) if self.overlap else ():
             self._texts.setdefault(run, []).append(self._added)
         self._added += 1
@@ -66,13 +66,13 @@ class HeldOut:
     def find(self, text: str) -> Match:
         """How a text is in the held-out ones; empty where it isn't."""
         words = _words(text)
-        if hash(words) in self._whole:
+        if hash(words) in self._hashes:
             return "exact"
         if self._counted != self._added:
-            self._own = self._shared(self._texts)
+            self._runs = self._shared(self._texts)
             self._counted = self._added
         shared = self._shared(self._runs_of(words)) if self._texts else {}
-        near = any(count >= self.overlap * self._own[held] for held, count in shared.items())
+        near = any(count >= self.overlap * self._runs[held] for held, count in shared.items())
         return "near" if near else ""
 
     def _shared(self, runs: Iterable[int]) -> Counter[int]:
@@ -99,7 +99,7 @@ def without_held_out(splits: Splits, config: DataConfig) -> Splits:
     settings = config.decontaminate
     held_out = HeldOut(settings.ngram, settings.overlap)
     hold_out_files(config, held_out)
-    for prompt in (prompt for one in splits.evaluation.values() for prompt in one["prompt"]):
+    for prompt in (p for frame in splits.evaluation.values() for p in frame["prompt"]):
         held_out.add(question_text(prompt))
     frames: dict[str, Any] = dict(splits.frames())
     notes = list(splits.notes)

@@ -59,29 +59,36 @@ class PassRates:
 
     def begin_epoch(self) -> None:
         """Choose the rows of the next epoch; none where all were used `max_uses` times."""
-        usable = np.ones_like(self.chosen)
-        if self._max_uses:
-            usable = self._uses < self._max_uses
+        usable = self._uses < (self._max_uses or np.iinfo(np.int32).max)
         # How far outside the bounds; 0 of what was never sampled.
         off = np.nan_to_num(np.maximum(self._low - self._rate, self._rate - self._high), nan=0.0)
-        wanted = usable & (off <= 0)
+        chosen = usable & (off <= 0)
         if self._recheck:
-            wanted |= usable & (self._passed_over >= self._recheck)
-        missing = min(self._at_least, int(usable.sum())) - int(wanted.sum())
+            chosen |= usable & (self._passed_over >= self._recheck)
+        missing = min(self._at_least, int(usable.sum())) - int(chosen.sum())
         if missing > 0:
-            others = np.flatnonzero(usable & ~wanted)
-            wanted[others[np.argsort(off[others], kind="stable")[:missing]]] = True
-        self._passed_over = np.where(wanted, 0, self._passed_over + 1).astype(np.int32)
-        self.chosen = wanted
+            others = np.flatnonzero(usable & ~chosen)
+            chosen[others[np.argsort(off[others], kind="stable")[:missing]]] = True
+        self._passed_over = np.where(chosen, 0, self._passed_over + 1).astype(np.int32)
+        self.chosen = chosen
 
     def state_dict(self) -> PassRateState:
-        """All of it as text, for JSON; exact."""
-        return {name: _packed(array) for name, array in self._arrays().items()}
+        """Return all of it as text, for JSON; exact."""
+        return {
+            name: base64.b64encode(zlib.compress(array.tobytes(), level=1)).decode()
+            for name, array in self._arrays().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Restore `state_dict`; DataError where it is of another number of rows."""
         for name, array in self._arrays().items():
-            array[:] = _unpacked(state[name], array)
+            saved = np.frombuffer(zlib.decompress(base64.b64decode(state[name])), array.dtype)
+            if saved.shape != array.shape:
+                raise DataError(
+                    f"the saved pass rates are of {saved.size} rows, and there are {array.size} "
+                    "here; resume with the same data"
+                )
+            array[:] = saved
 
     def _arrays(self) -> dict[str, NDArray[np.generic]]:
         return {
@@ -103,20 +110,6 @@ def observed_rates(batch: Batch) -> Iterator[tuple[object, float]]:
         rows = ((groups == group) & scored).nonzero().flatten().tolist()
         if rows:
             yield batch.columns["prompt"][rows[0]], float(right[rows].mean())
-
-
-def _packed(array: NDArray[np.generic]) -> str:
-    return base64.b64encode(zlib.compress(array.tobytes(), level=1)).decode()
-
-
-def _unpacked(text: str, like: NDArray[np.generic]) -> NDArray[np.generic]:
-    found = np.frombuffer(zlib.decompress(base64.b64decode(text)), like.dtype)
-    if found.shape != like.shape:
-        raise DataError(
-            f"the saved pass rates are of {found.size} rows, and there are {like.size} here; "
-            "resume with the same data"
-        )
-    return found
 
 
 BLOCK = 1024  # draws of a source made at once
@@ -228,9 +221,8 @@ class EpochOrder:
     def _draw(self) -> NDArray[np.int64]:
         order = np.arange(self._size)
         if self._shuffle:
-            order = np.random.default_rng([self._seed, self._epoch, *self._stream]).permutation(
-                self._size
-            )
+            draw = np.random.default_rng([self._seed, self._epoch, *self._stream])
+            order = draw.permutation(self._size)
         if self._difficulty is not None:
             order = order[np.argsort(self._difficulty[order], kind="stable")]
         if self._rates is not None:
@@ -261,10 +253,7 @@ class WeightedOrder:
         ConfigError where `weights` are not theirs.
         """
         names = list(dict.fromkeys(sources))
-        for name in [
-            *(n for n in names if n not in weights),
-            *(w for w in weights if w not in names),
-        ]:
+        for name in sorted(set(names) ^ weights.keys()):
             raise ConfigError(
                 f"data.sampling.weights has {sorted(weights)}, and the rows' data_source is one of "
                 f"{sorted(names)}: {name!r} is in one only; give each source a weight"
@@ -273,7 +262,7 @@ class WeightedOrder:
             raise ConfigError(f"data.sampling.weights={dict(weights)}: weights must be above 0")
         self._names, self._seed = sorted(names), seed
         self._weights = np.asarray([weights[name] for name in self._names], dtype=float)
-        self._rows = {n: [i for i, own in enumerate(sources) if own == n] for n in self._names}
+        self._rows = {n: [i for i, name in enumerate(sources) if name == n] for n in self._names}
         self._orders = {
             name: EpochOrder(
                 len(rows),
@@ -286,7 +275,8 @@ class WeightedOrder:
             )
             for number, (name, rows) in enumerate(self._rows.items())
         }
-        self._place = {row: (n, i) for n, own in self._rows.items() for i, row in enumerate(own)}
+        # By row: its source, and its index there.
+        self._index = {row: (n, i) for n, rows in self._rows.items() for i, row in enumerate(rows)}
         self._drawn = 0
         self._block = self._draw_block()
 
@@ -306,8 +296,8 @@ class WeightedOrder:
         return self._rows[name][self._orders[name].next()]
 
     def observe(self, row: int, rate: float) -> None:
-        name, place = self._place[row]
-        self._orders[name].observe(place, rate)
+        name, index = self._index[row]
+        self._orders[name].observe(index, rate)
 
     def state_dict(self) -> State:
         sources = {name: order.state_dict() for name, order in self._orders.items()}
@@ -328,7 +318,7 @@ def difficulty_of(rows: Sequence[Mapping[str, object]], path: str) -> list[float
 
     Of text its first number counts: 5.0 of "Level 5". Raises DataError for a row without any.
     """
-    found: list[float] = []
+    numbers: list[float] = []
     for number, row in enumerate(rows, start=1):
         value: object = row
         for name in path.split("."):
@@ -339,5 +329,5 @@ def difficulty_of(rows: Sequence[Mapping[str, object]], path: str) -> list[float
                 f"data.sampling.curriculum={path!r}: row {number} has {brief(value)} there, and no "
                 "number; give a column that says how hard each row is"
             )
-        found.append(float(match[0]))
-    return found
+        numbers.append(float(match[0]))
+    return numbers

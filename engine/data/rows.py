@@ -229,7 +229,7 @@ def reward_model(row: Row, where: str) -> Row:
 
     Raises DataError for a cell that is no dictionary, and for two ground truths that differ.
     """
-    rule, own = row.get(RULE), row.get(TRUTH)
+    rule, column = row.get(RULE), row.get(TRUTH)
     if is_missing(rule) or rule == {}:
         rule = {"style": "rule"}
     if not isinstance(rule, dict):
@@ -237,15 +237,15 @@ def reward_model(row: Row, where: str) -> Row:
             f'{where}: column {RULE!r} is {brief(rule)}; give {{"style": "rule", "{TRUTH}": …}}'
         )
     inner = rule.get(TRUTH)
-    if is_missing(own) or is_missing(inner):
-        truth = inner if is_missing(own) else own
+    if is_missing(column) or is_missing(inner):
+        truth = inner if is_missing(column) else column
         return {**rule, TRUTH: None if is_missing(truth) else truth}
-    if as_text(own) != as_text(inner):
+    if as_text(column) != as_text(inner):
         raise DataError(
-            f"{where}: column {TRUTH!r} is {brief(own)}, but {RULE}.{TRUTH} is {brief(inner)}; "
+            f"{where}: column {TRUTH!r} is {brief(column)}, but {RULE}.{TRUTH} is {brief(inner)}; "
             "keep the right one of them"
         )
-    return {**rule, TRUTH: own}
+    return {**rule, TRUTH: column}
 
 
 def prompt_messages(cell: object, where: str) -> list[dict[str, Any]]:
