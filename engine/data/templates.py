@@ -35,7 +35,7 @@ _known: WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens] = WeakKeyDicti
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
-    """The control tokens of a tokenizer, read once."""
+    """Return the control tokens of a tokenizer, read once."""
     known = _known.get(tokenizer)
     if known is None or known.stamp != _stamp(tokenizer):
         known = _known[tokenizer] = ControlTokens(tokenizer)
@@ -56,19 +56,19 @@ def rows_spelling_control_tokens(
     caller's to carry out.
     """
     control = control_tokens(tokenizer)
-    found = [
+    spelling = [
         i
         for i, row in enumerate(rows)
         if any(control.spelled_in(row[name]) for name in _ENCODED if name in row)
     ]
-    if found and policy == "fail":
-        shown = row_numbers([numbers[i] if numbers else i for i in found])
+    if spelling and policy == "fail":
+        shown = row_numbers([numbers[i] if numbers else i for i in spelling])
         raise DataError(
-            f"{where}: {len(found)} of {len(rows)} rows ({shown}) spell control tokens of the "
-            f"model such as {control.example(rows[found[0]])!r} in their text; correct them, or "
+            f"{where}: {len(spelling)} of {len(rows)} rows ({shown}) spell control tokens of the "
+            f"model such as {control.example(rows[spelling[0]])!r} in their text; correct them, or "
             "set data.control_tokens to escape (keep it as text) or drop"
         )
-    return found
+    return spelling
 
 
 class ControlTokens:
@@ -205,26 +205,29 @@ def encode_prompt(
     no tools. Raises DataError for a role that neither `ROLES` nor the template has.
     """
     _check_roles(tokenizer, messages)
-    control = control_tokens(tokenizer)
-    escape = control.spelled_in(messages)
-    chat = [dict(m) for m in messages]
-    if escape:
-        chat = control.stand_in(chat)
-    if tokenizer.chat_template:
-        ids: Any = tokenizer.apply_chat_template(
-            chat,
-            tools=[dict(tool) for tool in tools] or None,
-            add_generation_prompt=True,
-            tokenize=not escape,
-            return_dict=False,
-        )
-        return control.encode(ids) if escape else [int(i) for i in ids]
-    text = plain_lines(chat)
-    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
-    ids = encode(text, add_special_tokens=True)
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]
-    return [int(i) for i in ids]
+    chat, encode = _escaped(tokenizer, messages)
+    if not tokenizer.chat_template:
+        ids = encode(plain_lines(chat), add_special_tokens=True)
+        return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+    escape = encode != tokenizer.encode
+    made: Any = tokenizer.apply_chat_template(
+        chat,
+        tools=[dict(tool) for tool in tools] or None,
+        add_generation_prompt=True,
+        tokenize=not escape,
+        return_dict=False,
+    )
+    return encode(made) if escape else [int(i) for i in made]
+
+
+def _escaped(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[list[dict[str, Any]], Callable[..., list[int]]]:
+    """Messages with stand-ins for control tokens that they spell, and what encodes their text."""
+    control, chat = control_tokens(tokenizer), [dict(message) for message in messages]
+    if control.spelled_in(messages):
+        return control.stand_in(chat), control.encode
+    return chat, tokenizer.encode
 
 
 def tool_tokens(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, object]]) -> int:
@@ -260,16 +263,12 @@ def encode_conversation(
     Padding tokens at the end, which no classifier reads, are left out.
     """
     _check_roles(tokenizer, messages)
-    control = control_tokens(tokenizer)
-    escape, chat = control.spelled_in(messages), [dict(m) for m in messages]
-    if escape:
-        chat = control.stand_in(chat)
-    templated = bool(tokenizer.chat_template)
-    text: object = "\n".join(str(message["content"]) for message in chat[-2:])
-    if templated:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
-    ids = [int(i) for i in encode(text, add_special_tokens=not templated)]
+    chat, encode = _escaped(tokenizer, messages)
+    if tokenizer.chat_template:
+        ids = encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
+    else:
+        text = "\n".join(str(message["content"]) for message in chat[-2:])
+        ids = encode(text, add_special_tokens=True)
     while ids and ids[-1] == tokenizer.pad_token_id:
         ids.pop()
     return ids
@@ -371,8 +370,7 @@ def _length(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where
     if not tokenizer.chat_template:
         return len(plain_lines(prompt))
     with refusals(tokenizer, where):
-        chat = [dict(message) for message in prompt]
-        return len(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        return len(render(tokenizer, prompt, (), True))
 
 
 @contextmanager
@@ -470,9 +468,9 @@ Tools = Sequence[Mapping[str, object]]
 
 _TURN = "SampledTurn7f3a"  # what the policy is made to have said
 _BEFORE = {"role": "user", "content": "?"}
-_SAID: Message = {"role": "assistant", "content": _TURN}
+_TURN_OF_TEXT: Message = {"role": "assistant", "content": _TURN}
 # For a template in which tools answer only to calls; Mistral's wants ids of nine characters.
-_CALLED: Message = {
+_TURN_OF_A_CALL: Message = {
     "role": "assistant",
     "content": "",
     "tool_calls": [
@@ -498,18 +496,13 @@ def encode_continuation(
     length limit cut: it gets the template's end of turn. A stop token that was sampled is not
     written again, whichever it was. Raises DataError where the template refuses the messages.
     """
-    control = control_tokens(tokenizer)
-    escape = control.spelled_in(messages)
-    chat: Sequence[Message] = [dict(message) for message in messages]
-    if escape:
-        chat = control.stand_in(chat)
+    chat, encode = _escaped(tokenizer, messages)
     if tokenizer.chat_template:
         with refusals(tokenizer, "messages after a turn"):
             text = _after_turn(tokenizer, chat, stop_ids, tools)
     else:
         text = "\n" + plain_lines(chat)
-    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
-    ids = [int(i) for i in encode(text, add_special_tokens=False)]
+    ids = encode(text, add_special_tokens=False)
     if not tokenizer.chat_template and ended_by is None:
         return [tokenizer.eos_token_id, *ids] if tokenizer.eos_token_id is not None else ids
     if ended_by is not None and ids and ids[0] in stop_ids:
@@ -526,26 +519,21 @@ def _after_turn(
     """What the template writes from the end token of a turn on."""
     stops = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stop_ids))]
     problem: Exception | None = None
-    for turn in (_SAID, _CALLED):
+    for turn in (_TURN_OF_TEXT, _TURN_OF_A_CALL):
         try:
             alone = render(tokenizer, [_BEFORE, turn], tools, False)
-            whole = render(tokenizer, [_BEFORE, turn, *messages], tools, True)
+            followed = render(tokenizer, [_BEFORE, turn, *messages], tools, True)
         except Exception as error:  # a template is code of the model's authors
             problem = problem or error
             continue
-        tail, rest = _behind_turn(alone), _behind_turn(whole)
-        if tail is None or rest is None:
+        if _TURN not in alone or _TURN not in followed:
             continue
+        tail, rest = alone.rpartition(_TURN)[2], followed.rpartition(_TURN)[2]
         ends = [tail.find(stop) for stop in stops if stop in tail]
         if ends:
             return rest[min(ends) :]
-        if turn is _SAID:
+        if turn is _TURN_OF_TEXT:
             return rest  # a template without an end token
     if problem is not None:
         raise problem
     raise DataError("the chat template leaves out what the assistant said")
-
-
-def _behind_turn(text: str) -> str | None:
-    """The text behind the stand-in; None where it was left out."""
-    return text.rpartition(_TURN)[2] if _TURN in text else None

@@ -277,7 +277,9 @@ def draw_problem(rng: random.Random, level: Level) -> Problem | None:
         value = step.result
     subject = template.subject.format(name=name, pronoun=pronoun)
     question = template.question.format(thing=thing)
-    middle = f" {subject} {_join(clauses)}." if clauses else ""
+    *head, last = clauses or [""]
+    sentence = f"{', '.join(head)} and {last}" if head else last  # "a", "a and b", "a, b and c"
+    middle = f" {subject} {sentence}." if clauses else ""
     return Problem(template, f"{opening}{middle} {question}", tuple(steps))
 
 
@@ -309,12 +311,6 @@ def _draw_clause(
     return Step(value, operator, number), clause.format(n=number)
 
 
-def _join(clauses: list[str]) -> str:
-    """Join clauses as a sentence does: "a", "a and b", "a, b and c"."""
-    *head, last = clauses
-    return f"{', '.join(head)} and {last}" if head else last
-
-
 def deal_problems(
     sizes: Mapping[str, int], difficulty: int, seed: int, largest: int = 0
 ) -> dict[str, list[Problem]]:
@@ -340,7 +336,12 @@ def deal_problems(
             if problem is None or problem.key in seen_keys or text in seen_texts:
                 misses += 1
                 if misses > 2000:
-                    raise DataError(_exhausted(sizes, difficulty, len(seen_keys)))
+                    asked = ", ".join(f"{name} {count}" for name, count in sizes.items())
+                    raise DataError(
+                        f"data.difficulty={difficulty} has only about {len(seen_keys)} distinct "
+                        f"problems and the splits ask for {sum(sizes.values())} ({asked}); lower "
+                        "the sizes in data, or raise data.difficulty"
+                    )
                 continue
             misses = 0
             seen_keys.add(problem.key)
@@ -348,14 +349,6 @@ def deal_problems(
             rows.append(problem)
         dealt[split] = rows
     return dealt
-
-
-def _exhausted(sizes: Mapping[str, int], difficulty: int, found: int) -> str:
-    return (
-        f"data.difficulty={difficulty} has only about {found} distinct problems and the splits "
-        f"ask for {sum(sizes.values())} ({', '.join(f'{k} {v}' for k, v in sizes.items())}); "
-        "lower the sizes in data, or raise data.difficulty"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,8 +443,7 @@ class Arithmetic:
 
     def digest(self, config: DataConfig, seed: int) -> str:
         """SHA-256 of the generator's sources and its parameters."""
-        files = [Path(str(file)) for file in (__file__, __file__, __file__)]
-        code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
         parameters = {"difficulty": config.difficulty, "sizes": _sizes(config), "seed": seed}
         if self._largest:
             parameters["largest"] = self._largest
@@ -459,12 +451,20 @@ class Arithmetic:
 
     def load(self, config: DataConfig, seed: int) -> Splits:
         """Deal distinct problems to five splits; only the SFT splits carry written answers."""
-        dealt = deal_problems(_sizes(config), config.difficulty, seed, self._largest)
         frames: dict[str, Any] = {}
-        for split, rows in dealt.items():
+        problems = deal_problems(_sizes(config), config.difficulty, seed, self._largest)
+        for split, split_problems in problems.items():
             rng = random.Random(f"styles/{split}/{seed}")
-            build = _sft_row if split.startswith("sft") else _rl_row
-            frames[split] = pd.DataFrame([build(p, split, i, rng) for i, p in enumerate(rows)])
+            rows = []
+            for i, problem in enumerate(split_problems):
+                extra = {"kind": problem.template.name, "index": i, "split": split}
+                if split.startswith("sft"):
+                    style, answer = styled_answer(problem, rng)
+                    rows.append(sft_row(problem.question, answer, {"style": style, **extra}))
+                else:
+                    truth = str(problem.answer)
+                    rows.append(rl_row("arithmetic", problem.question, truth, extra))
+            frames[split] = pd.DataFrame(rows)
         uri = f"arithmetic://difficulty={config.difficulty}/seed={seed}"
         return Splits(**frames, source_digest=self.digest(config, seed), source_uri=uri)
 
@@ -478,14 +478,3 @@ def _sizes(config: DataConfig) -> dict[str, int]:
         "train": config.train_size,
         "sft_train": config.sft_size,
     }
-
-
-def _rl_row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, object]:
-    extra = {"kind": problem.template.name, "index": index, "split": split}
-    return rl_row("arithmetic", problem.question, str(problem.answer), extra)
-
-
-def _sft_row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, object]:
-    style, response = styled_answer(problem, rng)
-    extra = {"style": style, "kind": problem.template.name, "index": index, "split": split}
-    return sft_row(problem.question, response, extra)
