@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 
 from engine.errors import DataError
+from engine.storage import json_rows
 from engine.storage.json_rows import Row
 
 SHOWN = 5  # rows that a message names
@@ -88,11 +89,7 @@ def is_utf8(value: object) -> bool:
     texts = [value] if isinstance(value, str) else []
     if is_messages(value):
         texts = [text for m in value for text in (m["role"], m["content"])]
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return json_rows.is_utf8("".join(texts))
 
 
 def brief(value: object) -> str:

@@ -13,6 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO, cast
 
@@ -29,7 +30,14 @@ from engine.storage.filesystem import (
     read_file,
     translated,
 )
-from engine.storage.json_rows import LONGEST_LINE, Numbered, Row, json_array, json_lines
+from engine.storage.json_rows import (
+    LONGEST_LINE,
+    Numbered,
+    Row,
+    is_utf8,
+    json_array,
+    json_lines,
+)
 
 BATCH_ROWS = 1024  # of Parquet, held at once
 
@@ -50,34 +58,30 @@ def csv_rows(file: BinaryIO, name: str, delimiter: str) -> Iterator[Numbered]:
         header = next(rows, [])
     except csv.Error as error:
         raise DataError(f"{name}: its header can't be read ({error}); write it again") from None
-    if not _is_utf8("".join(header)):
+    if not is_utf8("".join(header)):
         raise DataError(f"{name}: its header is not UTF-8; write the file in that encoding")
     if len(set(header)) < len(header) or not all(cell.strip() for cell in header):
         raise DataError(
             f"{name}: the header {header!r:.200} must name each column once; write one as the "
             "first line"
         )
-    number = 0
-    while True:
-        number += 1
-        where = f"{name}, row {number}"
+    for number in count(1):
+        fault = ""
         try:
             cells = next(rows)
         except StopIteration:
             return
         except csv.Error as error:
-            yield number, DataError(f"{where}: not valid CSV ({error}); correct its quotes")
-            continue
+            cells, fault = header, f"not valid CSV ({error}); correct its quotes"
         if not cells:
             continue
         if len(cells) != len(header):
             shape = f"{len(cells)} cells below a header of {len(header)}"
-            yield (
-                number,
-                DataError(f"{where}: {shape}; correct its quotes and commas"),
-            )
-        elif not _is_utf8("".join(cells)):
-            yield number, DataError(f"{where}: not UTF-8; write the file in that encoding")
+            fault = f"{shape}; correct its quotes and commas"
+        elif not is_utf8("".join(cells)):
+            fault = "not UTF-8; write the file in that encoding"
+        if fault:
+            yield number, DataError(f"{name}, row {number}: {fault}")
         else:
             yield number, dict(zip(header, cells, strict=True))
 
@@ -105,23 +109,12 @@ def _rows_of(batch: pa.RecordBatch, before: int, name: str) -> Iterator[Numbered
     except _UNREADABLE:
         for at in range(len(batch)):
             number = before + at + 1
-            where = f"{name}, row {number}"
             try:
-                row: Row = batch.slice(at, 1).to_pylist()[0]
-                yield number, row
+                row: Row | DataError = batch.slice(at, 1).to_pylist()[0]
             except _UNREADABLE as error:
-                yield (
-                    number,
-                    DataError(f"{where}: can't be read ({_first_line(error)}); write it again"),
-                )
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+                reason = _first_line(error)
+                row = DataError(f"{name}, row {number}: can't be read ({reason}); write it again")
+            yield number, row
 
 
 def _first_line(error: Exception) -> str:
@@ -234,9 +227,13 @@ def _stream(file: IO[bytes], name: str) -> Iterator[Numbered]:
     suffix = file_format(name)
     packed = name.lower().endswith(PACKED)
     opened = cast(BinaryIO, gzip.GzipFile(fileobj=file) if packed else file)
+    if suffix in (".csv", ".tsv"):
+        rows = csv_rows(opened, name, "\t" if suffix == ".tsv" else ",")
+    else:
+        rows = {".parquet": parquet_rows, ".json": json_array}.get(suffix, json_lines)(opened, name)
     empty = True
     try:
-        for numbered in _rows(opened, name, suffix):
+        for numbered in rows:
             empty = False
             yield numbered
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -245,21 +242,13 @@ def _stream(file: IO[bytes], name: str) -> Iterator[Numbered]:
         raise EmptyFileError(f"{name} has no rows; give a file with at least one")
 
 
-def _rows(file: BinaryIO, name: str, suffix: str) -> Iterator[Numbered]:
-    if suffix == ".parquet":
-        return parquet_rows(file, name)
-    if suffix in (".csv", ".tsv"):
-        return csv_rows(file, name, "\t" if suffix == ".tsv" else ",")
-    return json_array(file, name) if suffix == ".json" else json_lines(file, name)
-
-
 def _all(rows: Iterator[Numbered]) -> list[Row]:
-    found: list[Row] = []
+    good: list[Row] = []
     for _, row in rows:
         if isinstance(row, DataError):
             raise row
-        found.append(row)
-    return found
+        good.append(row)
+    return good
 
 
 def _missing(uri: str | Path) -> DataError:
