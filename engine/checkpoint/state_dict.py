@@ -76,8 +76,9 @@ class CpuStager:
                     pinned = tensor.is_cuda
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
                 buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-                if group == WEIGHTS:  # here, while the tensor is in the CPU's cache
-                    sums[name] = _total(tensor)
+                if group == WEIGHTS:  # summed here, while the tensor is in the CPU's cache
+                    wide = torch.float32 if tensor.dtype == torch.float16 else None
+                    sums[name] = tensor.detach().sum(dtype=wide)
                 moving = moving or tensor.is_cuda
                 buffers[key] = tensors[name] = buffer
         if moving:
@@ -91,12 +92,6 @@ class CpuStager:
                     "or look for bad rewards or data"
                 )
         return values, groups
-
-
-def _total(weight: Tensor) -> Tensor:
-    """The sum of a tensor, on its device: finite only if all values are, and cheap to take."""
-    flat = weight.detach()
-    return flat.sum(dtype=torch.float32 if flat.dtype == torch.float16 else None)
 
 
 def extract_tensors(state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
@@ -253,14 +248,14 @@ def shard_offsets(values: StateDict, tensors: Tensors) -> dict[str, list[int]] |
     name, or of its name without the last word, as moments do (`lm_head.weight.exp_avg`).
     """
     boxes: Mapping[str, Mapping[str, list[int]]] = values.get(BOXES, {})
-    found = {}
+    offsets = {}
     for name, tensor in tensors.items():
         box = boxes.get(name) or boxes.get(name.rpartition(".")[0])
         if box is None:
             return None
         is_box = list(tensor.shape) == box["size"]
-        found[name] = list(box["offset"]) if is_box else [0] * tensor.dim()
-    return found
+        offsets[name] = list(box["offset"]) if is_box else [0] * tensor.dim()
+    return offsets
 
 
 def file_metadata(offsets: Mapping[str, list[int]]) -> dict[str, str]:

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
@@ -72,11 +73,8 @@ def retained(markers: Sequence[Marker], keep: RetentionPolicy) -> set[int]:
 
     Where two are equally good the newer one stays.
     """
-    newest_first = sorted(markers, key=lambda m: -m.sequence)
-    of_step: dict[int, Marker] = {}
-    for marker in newest_first:
-        of_step.setdefault(marker.step, marker)
-    candidates = list(of_step.values())
+    newest = {m.step: m for m in sorted(markers, key=lambda m: m.sequence)}  # of each step
+    candidates = sorted(newest.values(), key=lambda m: -m.sequence)
     stay = candidates[: keep.last]
     sign = 1.0 if keep.mode == "max" else -1.0
     measured = [m for m in candidates if math.isfinite(m.metrics.get(keep.metric, math.nan))]
@@ -279,11 +277,11 @@ class CheckpointStore:
 
     def newest_of(self, step: int) -> Checkpoint | None:
         """The newest checkpoint of one step, whose files are not verified; None without one."""
-        found = {name: marker for name, marker in self._markers().items() if marker.step == step}
-        if not found:
+        markers = {name: m for name, m in self._markers().items() if m.step == step}
+        if not markers:
             return None
-        name = max(found, key=lambda name: found[name].sequence)
-        return Checkpoint((self.root / name).uri, found[name])
+        name = max(markers, key=lambda name: markers[name].sequence)
+        return Checkpoint((self.root / name).uri, markers[name])
 
     def adopt(self, other: Checkpoint) -> None:
         """Copy a checkpoint of another root into this one, as older than all that are here.
@@ -304,13 +302,13 @@ class CheckpointStore:
     def _collect(self, folder: Folder, draft: CheckpointDraft) -> dict[str, FileEntry]:
         """The checksums of all files that ranks reported and of the controller's state."""
         present = ranks_in(folder.sizes())
-        wanted = {role: set(worlds) for role, worlds in present.items()}
-        wanted |= {role: {ranks} for role, ranks in draft.roles.items()}
+        expected = {role: set(worlds) for role, worlds in present.items()}
+        expected |= {role: {ranks} for role, ranks in draft.roles.items()}
         checksums: dict[str, FileEntry] = {}
-        for role, worlds in wanted.items():
+        for role, worlds in expected.items():
             for world in worlds:
-                found = present.get(role, {}).get(world, set())
-                if missing := sorted(set(range(world)) - found):
+                written_ranks = present.get(role, {}).get(world, set())
+                if missing := sorted(set(range(world)) - written_ranks):
                     raise CheckpointError(
                         f"{folder}: ranks {missing} of {world} of role {role!r} have written "
                         "nothing; all nodes must see one folder: use a shared disk or s3://"
@@ -319,26 +317,21 @@ class CheckpointStore:
                     written = read_written_files(folder, rank_file_prefix(role, rank, world))
                     checksums |= written.files
                     draft.tensor_bytes += written.tensor_bytes
-        own = write_state(folder, STATE, *extract_tensors(draft.state))
-        draft.tensor_bytes += own.tensor_bytes
-        return checksums | own.files
+        state = write_state(folder, STATE, *extract_tensors(draft.state))
+        draft.tensor_bytes += state.tensor_bytes
+        return checksums | state.files
 
     def _publish(self, folder: Folder, step: int) -> str:
         """Rename a local draft; in an object store it has its final name from the start."""
         name = folder.uri.rsplit("/", 1)[-1]
-        while self.root.is_local:
-            name = self._free_name(step)
-            if folder.move(self.root / name):
-                break
+        while self.root.is_local and not folder.move(self.root / (name := self._free_name(step))):
+            pass  # another process has just taken the name
         return name
 
     def _free_name(self, step: int) -> str:
         taken = self.root.names()
-        name, attempt = f"step_{step}", 0
-        while name in taken:
-            attempt += 1
-            name = f"step_{step}.{attempt}"
-        return name
+        names = chain([f"step_{step}"], (f"step_{step}.{attempt}" for attempt in count(1)))
+        return next(name for name in names if name not in taken)
 
     def _markers(self, faults: list[DamagedCheckpointError] | None = None) -> dict[str, Marker]:
         """The markers of all checkpoints by folder name; torn ones are left out.
@@ -360,11 +353,16 @@ class CheckpointStore:
         return markers
 
     def _remove_old(self, others: Mapping[str, Marker], name: str, marker: Marker) -> None:
-        """Delete superseded and torn checkpoints, and drafts of processes that died."""
+        """Delete superseded and torn checkpoints, and drafts of processes that died.
+
+        Model folders without a checkpoint go as well.
+        """
         good = {n: m for n, m in others.items() if n not in self._damaged}
         stay = retained([*good.values(), marker], self.retention)
+        exports = self.root / EXPORTS
         try:
             names = self.root.folders()
+            export_names = exports.folders() if EXPORTS in names else []
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
             return
@@ -374,19 +372,9 @@ class CheckpointStore:
         old = [n for n in steps if n not in good or good[n].sequence not in stay]
         for gone in (*old, *abandoned_drafts(self.root, names, busy)):
             remove_checkpoint(self.root / gone)
-        if EXPORTS in names:
-            self._remove_exports({*steps, name} - {*old})
-
-    def _remove_exports(self, checkpoints: set[str]) -> None:
-        """Delete model folders without a checkpoint, and drafts of processes that died."""
-        exports = self.root / EXPORTS
-        try:
-            names = exports.folders()
-        except CheckpointError as error:
-            log.warning("old model folders stay: %s", error)
-            return
-        old = [n for n in names if _STEP.fullmatch(n) and n not in checkpoints]
-        for gone in (*old, *abandoned_drafts(exports, names, ())):
+        kept = {*steps, name} - {*old}
+        old = [n for n in export_names if _STEP.fullmatch(n) and n not in kept]
+        for gone in (*old, *abandoned_drafts(exports, export_names, ())):
             remove_checkpoint(exports / gone)
 
 
