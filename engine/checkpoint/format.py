@@ -86,10 +86,10 @@ def write_state(
     """Write a state dict whose tensors were extracted; its JSON file comes last."""
     files, parts = {}, {}
     for part, tensors in groups.items():
-        file, places = f"{rank_prefix}.{part}.safetensors", shard_offsets(values, tensors)
-        start = name_prefix(rank_prefix, part, shared=places is not None)
-        places = places or {name: [0] * tensor.dim() for name, tensor in tensors.items()}
-        metadata = file_metadata({start + name: place for name, place in places.items()})
+        file, offsets = f"{rank_prefix}.{part}.safetensors", shard_offsets(values, tensors)
+        start = name_prefix(rank_prefix, part, shared=offsets is not None)
+        offsets = offsets or {name: [0] * tensor.dim() for name, tensor in tensors.items()}
+        metadata = file_metadata({start + name: offset for name, offset in offsets.items()})
         named = {start + name: tensor for name, tensor in tensors.items()}
         files[file] = folder.write(file, safetensors_bytes(named, metadata))
         parts[part] = {"file": file, "prefix": start}

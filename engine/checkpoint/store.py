@@ -99,7 +99,7 @@ def draft_name(step: int) -> str:
     return f".writing-step_{step}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def abandoned_drafts(root: Folder, names: Iterable[str], own: Iterable[str]) -> list[str]:
+def abandoned_drafts(root: Folder, names: Iterable[str], open_names: Iterable[str]) -> list[str]:
     """Drafts whose process has died here, or that another machine left a day ago.
 
     What is named otherwise is nobody's draft, and stays.
@@ -107,7 +107,9 @@ def abandoned_drafts(root: Folder, names: Iterable[str], own: Iterable[str]) -> 
     return [
         name
         for name in names
-        if name not in own and (draft := _DRAFT.fullmatch(name)) and _is_abandoned(root, draft)
+        if name not in open_names
+        and (draft := _DRAFT.fullmatch(name))
+        and _is_abandoned(root, draft)
     ]
 
 
@@ -372,8 +374,8 @@ class CheckpointStore:
         old = [n for n in steps if n not in good or good[n].sequence not in stay]
         for gone in (*old, *abandoned_drafts(self.root, names, busy)):
             remove_checkpoint(self.root / gone)
-        kept = {*steps, name} - {*old}
-        old = [n for n in export_names if _STEP.fullmatch(n) and n not in kept]
+        remaining = {*steps, name} - {*old}
+        old = [n for n in export_names if _STEP.fullmatch(n) and n not in remaining]
         for gone in (*old, *abandoned_drafts(exports, export_names, ())):
             remove_checkpoint(exports / gone)
 

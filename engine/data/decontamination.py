@@ -77,11 +77,11 @@ class HeldOut:
 
     def _shared(self, runs: Iterable[int]) -> Counter[int]:
         """How many of the runs each held-out text has, without those of many texts."""
-        most = min(COMMON, max(1, self._added // 2))
+        limit = min(COMMON, max(1, self._added // 2))
         shared: Counter[int] = Counter()
         for run in runs:
             texts = self._texts.get(run, ())
-            if len(texts) <= most:
+            if len(texts) <= limit:
                 shared.update(texts)
         return shared
 
@@ -221,12 +221,12 @@ def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
     seen = {key for name in (*HELD_OUT, *judged) for key in prompt_keys(_read_split(dataset, name))}
     train = _read_split(dataset, "train")
     trained = set(zip(prompt_keys(train), map(truth_of, train[RULE]), strict=True))
-    kept = []
+    is_new = []
     for key, rule in zip(keys, arrived[RULE], strict=True):
-        kept.append(key not in seen and (key, truth_of(rule)) not in trained)
-        if kept[-1]:
+        is_new.append(key not in seen and (key, truth_of(rule)) not in trained)
+        if is_new[-1]:
             seen.add(key)
-    return NewRows(arrived[kept].reset_index(drop=True), len(arrived))
+    return NewRows(arrived[is_new].reset_index(drop=True), len(arrived))
 
 
 def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
@@ -235,11 +235,11 @@ def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int)
     Each prompt at most once, and none that is in `new`; fewer rows where `old` has too few.
     """
     seen = set(prompt_keys(new))
-    kept = []
+    is_candidate = []
     for key in prompt_keys(old):
-        kept.append(key not in seen)
+        is_candidate.append(key not in seen)
         seen.add(key)
-    candidates = old[kept].reset_index(drop=True)
+    candidates = old[is_candidate].reset_index(drop=True)
     count = min(len(candidates), round(len(new) * share / (1 - share)))
     return candidates.sample(n=count, random_state=seed)
 

@@ -70,8 +70,8 @@ def _read_files(path: str) -> SplitFiles:
     folder, files = _locate(path), SplitFiles()
     for split in ("train", "test"):
         shard = re.compile(rf"{split}(-\d+-of-\d+)?\.parquet")
-        for place in (folder, f"{folder}/main", f"{folder}/data"):
-            names = {uri: uri.rpartition("/")[2] for uri in sorted(list_files(place))}
+        for base in (folder, f"{folder}/main", f"{folder}/data"):
+            names = {uri: uri.rpartition("/")[2] for uri in sorted(list_files(base))}
             uris = [uri for uri, name in names.items() if name == f"{split}.jsonl"]
             uris = uris or [uri for uri, name in names.items() if shard.fullmatch(name)]
             if uris:

@@ -195,9 +195,9 @@ def _histogram(card: SplitCard) -> list[str]:
     if not len(card.lengths):
         return []
     counts, edges = np.histogram(np.asarray(card.lengths), bins=BINS)
-    most = max(counts)
+    highest = max(counts)
     bars = [
-        f"{edges[i]:>10,.0f} {'█' * -(-int(count) * BAR // int(most))} {count:,}".rstrip()
+        f"{edges[i]:>10,.0f} {'█' * -(-int(count) * BAR // int(highest))} {count:,}".rstrip()
         for i, count in enumerate(counts)
     ]
     return ["", f"Rows by the prompt's {card.unit}, from:", "", "```", *bars, "```"]

@@ -274,5 +274,5 @@ class Truncation:
         """
         if len(ids) <= self.limit:
             return ids
-        kept = {"left": 0, "right": self.limit, "middle": self.limit // 2}[self.side]
-        return ids[:kept] + ids[len(ids) - (self.limit - kept) :]
+        head = {"left": 0, "right": self.limit, "middle": self.limit // 2}[self.side]
+        return ids[:head] + ids[len(ids) - (self.limit - head) :]

@@ -218,7 +218,7 @@ class _Pool:
 
     def read(self, split: str, addresses: Sequence[str], limit: int) -> list[_Read]:
         """The rows of a split in an order drawn from the seed, `limit` of them at most (0: all)."""
-        kept: list[tuple[int, int, _Read]] = []  # a heap, the last in order on top
+        heap: list[tuple[int, int, _Read]] = []  # the last in order on top
         total, repeated, order = 0, 0, 0
         keys: set[bytes] = set()
         for address in addresses:
@@ -233,13 +233,13 @@ class _Pool:
                 order += 1
                 rank = int.from_bytes(_drawn(f"{self.seed}/{split}/{order}"), "big")
                 entry = (-rank, order, (number, row))
-                if limit and len(kept) == limit:
-                    heapq.heappushpop(kept, entry)
+                if limit and len(heap) == limit:
+                    heapq.heappushpop(heap, entry)
                 else:
-                    heapq.heappush(kept, entry)
+                    heapq.heappush(heap, entry)
             bad.check()
             self.notes += filter(None, [bad.sentence()])
-        if addresses and not kept:
+        if addresses and not heap:
             raise DataError(
                 f"{split}: no row of {', '.join(addresses)} is left: {total} good rows, {repeated} "
                 "of them repeated; give others"
@@ -248,7 +248,7 @@ class _Pool:
             self.notes.append(f"{split}: {repeated} rows repeat a prompt and are left out")
         if limit and order > limit:
             self.notes.append(f"{split}: {limit} of {order} rows, by seed (data.{split}_size)")
-        rows = [read for _, _, read in sorted(kept, key=lambda entry: -entry[0])]
+        rows = [read for _, _, read in sorted(heap, key=lambda entry: -entry[0])]
         self._seen.update(prompt_key(row) for _, row in rows)
         return rows
 

@@ -111,13 +111,13 @@ class ControlTokens:
 
     def example(self, value: object) -> str:
         """A control token that is spelled in `value`."""
-        found = (m[0] for text in _texts(value) for m in self._spelled.finditer(text))
-        return next(found, next(iter(self.ids)))
+        spelled = (m[0] for text in _texts(value) for m in self._spelled.finditer(text))
+        return next(spelled, next(iter(self.ids)))
 
     def stand_in(self, value: object) -> Any:
         """`value` with stand-ins for the control tokens that its texts spell."""
         if isinstance(value, str):
-            return self._spelled.sub(lambda found: self._stand_ins[found[0]], value)
+            return self._spelled.sub(lambda match: self._stand_ins[match[0]], value)
         if isinstance(value, Mapping):
             return {self.stand_in(key): self.stand_in(item) for key, item in value.items()}
         if isinstance(value, list | tuple | np.ndarray):
@@ -130,8 +130,8 @@ class ControlTokens:
         Raises DataError for a tokenizer that can't tell the two apart.
         """
         originals = {stand_in: spelling for spelling, stand_in in self._stand_ins.items()}
-        text = self._spelled.sub(lambda found: self._aliases[found[0]], text)
-        text = self._stood_in.sub(lambda found: originals[found[0]], text)
+        text = self._spelled.sub(lambda match: self._aliases[match[0]], text)
+        text = self._stood_in.sub(lambda match: originals[match[0]], text)
         twin = self._twin = self._twin or self._make_twin()
         return list(twin.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -145,10 +145,12 @@ class ControlTokens:
             _rename(spec["model"], self._aliases)
             spec.update(truncation=None, padding=None)
             twin = Tokenizer.from_str(json.dumps(spec))
-            kept = all(twin.token_to_id(self._aliases[text]) == i for text, i in self.ids.items())
+            same_ids = all(
+                twin.token_to_id(self._aliases[text]) == i for text, i in self.ids.items()
+            )
         except Exception as error:  # a slow tokenizer, or tokenizers' bare Exception
             raise self._inseparable() from error
-        if not kept:
+        if not same_ids:
             raise self._inseparable()
         return twin
 
@@ -339,17 +341,19 @@ def encode_short_prompts(
     name: str,
     numbers: Iterable[int] = FROM_0,
 ) -> list[list[int] | None]:
-    """As `encode_prompts`, but None for a prompt of more than `limit` tokens.
+    """Encode prompts as `encode_prompts` does; None for one of more than `limit` tokens.
 
     A text of four times the characters that `limit` of the longest token have isn't encoded at
     all, as megabytes would take minutes.
     """
-    most = 4 * limit * max(map(len, tokenizer.get_vocab()), default=1)
+    max_characters = 4 * limit * max(map(len, tokenizer.get_vocab()), default=1)
     encoded: list[list[int] | None] = []
     for i, prompt in zip(numbers, prompts, strict=False):
         where = f"{name}, row {i}"
-        written = sum(len(message["content"]) for message in prompt)
-        too_long = written > most and _length(tokenizer, prompt, where) > most
+        too_long = sum(len(message["content"]) for message in prompt) > max_characters
+        if too_long and tokenizer.chat_template:  # which may leave messages out
+            with refusals(tokenizer, where):
+                too_long = len(render(tokenizer, prompt, (), True)) > max_characters
         ids = [] if too_long else _encode_row(tokenizer, prompt, where)
         encoded.append(None if too_long or len(ids) > limit else ids)
     return encoded
@@ -363,14 +367,6 @@ def _encode_row(
         if not ids:
             raise ValueError("it makes no tokens of it")
         return ids
-
-
-def _length(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where: str) -> int:
-    """Characters of the prompt as the template writes it; it may leave messages out."""
-    if not tokenizer.chat_template:
-        return len(plain_lines(prompt))
-    with refusals(tokenizer, where):
-        return len(render(tokenizer, prompt, (), True))
 
 
 @contextmanager

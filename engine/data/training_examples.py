@@ -157,12 +157,12 @@ def read_reward_pairs(
         chosen, rejected = (
             _conversation(tokenizer, row, row[side], where) for side in ("chosen", "rejected")
         )
-        most = min(len(chosen), len(rejected)) - 1
-        if chosen == rejected or most < 1:
+        longest = min(len(chosen), len(rejected)) - 1
+        if chosen == rejected or longest < 1:
             raise DataError(
                 f"{where}: both conversations are the same tokens, or too few; remove it"
             )
-        shared = max(1, min(most, _common(chosen, rejected)))
+        shared = max(1, min(longest, _common(chosen, rejected)))
         return PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])
 
     return _read(path, tokenizer, "pairs", _by_row(encode), config, max_length, too_long)

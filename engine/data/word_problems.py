@@ -306,8 +306,8 @@ def _draw_clause(
     operator, clause = rng.choice(choices)
     if operator == "*":
         return Step(value, "*", dict(template.growth)[clause]), clause
-    most = level.largest - value if operator == "+" else value - 1
-    number = rng.randint(2, most)
+    limit = level.largest - value if operator == "+" else value - 1
+    number = rng.randint(2, limit)
     return Step(value, operator, number), clause.format(n=number)
 
 
@@ -336,11 +336,11 @@ def deal_problems(
             if problem is None or problem.key in seen_keys or text in seen_texts:
                 misses += 1
                 if misses > 2000:
-                    asked = ", ".join(f"{name} {count}" for name, count in sizes.items())
+                    counts = ", ".join(f"{name} {count}" for name, count in sizes.items())
                     raise DataError(
                         f"data.difficulty={difficulty} has only about {len(seen_keys)} distinct "
-                        f"problems and the splits ask for {sum(sizes.values())} ({asked}); lower "
-                        "the sizes in data, or raise data.difficulty"
+                        f"problems and the splits ask for {sum(sizes.values())} ({counts}); "
+                        "lower the sizes in data, or raise data.difficulty"
                     )
                 continue
             misses = 0

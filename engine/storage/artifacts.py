@@ -213,20 +213,19 @@ def verify(folder: str | Path) -> Manifest:
 def differences(folder: str | Path, manifest: Manifest) -> list[str]:
     """Re-hash a folder; return a sentence for each thing that is not as its manifest says."""
     try:
-        found = hash_files(folder)
+        present = hash_files(folder)
     except LineageError as error:
         return [str(error)]
     faults = []
-    for name in sorted(manifest.files.keys() | found.keys()):
-        if name not in found:
+    for name in sorted(manifest.files.keys() | present.keys()):
+        if name not in present:
             faults.append(f"{folder}: {name} is in the manifest but not in the folder")
         elif name not in manifest.files:
             faults.append(f"{folder}: {name} is in the folder but not in the manifest")
-        elif found[name] != manifest.files[name]:
+        elif (entry := present[name]) != (recorded := manifest.files[name]):
             faults.append(
-                f"{folder}: {name} differs from the manifest: {found[name].size} bytes of SHA-256 "
-                f"{found[name].sha256[:12]}, recorded {manifest.files[name].size} bytes of "
-                f"{manifest.files[name].sha256[:12]}"
+                f"{folder}: {name} differs from the manifest: {entry.size} bytes of SHA-256 "
+                f"{entry.sha256[:12]}, recorded {recorded.size} bytes of {recorded.sha256[:12]}"
             )
     if faults:
         return faults
@@ -235,7 +234,7 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
     except ValueError:
         return [f"{folder}/{MANIFEST}: config is not JSON; the manifest was edited"]
     for label, recorded, computed in (
-        ("digest", manifest.digest, content_digest(found)),
+        ("digest", manifest.digest, content_digest(present)),
         ("config_digest", manifest.config_digest, config_digest),
     ):
         if recorded != computed:
@@ -423,9 +422,9 @@ def _is_copy(target: Path, manifest: bytes) -> bool:
 
 
 def _target_of(manifest: Manifest) -> Path:
-    """Return where an artifact goes: named by content, and by making where the content has two."""
-    place = artifact_path(manifest.kind, manifest.digest)
-    for where in dict.fromkeys((str(place), shared_address(place))):
+    """Return where an artifact goes: named by content, and by its making where two have that."""
+    target = artifact_path(manifest.kind, manifest.digest)
+    for where in dict.fromkeys((str(target), shared_address(target))):
         try:
             existing = read_manifest(where)
         except (LineageError, StorageError):
@@ -433,8 +432,8 @@ def _target_of(manifest: Manifest) -> Path:
             # `share` says once the artifact is safe on the disk.
             continue
         if existing.digest == manifest.digest and existing.inputs_digest != manifest.inputs_digest:
-            return place.with_name(f"{place.name}-{manifest.inputs_digest[:8]}")
-    return place
+            return target.with_name(f"{target.name}-{manifest.inputs_digest[:8]}")
+    return target
 
 
 def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:

@@ -134,10 +134,10 @@ def is_artifact_address(uri: str) -> bool:
 
 def local_copy_path(uri: str) -> Path | None:
     """Return where this machine keeps what is at an address in the store; None for any other."""
-    found, root = _PLACE.fullmatch(uri), shared_store()
-    if found is None or not root or found["root"] != root:
+    match, root = _PLACE.fullmatch(uri), shared_store()
+    if match is None or not root or match["root"] != root:
         return None
-    return home() / ARTIFACTS / found["place"]
+    return home() / ARTIFACTS / match["place"]
 
 
 SECONDS = 10.0  # the hub's, for one answer
@@ -396,9 +396,9 @@ class Files:
     def find(self) -> dict[str, Entry]:
         """Return fsspec's entry of each file at any depth, by its path below."""
         self.fs.invalidate_cache()
-        found = self.request(lambda: self.fs.find(self.path, detail=True))
+        entries = self.request(lambda: self.fs.find(self.path, detail=True))
         start = len(self.path) + 1  # a key that equals the folder is S3's mark of an empty one
-        return {path[start:]: entry for path, entry in found.items() if len(path) > start}
+        return {path[start:]: entry for path, entry in entries.items() if len(path) > start}
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file at any depth, by its path below."""
@@ -408,10 +408,10 @@ class Files:
         """Return fsspec's entry of each file and folder right here; none where there is nothing."""
         self.fs.invalidate_cache()
         try:
-            found = self.request(lambda: self.fs.ls(self.path, detail=True))
+            entries = self.request(lambda: self.fs.ls(self.path, detail=True))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [entry for entry in found if entry["name"].rstrip("/") != self.path]
+        return [entry for entry in entries if entry["name"].rstrip("/") != self.path]
 
 
 def is_remote(address: str | Path) -> bool:
@@ -500,8 +500,7 @@ def _response(error: BaseException | None) -> _ErrorResponse:
     """S3's own answer behind an error of s3fs, which keeps it as the cause."""
     from botocore.exceptions import ClientError
 
-    for one in (error, getattr(error, "__cause__", None)):
-        if isinstance(one, ClientError):
-            response: _ErrorResponse = one.response
-            return response
-    return {}
+    cause = getattr(error, "__cause__", None)
+    client_error = next((e for e in (error, cause) if isinstance(e, ClientError)), None)
+    response: _ErrorResponse = client_error.response if client_error is not None else {}
+    return response

@@ -388,7 +388,7 @@ def download(
         def fetch(name: str, start: int, size: int) -> None:
             moved(_fetch(objects, folder, name, start, size))
 
-        _wait([pool.submit(fetch, *one) for one in ranges], pool)
+        _wait([pool.submit(fetch, *part) for part in ranges], pool)
 
 
 def _fetch(objects: Objects, folder: Path, name: str, start: int, size: int) -> int:
@@ -429,21 +429,21 @@ def _checked(path: Path, entry: FileEntry) -> Iterator[bytes]:
     sha, size = hashlib.sha256(), 0
     try:
         with path.open("rb") as file:
-            whole = os.fstat(file.fileno()).st_size == entry.size
-            while whole and size < entry.size:
+            is_same = os.fstat(file.fileno()).st_size == entry.size
+            while is_same and size < entry.size:
                 chunk = file.read(CHUNK)
                 sha.update(chunk)
                 size += len(chunk)
                 if not chunk or (size >= entry.size and sha.hexdigest() != entry.sha256):
-                    whole = False
+                    is_same = False
                 else:
                     yield chunk
-        found = "" if whole else hash_file(path)
+        present = "" if is_same else hash_file(path)
     except OSError as error:
         raise StorageError(f"can't read {path}: {error.strerror or error}") from error
-    if not whole:
+    if not is_same:
         raise StorageError(
-            f"{path} is not what its manifest says (SHA-256 {found[:12]}, recorded "
+            f"{path} is not what its manifest says (SHA-256 {present[:12]}, recorded "
             f"{entry.sha256[:12]}); it is not uploaded; make the artifact again"
         )
 
