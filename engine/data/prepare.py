@@ -10,6 +10,7 @@ import hashlib
 import json
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,6 +29,7 @@ from engine.data.rows import EXTRA, RULE, TRUTH, as_text, is_missing, prompt_tex
 from engine.data.sources import prompt_key, rl_columns
 from engine.data.templates import encode_short_prompts
 from engine.errors import DataError
+from engine.storage.digests import hash_file
 from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ class SplitCard:
     unit: str  # of the lengths: "tokens" or "characters"
     lengths: array[int] = field(default_factory=lambda: array("L"))
     samples: list[str] = field(default_factory=list)  # the first rows, as JSON
-    left_out: dict[str, int] = field(default_factory=dict)  # reason: rows
+    left_out: Counter[str] = field(default_factory=Counter)  # rows by reason, e.g. "repeated"
     digest: str = ""  # SHA-256 of the split's file
 
     def add(self, row: Mapping[str, Any], length: int) -> None:
@@ -142,10 +144,6 @@ class SplitCard:
             if isinstance(rule := row.get(RULE), Mapping):
                 shown[TRUTH] = str(rule.get(TRUTH))[:SHOWN_CHARACTERS]
             self.samples.append(json.dumps(shown, ensure_ascii=False))
-
-    def leave_out(self, reason: str, rows: int = 1) -> None:
-        """Count rows that the split doesn't have, e.g. of the reason "repeated"."""
-        self.left_out[reason] = self.left_out.get(reason, 0) + rows
 
 
 def card_markdown(
@@ -187,7 +185,7 @@ def _figures(card: SplitCard, reasons: Sequence[str]) -> list[str]:
         median, high = np.percentile(lengths, [50, 95])
         figures = (lengths.min(), median, lengths.mean(), high, lengths.max())
         cells = [f"{len(lengths):,}", *(f"{figure:,.0f}" for figure in figures)]
-    counts = [f"{card.left_out.get(reason, 0):,}" for reason in reasons]
+    counts = [f"{card.left_out[reason]:,}" for reason in reasons]
     return [card.name, *cells, *counts, f"`{card.digest[:16]}`" if card.digest else ""]
 
 
@@ -219,73 +217,65 @@ class _Preparation:
     held_out: HeldOut
     notes: list[str] = field(default_factory=list)
 
-    def write(self, split: str, addresses: Sequence[str], *, check: bool) -> SplitCard:
+    def write(self, split: str, addresses: Sequence[str]) -> SplitCard:
         """Write a split's file; its prompts are held out of the next one."""
         card = SplitCard(split, "tokens" if self.tokenizer else "characters")
         path = self.folder / f"{split}.parquet"
         texts: list[str] = []
         with ParquetWriter(path) as writer:
-            new = self._new_rows(split, addresses, card, check)
-            for number, row, length in self._measured(new, card, split):
+            for number, row, length in self._measured(self._new_rows(addresses, card), card):
                 row = rl_columns(row, number, split)
                 writer.add(row)
                 card.add(row, length)
                 if split != "train":
                     texts.append(question_text(row["prompt"]))
             if not writer.rows:
-                raise DataError(f"{split}: no row is left; {self._why(card)}")
+                counts = ", ".join(f"{count} {reason}" for reason, count in card.left_out.items())
+                reasons = "; ".join([counts or "there was none", *self.notes])
+                raise DataError(f"{split}: no row is left; {reasons}")
         for text in texts:
             self.held_out.add(text)
-        with path.open("rb") as file:
-            card.digest = hashlib.file_digest(file, "sha256").hexdigest()
+        card.digest = hash_file(path)
         return card
 
-    def _new_rows(
-        self, split: str, addresses: Sequence[str], card: SplitCard, check: bool
-    ) -> Iterator[tuple[int, Row]]:
-        """Good rows whose prompts are neither repeated nor, with `check`, held out."""
+    def _new_rows(self, addresses: Sequence[str], card: SplitCard) -> Iterator[tuple[int, Row]]:
+        """Good rows whose prompts are neither repeated nor, but for test rows, held out."""
         seen = SeenPrompts()
         for address in addresses:
             bad = BadRows(address, self.config.bad_rows)
             for number, row in mapped_rows(address, self.config, bad, need_truth=True):
                 if not seen.add(prompt_key(row)):
-                    card.leave_out("repeated")
+                    card.left_out["repeated"] += 1
                     continue
-                match = self.held_out.find(question_text(row["prompt"])) if check else ""
+                # Test rows may well be those of an evaluation set.
+                is_test = card.name == "test"
+                match = "" if is_test else self.held_out.find(question_text(row["prompt"]))
                 if match:
-                    card.leave_out(f"held out, {match}")
+                    card.left_out[f"held out, {match}"] += 1
                 else:
                     yield number, row
             bad.check()
             if bad.count:
-                card.leave_out("bad", bad.count)
+                card.left_out["bad"] += bad.count
                 self.notes.append(bad.sentence())
 
     def _measured(
-        self, rows: Iterator[tuple[int, Row]], card: SplitCard, split: str
+        self, rows: Iterator[tuple[int, Row]], card: SplitCard
     ) -> Iterator[tuple[int, Row, int]]:
         """Rows with their prompts' lengths; those over `data.max_prompt_length` are left out."""
         limit = self.config.max_prompt_length or _NO_LIMIT
         while batch := list(islice(rows, _BATCH_ROWS)):
-            for (number, row), length in zip(
-                batch, self._lengths(batch, limit, split), strict=True
-            ):
+            numbers, prompts = [number for number, _ in batch], [row["prompt"] for _, row in batch]
+            if self.tokenizer is None:
+                lengths = [len(prompt_text(prompt)) for prompt in prompts]
+            else:
+                encoded = encode_short_prompts(self.tokenizer, prompts, limit, card.name, numbers)
+                lengths = [limit + 1 if ids is None else len(ids) for ids in encoded]
+            for (number, row), length in zip(batch, lengths, strict=True):
                 if length > limit:
-                    card.leave_out("too long")
+                    card.left_out["too long"] += 1
                 else:
                     yield number, row, length
-
-    def _lengths(self, batch: Sequence[tuple[int, Row]], limit: int, split: str) -> list[int]:
-        prompts = [row["prompt"] for _, row in batch]
-        if self.tokenizer is None:
-            return [len(prompt_text(prompt)) for prompt in prompts]
-        numbers = [number for number, _ in batch]
-        encoded = encode_short_prompts(self.tokenizer, prompts, limit, split, numbers)
-        return [limit + 1 if ids is None else len(ids) for ids in encoded]
-
-    def _why(self, card: SplitCard) -> str:
-        counts = ", ".join(f"{count} {reason}" for reason, count in card.left_out.items())
-        return "; ".join([counts or "there was none", *self.notes])
 
 
 def prepare(
@@ -297,15 +287,14 @@ def prepare(
     characters, and so is `config.max_prompt_length`. Raises DataError for bad rows where
     `config.bad_rows` is "fail", and for a split that loses all its rows.
     """
-    places = split_addresses(config.path, config.splits)
+    addresses = split_addresses(config.path, config.splits)
     folder.mkdir(parents=True, exist_ok=True)
     settings = config.decontaminate
     work = _Preparation(config, folder, tokenizer, HeldOut(settings.ngram, settings.overlap))
     hold_out_files(config, work.held_out)
-    # Test rows may well be those of an evaluation set; they are only held out of the others.
-    order = [split for split in ("test", "validation", "train") if split in places]
-    cards = [work.write(split, places[split], check=split != "test") for split in order]
-    digests = [address_digest(address) for split in places for address in places[split]]
+    order = [split for split in ("test", "validation", "train") if split in addresses]
+    cards = [work.write(split, addresses[split]) for split in order]
+    digests = [address_digest(address) for split in addresses for address in addresses[split]]
     digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
     markdown = card_markdown(config.path, digest, cards, work.notes)
     (folder / CARD).write_text(markdown, encoding="utf-8")

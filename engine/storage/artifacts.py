@@ -222,10 +222,10 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
             faults.append(f"{folder}: {name} is in the manifest but not in the folder")
         elif name not in manifest.files:
             faults.append(f"{folder}: {name} is in the folder but not in the manifest")
-        elif (entry := present[name]) != (recorded := manifest.files[name]):
+        elif (entry := present[name]) != (expected := manifest.files[name]):
             faults.append(
                 f"{folder}: {name} differs from the manifest: {entry.size} bytes of SHA-256 "
-                f"{entry.sha256[:12]}, recorded {recorded.size} bytes of {recorded.sha256[:12]}"
+                f"{entry.sha256[:12]}, recorded {expected.size} bytes of {expected.sha256[:12]}"
             )
     if faults:
         return faults
