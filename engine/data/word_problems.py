@@ -359,11 +359,6 @@ class StyleMix:
     bare: float  # the answer alone, e.g. 0.15
     slip: float  # worked, with one wrong result carried through, e.g. 0.1
 
-    def __post_init__(self) -> None:
-        shares = (self.worked, self.bare, self.slip)
-        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-9:
-            raise DataError(f"{self}: shares must not be negative and must add up to 1")
-
 
 # Real corpora differ in how much they explain. With equally many templates per corpus, the whole is
 # 41 % worked, 52 % bare, 8 % slips: working a problem out pays, and the warm start often doesn't.

@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, Field
 
-import engine
 from engine.errors import EngineError, LineageError
 from engine.storage.filesystem import CHUNK, Files, as_path, is_remote, translated
 
@@ -130,7 +129,7 @@ SUFFIXES = (".py", ".c", ".h", ".j2", ".css", ".js")  # code, and the templates 
 
 def project_root() -> Path:
     """Return the folder that holds the packages `engine` and `tasks`."""
-    return Path(engine.__file__).resolve().parent.parent
+    return Path(__file__).resolve().parents[2]
 
 
 def sources_digest(root: str | Path | None = None) -> str:
