@@ -161,17 +161,20 @@ def _problems(files: list[tuple[str, bytes]]) -> list[Row]:
 
 
 def _rl_frame(problems: list[Row], split: str) -> pd.DataFrame:
-    extras = [{"kind": "gsm8k", "index": p["index"], "split": split} for p in problems]
-    rows = zip(problems, extras, strict=True)
-    return pd.DataFrame([rl_row("gsm8k", p["question"], p["ground_truth"], e) for p, e in rows])
+    return pd.DataFrame(
+        [rl_row("gsm8k", p["question"], p["ground_truth"], _extra(p, split)) for p in problems]
+    )
 
 
 def _sft_frame(problems: list[Row], split: str) -> pd.DataFrame:
-    extras = [
-        {"style": "worked", "kind": "gsm8k", "index": p["index"], "split": split} for p in problems
-    ]
-    rows = zip(problems, extras, strict=True)
-    return pd.DataFrame([sft_row(p["question"], p["answer"], extra) for p, extra in rows])
+    extra = {"style": "worked"}
+    return pd.DataFrame(
+        [sft_row(p["question"], p["answer"], extra | _extra(p, split)) for p in problems]
+    )
+
+
+def _extra(problem: Row, split: str) -> dict[str, object]:
+    return {"kind": "gsm8k", "index": problem["index"], "split": split}
 
 
 # The instructions are verl's, so that models and rewards find what they know.

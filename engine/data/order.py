@@ -10,7 +10,7 @@ import base64
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,27 +118,6 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 State = dict[str, Any]
 
 
-class Order(Protocol):
-    """An endless sequence of row indices, or one that ends where every row was used enough."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next row comes from; with several sources, the least of them."""
-        ...
-
-    def next(self) -> int:
-        """The next row; DataError where none may be used again."""
-        ...
-
-    def observe(self, row: int, rate: float) -> None:
-        """Note the share of right completions that a row has had; read at its next epoch."""
-        ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
 class EpochOrder:
     """Every row once an epoch.
 
@@ -171,6 +150,7 @@ class EpochOrder:
 
     @property
     def epoch(self) -> int:
+        """The epoch that the next row comes from."""
         return self._epoch
 
     @property
@@ -181,6 +161,7 @@ class EpochOrder:
         return bool(self._max_uses) and self._epoch >= self._max_uses
 
     def next(self) -> int:
+        """Return the next row; DataError where none may be used again."""
         if self.ended:
             raise DataError(
                 f"all {self._size} prompts were used {self._max_uses} times; raise "
@@ -198,6 +179,7 @@ class EpochOrder:
         return row
 
     def observe(self, row: int, rate: float) -> None:
+        """Note the share of right completions that a row has had; read at its next epoch."""
         if self._rates is not None:
             self._rates.observe(row, rate)
 
@@ -282,6 +264,7 @@ class WeightedOrder:
 
     @property
     def epoch(self) -> int:
+        """The least epoch of all sources."""
         return min(order.epoch for order in self._orders.values())
 
     def next(self) -> int:
@@ -311,6 +294,9 @@ class WeightedOrder:
 
     def _draw_block(self) -> NDArray[np.float64]:
         return np.random.default_rng([self._seed, self._drawn // BLOCK, 2]).random(BLOCK)
+
+
+Order = EpochOrder | WeightedOrder  # endless, or until every row was used enough
 
 
 def difficulty_of(rows: Sequence[Mapping[str, object]], path: str) -> list[float]:

@@ -125,25 +125,24 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 PACKED = ".gz"  # after a suffix of text
 
 
-def read_rows(uri: str | Path) -> list[Row]:
-    """Read all rows of a file at a local path or URL (`s3://…`), of a format in `SUFFIXES`.
-
-    Raises DataError when the file is missing, malformed (naming the line) or has no rows, and
-    StorageError when the store doesn't answer.
-    """
-    return _all(stream_rows(uri))
-
-
 def parse_rows(data: bytes, name: str) -> list[Row]:
-    """Parse the bytes of the file called `name`; see `read_rows`."""
-    return _all(_stream(io.BytesIO(data), name))
+    """Parse the bytes of the file called `name`, of a format in `SUFFIXES`.
+
+    Raises DataError when the file is malformed (naming the line) or has no rows.
+    """
+    rows: list[Row] = []
+    for _, row in _stream(io.BytesIO(data), name):
+        if isinstance(row, DataError):
+            raise row
+        rows.append(row)
+    return rows
 
 
 def stream_rows(uri: str | Path) -> Iterator[Numbered]:
     """Yield a file's rows with their numbers, and for a row that can't be read its DataError.
 
-    Memory is bounded by a batch, but for a JSON array. Raises as `read_rows` does for what is wrong
-    with the whole file.
+    Memory is bounded by a batch, but for a JSON array. Raises DataError when the file is missing,
+    has no rows or can't be read at all, and StorageError when the store doesn't answer.
     """
     file_format(str(uri))
     with open_file(uri) as file:
@@ -187,8 +186,11 @@ def open_file(uri: str | Path) -> Iterator[IO[bytes]]:
     """Open a file for reading; of one in a store, a copy on this disk. Raises as `read_bytes`."""
     if is_remote(uri):
         with tempfile.TemporaryFile() as copy:
-            for chunk in file_chunks(uri):
-                copy.write(chunk)
+            try:
+                with translated(uri, DataError, keep=(FileNotFoundError,)):
+                    copy.writelines(Files(uri, PATIENT).chunks())
+            except FileNotFoundError:
+                raise _missing(uri) from None
             copy.seek(0)
             yield copy
         return
@@ -203,15 +205,6 @@ def open_file(uri: str | Path) -> Iterator[IO[bytes]]:
         raise DataError(f"can't read {uri}: {error_text(error)}; check the address") from None
     with file:
         yield file
-
-
-def file_chunks(uri: str | Path) -> Iterator[bytes]:
-    """Yield a file's bytes, a piece at a time. Raises as `read_bytes`."""
-    with translated(uri, DataError, keep=(FileNotFoundError,)):
-        try:
-            yield from Files(uri, PATIENT).chunks()
-        except FileNotFoundError:
-            raise _missing(uri) from None
 
 
 def list_files(folder: str | Path) -> dict[str, int]:
@@ -240,15 +233,6 @@ def _stream(file: IO[bytes], name: str) -> Iterator[Numbered]:
         raise DataError(f"{name} is not a readable gzip file ({error}); write it again") from None
     if empty:
         raise EmptyFileError(f"{name} has no rows; give a file with at least one")
-
-
-def _all(rows: Iterator[Numbered]) -> list[Row]:
-    good: list[Row] = []
-    for _, row in rows:
-        if isinstance(row, DataError):
-            raise row
-        good.append(row)
-    return good
 
 
 def _missing(uri: str | Path) -> DataError:
