@@ -209,14 +209,15 @@ class FolderLock:
                 return self._objects.put(NAME, data, only_if=tag) or self._read()[0] == data
             self._root.create()
             if new and self._root.is_local:
-                with open(f"{self._root.path}/{NAME}", "xb", buffering=0) as file:
-                    file.write(data)
-            else:
-                self._root.write(NAME, [data])
+                Path(self._root.path, NAME).open("xb").close()
+            self._root.write(NAME, [data])
             return True
         except FileExistsError:
             return False
         except (OSError, StorageError) as error:
+            if new and self._root.is_local:  # or an empty file would lock the folder
+                with contextlib.suppress(OSError):
+                    Path(self._root.path, NAME).unlink()
             raise _NotWrittenError(str(error)) from error
 
 

@@ -142,7 +142,7 @@ class ControlTokens:
             for token in spec["added_tokens"]:
                 if alias := self._aliases.get(token["content"]):
                     token.update(content=alias, normalized=False, special=True)
-            _rename(spec["model"], self._aliases)
+            self._rename_in(spec["model"])
             spec.update(truncation=None, padding=None)
             twin = Tokenizer.from_str(json.dumps(spec))
             same_ids = all(
@@ -154,6 +154,16 @@ class ControlTokens:
             raise self._inseparable()
         return twin
 
+    def _rename_in(self, model: dict[str, Any]) -> None:
+        """Rename control tokens in the vocabulary of tokenizer.json's model, in place."""
+        names, vocabulary = self._aliases, model["vocab"]
+        if isinstance(vocabulary, dict):
+            model["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
+        else:  # Unigram: pairs of token and score
+            model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+        if isinstance(unknown := model.get("unk_token"), str):
+            model["unk_token"] = names.get(unknown, unknown)
+
     def _inseparable(self) -> DataError:
         return DataError(
             f"the tokenizer {self._name!r} can't keep control tokens that are spelled in a text "
@@ -164,17 +174,6 @@ class ControlTokens:
 def _stamp(tokenizer: PreTrainedTokenizerBase) -> tuple[int, tuple[str, ...]]:
     """Changes when special tokens are added, or named otherwise."""
     return len(tokenizer), tuple(map(str, tokenizer.all_special_tokens))
-
-
-def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename tokens in the vocabulary of tokenizer.json's model, in place."""
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
-    else:  # Unigram: pairs of token and score
-        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
-    if isinstance(unknown := model.get("unk_token"), str):
-        model["unk_token"] = names.get(unknown, unknown)
 
 
 def _texts(value: object) -> Iterator[str]:
