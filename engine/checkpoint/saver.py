@@ -48,7 +48,12 @@ class Background:
         self.wait()
         self._done = Future()
         if self._calls is None:
-            self._calls = self._start_thread()
+            # One thread for all calls, which ends with this object: in a large process it takes a
+            # millisecond to start one. A daemon: a process that ends in the middle leaves a torn
+            # folder, which is never loaded.
+            calls = self._calls = _Calls()
+            threading.Thread(target=_run_all, args=(calls,), name=self.name, daemon=True).start()
+            weakref.finalize(self, calls.put, None)
         self._calls.put((work, self._done, self.name))
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -70,17 +75,6 @@ class Background:
             raise CheckpointError(
                 f"{self.name} failed with {type(error).__name__}: {error}"
             ) from error
-
-    def _start_thread(self) -> _Calls:
-        """Start the worker thread, which ends with this object; return its queue.
-
-        One for all calls: in a large process it takes a millisecond to start a thread.
-        """
-        calls: _Calls = queue.SimpleQueue()
-        # A daemon: a process that ends in the middle leaves a torn folder, which is never loaded.
-        threading.Thread(target=_run_all, args=(calls,), name=self.name, daemon=True).start()
-        weakref.finalize(self, calls.put, None)
-        return calls
 
 
 def _run_all(calls: _Calls) -> None:

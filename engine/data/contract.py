@@ -106,16 +106,14 @@ def _has_ground_truth(value: object) -> bool:
     return not is_missing(truth) and (not isinstance(value, dict) or bool(str(truth).strip()))
 
 
-def _is_count(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        return False
-    return int(value) >= 0
-
-
 def _is_number(value: object) -> TypeGuard[float]:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
     return math.isfinite(float(value))
+
+
+def _is_count(value: object) -> bool:
+    return _is_amount(value) and isinstance(value, int | np.integer)
 
 
 def _is_amount(value: object) -> TypeGuard[float]:

@@ -386,28 +386,23 @@ def download(
     ):
 
         def fetch(name: str, start: int, size: int) -> None:
-            moved(_fetch(objects, folder, name, start, size))
+            end = min(start + RANGE, size)
+            try:
+                data = objects.read(name, start, end)
+            except FileNotFoundError:
+                raise StorageError(
+                    f"{uri}/{name} is missing; the artifact was damaged, make it again"
+                ) from None
+            if len(data) != end - start:
+                raise StorageError(
+                    f"{uri}/{name} differs from the manifest: it ends before byte {end} of "
+                    f"{size}; the artifact was damaged, make it again"
+                )
+            with (folder / name).open("r+b") as file:
+                os.pwrite(file.fileno(), data, start)
+            moved(len(data))
 
         _wait([pool.submit(fetch, *part) for part in ranges], pool)
-
-
-def _fetch(objects: Objects, folder: Path, name: str, start: int, size: int) -> int:
-    """Fetch one range of a file of `size` bytes to its place; return its bytes."""
-    end = min(start + RANGE, size)
-    try:
-        data = objects.read(name, start, end)
-    except FileNotFoundError:
-        raise StorageError(
-            f"{objects.uri}/{name} is missing; the artifact was damaged, make it again"
-        ) from None
-    if len(data) != end - start:
-        raise StorageError(
-            f"{objects.uri}/{name} differs from the manifest: it ends before byte {end} of "
-            f"{size}; the artifact was damaged, make it again"
-        )
-    with (folder / name).open("r+b") as file:
-        os.pwrite(file.fileno(), data, start)
-    return len(data)
 
 
 def _wait(
