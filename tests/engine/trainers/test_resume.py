@@ -406,7 +406,7 @@ def test_a_second_run_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Path
         subject.fit(checkpoint_dir=tmp_path)
         assert [lock["pid"] for lock in seen] == [os.getpid()]
         other = seen[0] | {"pid": 1, "started": process_start(1)}
-        root.write(".lock-other.json", [json.dumps(other).encode()])
+        root.write(".lock.json", [json.dumps(other).encode()])
         with pytest.raises(
             LockedCheckpointsError, match=r"is in use by another run \(process 1 on"
         ):
