@@ -235,7 +235,7 @@ _METHODS = ("reset", "step", "close")
 _registry: Registry[Callable[..., Environment]] = Registry(
     "environment",
     "rollout.agent.environment.name",
-    ("engine.agents.environments", "engine.agents.example_environments"),
+    ("engine.agents.environments",),
     "@register_environment(name)",
 )
 

@@ -1,7 +1,7 @@
 """The environments that are shipped.
 
 One that answers calls of tools until the policy answers without one, and those of other
-libraries: Gymnasium, OpenEnv and verifiers. Demonstration tasks are in `example_environments`.
+libraries: Gymnasium, OpenEnv and verifiers. Demonstration tasks are in the package `examples`.
 """
 
 from __future__ import annotations

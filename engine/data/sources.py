@@ -19,7 +19,7 @@ from engine.data.contract import uniform_columns
 from engine.data.row_files import BadRows, RowMapper, address_digest, mapped_rows, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, as_text, normalise, prompt_text
 from engine.errors import ConfigError, DataError
-from engine.registry import Registry
+from engine.registry import Registry, import_plugins
 from engine.storage.digests import modules_digest
 from engine.storage.json_rows import Row
 
@@ -29,8 +29,6 @@ from engine.storage.json_rows import Row
 # (`data.source: my_module:MySource`). Reading files is in `engine.storage.readers`.
 
 OF_ONE_FORM = ("arithmetic", "gsm8k")  # sources with a question and an answer in each row
-# Sources whose prompts differ by numbers or names, and are dealt to splits apart.
-DEALT_APART = ("arithmetic", "guessing", "products", "python_tasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class Source(Protocol):
 _registry: Registry[Callable[..., Source]] = Registry(
     "data source",
     "data.source",
-    ("engine.data.word_problems", "engine.data.math_problems", "engine.data.demonstrations"),
+    ("engine.data.word_problems", "engine.data.math_problems"),
     "@register_source(name)",
 )
 register_source = _registry.register
@@ -109,6 +107,12 @@ def source_digest(config: DataConfig, seed: int) -> str:
     """
     source = _source(config)
     return _with_more(config, source, source.digest(config, seed))
+
+
+def splits_are_disjoint(config: DataConfig) -> bool:
+    """Whether the source divides its prompts among the splits by itself, by names or numbers."""
+    import_plugins(config.plugins)
+    return bool(getattr(_registry.get(config.source), "disjoint_splits", False))
 
 
 def _with_more(config: DataConfig, source: Source, digest: str) -> str:
@@ -152,6 +156,7 @@ def _check_read(config: DataConfig) -> None:
 
 def _source(config: DataConfig) -> Source:
     _check_read(config)
+    import_plugins(config.plugins)
     options = _registry.options(config.source).parse(config.options, "data.options")
     return _registry.get(config.source)(**options)
 
