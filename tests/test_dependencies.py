@@ -106,7 +106,7 @@ def test_algorithms_stand_alone() -> None:
 def test_packages_side_by_side_don_t_know_each_other(package: str) -> None:
     # `storage`: where S3 is, and what names a model on the hub.
     shared = ("batch", "config", "errors", "plugins", "redaction", "registry", "algorithms")
-    shared += ("compiled", "storage", package)
+    shared += ("compiled", "storage", "worker_process", package)
     known = tuple(f"engine.{name}" for name in shared)
     files = [
         module

@@ -1,6 +1,8 @@
-"""The program of a process of environments: many of them in one loop, each call with a deadline.
+"""What runs in a process of environments: many of them in one loop, each call with a deadline.
 
-The run's side is `environment_pool`. Imports neither torch nor pydantic.
+The run's side is `environment_pool`, the process `engine.worker_process`. A call that waits ends at
+its deadline, and costs its own episode. Code that keeps the loop from going on can't be stopped:
+it is reported, and the run ends the process. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -8,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 import queue
-import signal
 import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -32,7 +33,8 @@ from engine.registry import import_plugins
 
 T = TypeVar("T")
 CallKind: TypeAlias = Literal["reset", "step", "get_state", "set_state", "leave"]
-_REPEAT_S = 0.1  # of the alarm, for code that catches everything
+_TICK_S = 0.1  # between two signs of life of the loop
+_STUCK_S = 1.0  # without one, after a deadline, until the loop is reported
 _CLOSE_S = 5.0
 
 
@@ -47,7 +49,7 @@ class LoadEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentLoaded:
-    """Answers `LoadEnvironment`; a ConfigError in its place says why there is none."""
+    """Answers `LoadEnvironment`."""
 
     tools: list[dict[str, object]]
     resumable: bool
@@ -72,57 +74,66 @@ class EnvironmentAnswer:
     value: object
 
 
-class Interrupted(BaseException):
-    """The alarm: an environment's code has kept the loop beyond its deadline."""
+@dataclass(frozen=True, slots=True)
+class LoopStuck:
+    """A call's code keeps the loop beyond its deadline, so that no other goes on."""
+
+    number: int  # of the call; 0 where that has been given up before
 
 
-def serve(channel: Connection) -> None:
-    """Load the environment's class, then answer calls until the other end closes."""
-    try:
-        load: LoadEnvironment = channel.recv()
-    except EOFError:
-        return
+def open_service(load: LoadEnvironment, channel: Connection) -> EnvironmentService:
+    """Load the environment's class, and make a first one."""
     try:
         if ":" not in load.name:
             import_plugins(load.plugins)
         environment_class(load.name)
         first = make_environment(load.name, load.options)
         loaded = EnvironmentLoaded(tool_schemas(first), is_resumable(first))
-    except EngineError as error:
-        channel.send(ConfigError(str(error)))
-        return
+    except EngineError:
+        raise
     except Exception as error:  # a user's class may fail in any way
-        told = EnvironmentFailure.of(f"environment {load.name!r}", error)
-        channel.send(ConfigError(f"{told}; it must be made without an error"))
-        return
-    channel.send(loaded)
-    asyncio.run(_Host(channel, load, first).run())
+        failure = EnvironmentFailure.of(f"environment {load.name!r}", error)
+        raise ConfigError(f"{failure}; it must be made without an error") from error
+    return EnvironmentService(load, loaded, first, channel)
 
 
-class _Host:
+class EnvironmentService:
     """The environments of this process, by the episodes that they play."""
 
-    def __init__(self, channel: Connection, load: LoadEnvironment, first: Environment) -> None:
-        self._channel, self._load = channel, load
+    def __init__(
+        self,
+        load: LoadEnvironment,
+        loaded: EnvironmentLoaded,
+        first: Environment,
+        channel: Connection,
+    ) -> None:
+        self._load, self.loaded, self._channel = load, loaded, channel
         self._idle = [first]
         self._playing: dict[int, Environment] = {}
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._closed = asyncio.Event()
-        self._inside = False
-        self._answers: queue.SimpleQueue[EnvironmentAnswer] = queue.SimpleQueue()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._under_way: dict[asyncio.Task[object], tuple[int, float]] = {}  # number, deadline
+        self._answers: queue.SimpleQueue[EnvironmentAnswer | LoopStuck] = queue.SimpleQueue()
+        self._alive = time.monotonic()  # when the loop went on last
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        signal.signal(signal.SIGALRM, self._alarm)
-        # On a thread: the run may be sending, too, and reads nothing meanwhile.
+    def run(self) -> None:
+        """Answer calls until the other end closes."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
+        # On threads: the run may be sending, too, and reads nothing meanwhile.
         threading.Thread(target=self._send, name="answers", daemon=True).start()
+        threading.Thread(target=self._watch, args=(loop,), name="watch", daemon=True).start()
         loop.add_reader(self._channel.fileno(), self._read)
-        await self._closed.wait()
+        while not self._closed.is_set():
+            self._alive = time.monotonic()
+            await asyncio.sleep(_TICK_S)
 
     def _read(self) -> None:
         try:
             call: CallEnvironment = self._channel.recv()
         except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._closed.set()
             return
         if call.kind == "leave":
@@ -138,15 +149,6 @@ class _Host:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _answer(self, call: CallEnvironment) -> None:
-        try:
-            value = await self._called(call)
-        except EnvironmentFailure as failure:
-            value = failure
-            if call.kind != "get_state":  # an episode that can't be saved goes on
-                self._replace(call.episode)
-        self._answers.put(EnvironmentAnswer(call.number, value))
-
     def _send(self) -> None:
         while True:
             answer = self._answers.get()
@@ -156,22 +158,43 @@ class _Host:
                 return
             sys.stdout.flush()
 
-    async def _called(self, call: CallEnvironment) -> object:
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Report a loop that doesn't go on though the deadline of a call has passed."""
+        while True:
+            time.sleep(_TICK_S)
+            now = time.monotonic()
+            calls = self._under_way.copy()
+            if now - self._alive < _STUCK_S or all(until > now for _, until in calls.values()):
+                continue
+            running = asyncio.current_task(loop)
+            number, until = calls.get(running, (0, now)) if running is not None else (0, now)
+            if until <= now:
+                self._answers.put(LoopStuck(number))
+                return
+
+    async def _answer(self, call: CallEnvironment) -> None:
+        try:
+            value = await self._result(call)
+        except EnvironmentFailure as failure:
+            value = failure
+            if call.kind != "get_state":  # an episode that can't be saved goes on
+                self._replace(call.episode)
+        self._answers.put(EnvironmentAnswer(call.number, value))
+
+    async def _result(self, call: CallEnvironment) -> object:
         """The call's checked result, in time; raise EnvironmentFailure for anything else."""
         who = f"environment {self._load.name!r}: {call.kind}"
-        until = time.monotonic() + call.timeout_s
-        task = self._start(self._driven(self._do(call), until))
+        task = self._start(self._call(call))
+        self._under_way[task] = call.number, time.monotonic() + call.timeout_s
         await asyncio.wait({task}, timeout=call.timeout_s)
-        late = EnvironmentFailure("deadline", f"{who} gave no answer within {call.timeout_s:g} s")
+        del self._under_way[task]
         if not task.done():
-            task.cancel()
-            task.add_done_callback(_seen)
-            raise late
+            _give_up(task)
+            words = f"{who} gave no answer within {call.timeout_s:g} s"
+            raise EnvironmentFailure("deadline", words)
         if task.cancelled():
             raise EnvironmentFailure("raised", f"{who} was cancelled by its own code")
         error = task.exception()
-        if isinstance(error, Interrupted):
-            raise late
         if isinstance(error, EnvironmentFailure):
             raise error
         if error is not None:
@@ -180,84 +203,45 @@ class _Host:
             return checked_observation(who, task.result())
         return task.result()
 
-    async def _do(self, call: CallEnvironment) -> object:
+    async def _call(self, call: CallEnvironment) -> object:
         if call.kind in ("reset", "set_state") and call.episode not in self._playing:
-            made = self._idle.pop() if self._idle else None
-            made = made or make_environment(self._load.name, self._load.options)
-            self._playing[call.episode] = made
-        environment: Any = self._playing.get(call.episode)
+            environment: Any = self._idle.pop() if self._idle else None
+            environment = environment or make_environment(self._load.name, self._load.options)
+            self._playing[call.episode] = environment
+        environment = self._playing.get(call.episode)
         if environment is None:
             raise EnvironmentFailure("lost", "the episode has no environment; reset it first")
-        if call.kind == "get_state":
-            return pickle.dumps(environment.get_state())
-        if call.kind == "set_state":
-            environment.set_state(pickle.loads(call.value))
-            return None
-        return await (environment.reset if call.kind == "reset" else environment.step)(call.value)
-
-    async def _driven(self, coroutine: Coroutine[object, object, T], until: float) -> T:
-        """Run a coroutine with an alarm on whatever it does between two waits."""
-        return await self._alarmed(coroutine, until)
-
-    @types.coroutine
-    def _alarmed(
-        self, coroutine: Coroutine[object, object, T], until: float
-    ) -> Generator[object, object, T]:
-        step: Callable[[], object] = lambda: coroutine.send(None)  # noqa: E731
-        while True:
-            try:
-                self._inside = True
-                left = max(until - time.monotonic(), 0.001)
-                signal.setitimer(signal.ITIMER_REAL, left, _REPEAT_S)
-                waited = step()
-            except StopIteration as end:
-                return end.value
-            except SystemExit as stop:  # asyncio would end the process with it
-                raise RuntimeError(f"SystemExit: {stop.code}") from stop
-            except KeyboardInterrupt as stop:
-                raise RuntimeError("KeyboardInterrupt") from stop
-            finally:
-                self._inside = False
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            try:
-                sent = yield waited
-            except GeneratorExit:
-                coroutine.close()
-                raise
-            except BaseException as error:  # a cancellation is the coroutine's to see
-                step = _throwing(coroutine, error)
-            else:
-                step = _sending(coroutine, sent)
-
-    def _alarm(self, *_: object) -> None:
-        if self._inside:
-            raise Interrupted
+        try:
+            if call.kind == "get_state":
+                return pickle.dumps(environment.get_state())
+            if call.kind == "set_state":
+                environment.set_state(pickle.loads(call.value))
+                return None
+            method = environment.reset if call.kind == "reset" else environment.step
+            return await method(call.value)
+        except (SystemExit, KeyboardInterrupt) as stop:  # asyncio would end the process with it
+            raise RuntimeError(f"{type(stop).__name__}: {stop}") from stop
 
     def _replace(self, episode: int) -> None:
         """Forget an environment that failed; it is closed, if it can be."""
         environment = self._playing.pop(episode, None)
         if environment is not None:
-            until = time.monotonic() + _CLOSE_S
-            task = self._start(self._driven(_closing(environment), until))
-            task.add_done_callback(_seen)
-            asyncio.get_running_loop().call_later(_CLOSE_S, task.cancel)
+            task = self._start(_closing(environment))
+            asyncio.get_running_loop().call_later(_CLOSE_S, _give_up, task)
+            task.add_done_callback(_retrieve)
 
 
 async def _closing(environment: Environment) -> None:
-    await environment.close()
+    with suppress(SystemExit, KeyboardInterrupt):  # asyncio would end the process with it
+        await environment.close()
 
 
-def _sending(coroutine: Coroutine[object, object, object], value: object) -> Callable[[], object]:
-    return lambda: coroutine.send(value)
+def _give_up(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    task.add_done_callback(_retrieve)
 
 
-def _throwing(
-    coroutine: Coroutine[object, object, object], error: BaseException
-) -> Callable[[], object]:
-    return lambda: coroutine.throw(error)
-
-
-def _seen(task: asyncio.Task[object]) -> None:
-    """What a call that was given up ends with matters to nobody."""
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Take the exception, of which asyncio would complain otherwise."""
     if not task.cancelled():
         task.exception()

@@ -7,11 +7,9 @@ model. Shipped tools are in `builtin_tools`, those of MCP servers in `mcp_server
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +21,7 @@ from pydantic_core import ErrorDetails
 from engine.agents.environment_protocol import Message, ToolCall
 from engine.errors import ConfigError
 from engine.registry import Options, Registry, origin
-from engine.rewards.calls import text_of
+from engine.rewards.calls import on_daemon_thread, text_of
 
 # A tool: a Python function, and the JSON schema that its type hints and docstring make.
 #
@@ -322,45 +320,17 @@ def _readable(result: object) -> str:
 
 
 async def on_thread(function: Callable[[], T]) -> T:
-    """Call a plain function on a daemon thread; one whose caller gives up is made to end.
+    """Call a plain function on a daemon thread.
 
-    It ends when it next executes Python code. One that hangs inside C code stays on its thread,
-    for which nobody waits.
+    One whose caller gives up stays on its thread until it returns, and nobody waits for that.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    lock = threading.Lock()
-    running = True
 
-    def finish(result: object, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        nonlocal running
-        result, failed = None, None
+    def call() -> T:
         try:
-            result = function()
-        except Exception as error:
-            failed = error
+            return function()
+        except Exception:
+            raise
         except BaseException as error:  # SystemExit, say, must not end more than the call
-            failed = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
-        finally:
-            with lock:
-                running = False
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, result, failed)
+            raise RuntimeError(f"{type(error).__name__}: {text_of(error)}") from error
 
-    thread = threading.Thread(target=work, name="tool", daemon=True)
-    thread.start()
-    try:
-        return await future
-    finally:
-        with lock:  # while we hold it, the thread lives and its ident is its own
-            if running and thread.ident is not None:
-                ident = ctypes.c_ulong(thread.ident)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+    return await asyncio.wrap_future(on_daemon_thread(call))
