@@ -1,14 +1,19 @@
-"""The agent loop: plays many episodes at once, their turns sampled in one continuous batch.
+"""The agent loop: `EpisodePlayer` plays many episodes at once.
 
-With environments in the rollout's own process, for light ones that never block. Those in
-processes of their own are in `environment_pool`.
+Their turns are sampled in one continuous batch. When a turn ends, its action goes to the episode's
+environment; the stream decodes the others' turns meanwhile. The answer's tokens are appended and
+the next turn is submitted, under a key of its own, so that samples don't depend on who answers
+first. Weights may change between two steps: a turn goes on under the new ones, and every token
+carries its version.
+
+Environments in processes of their own are in `environment_pool`; `LocalEnvironments` are in this
+one, for light ones that never block their thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import threading
 import time
 from collections import deque
@@ -19,25 +24,22 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from engine.agents.environment_process import (
+    CLOSE_S,
+    CallEnvironment,
+    CallKind,
+    EnvironmentHost,
+)
 from engine.agents.environment_protocol import (
     Action,
     Environment,
     EnvironmentFailure,
     Observation,
-    checked_observation,
-    is_resumable,
-    tool_schemas,
 )
 from engine.agents.episode import Episode
 from engine.agents.saved_episode import EpisodeTree, SavedTurn, load_episode, save_episode
 from engine.errors import EngineError, RolloutError
 from engine.rollout.stream import PartialCompletion, PartialRequest, RolloutStream
-
-# Environments in the rollout's own process: for light ones that never block their thread.
-#
-# `pool` has the same interface, in processes of their own.
-
-_CLOSE_S = 5.0  # for environments to end
 
 T = TypeVar("T")
 MakeEnvironment = Callable[[], Environment]
@@ -75,21 +77,21 @@ class Environments(Protocol):
 
 
 class LocalEnvironments:
-    """Environments that a thread's event loop awaits, one for each episode at a time."""
+    """Environments that the event loop of a thread of this process awaits."""
 
     def __init__(self, make: MakeEnvironment, *, timeout_s: float = 30.0) -> None:
         """`make` is called whenever all are playing; `timeout_s` is each call's deadline."""
-        self.make, self.timeout_s = make, timeout_s
-        first = make()
-        self.tools, self.resumable = tool_schemas(first), is_resumable(first)
-        self.idle: list[Environment] = [first]
+        self.host, self.timeout_s = EnvironmentHost("the environment", make), timeout_s
+        self.tools, self.resumable = self.host.tools, self.host.resumable
+        self._opened = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
     def open(self) -> LocalEpisode:
         """A place for one episode."""
-        return LocalEpisode(self)
+        self._opened += 1
+        return LocalEpisode(self, self._opened)
 
     def start(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Run a coroutine in the thread."""
@@ -97,17 +99,12 @@ class LocalEnvironments:
 
     def close(self) -> None:
         """Close the environments that play nothing, and end the thread."""
-
-        async def all_closed() -> None:
-            idle, self.idle = self.idle, []
-            await asyncio.gather(*(discard(one) for one in idle))
-
         if not self._thread.is_alive():
             return
         with suppress(TimeoutError):
-            self.start(all_closed()).result(2 * _CLOSE_S)
+            self.start(self.host.close()).result(2 * CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
+        self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
 
@@ -115,84 +112,34 @@ class LocalEnvironments:
 class LocalEpisode:
     """One episode at a time."""
 
-    def __init__(self, environments: LocalEnvironments) -> None:
-        self._all = environments
-        self._environment: Environment | None = None
+    def __init__(self, environments: LocalEnvironments, number: int) -> None:
+        self._environments, self._number = environments, number
 
     def reset(self, row: Mapping[str, object]) -> Future[Observation]:
         """Begin the episode of a row."""
-        return self._all.start(self._call("reset", row))
+        return self._call("reset", row)
 
     def step(self, action: Action) -> Future[Observation]:
         """Answer a turn of the policy."""
-        return self._all.start(self._call("step", action))
+        return self._call("step", action)
 
     def get_state(self) -> Future[bytes]:
         """The state between turns; a failure costs the episode nothing."""
-
-        async def state() -> bytes:
-            environment: Any = self._environment
-            return pickle.dumps(environment.get_state())
-
-        return self._all.start(state())
+        return self._call("get_state", None)
 
     def set_state(self, state: bytes) -> Future[None]:
         """Continue an episode in place of `reset`."""
-
-        async def restored() -> None:
-            environment: Any = self._take()
-            environment.set_state(pickle.loads(state))
-
-        return self._all.start(restored())
+        return self._call("set_state", state)
 
     def close(self) -> None:
         """Give the environment back."""
+        self._call("leave", None)
 
-        async def give_back() -> None:
-            if self._environment is not None:
-                self._all.idle.append(self._environment)
-                self._environment = None
+    def _call(self, kind: CallKind, value: object) -> Future[Any]:
+        environments = self._environments
+        call = CallEnvironment(0, self._number, kind, value, environments.timeout_s)
+        return environments.start(environments.host.call(call))
 
-        self._all.start(give_back())
-
-    async def _call(self, kind: str, value: object) -> Observation:
-        who, limit = f"the environment's {kind}", self._all.timeout_s
-        try:
-            answer = await asyncio.wait_for(getattr(self._take(), kind)(value), limit)
-            return checked_observation(who, answer)
-        except TimeoutError:
-            failure = EnvironmentFailure("deadline", f"{who} gave no answer within {limit:g} s")
-        except EnvironmentFailure as error:
-            failure = error
-        except Exception as error:  # an environment is code of others
-            failure = EnvironmentFailure.of(who, error)
-        failed, self._environment = self._environment, None
-        if failed is not None:
-            await discard(failed)
-        raise failure
-
-    def _take(self) -> Environment:
-        if self._environment is None:
-            idle = self._all.idle
-            self._environment = idle.pop() if idle else self._all.make()
-        return self._environment
-
-
-async def discard(environment: Environment) -> None:
-    """Close an environment that nobody plays with again, whatever it says to that."""
-    with suppress(Exception):
-        await asyncio.wait_for(environment.close(), _CLOSE_S)
-
-
-# Plays many episodes at once: their turns are sampled in one continuous batch.
-#
-# When a turn ends, its action goes to the episode's environment; the stream decodes the others'
-# turns
-# meanwhile. The answer's tokens are appended and the next turn is submitted, under a key of its
-# own,
-# so that samples don't depend on who answers first. Weights may change between two steps: a turn
-# goes
-# on under the new ones, and every token carries its version.
 
 log = logging.getLogger(__name__)
 

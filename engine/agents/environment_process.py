@@ -1,7 +1,9 @@
-"""What runs in a process of environments: many of them in one loop, each call with a deadline.
+"""The environments of an event loop, and the process that runs one.
 
-The run's side is `environment_pool`, the process `engine.worker_process`. A call that waits ends at
-its deadline, and costs its own episode. Code that keeps the loop from going on can't be stopped:
+`EnvironmentHost` has many environments in a loop, and a deadline for each call; the rollout's own
+process may have one (`agent_loop`). `open_service` makes what runs in a process of environments:
+`environment_pool` has the run's side, `engine.worker_process` the process. A call that waits ends
+at its deadline, and costs its own episode. Code that keeps the loop from going on can't be stopped:
 it is reported, and the run ends the process. Imports neither torch nor pydantic.
 """
 
@@ -13,11 +15,12 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from engine.agents.environment_protocol import (
     Environment,
@@ -31,11 +34,10 @@ from engine.agents.environment_protocol import (
 from engine.errors import ConfigError, EngineError
 from engine.registry import import_plugins
 
-T = TypeVar("T")
 CallKind: TypeAlias = Literal["reset", "step", "get_state", "set_state", "leave"]
 _TICK_S = 0.1  # between two signs of life of the loop
 _STUCK_S = 1.0  # without one, after a deadline, until the loop is reported
-_CLOSE_S = 5.0
+CLOSE_S = 5.0  # for an environment to close
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,37 +83,115 @@ class LoopStuck:
     number: int  # of the call; 0 where that has been given up before
 
 
+class EnvironmentHost:
+    """The environments of an event loop, by the episodes that they play."""
+
+    def __init__(self, name: str, make: Callable[[], Environment]) -> None:
+        """`make` is called now, and whenever all are playing; failures call them by `name`."""
+        self._name, self._make = name, make
+        first = make()
+        self.tools, self.resumable = tool_schemas(first), is_resumable(first)
+        self._idle = [first]
+        self._playing: dict[int, Environment] = {}
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self.under_way: dict[asyncio.Task[object], tuple[int, float]] = {}  # number, deadline
+
+    async def call(self, call: CallEnvironment) -> object:
+        """The call's checked result, in time; raise EnvironmentFailure for anything else.
+
+        An environment that failed is replaced, unless it just couldn't give its state.
+        """
+        if call.kind == "leave":
+            environment = self._playing.pop(call.episode, None)
+            if environment is not None:
+                self._idle.append(environment)
+            return None
+        try:
+            return await self._result(call)
+        except EnvironmentFailure:
+            if call.kind != "get_state" and call.episode in self._playing:
+                closing = asyncio.create_task(_close(self._playing.pop(call.episode)))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+            raise
+
+    async def close(self) -> None:
+        """Close the environments that play nothing."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*map(_close, idle), *self._closing)
+
+    async def _result(self, call: CallEnvironment) -> object:
+        who = f"{self._name}: {call.kind}"
+        task = asyncio.create_task(self._run(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self.under_way[task] = call.number, time.monotonic() + call.timeout_s
+        await asyncio.wait({task}, timeout=call.timeout_s)
+        del self.under_way[task]
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            words = f"{who} gave no answer within {call.timeout_s:g} s"
+            raise EnvironmentFailure("deadline", words)
+        if task.cancelled():
+            raise EnvironmentFailure("raised", f"{who} was cancelled by its own code")
+        error = task.exception()
+        if isinstance(error, EnvironmentFailure):
+            raise error
+        if error is not None:
+            raise EnvironmentFailure.of(who, error)
+        if call.kind in ("reset", "step"):
+            return checked_observation(who, task.result())
+        return task.result()
+
+    async def _run(self, call: CallEnvironment) -> object:
+        if call.kind in ("reset", "set_state") and call.episode not in self._playing:
+            self._playing[call.episode] = self._idle.pop() if self._idle else self._make()
+        environment: Any = self._playing.get(call.episode)
+        if environment is None:
+            raise EnvironmentFailure("lost", "the episode has no environment; reset it first")
+        try:
+            if call.kind == "get_state":
+                return pickle.dumps(environment.get_state())
+            if call.kind == "set_state":
+                environment.set_state(pickle.loads(call.value))
+                return None
+            method = environment.reset if call.kind == "reset" else environment.step
+            return await method(call.value)
+        except (SystemExit, KeyboardInterrupt) as stop:  # asyncio would end the process with it
+            raise RuntimeError(f"{type(stop).__name__}: {stop}") from stop
+
+
+async def _close(environment: Environment) -> None:
+    """Close an environment that nobody plays with again, whatever it says to that."""
+    with suppress(Exception, SystemExit, KeyboardInterrupt):
+        await asyncio.wait_for(environment.close(), CLOSE_S)
+
+
 def open_service(load: LoadEnvironment, channel: Connection) -> EnvironmentService:
     """Load the environment's class, and make a first one."""
+    name = f"environment {load.name!r}"
     try:
         if ":" not in load.name:
             import_plugins(load.plugins)
         environment_class(load.name)
-        first = make_environment(load.name, load.options)
-        loaded = EnvironmentLoaded(tool_schemas(first), is_resumable(first))
+        host = EnvironmentHost(name, partial(make_environment, load.name, load.options))
     except EngineError:
         raise
     except Exception as error:  # a user's class may fail in any way
-        failure = EnvironmentFailure.of(f"environment {load.name!r}", error)
+        failure = EnvironmentFailure.of(name, error)
         raise ConfigError(f"{failure}; it must be made without an error") from error
-    return EnvironmentService(load, loaded, first, channel)
+    return EnvironmentService(host, channel)
 
 
 class EnvironmentService:
-    """The environments of this process, by the episodes that they play."""
+    """Answers calls in a process of environments."""
 
-    def __init__(
-        self,
-        load: LoadEnvironment,
-        loaded: EnvironmentLoaded,
-        first: Environment,
-        channel: Connection,
-    ) -> None:
-        self._load, self.loaded, self._channel = load, loaded, channel
-        self._idle = [first]
-        self._playing: dict[int, Environment] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._under_way: dict[asyncio.Task[object], tuple[int, float]] = {}  # number, deadline
+    def __init__(self, host: EnvironmentHost, channel: Connection) -> None:
+        self._host, self._channel = host, channel
+        self.loaded = EnvironmentLoaded(host.tools, host.resumable)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._answers: queue.SimpleQueue[EnvironmentAnswer | LoopStuck] = queue.SimpleQueue()
         self._alive = time.monotonic()  # when the loop went on last
 
@@ -136,18 +216,17 @@ class EnvironmentService:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._closed.set()
             return
-        if call.kind == "leave":
-            environment = self._playing.pop(call.episode, None)
-            if environment is not None:
-                self._idle.append(environment)
-            return
-        self._start(self._answer(call))
-
-    def _start(self, coroutine: Coroutine[object, object, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(coroutine)
+        task = asyncio.get_running_loop().create_task(self._answer(call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
+
+    async def _answer(self, call: CallEnvironment) -> None:
+        try:
+            value = await self._host.call(call)
+        except EnvironmentFailure as failure:
+            value = failure
+        if call.kind != "leave":
+            self._answers.put(EnvironmentAnswer(call.number, value))
 
     def _send(self) -> None:
         while True:
@@ -163,7 +242,7 @@ class EnvironmentService:
         while True:
             time.sleep(_TICK_S)
             now = time.monotonic()
-            calls = self._under_way.copy()
+            calls = self._host.under_way.copy()
             if now - self._alive < _STUCK_S or all(until > now for _, until in calls.values()):
                 continue
             running = asyncio.current_task(loop)
@@ -171,77 +250,3 @@ class EnvironmentService:
             if until <= now:
                 self._answers.put(LoopStuck(number))
                 return
-
-    async def _answer(self, call: CallEnvironment) -> None:
-        try:
-            value = await self._result(call)
-        except EnvironmentFailure as failure:
-            value = failure
-            if call.kind != "get_state":  # an episode that can't be saved goes on
-                self._replace(call.episode)
-        self._answers.put(EnvironmentAnswer(call.number, value))
-
-    async def _result(self, call: CallEnvironment) -> object:
-        """The call's checked result, in time; raise EnvironmentFailure for anything else."""
-        who = f"environment {self._load.name!r}: {call.kind}"
-        task = self._start(self._call(call))
-        self._under_way[task] = call.number, time.monotonic() + call.timeout_s
-        await asyncio.wait({task}, timeout=call.timeout_s)
-        del self._under_way[task]
-        if not task.done():
-            _give_up(task)
-            words = f"{who} gave no answer within {call.timeout_s:g} s"
-            raise EnvironmentFailure("deadline", words)
-        if task.cancelled():
-            raise EnvironmentFailure("raised", f"{who} was cancelled by its own code")
-        error = task.exception()
-        if isinstance(error, EnvironmentFailure):
-            raise error
-        if error is not None:
-            raise EnvironmentFailure.of(who, error)
-        if call.kind in ("reset", "step"):
-            return checked_observation(who, task.result())
-        return task.result()
-
-    async def _call(self, call: CallEnvironment) -> object:
-        if call.kind in ("reset", "set_state") and call.episode not in self._playing:
-            environment: Any = self._idle.pop() if self._idle else None
-            environment = environment or make_environment(self._load.name, self._load.options)
-            self._playing[call.episode] = environment
-        environment = self._playing.get(call.episode)
-        if environment is None:
-            raise EnvironmentFailure("lost", "the episode has no environment; reset it first")
-        try:
-            if call.kind == "get_state":
-                return pickle.dumps(environment.get_state())
-            if call.kind == "set_state":
-                environment.set_state(pickle.loads(call.value))
-                return None
-            method = environment.reset if call.kind == "reset" else environment.step
-            return await method(call.value)
-        except (SystemExit, KeyboardInterrupt) as stop:  # asyncio would end the process with it
-            raise RuntimeError(f"{type(stop).__name__}: {stop}") from stop
-
-    def _replace(self, episode: int) -> None:
-        """Forget an environment that failed; it is closed, if it can be."""
-        environment = self._playing.pop(episode, None)
-        if environment is not None:
-            task = self._start(_closing(environment))
-            asyncio.get_running_loop().call_later(_CLOSE_S, _give_up, task)
-            task.add_done_callback(_retrieve)
-
-
-async def _closing(environment: Environment) -> None:
-    with suppress(SystemExit, KeyboardInterrupt):  # asyncio would end the process with it
-        await environment.close()
-
-
-def _give_up(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    task.add_done_callback(_retrieve)
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Take the exception, of which asyncio would complain otherwise."""
-    if not task.cancelled():
-        task.exception()
