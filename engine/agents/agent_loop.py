@@ -29,12 +29,11 @@ from engine.agents.environment_process import (
     CallEnvironment,
     CallKind,
     EnvironmentHost,
+    OpenEpisode,
 )
 from engine.agents.environment_protocol import (
-    Action,
     Environment,
     EnvironmentFailure,
-    Observation,
 )
 from engine.agents.episode import Episode
 from engine.agents.saved_episode import EpisodeTree, SavedTurn, load_episode, save_episode
@@ -43,26 +42,6 @@ from engine.rollout.stream import PartialCompletion, PartialRequest, RolloutStre
 
 T = TypeVar("T")
 MakeEnvironment = Callable[[], Environment]
-
-
-class OpenEpisode(Protocol):
-    """A place for one episode; a call that fails raises EnvironmentFailure by its future."""
-
-    def reset(self, row: Mapping[str, object]) -> Future[Observation]: ...
-
-    def step(self, action: Action) -> Future[Observation]: ...
-
-    def get_state(self) -> Future[bytes]:
-        """The state between turns, for `set_state`; only of environments that are `resumable`."""
-        ...
-
-    def set_state(self, state: bytes) -> Future[None]:
-        """Continue an episode in place of `reset`."""
-        ...
-
-    def close(self) -> None:
-        """Give the environment back; it plays other episodes, unless it failed."""
-        ...
 
 
 class Environments(Protocol):
@@ -109,31 +88,11 @@ class LocalEnvironments:
             self._loop.close()
 
 
-class LocalEpisode:
+class LocalEpisode(OpenEpisode):
     """One episode at a time."""
 
     def __init__(self, environments: LocalEnvironments, number: int) -> None:
         self._environments, self._number = environments, number
-
-    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
-        """Begin the episode of a row."""
-        return self._call("reset", row)
-
-    def step(self, action: Action) -> Future[Observation]:
-        """Answer a turn of the policy."""
-        return self._call("step", action)
-
-    def get_state(self) -> Future[bytes]:
-        """The state between turns; a failure costs the episode nothing."""
-        return self._call("get_state", None)
-
-    def set_state(self, state: bytes) -> Future[None]:
-        """Continue an episode in place of `reset`."""
-        return self._call("set_state", state)
-
-    def close(self) -> None:
-        """Give the environment back."""
-        self._call("leave", None)
 
     def _call(self, kind: CallKind, value: object) -> Future[Any]:
         environments = self._environments
@@ -245,74 +204,78 @@ class EpisodePlayer:
             self._take_answers(left, idle=True)
         if not self._environments.resumable:
             return {}
-        asked = [(one, one.environment.get_state()) for one in self._sampling.values()]
-        wait([call for _, call in asked], max(0.0, until - time.monotonic()))
+        state_calls = [
+            (playing, playing.environment.get_state()) for playing in self._sampling.values()
+        ]
+        wait([call for _, call in state_calls], max(0.0, until - time.monotonic()))
         partials = {partial.key: partial for partial in self._stream.partials()}
-        found: dict[int, EpisodeTree] = {}
-        for key, (one, call) in zip(list(self._sampling), asked, strict=True):
+        trees: dict[int, EpisodeTree] = {}
+        for key, (playing, call) in zip(list(self._sampling), state_calls, strict=True):
             error = call.exception() if call.done() else TimeoutError("no state came in time")
             if error is not None:
                 log.warning("an episode would be begun again from a checkpoint: %s", error)
                 continue
             partial = partials.get(key)
             turn = partial.completions[0] if partial is not None else None
-            found[id(one.episode)] = save_episode(one.episode, call.result(), turn)
-        return found
+            trees[id(playing.episode)] = save_episode(playing.episode, call.result(), turn)
+        return trees
 
     def close(self) -> None:
         """Drop what plays and give the environments back; the stream is the caller's."""
         self._waiting.clear()
-        for one in self._open.values():
-            one.environment.close()
+        for playing in self._open.values():
+            playing.environment.close()
         self._open.clear()
         self._sampling.clear()
 
     def _begin(self, episode: Episode, row: Row, resumed: SavedTurn | None) -> None:
         now = time.monotonic()
         episode.started, episode.tools = now, self._environments.tools
-        one = _Playing(episode, row, self._environments.open(), resumed)
-        self._open[id(episode)] = one
+        playing = _Playing(episode, row, self._environments.open(), resumed)
+        self._open[id(episode)] = playing
         if resumed is None:
-            self._ask(one, one.environment.reset(row))
+            self._ask(playing, playing.environment.reset(row))
         else:
             episode.started -= resumed.seconds
-            self._ask(one, one.environment.set_state(resumed.environment))
+            self._ask(playing, playing.environment.set_state(resumed.environment))
 
     def _decode(self) -> None:
         """Decode a token of each turn; what ended goes to its environment."""
         self._cut_slow()
         for done in self._stream.step():
-            one = self._sampling.pop(done.key)
-            with self._faults_of(one):
-                action = one.episode.add_turn(done.completion)
-                self._ask(one, one.environment.step(action))
+            playing = self._sampling.pop(done.key)
+            with self._faults_of(playing):
+                action = playing.episode.add_turn(done.completion)
+                self._ask(playing, playing.environment.step(action))
 
     def _cut_slow(self) -> None:
         """Let turns end that take longer than they may."""
         now = time.monotonic()
-        for key, one in self._sampling.items():  # the oldest first
-            most = one.episode.limits.turn_seconds
-            if most is None or now - one.submitted <= most:
+        for key, playing in self._sampling.items():  # the oldest first
+            limit = playing.episode.limits.turn_seconds
+            if limit is None or now - playing.submitted <= limit:
                 return
-            if not one.episode.cut:
-                one.episode.cut = True
+            if not playing.episode.cut:
+                playing.episode.cut = True
                 self._stream.cut(key)
 
-    def _ask(self, one: _Playing, call: Future[Any]) -> None:
+    def _ask(self, playing: _Playing, call: Future[Any]) -> None:
         begun = self._heard = time.monotonic()
 
         def answered(answer: Future[Any]) -> None:
-            one.episode.environment_seconds += time.monotonic() - begun
-            self._answers.put((one, answer))
+            playing.episode.environment_seconds += time.monotonic() - begun
+            self._answers.put((playing, answer))
 
         call.add_done_callback(answered)
 
     def _take_answers(self, wait_s: float | None, idle: bool = False) -> None:
         """Take what environments answered; without anything to decode (`idle`), wait for it."""
-        found = list(self._arriving(wait_s, idle or not self._sampling))
-        for one, answer in sorted(found, key=lambda a: (a[0].episode.key, a[0].episode.index)):
-            if id(one.episode) in self._open:
-                self._take_answer(one, answer)
+        answers = list(self._arriving(wait_s, idle or not self._sampling))
+        for playing, answer in sorted(
+            answers, key=lambda a: (a[0].episode.key, a[0].episode.index)
+        ):
+            if id(playing.episode) in self._open:
+                self._take_answer(playing, answer)
 
     def _arriving(self, wait_s: float | None, idle: bool) -> Iterator[Answer]:
         silence = self._call_seconds + _LATE_S
@@ -335,35 +298,35 @@ class EpisodePlayer:
                 "long in it, or run environments in processes (rollout.agent.num_workers)"
             )
 
-    def _take_answer(self, one: _Playing, answer: Future[Any]) -> None:
-        episode, resumed = one.episode, one.resumed
-        one.resumed = None
-        with self._faults_of(one):
+    def _take_answer(self, playing: _Playing, answer: Future[Any]) -> None:
+        episode, resumed = playing.episode, playing.resumed
+        playing.resumed = None
+        with self._faults_of(playing):
             if resumed is not None:
                 if answer.exception() is not None:
                     log.warning("an episode is begun again: %s", answer.exception())
                     episode.begin_again()
-                    self._ask(one, one.environment.reset(one.row))
+                    self._ask(playing, playing.environment.reset(playing.row))
                     return
-            elif self._begun_again(one, answer.exception()):
+            elif self._begun_again(playing, answer.exception()):
                 return
             elif episode.transcript is None:
-                episode.begin(one.row["prompt"], answer.result())
+                episode.begin(playing.row["prompt"], answer.result())
                 self._tell_of_length(episode)
             else:
                 episode.observe(answer.result())
-            self._submit(one, resumed.tokens if resumed is not None else None)
+            self._submit(playing, resumed.tokens if resumed is not None else None)
 
-    def _begun_again(self, one: _Playing, error: BaseException | None) -> bool:
+    def _begun_again(self, playing: _Playing, error: BaseException | None) -> bool:
         """Begin an episode again that was lost through no fault of its environment."""
         lost = isinstance(error, EnvironmentFailure) and error.cause == "lost"
-        if not lost or one.again >= _AGAIN:
+        if not lost or playing.again >= _AGAIN:
             return False
-        if one.episode.latest_turn is not None:
-            self._stream.forget(one.episode.latest_turn)
-        one.again += 1
-        one.episode.begin_again()
-        self._ask(one, one.environment.reset(one.row))
+        if playing.episode.latest_turn is not None:
+            self._stream.forget(playing.episode.latest_turn)
+        playing.again += 1
+        playing.episode.begin_again()
+        self._ask(playing, playing.environment.reset(playing.row))
         return True
 
     @classmethod
@@ -371,18 +334,18 @@ class EpisodePlayer:
         """Warn, once, of a prompt that leaves less than the whole response."""
         limits = episode.limits
         assert episode.transcript is not None
-        prompt, most = len(episode.transcript.ids), limits.max_model_len
-        if prompt + limits.max_response_length > most and not cls._told:
+        prompt, limit = len(episode.transcript.ids), limits.max_model_len
+        if prompt + limits.max_response_length > limit and not cls._told:
             cls._told = True
             log.warning(
                 "an episode begins with %d tokens, which leaves %d of %d for its response; set "
                 "data.max_prompt_length to the longest prompt that the environment makes",
-                *(prompt, max(0, most - prompt), limits.max_response_length),
+                *(prompt, max(0, limit - prompt), limits.max_response_length),
             )
 
-    def _submit(self, one: _Playing, tokens: PartialCompletion | None) -> None:
+    def _submit(self, playing: _Playing, tokens: PartialCompletion | None) -> None:
         """Have the next turn sampled, if the episode may have one."""
-        turn = one.episode.next_turn(time.monotonic())
+        turn = playing.episode.next_turn(time.monotonic())
         if turn is None:
             return
         begun = None
@@ -395,13 +358,13 @@ class EpisodePlayer:
             max_new_tokens=turn.max_new_tokens,
             after=turn.after,
         )
-        self._sampling[turn.key] = one
-        one.submitted = time.monotonic()
+        self._sampling[turn.key] = playing
+        playing.submitted = time.monotonic()
 
     @contextmanager
-    def _faults_of(self, one: _Playing) -> Iterator[None]:
+    def _faults_of(self, playing: _Playing) -> Iterator[None]:
         """What goes wrong with an episode ends it alone; one that is over gives up its place."""
-        episode = one.episode
+        episode = playing.episode
         try:
             yield
         except EngineError as error:

@@ -34,9 +34,9 @@ from engine.agents.environment_process import (
     EnvironmentLoaded,
     LoadEnvironment,
     LoopStuck,
+    OpenEpisode,
 )
 from engine.agents.environment_protocol import (
-    Action,
     EnvironmentFailure,
     FailureCause,
     Observation,
@@ -129,7 +129,7 @@ class EnvironmentProcess:
 
     def _run(self) -> None:
         while not self._closed:
-            until = min((one.until for one in self._pending.values()), default=float("inf"))
+            until = min((pending.until for pending in self._pending.values()), default=float("inf"))
             self._process.wait(self._woken, min(until, time.monotonic() + 3600.0))
             while self._woken.poll():
                 self._woken.recv_bytes()
@@ -222,13 +222,13 @@ class EnvironmentProcess:
     def _check_deadlines(self) -> None:
         """Give a process up that is late, and from which nothing has come for a while."""
         now = time.monotonic()
-        late = [one for one in self._pending.values() if one.until <= now]
+        late = [pending for pending in self._pending.values() if pending.until <= now]
         if not late or now - self._heard < _GRACE_S:
-            for one in late:  # it is at work: look again
-                later = _Pending(one.call, now + _GRACE_S, one.future)
-                self._pending[one.call.number] = later
+            for pending in late:  # it is at work: look again
+                later = _Pending(pending.call, now + _GRACE_S, pending.future)
+                self._pending[pending.call.number] = later
             return
-        self._give_up([one.call.number for one in late])
+        self._give_up([pending.call.number for pending in late])
 
     def _give_up(self, late: Sequence[int]) -> None:
         """End the process for the calls of these numbers; the others are lost with it."""
@@ -241,9 +241,9 @@ class EnvironmentProcess:
         self._fail_all("lost", "its process was ended for another episode's sake")
 
     def _fail_all(self, cause: FailureCause, words: str, stderr: str = "") -> None:
-        pending, self._pending = self._pending, {}
-        for one in pending.values():
-            self._fail(one, cause, words, stderr)
+        calls, self._pending = self._pending, {}
+        for pending in calls.values():
+            self._fail(pending, cause, words, stderr)
 
     def _fail(self, pending: _Pending, cause: FailureCause, words: str, stderr: str = "") -> None:
         who = f"environment {self._load.name!r}: {pending.call.kind}"
@@ -257,7 +257,7 @@ _MOST_PROCESSES = 8  # unless asked for
 
 
 class EnvironmentPool:
-    """Plays episodes of one environment; a context manager.
+    """Processes that play episodes of one environment; a context manager.
 
     Raises ConfigError for an environment that can't be made, and EpisodeError where its process
     ends while it is loaded.
@@ -292,11 +292,11 @@ class EnvironmentPool:
                 "which its own process can't import; move it into a module"
             )
         self.name, self.on_failure = name, on_failure
-        self._timeout_s, self._failure_reward = timeout_s, failure_reward
+        self.timeout_s, self.failure_reward = timeout_s, failure_reward
         load = LoadEnvironment(name, dict(options or {}), plugins)
         count = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
         self._processes = [EnvironmentProcess(load) for _ in range(count)]
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._opened = 0
         self.failures: Counter[str] = Counter()  # by cause, since the start
         try:
@@ -308,8 +308,8 @@ class EnvironmentPool:
 
     def open(self) -> PooledEpisode:
         """A place for one episode, in the process that has the fewest."""
-        with self._lock:
-            process = min(self._processes, key=lambda one: one.episodes)
+        with self.lock:
+            process = min(self._processes, key=lambda process: process.episodes)
             process.episodes += 1
             self._opened += 1
             return PooledEpisode(self, process, self._opened)
@@ -330,63 +330,40 @@ class EnvironmentPool:
     ) -> None:
         self.close()
 
-    def _left(self, process: EnvironmentProcess) -> None:
-        with self._lock:
-            process.episodes -= 1
 
-    def _count(self, failure: EnvironmentFailure) -> None:
-        with self._lock:
-            self.failures[failure.cause] += 1
-
-
-class PooledEpisode:
-    """One episode at a time, and the environment that plays it; `pool.open` makes them."""
+class PooledEpisode(OpenEpisode):
+    """An episode of a pool's process; `pool.open` makes them."""
 
     def __init__(self, pool: EnvironmentPool, process: EnvironmentProcess, number: int) -> None:
         self._pool, self._process, self._number = pool, process, number
         self._closed = False
 
-    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
-        """Begin the episode of a row, also after a failure."""
-        return self._call("reset", dict(row))
-
-    def step(self, action: Action) -> Future[Observation]:
-        """Answer a turn of the policy."""
-        return self._call("step", action)
-
-    def get_state(self) -> Future[bytes]:
-        """The state between turns, for `set_state`; only where the pool is `resumable`."""
-        return self._call("get_state", None)
-
-    def set_state(self, state: bytes) -> Future[None]:
-        """Continue an episode, of this or of another pool, in place of `reset`."""
-        return self._call("set_state", state)
-
     def close(self) -> None:
-        """Give the environment back; it plays other episodes."""
         if not self._closed:
             self._closed = True
             self._process.leave(self._number)
-            self._pool._left(self._process)
+            with self._pool.lock:
+                self._process.episodes -= 1
 
     def _call(self, kind: CallKind, value: object) -> Future[Any]:
-        asked = self._process.call(self._number, kind, value, self._pool._timeout_s)
-        told: Future[Any] = Future()
-        asked.add_done_callback(lambda done: self._tell(kind, done, told))
-        return told
+        answer = self._process.call(self._number, kind, value, self._pool.timeout_s)
+        future: Future[Any] = Future()
+        answer.add_done_callback(lambda done: self._pass_on(kind, done, future))
+        return future
 
-    def _tell(self, kind: CallKind, done: Future[object], told: Future[object]) -> None:
+    def _pass_on(self, kind: CallKind, answer: Future[object], future: Future[object]) -> None:
         """Pass an answer on; a failure as the pool's policy says."""
-        failure = done.exception()
-        if not told.set_running_or_notify_cancel():
+        failure = answer.exception()
+        if not future.set_running_or_notify_cancel():
             return
         if failure is None:
-            told.set_result(done.result())
+            future.set_result(answer.result())
             return
         if isinstance(failure, EnvironmentFailure):
-            self._pool._count(failure)
+            with self._pool.lock:
+                self._pool.failures[failure.cause] += 1
             if kind == "step" and self._pool.on_failure == "score":
                 info = {"failure": failure.cause}
-                told.set_result(Observation((), self._pool._failure_reward, True, info))
+                future.set_result(Observation((), self._pool.failure_reward, True, info))
                 return
-        told.set_exception(failure)
+        future.set_exception(failure)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +24,10 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeAlias
 
 from engine.agents.environment_protocol import (
+    Action,
     Environment,
     EnvironmentFailure,
+    Observation,
     checked_observation,
     environment_class,
     is_resumable,
@@ -81,6 +84,36 @@ class LoopStuck:
     """A call's code keeps the loop beyond its deadline, so that no other goes on."""
 
     number: int  # of the call; 0 where that has been given up before
+
+
+class OpenEpisode:
+    """A place for one episode at a time, and the environment that plays it.
+
+    A call that fails raises EnvironmentFailure by its future.
+    """
+
+    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
+        """Begin the episode of a row, also after a failure."""
+        return self._call("reset", dict(row))
+
+    def step(self, action: Action) -> Future[Observation]:
+        """Answer a turn of the policy."""
+        return self._call("step", action)
+
+    def get_state(self) -> Future[bytes]:
+        """The state between turns; only of environments that are resumable. It costs no episode."""
+        return self._call("get_state", None)
+
+    def set_state(self, state: bytes) -> Future[None]:
+        """Continue an episode, of this or of another process, in place of `reset`."""
+        return self._call("set_state", state)
+
+    def close(self) -> None:
+        """Give the environment back; it plays other episodes, unless it failed."""
+        self._call("leave", None)
+
+    def _call(self, kind: CallKind, value: object) -> Future[Any]:
+        raise NotImplementedError
 
 
 class EnvironmentHost:

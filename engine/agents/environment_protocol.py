@@ -1,7 +1,14 @@
 """What an environment is: an episode's other side, which answers the policy turn by turn.
 
-The protocol and its messages, the registry of environments by name, why one gave no
-observation, and what an observation must be. Imports neither torch nor pydantic.
+    observation = await environment.reset(row)        # first messages, or none: the row's prompt
+    while not observation.done:
+        action = …                                    # what the policy wrote in its turn
+        observation = await environment.step(action)  # what it reads next, and the turn's reward
+    await environment.close()
+
+One instance plays one episode at a time and may be reset for the next. Text becomes tokens
+elsewhere: environments read and write messages. `environment_pool` runs them in processes of their
+own. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -15,18 +22,6 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from engine.errors import ConfigError, EpisodeError
 from engine.registry import Options, Registry
-
-# What an environment is: an episode's other side, which answers the policy turn by turn.
-#
-#     observation = await environment.reset(row)        # first messages, or none: the row's prompt
-#     while not observation.done:
-#         action = …                                    # what the policy wrote in its turn
-#         observation = await environment.step(action)  # what it reads next, and the turn's reward
-#     await environment.close()
-#
-# One instance plays one episode at a time and may be reset for the next. Text becomes tokens
-# elsewhere: environments read and write messages. `registry` has environments by name, `pool` runs
-# them in processes of their own.
 
 Message: TypeAlias = Mapping[str, Any]
 """As chat templates read it: {"role": "user", "content": "What is 2+3?"}; an assistant's may have
@@ -118,8 +113,8 @@ def is_resumable(environment: object) -> bool:
 def tool_schemas(environment: object) -> list[dict[str, object]]:
     """The JSON schemas of an environment's tools; empty for one without any."""
     tools = getattr(environment, "tools", None)
-    found: Sequence[Mapping[str, object]] = () if tools is None else tools()
-    return [dict(schema) for schema in found]
+    schemas: Sequence[Mapping[str, object]] = () if tools is None else tools()
+    return [dict(schema) for schema in schemas]
 
 
 # Why an environment gave no observation, and what an observation must be.
@@ -171,8 +166,8 @@ def checked_observation(who: str, value: object) -> Observation:
             f"{who} returned reward {value.reward!r:.100}; it must be a finite float",
         )
     try:
-        messages = tuple(_message(one) for one in value.messages)
-        info = {str(key): _told(one) for key, one in dict(value.info).items()}
+        messages = tuple(_message(entry) for entry in value.messages)
+        info = {str(key): _told(entry) for key, entry in dict(value.info).items()}
         done = bool(value.done)
     except (TypeError, ValueError) as error:
         raise EnvironmentFailure(
@@ -186,9 +181,9 @@ def _message(message: object) -> Message:
         raise ValueError('a message is a mapping with "role" and "content"')
     if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
         raise ValueError(f"the content of a {message['role']!r} message is no text")
-    found = plain(message)
-    assert isinstance(found, dict)
-    return found
+    fields = plain(message)
+    assert isinstance(fields, dict)
+    return fields
 
 
 def plain(value: object, depth: int = 0) -> object:
@@ -198,9 +193,9 @@ def plain(value: object, depth: int = 0) -> object:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(one, depth + 1) for key, one in value.items()}
+        return {str(key): plain(entry, depth + 1) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one, depth + 1) for one in value]
+        return [plain(entry, depth + 1) for entry in value]
     if isinstance(value, str):
         return str(value)
     if hasattr(value, "tolist"):
@@ -223,10 +218,7 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-# Environments by name.
-#
-# Adding one: a module in `engine/agents/environments`, or a plugin of yours, whose class carries
-# `@register_environment("name")`. Its options are the keyword-only parameters with defaults of its
+# Environments by name. The options of one are the keyword-only parameters with defaults of its
 # `__init__`. `package.module:Class` names one that is registered in its module.
 
 _C = TypeVar("_C", bound=Callable[..., Any])
@@ -274,10 +266,10 @@ def make_environment(name: str, options: Mapping[str, object] | None = None) -> 
     Raises ConfigError where there is none, and for an option that it doesn't declare.
     """
     made = environment_class(name)
-    given = Options(f"environment {name!r}", made).parse(
+    parsed = Options(f"environment {name!r}", made).parse(
         options or {}, "rollout.agent.environment.options"
     )
-    return made(**given)
+    return made(**parsed)
 
 
 def environment_module(name: str) -> str:
