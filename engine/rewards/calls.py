@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -139,7 +139,7 @@ AT_ONCE = 16  # single rows that are scored side by side
 TURNS = 8  # a row that takes more than 1/8 of the time no longer keeps others waiting
 _LONGEST = 300  # characters of an exception's text
 
-RowResult: TypeAlias = Scores | RewardFailure  # of one row
+RowResult: TypeAlias = Scores | RewardFailure
 
 
 class RewardScorer(Protocol):
@@ -168,18 +168,24 @@ class RewardScorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowStarted:
-    """The call on a row began."""
+class RowsStarted:
+    """The call on rows, of one or of several, began."""
 
-    row: int
+    key: int
 
 
 @dataclass(frozen=True, slots=True)
-class RowEnded:
-    """The call on a row ended."""
+class RowsEnded:
+    """The call on rows ended."""
 
-    row: int
+    key: int
     result: RowResult
+
+    def scores(self) -> Scores:
+        """The scores; raise the RewardFailure where there are none."""
+        if isinstance(self.result, RewardFailure):
+            raise self.result
+        return self.result
 
 
 class RewardThreads:
@@ -200,61 +206,61 @@ class RewardThreads:
     def score_all(
         self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
     ) -> Scores:
-        self._before_call(rows)
-        deadline = time.monotonic() + timeout_s
-        call = on_daemon_thread(call_reward, self._function, rows, deadline)
-        if not wait([call], timeout_s).done:
-            raise late(self.name, len(rows), timeout_s)
-        return self._read(call, len(rows), timeout_s, components)
+        for event in self.events({0: rows}, timeout_s, components=components):
+            if isinstance(event, RowsEnded):
+                return event.scores()
+        raise late(self.name, len(rows), timeout_s)
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
         events = self.events(rows, timeout_s)
-        return {event.row: event.result for event in events if isinstance(event, RowEnded)}
+        return {event.key: event.result for event in events if isinstance(event, RowsEnded)}
 
     def events(
         self,
         rows: Mapping[int, RewardRows],
         timeout_s: float,
         *,
+        components: tuple[str, ...] | None = None,
         at_once: int = AT_ONCE,
         tick_s: float = float("inf"),
-    ) -> Iterator[RowStarted | RowEnded | None]:
-        """Call the reward on single rows, side by side; yield what began and ended.
+    ) -> Iterator[RowsStarted | RowsEnded | None]:
+        """Call the reward on each entry of `rows`, side by side; yield what began and ended.
 
-        The threads are at most `at_once * (TURNS + 1)`: a row that takes long gives its turn to
+        The threads are at most `at_once * (TURNS + 1)`: a call that takes long gives its turn to
         the next but may still end, so a few that hang don't keep the others from being scored.
         None comes after `tick_s` in which nothing happened.
         """
         deadline = time.monotonic() + timeout_s
         ended: queue.SimpleQueue[tuple[int, Future[object]]] = queue.SimpleQueue()
         waiting = deque(rows)
-        turns: dict[int, float] = {}  # row → when its turn is over
+        turns: dict[int, float] = {}  # key → when its turn is over
         under_way = 0
         while waiting or under_way:
             now = time.monotonic()
-            turns = {row: until for row, until in turns.items() if until > now}
+            turns = {key: until for key, until in turns.items() if until > now}
             while waiting and len(turns) < at_once and now < deadline:
-                row = waiting.popleft()
-                yield RowStarted(row)
-                self._before_call(rows[row])
-                call = on_daemon_thread(call_reward, self._function, rows[row], deadline)
-                call.add_done_callback(lambda done, row=row: ended.put((row, done)))  # type: ignore[misc]
-                turns[row] = now + timeout_s / TURNS
+                key = waiting.popleft()
+                yield RowsStarted(key)
+                self._before_call(rows[key])
+                call = on_daemon_thread(call_reward, self._function, rows[key], deadline)
+                call.add_done_callback(lambda done, key=key: ended.put((key, done)))  # type: ignore[misc]
+                turns[key] = now + timeout_s / TURNS
                 under_way += 1
             wake = min([deadline, now + tick_s, *(turns.values() if waiting else ())])
             try:
-                row, call = ended.get(timeout=max(wake - time.monotonic(), 0.0))
+                key, call = ended.get(timeout=max(wake - time.monotonic(), 0.0))
             except queue.Empty:
                 if time.monotonic() >= deadline:
                     return
                 yield None
                 continue
-            turns.pop(row, None)
+            turns.pop(key, None)
             under_way -= 1
             try:
-                yield RowEnded(row, self._read(call, 1, timeout_s, None, row))
+                result: RowResult = self._read(call, len(rows[key]), timeout_s, components, key)
             except RewardFailure as failure:
-                yield RowEnded(row, failure)
+                result = failure
+            yield RowsEnded(key, result)
 
     def close(self) -> None:
         """Nothing is left to end: what still runs has been given up."""
@@ -265,7 +271,7 @@ class RewardThreads:
         size: int,
         timeout_s: float,
         components: tuple[str, ...] | None,
-        first_row: int = 0,
+        first_row: int,
     ) -> Scores:
         """Read a call's result; raise RewardFailure for an error in its place."""
         error = call.exception()

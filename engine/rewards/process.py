@@ -30,9 +30,9 @@ from engine.rewards.calls import (
     TURNS,
     RewardRows,
     RewardThreads,
-    RowEnded,
     RowResult,
-    RowStarted,
+    RowsEnded,
+    RowsStarted,
     late,
     score_single_rows,
 )
@@ -67,26 +67,21 @@ class RewardLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreAll:
-    """A call on all rows; Scores or a RewardFailure answer it."""
+class ScoreRows:
+    """A call on each entry of `rows`.
 
-    rows: RewardRows
-    timeout_s: float
-    components: tuple[str, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreEach:
-    """A call on each row; RowStarted and RowEnded answer it, None at each tick, RowsDone last."""
+    RowsStarted and RowsEnded answer it, None at each tick, RowsDone last.
+    """
 
     rows: Mapping[int, RewardRows]
     timeout_s: float
-    tick_s: float
+    components: tuple[str, ...] | None = None  # that must come back; None: any
+    tick_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class RowsDone:
-    """Nothing more comes for `ScoreEach`."""
+    """Nothing more comes for `ScoreRows`."""
 
 
 def open_service(load: LoadReward, channel: Connection) -> RewardService:
@@ -113,32 +108,28 @@ class RewardService:
         """Answer requests until the other end closes."""
         while True:
             try:
-                request = self._channel.recv()
+                request: ScoreRows = self._channel.recv()
             except EOFError:
                 return
-            if isinstance(request, ScoreAll):
-                self._channel.send(self._score_all(request))
-            else:
-                self._score_each(request)
+            self._score(request)
             sys.stdout.flush()
 
-    def _score_all(self, request: ScoreAll) -> object:
-        _seed(request.rows)
-        before = _generator_states()
-        try:
-            return self._threads.score_all(request.rows, request.timeout_s, request.components)
-        except RewardFailure as failure:
-            return failure
-        finally:
-            self._draws = self._draws or _generator_states() != before
-
-    def _score_each(self, request: ScoreEach) -> None:
+    def _score(self, request: ScoreRows) -> None:
         """Score rows side by side; one after the other if the function draws from generators."""
-        at_once = 1 if self._draws else AT_ONCE
+        alone = next(iter(request.rows.values())) if len(request.rows) == 1 else None
+        if alone is not None:
+            _seed(alone)
+        before = _generator_states()
         for event in self._threads.events(
-            request.rows, request.timeout_s, at_once=at_once, tick_s=request.tick_s
+            request.rows,
+            request.timeout_s,
+            components=request.components,
+            at_once=1 if self._draws else AT_ONCE,
+            tick_s=request.tick_s,
         ):
             self._channel.send(event)
+        if alone is not None and not self._draws:
+            self._draws = _generator_states() != before
         self._channel.send(RowsDone())
 
 
@@ -195,20 +186,13 @@ class RewardProcess:
     ) -> Scores:
         self._restart()
         deadline = time.monotonic() + timeout_s
-        try:
-            self._process.send(ScoreAll(rows, timeout_s, components), deadline)
-            answer = self._process.receive(deadline)
-        except TooLate:
-            self._process.end()
-            raise late(self.name, len(rows), timeout_s) from None
-        if isinstance(answer, ProcessEnded):
-            raise self._crashed(answer, len(rows))
-        if isinstance(answer, RewardFailure):
-            if answer.cause == "deadline":
-                self._process.end()  # what hangs must not go on beside the next call
-            raise answer
-        assert isinstance(answer, Scores)
-        return answer
+        results: dict[int, RowResult] = {}
+        request = ScoreRows({0: rows}, timeout_s, components)
+        self._score_group(request, deadline, timeout_s, set(), results)
+        result = results.get(0) or late(self.name, len(rows), timeout_s)
+        if isinstance(result, RewardFailure):
+            raise result
+        return result
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
         """As `RewardThreads.score_each`.
@@ -224,14 +208,9 @@ class RewardProcess:
             patience = _patience(timeout_s, deadline, len(groups) if len(group) == 1 else 0)
             started: set[int] = set()
             try:
-                self._score_group(
-                    {row: rows[row] for row in group},
-                    timeout_s,
-                    deadline,
-                    patience,
-                    started,
-                    results,
-                )
+                part = {row: rows[row] for row in group}
+                request = ScoreRows(part, timeout_s, tick_s=patience / 4)
+                self._score_group(request, deadline, patience, started, results)
                 continue
             except RewardFailure as failure:
                 lost = failure
@@ -254,8 +233,7 @@ class RewardProcess:
 
     def _score_group(
         self,
-        rows: Mapping[int, RewardRows],
-        timeout_s: float,
+        request: ScoreRows,
         deadline: float,
         patience_s: float,
         started: set[int],
@@ -264,18 +242,23 @@ class RewardProcess:
         """Score rows in one process, into `results`; raise RewardFailure where it is lost."""
         self._restart()
         try:
-            request = ScoreEach(rows, timeout_s, patience_s / 4)
             self._process.send(request, min(deadline, time.monotonic() + patience_s))
             while True:
                 message = self._process.receive(min(deadline, time.monotonic() + patience_s))
-                if isinstance(message, RowStarted):
-                    started.add(message.row)
-                elif isinstance(message, RowEnded):
-                    results[message.row] = message.result
+                if isinstance(message, RowsStarted):
+                    started.add(message.key)
+                elif isinstance(message, RowsEnded):
+                    results[message.key] = message.result
                 elif isinstance(message, ProcessEnded):
-                    raise self._crashed(message, 1)
+                    size = max(map(len, request.rows.values()))
+                    what = f"{size} completions" if size > 1 else "a completion"
+                    raise RewardFailure(
+                        "crashed",
+                        f"the process of reward {self.name!r} {message.how} while it scored {what}",
+                        message.stderr,
+                    )
                 elif isinstance(message, RowsDone):
-                    if len(results.keys() & rows.keys()) < len(rows):
+                    if not request.rows.keys() <= results.keys():
                         self._process.end()  # what hangs must not go on beside the next call
                     return
         except TooLate:
@@ -298,14 +281,6 @@ class RewardProcess:
                 self._start()
             except (RewardError, ConfigError) as error:
                 raise RewardFailure("crashed", str(error)) from None
-
-    def _crashed(self, ended: ProcessEnded, size: int) -> RewardFailure:
-        what = f"{size} completions" if size > 1 else "a completion"
-        return RewardFailure(
-            "crashed",
-            f"the process of reward {self.name!r} {ended.how} while it scored {what}",
-            ended.stderr,
-        )
 
 
 def _patience(timeout_s: float, deadline: float, alone: int) -> float:
