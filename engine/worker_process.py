@@ -112,6 +112,7 @@ class WorkerProcess:
         with worker_end:
             socket.send_fds(self._control, [b"+"], [worker_end.fileno()])
         self._channel = Connection(run_end.detach())
+        self._limit(socket.SO_RCVTIMEO, _MESSAGE_S)
         try:
             until = time.monotonic() + START_S
             self.send(load, until)
@@ -137,7 +138,7 @@ class WorkerProcess:
     def send(self, message: object, until: float) -> None:
         """Send a message; one that is not taken by `until`, by a stopped process say, is cut."""
         assert self._channel is not None
-        self._limit(socket.SO_SNDTIMEO, until)
+        self._limit(socket.SO_SNDTIMEO, max(0.01, until - time.monotonic()))
         with suppress(OSError):  # it ended or is late, which is what `receive` says next
             self._channel.send(message)
 
@@ -148,7 +149,6 @@ class WorkerProcess:
         try:
             if not self._channel.poll(max(0.0, until - time.monotonic())):
                 raise TooLate
-            self._limit(socket.SO_RCVTIMEO, max(until, time.monotonic() + _MESSAGE_S))
             message = self._channel.recv()
         except TooLate:
             raise
@@ -189,10 +189,9 @@ class WorkerProcess:
         self.end()
         self._end_guard()
 
-    def _limit(self, option: int, until: float) -> None:
-        """Let the channel's sends or receives fail that take longer than `until`."""
+    def _limit(self, option: int, seconds: float) -> None:
+        """Let sends or receives of the channel fail that take longer."""
         assert self._channel is not None
-        seconds = max(0.01, until - time.monotonic())
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         with socket.socket(fileno=os.dup(self._channel.fileno())) as channel:
             channel.setsockopt(socket.SOL_SOCKET, option, limit)

@@ -70,7 +70,8 @@ class RewardLoaded:
 class ScoreRows:
     """A call on each entry of `rows`.
 
-    RowsStarted and RowsEnded answer it, None at each tick, RowsDone last.
+    RowsEnded answers each, before it RowsStarted where there are several, None each tick, and
+    RowsDone where some don't end in time.
     """
 
     rows: Mapping[int, RewardRows]
@@ -81,7 +82,7 @@ class ScoreRows:
 
 @dataclass(frozen=True, slots=True)
 class RowsDone:
-    """Nothing more comes for `ScoreRows`."""
+    """Nothing more comes for `ScoreRows`, though some calls have not ended."""
 
 
 def open_service(load: LoadReward, channel: Connection) -> RewardService:
@@ -120,6 +121,7 @@ class RewardService:
         if alone is not None:
             _seed(alone)
         before = _generator_states()
+        left = len(request.rows)
         for event in self._threads.events(
             request.rows,
             request.timeout_s,
@@ -127,10 +129,13 @@ class RewardService:
             at_once=1 if self._draws else AT_ONCE,
             tick_s=request.tick_s,
         ):
-            self._channel.send(event)
+            left -= isinstance(event, RowsEnded)
+            if alone is None or not isinstance(event, RowsStarted):
+                self._channel.send(event)
         if alone is not None and not self._draws:
             self._draws = _generator_states() != before
-        self._channel.send(RowsDone())
+        if left:
+            self._channel.send(RowsDone())
 
 
 def _seed(rows: RewardRows) -> None:
@@ -243,7 +248,9 @@ class RewardProcess:
         self._restart()
         try:
             self._process.send(request, min(deadline, time.monotonic() + patience_s))
-            while True:
+            if len(request.rows) == 1:
+                started.update(request.rows)
+            while not request.rows.keys() <= results.keys():
                 message = self._process.receive(min(deadline, time.monotonic() + patience_s))
                 if isinstance(message, RowsStarted):
                     started.add(message.key)
@@ -258,8 +265,7 @@ class RewardProcess:
                         message.stderr,
                     )
                 elif isinstance(message, RowsDone):
-                    if not request.rows.keys() <= results.keys():
-                        self._process.end()  # what hangs must not go on beside the next call
+                    self._process.end()  # what hangs must not go on beside the next call
                     return
         except TooLate:
             self._process.end()
