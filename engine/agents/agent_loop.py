@@ -103,7 +103,7 @@ class LocalEpisode(OpenEpisode):
 log = logging.getLogger(__name__)
 
 _GATHER_S = 0.005  # that an idle stream waits for another answer to come with the one it has
-_AGAIN = 2  # times that an episode is begun again whose process ended for another's sake
+_RESTARTS = 2  # of an episode whose process ended for another's sake
 _LATE_S = 30.0  # after its deadline, that an environment's answer or failure comes
 
 Row = Mapping[str, Any]  # of the data set
@@ -118,7 +118,7 @@ class _Playing:
     environment: OpenEpisode
     resumed: SavedTurn | None = None  # until its environment has the state that was saved
     submitted: float = 0.0  # when its turn was, of time.monotonic
-    again: int = 0  # times that it was begun again
+    restarts: int = 0
 
 
 Answer = tuple[_Playing, Future[Any]]
@@ -171,7 +171,7 @@ class EpisodePlayer:
     def add(self, episode: Episode, row: Row, saved: EpisodeTree | None = None) -> None:
         """Play an episode as soon as there is a place for it.
 
-        `saved`, of `save`, goes on where it was; one without its environment's state begins again.
+        `saved`, of `save`, goes on where it was; one without its environment's state restarts.
         """
         turn = None if saved is None else load_episode(episode, saved)
         if episode.end is not None:
@@ -213,7 +213,7 @@ class EpisodePlayer:
         for key, (playing, call) in zip(list(self._sampling), state_calls, strict=True):
             error = call.exception() if call.done() else TimeoutError("no state came in time")
             if error is not None:
-                log.warning("an episode would be begun again from a checkpoint: %s", error)
+                log.warning("an episode would restart from a checkpoint: %s", error)
                 continue
             partial = partials.get(key)
             turn = partial.completions[0] if partial is not None else None
@@ -260,10 +260,10 @@ class EpisodePlayer:
                 self._stream.cut(key)
 
     def _ask(self, playing: _Playing, call: Future[Any]) -> None:
-        begun = self._heard = time.monotonic()
+        start = self._heard = time.monotonic()
 
         def answered(answer: Future[Any]) -> None:
-            playing.episode.environment_seconds += time.monotonic() - begun
+            playing.episode.environment_seconds += time.monotonic() - start
             self._answers.put((playing, answer))
 
         call.add_done_callback(answered)
@@ -304,11 +304,11 @@ class EpisodePlayer:
         with self._faults_of(playing):
             if resumed is not None:
                 if answer.exception() is not None:
-                    log.warning("an episode is begun again: %s", answer.exception())
-                    episode.begin_again()
+                    log.warning("an episode restarts: %s", answer.exception())
+                    episode.restart()
                     self._ask(playing, playing.environment.reset(playing.row))
                     return
-            elif self._begun_again(playing, answer.exception()):
+            elif self._restarted(playing, answer.exception()):
                 return
             elif episode.transcript is None:
                 episode.begin(playing.row["prompt"], answer.result())
@@ -317,15 +317,15 @@ class EpisodePlayer:
                 episode.observe(answer.result())
             self._submit(playing, resumed.tokens if resumed is not None else None)
 
-    def _begun_again(self, playing: _Playing, error: BaseException | None) -> bool:
-        """Begin an episode again that was lost through no fault of its environment."""
+    def _restarted(self, playing: _Playing, error: BaseException | None) -> bool:
+        """Restart an episode that was lost through no fault of its environment."""
         lost = isinstance(error, EnvironmentFailure) and error.cause == "lost"
-        if not lost or playing.again >= _AGAIN:
+        if not lost or playing.restarts >= _RESTARTS:
             return False
         if playing.episode.latest_turn is not None:
             self._stream.forget(playing.episode.latest_turn)
-        playing.again += 1
-        playing.episode.begin_again()
+        playing.restarts += 1
+        playing.episode.restart()
         self._ask(playing, playing.environment.reset(playing.row))
         return True
 
@@ -348,13 +348,13 @@ class EpisodePlayer:
         turn = playing.episode.next_turn(time.monotonic())
         if turn is None:
             return
-        begun = None
+        partial = None
         if tokens is not None and len(tokens.token_ids) < turn.max_new_tokens:
-            begun = PartialRequest(turn.key, turn.prompt_ids, [tokens])
+            partial = PartialRequest(turn.key, turn.prompt_ids, [tokens])
         self._stream.submit(
             turn.key,
             turn.prompt_ids,
-            begun,
+            partial,
             max_new_tokens=turn.max_new_tokens,
             after=turn.after,
         )

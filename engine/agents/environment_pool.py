@@ -9,7 +9,7 @@
 Every call ends by its deadline, in an observation or in an EnvironmentFailure. An environment that
 hangs, raises or returns what is no observation is replaced; other episodes go on. One that ends its
 process, or keeps it from answering, costs the process: other episodes there fail as `lost`, and
-begin again in a new one. What runs in the process is `environment_process`.
+restart in a new one. What runs in the process is `environment_process`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from engine.registry import import_plugins
 
 CallKind: TypeAlias = Literal["reset", "step", "get_state", "set_state", "leave"]
 _TICK_S = 0.1  # between two signs of life of the loop
-_STUCK_S = 1.0  # without one, after a deadline, until the loop is reported
+_STUCK_S = 1.0  # without one, after the deadline of the call that runs, until it is reported
 CLOSE_S = 5.0  # for an environment to close
 
 
@@ -274,12 +274,14 @@ class EnvironmentService:
         """Report a loop that doesn't go on though the deadline of a call has passed."""
         while True:
             time.sleep(_TICK_S)
-            now = time.monotonic()
-            calls = self._host.under_way.copy()
-            if now - self._alive < _STUCK_S or all(until > now for _, until in calls.values()):
+            alive, now = self._alive, time.monotonic()
+            calls, running = self._host.under_way.copy(), asyncio.current_task(loop)
+            if running is None or all(until > now for _, until in calls.values()):
                 continue
-            running = asyncio.current_task(loop)
-            number, until = calls.get(running, (0, now)) if running is not None else (0, now)
-            if until <= now:
+            number, until = calls.get(running, (0, now))
+            if until > now:
+                continue
+            time.sleep(_STUCK_S)
+            if self._alive == alive:
                 self._answers.put(LoopStuck(number))
                 return

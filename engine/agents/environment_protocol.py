@@ -93,7 +93,7 @@ class Environment(Protocol):
 class ResumableEnvironment(Protocol):
     """An environment whose episode can be saved between turns and continued by another instance.
 
-    Without both methods an interrupted episode is begun again from its row.
+    Without both methods an interrupted episode restarts from its row.
     """
 
     def get_state(self) -> object:

@@ -263,8 +263,8 @@ class Episode:
         if first.done:
             self.end = "done"
 
-    def begin_again(self) -> None:
-        """Forget all of it: it is begun from its row."""
+    def restart(self) -> None:
+        """Forget all of it: it begins from its row."""
         self.transcript, self.messages, self.info, self.turn_rewards = None, [], {}, []
         self.actions, self.truncated, self.cut = [], False, False
 

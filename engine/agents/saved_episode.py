@@ -132,7 +132,7 @@ def _plain(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class PartialEpisodes:
-    """A prompt's episodes that are over or can go on; the others are begun again."""
+    """A prompt's episodes that are over or can go on; the others restart."""
 
     episodes: Sequence[EpisodeTree]  # each by its `index`
 
