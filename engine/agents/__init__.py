@@ -1,8 +1,8 @@
 """Episodes of several turns: environments, tools, and transcripts as exact token ids.
 
-Read `environment_protocol` first: what an environment is. `agent_loop` plays episodes (`episode`) on
-a rollout's stream; `environment_pool` runs environments in processes of their own. `environments`
-are those that are shipped, `tools`, `builtin_tools` and `mcp_servers` what a policy calls.
+Read `environment_protocol` first: what an environment is. `agent_loop` plays episodes (`episode`)
+on a rollout's stream; `environment_pool` runs environments in processes of their own. Shipped
+`environments` are here, and `tools`, `builtin_tools` and `mcp_servers`, which a policy calls.
 """
 
 from engine.agents.environment_pool import EnvironmentPool, PooledEpisode

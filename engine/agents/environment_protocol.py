@@ -22,6 +22,8 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from engine.errors import ConfigError, EpisodeError
 from engine.registry import Options, Registry
+from engine.rewards.calls import text_of
+from engine.rewards.reward_function import float32_or_nan
 
 Message: TypeAlias = Mapping[str, Any]
 """As chat templates read it: {"role": "user", "content": "What is 2+3?"}; an assistant's may have
@@ -124,7 +126,6 @@ FailureCause: TypeAlias = Literal[
 ]
 """`crashed`: its process ended in the call. `lost`: its process ended for another's sake."""
 
-_LARGEST = 3.4028234e38  # of float32, in which rewards travel
 _DEEPEST = 20
 _LONGEST_TRACEBACK = 8000  # characters
 
@@ -144,11 +145,7 @@ class EnvironmentFailure(EpisodeError):
     def of(cls, who: str, error: BaseException) -> EnvironmentFailure:
         """The failure of an environment's call that raised."""
         text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
-        try:
-            words = " ".join(str(error).split())[:300]
-        except Exception as failed:  # a user's exception may fail in any way
-            words = f"(its text can't be made: {type(failed).__name__})"
-        return cls("raised", f"{who} raised {type(error).__name__}: {words}", text)
+        return cls("raised", f"{who} raised {type(error).__name__}: {text_of(error)}", text)
 
 
 def checked_observation(who: str, value: object) -> Observation:
@@ -159,15 +156,15 @@ def checked_observation(who: str, value: object) -> Observation:
             f"{who} returned {type(value).__name__}; return an Observation of "
             "engine.agents.environment_protocol",
         )
-    reward = _number(value.reward)
-    if not abs(reward) <= _LARGEST:
+    reward = float32_or_nan(value.reward)
+    if math.isnan(reward):
         raise EnvironmentFailure(
             "not_finite",
             f"{who} returned reward {value.reward!r:.100}; it must be a finite float",
         )
     try:
         messages = tuple(_message(entry) for entry in value.messages)
-        info = {str(key): _told(entry) for key, entry in dict(value.info).items()}
+        info = {str(key): _plain_or_text(entry) for key, entry in dict(value.info).items()}
         done = bool(value.done)
     except (TypeError, ValueError) as error:
         raise EnvironmentFailure(
@@ -203,19 +200,12 @@ def plain(value: object, depth: int = 0) -> object:
     raise ValueError(f"{type(value).__name__} is no plain value")
 
 
-def _told(value: object) -> object:
+def _plain_or_text(value: object) -> object:
     """An entry of `info`: plain, or else its text, as nothing depends on it."""
     try:
         return plain(value)
     except ValueError:
         return repr(value)[:200]
-
-
-def _number(value: Any) -> float:
-    try:
-        return math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception:  # any object may be here, and fail in its own way
-        return math.nan
 
 
 # Environments by name. The options of one are the keyword-only parameters with defaults of its

@@ -173,12 +173,8 @@ def _read_docstring(name: str, function: Callable[..., object]) -> tuple[str, di
     return " ".join(parts[0].split()), described
 
 
-# Tools by name.
-#
-# Adding one: a function with `@register_tool("name")` in a module of this package or in a plugin.
-# Its
-# options are its keyword-only parameters with defaults. `package.module:function` names one that
-# isn't registered.
+# Tools by name. The options of one are its keyword-only parameters with defaults.
+# `package.module:function` names one that isn't registered.
 
 _F = TypeVar("_F", bound=Callable[..., object])
 ToolSpec: TypeAlias = "str | Mapping[str, object] | Tool | Callable[..., object]"

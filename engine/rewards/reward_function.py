@@ -169,7 +169,7 @@ def read(
     scores: dict[int, list[float]] = {}
     failures: dict[int, RewardFailure] = {}
     for row, values in enumerate(zip(*columns, strict=True)):
-        numbers = [_number(value) for value in values]
+        numbers = [float32_or_nan(value) for value in values]
         wrong = next((i for i, number in enumerate(numbers) if math.isnan(number)), None)
         if wrong is None:
             scores[row] = numbers
@@ -217,7 +217,7 @@ def require_components(
         )
 
 
-def _number(value: Any) -> float:
+def float32_or_nan(value: Any) -> float:
     """Return a finite float within float32's range, or NaN."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
