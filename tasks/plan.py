@@ -25,7 +25,7 @@ from engine.config import (
     digest,
 )
 from engine.config.pipeline import RewardModelGateConfig
-from engine.storage.digests import sources_digest
+from engine.storage.digests import PACKAGES, sources_digest
 from tasks.context import SHORT, RunContext, echo, execution_tags, user_facing_errors
 from tasks.failure import set_current_run
 from tasks.flytekit_setup import with_secrets
@@ -163,6 +163,7 @@ def with_overrides(config: RLHFConfig, source: str, path: str, model: str, seed:
 
     values = config.model_dump()
     values["data"] |= {k: v for k, v in {"source": source, "path": path}.items() if v}
+    values["data"]["plugins"] = values["data"]["plugins"] or values["rl"]["plugins"]
     if model:
         values["model"]["path"] = model
     if seed >= 0:
@@ -230,8 +231,9 @@ def checks_key(config: RLHFConfig) -> str:
     """
     rl, evaluation = config.rl, config.evaluation()
     named = json.dumps(config.model_dump(mode="json"), separators=(",", "="))  # colons are values'
-    others = rl.algorithm.teachers or rl.critic.model_path
-    if rl.plugins or evaluation.plugins or others or ":" in named:
+    plugins = {*config.data.plugins, *rl.plugins, *evaluation.plugins}
+    others = rl.algorithm.teachers or rl.critic.model_path or ":" in named
+    if others or any(module.partition(".")[0] not in PACKAGES for module in plugins):
         return ""
     parts = (digest(config), sources_digest(), library_versions(), str(os.cpu_count()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -258,7 +260,7 @@ def check_names(config: RLHFConfig) -> str:
         require_model_name(teacher, f"rl.{setting}")
     require_model_name(config.rl.critic.model_path, "rl.critic.model_path")
     evaluation = config.evaluation()
-    import_plugins([*config.rl.plugins, *evaluation.plugins])
+    import_plugins([*config.data.plugins, *config.rl.plugins, *evaluation.plugins])
     require_rewards(config.rl.reward)
     require_rewards(evaluation.scorer)
     return source_digest(config.data, config.seed)

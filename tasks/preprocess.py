@@ -177,12 +177,12 @@ def preprocess(
     `context` is the model's limit in tokens that the longest prompt and response must fit.
     """
     from engine.data.decontamination import without_held_out
-    from engine.data.sources import DEALT_APART, load_splits
+    from engine.data.sources import load_splits, splits_are_disjoint
 
     config = {"data": data.model_dump(mode="json"), "model_path": model_path, "seed": seed}
     with stage("dataset", run, config) as this:
         splits = load_splits(data, seed)
-        if data.source not in DEALT_APART:
+        if not splits_are_disjoint(data):
             splits = without_held_out(splits, data)
         for note in splits.notes:
             echo(f"dataset: {note}")

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # or marked by a digest of its content.
 
 # What is registered or goes into an image; notes and tests beside it may differ.
-SOURCES = ("engine", "tasks", "workflows", "images", "Dockerfile", "pyproject.toml")
+SOURCES = ("engine", "examples", "tasks", "workflows", "images", "Dockerfile", "pyproject.toml")
 GIT_SECONDS = 30.0
 SHORT = 12  # hex digits
 _BY_DIGEST = re.compile(r"(?P<name>[^@\s]+)@sha256:(?P<digest>[0-9a-f]{64})")

@@ -22,13 +22,11 @@ from engine.data.contract import uniform_columns
 from engine.data.row_files import BadRows, RowMapper, address_digest, mapped_rows, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, as_text, normalise, prompt_text
 from engine.errors import ConfigError, DataError
-from engine.registry import Registry
+from engine.registry import Registry, import_plugins
 from engine.storage.digests import modules_digest
 from engine.storage.json_rows import Row
 
 OF_ONE_FORM = ("arithmetic", "gsm8k")  # sources with a question and an answer in each row
-# Sources whose prompts differ by numbers or names, and are dealt to splits apart.
-DEALT_APART = ("arithmetic", "guessing", "products", "python_tasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Source(Protocol):
 _registry: Registry[Callable[..., Source]] = Registry(
     "data source",
     "data.source",
-    ("engine.data.word_problems", "engine.data.math_problems", "engine.data.demonstrations"),
+    ("engine.data.word_problems", "engine.data.math_problems"),
     "@register_source(name)",
 )
 register_source = _registry.register
@@ -108,6 +106,12 @@ def source_digest(config: DataConfig, seed: int) -> str:
     return _complete_digest(config, source, source.digest(config, seed))
 
 
+def splits_are_disjoint(config: DataConfig) -> bool:
+    """Whether the source divides its prompts among the splits by itself, by names or numbers."""
+    import_plugins(config.plugins)
+    return bool(getattr(_registry.get(config.source), "disjoint_splits", False))
+
+
 def _complete_digest(config: DataConfig, source: Source, digest: str) -> str:
     sets = [
         f"{settings.name}\0{address_digest(address)}"
@@ -134,6 +138,7 @@ def _with_templates(splits: Splits, config: DataConfig) -> Splits:
 
 def _source(config: DataConfig) -> Source:
     """The source with its options; ConfigError for a setting that it doesn't read."""
+    import_plugins(config.plugins)
     if config.source in OF_ONE_FORM:
         unread = [name for name in ("columns", "data_source", "splits") if getattr(config, name)]
         unread += [f"templates.{column}" for column in config.templates if column != "prompt"]

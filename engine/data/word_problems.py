@@ -427,6 +427,8 @@ class Arithmetic:
     `data.options.largest`: the largest number of a problem, in place of the difficulty's own.
     """
 
+    disjoint_splits = True
+
     def __init__(self, *, largest: int = 0) -> None:
         """Raise ConfigError for a number that leaves no problems."""
         if largest and largest < SMALLEST:

@@ -123,7 +123,7 @@ def tree_digest(folder: str | Path) -> str:
 
 
 CODE_VERSION_VARIABLE = "HYBRIDFLYTE_CODE_VERSION"
-PACKAGES = ("engine", "tasks")
+PACKAGES = ("engine", "tasks", "examples")
 SUFFIXES = (".py", ".c", ".h", ".j2", ".css", ".js")  # code, and the templates of pages
 
 
@@ -133,7 +133,7 @@ def project_root() -> Path:
 
 
 def sources_digest(root: str | Path | None = None) -> str:
-    """Return the SHA-256 (hex) of every source file under engine/ and tasks/ of `root`.
+    """Return the SHA-256 (hex) of every source file under engine/, tasks/ and examples/ of `root`.
 
     It depends on names below `root` and on bytes alone: neither on the place of the checkout nor
     on modification times, so that it can be part of cache keys. Without `root` it is that of the

@@ -101,7 +101,7 @@ def test_edited_sources_are_refused_or_marked(small: Path, change: str) -> None:
 def test_what_goes_into_no_image_may_differ(small: Path) -> None:
     (small / "notes.md").write_text("other notes\n")
     assert "dirty" not in version_of(small, IMAGES)
-    assert {"engine", "tasks", "workflows"} <= set(SOURCES)
+    assert {"engine", "examples", "tasks", "workflows"} <= set(SOURCES)
 
 
 def test_without_git_there_is_no_version(tmp_path: Path) -> None:
