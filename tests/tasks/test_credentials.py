@@ -7,8 +7,7 @@ import os
 import pytest
 
 from engine.errors import ConfigError
-from tasks import context
-from tasks.context import StageError, user_facing_errors
+from tasks import host
 from tasks.flytekit_setup import (
     VARIABLE,
     SecretName,
@@ -17,6 +16,7 @@ from tasks.flytekit_setup import (
     read_secrets,
     with_secrets,
 )
+from tasks.host import StageError, flyte_host
 
 TEXT = "MLFLOW_TRACKING_TOKEN=team/mlflow, HF_TOKEN=team/hub,WANDB_API_KEY=team/wandb"
 
@@ -60,11 +60,11 @@ def test_a_pod_finds_them_and_what_is_set_wins(monkeypatch: pytest.MonkeyPatch) 
 def test_a_missing_secret_ends_in_a_sentence_only_in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     os.environ[VARIABLE] = "THIRD=team/three"
-    with user_facing_errors():  # on a laptop variables are what they are
+    with flyte_host():  # on a laptop variables are what they are
         assert "THIRD" not in os.environ
-    monkeypatch.setattr(context, "on_cluster", lambda: True)
+    monkeypatch.setattr(host, "on_cluster", lambda: True)
     with (
         pytest.raises(StageError, match=r"team/three for THIRD is not in this pod; create it"),
-        user_facing_errors(),
+        flyte_host(),
     ):
         raise AssertionError("not reached")

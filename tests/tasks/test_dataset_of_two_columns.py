@@ -12,7 +12,8 @@ from engine.config import DataConfig
 from engine.data.contract import RL_PROMPTS, check
 from engine.data.sources import source_digest
 from engine.data.tokenizer import load_tokenizer
-from tasks.preprocess import preprocess
+from engine.stages.settings import DatasetSettings
+from tasks.stages import preprocess
 
 
 def test_a_csv_of_two_columns_becomes_a_dataset(
@@ -35,12 +36,14 @@ def test_a_csv_of_two_columns_becomes_a_dataset(
     )
     made = preprocess(
         run=new_run(),
-        data=data,
-        source_digest=source_digest(data, 0),
-        model_path="",
-        model_digest="",
-        context=256,
-        seed=0,
+        settings=DatasetSettings(
+            data=data,
+            source_digest=source_digest(data, 0),
+            model_path="",
+            model_digest="",
+            context=256,
+            seed=0,
+        ),
     ).dataset
     folder = Path(str(made.path))
     train, test = (pd.read_parquet(folder / f"{name}.parquet") for name in ("train", "test"))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from flytekit.deck import DeckField
 
-from tasks.evaluate import evaluate_stage
-from tasks.new_data import trigger_retraining
-from tasks.plan import plan
-from tasks.stage import DECK, DECK_OF_SETTINGS, facts_html
+from engine.stages.stage import facts_html
+from tasks.host import DECK, DECK_OF_SETTINGS
+from tasks.stages import evaluate_stage, plan, trigger_retraining
 
 
 def test_a_table_shows_texts_as_they_are() -> None:

@@ -17,9 +17,10 @@ from engine.data.decontamination import find_new_rows
 from engine.data.incremental_data import NewFiles, find_new_files
 from engine.data.sources import load_splits
 from engine.errors import DataError
+from engine.stages.dataset import SPLITS, check_contract, write_split
+from engine.stages.new_data import skip_reason, with_new_rows
+from engine.stages.settings import NewData
 from engine.tracking.model_versions import ModelVersion
-from tasks.new_data import NewData, skip_reason, with_new_rows
-from tasks.preprocess import SPLITS, check_contract, write_split
 
 KICKOFF = datetime(2100, 1, 1, tzinfo=UTC)
 CONFIG = RetrainConfig(minimum_rows=8, replay=0.5)

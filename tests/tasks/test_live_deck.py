@@ -11,8 +11,8 @@ from flytekit import FlyteContextManager
 from flytekit.core.context_manager import ExecutionState
 from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 
-from tasks import stage
-from tasks.stage import LiveDeck
+from tasks import host
+from tasks.host import LiveDeck
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_page_can_be_read_while_the_task_runs(
     assert "<p>step 1</p>" in file.read_text()
     show(deck, "<p>step 2</p>")
     assert "step 2" not in file.read_text(), "not yet: once a minute is enough"
-    monkeypatch.setattr(stage, "PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(host, "PUBLISH_SECONDS", 0.0)
     deck._due = 0.0
     show(deck, "<p>step 3</p>")
     assert "<p>step 3</p>" in file.read_text()

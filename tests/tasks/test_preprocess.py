@@ -13,8 +13,8 @@ from engine.data.rows import rl_row, sft_row
 from engine.data.sources import Splits
 from engine.data.tokenizer import train_tokenizer
 from engine.errors import DataError, ModelError
-from tasks.evaluate import describe_problems
-from tasks.preprocess import apply_control_tokens, fit_to_context, write_split
+from engine.stages.dataset import apply_control_tokens, fit_to_context, write_split
+from engine.stages.evaluation import describe_problems
 
 TOKENIZER = train_tokenizer(["What is 1 plus 7?"], vocab_size=280)
 

@@ -16,8 +16,8 @@ from engine.config import RetrainConfig
 from engine.data.decontamination import NewRows
 from engine.data.incremental_data import NewFiles
 from engine.errors import ConfigError
+from engine.stages.new_data import check_kickoff, skip_reason
 from engine.tracking.model_versions import ModelVersion
-from tasks.new_data import check_kickoff, skip_reason
 
 NOW = datetime(2026, 11, 20, 2, tzinfo=UTC)
 

@@ -13,8 +13,8 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 
-from tasks.context import RunContext
-from tasks.profiles import Profile
+from engine.stages.profiles import Profile
+from engine.stages.settings import RunContext
 
 IMAGE = f"ghcr.io/x/y@sha256:{'a' * 64}"
 PYTHON = "/opt/venv/bin/python"

@@ -13,7 +13,7 @@ from flyte_runs import REPOSITORY, Place
 from flytekit.interaction.click_types import DateTimeType
 from forks import interpreter
 
-from tasks.new_data import check_kickoff
+from engine.stages.new_data import check_kickoff
 from workflows.register import image_digest
 
 README = REPOSITORY / "README.md"
