@@ -73,4 +73,11 @@ def any_inputs(stage: Any, folder: Path) -> dict[str, Any]:
     }
     kinds = dict(stage.python_interface.inputs)
     del kinds["profile"]
-    return {name: some[kind] if kind in some else kind() for name, kind in kinds.items()}
+
+    def value(kind: Any) -> Any:
+        if kind in some:
+            return some[kind]
+        fields = kind.model_fields.items()
+        return kind(**{name: value(f.annotation) for name, f in fields if f.is_required()})
+
+    return {name: value(kind) for name, kind in kinds.items()}
