@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Ctrl-C where flytekit is loaded, as at `pyflyte run`: exit status 130, as of every command here.
 #
-# flytekit's own handler ends with 1. What a stage says and closes is in `tasks.stage`.
+# flytekit's own handler ends with 1. What a stage says and closes is in `engine.stages.stage`.
 
 
 def set_ctrl_c_status() -> None:
@@ -130,7 +130,7 @@ def patch_nested_branches() -> None:
 # missing
 # artifact.
 
-TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.policy_training.sft-<version>-<inputs>
+TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.stages.sft_stage-<version>-<inputs>
 CHECK_PREFIX = "checks."  # of what passed a check, e.g. checks.<sha256>
 
 

@@ -322,7 +322,7 @@ def _register(
 
 def _set_variables(images: dict[str, str], notify: str, secrets: tuple[str, ...]) -> None:
     """What tasks and launch plans read while they are loaded, which must not have happened yet."""
-    loaded = [name for name in ("tasks.context", "workflows.launching") if name in sys.modules]
+    loaded = [name for name in ("tasks.host", "workflows.launching") if name in sys.modules]
     if loaded:
         raise RegistrationError(
             f"{loaded[0]} is loaded already, with other images; register in a process of its own"

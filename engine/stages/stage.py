@@ -29,7 +29,6 @@ from engine.config import PipelineConfig, digest
 from engine.config.rl import RECORDS
 from engine.console import display_path, human_time, say
 from engine.errors import PreemptedError, StorageError, TrackingError
-from engine.lineage.lookup import write_origin
 from engine.redaction import redact
 from engine.stages.profiles import Profile
 from engine.stages.settings import RunContext
@@ -255,6 +254,8 @@ class Stage:
 
     def record_origin(self, checkpoints: CheckpointPaths) -> None:
         """Write the checkpoints' parents and configuration beside them, for lineage."""
+        from engine.lineage.lookup import write_origin
+
         write_origin(checkpoints.folder, self._draft({}, {}))
 
     def delete_local_checkpoints(self) -> None:
