@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -229,25 +229,15 @@ def _check_training(config: PipelineConfig, machines: Cluster) -> None:
         return resolve_dtype(model.dtype, width, gpu=True, compute_dtype=parallel.compute_dtype)
 
     longest = (data.max_prompt_length or data.max_response_length) + data.max_response_length
+    limits: dict[str, Any] = {
+        "model_path": path,
+        "lora": lora,
+        "max_response_length": data.max_response_length,
+        "max_model_len": longest,
+    }
     if not config.sft.skip:
-        check_sft_memory(
-            config.sft,
-            machines,
-            model_path=path,
-            lora=lora,
-            dtype=dtype(config.sft.parallel),
-            max_response_length=data.max_response_length,
-            max_model_len=longest,
-        )
-    check_rl_memory(
-        config.rl,
-        machines,
-        model_path=path,
-        lora=lora,
-        dtype=dtype(config.rl.actor.parallel),
-        max_response_length=data.max_response_length,
-        max_model_len=longest,
-    )
+        check_sft_memory(config.sft, machines, dtype=dtype(config.sft.parallel), **limits)
+    check_rl_memory(config.rl, machines, dtype=dtype(config.rl.actor.parallel), **limits)
 
 
 def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Cluster:
@@ -317,7 +307,7 @@ def check_model_layouts(config: PipelineConfig) -> None:
     rl, sft, evaluation, lora = config.rl, config.sft, config.evaluate.parallel, config.model.lora
     critic = rl.critic.parallel or rl.actor.parallel
     warm_start = not sft.skip and Layout.of(sft.parallel).world_size > 1
-    ranks = max(Layout.of(one).world_size for one in (rl.actor.parallel, critic))
+    ranks = max(Layout.of(p).world_size for p in (rl.actor.parallel, critic))
     trained = rl.trainer.placement != "auto" and ranks > 1
     evaluated = evaluation is not None and evaluation.tp > 1
     if not (warm_start or trained or evaluated):

@@ -323,21 +323,16 @@ def start_model(
         if start.path
         else build_model(start, tokenizer, seed)
     )
-    describe(model)
+    size, kind = sum(p.numel() for p in model.parameters()), next(model.parameters()).dtype
+    named = f"{model.config.model_type} model with {size / 1e6:.2f}M parameters"
+    say(f"sft: {named}, {str(kind).removeprefix('torch.')}")
+    if has_adapters(model):  # a model from scratch has none
+        size = sum(p.numel() for p in adapter_parameters(model).values())
+        say(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
     if not on_ray:
         return model
     save_model(model, tokenizer, scratch)
     return StartModel(str(scratch), dtype, seed=seed)
-
-
-def describe(model: PreTrainedModel) -> None:
-    """Print the model's size."""
-    size = sum(p.numel() for p in model.parameters())
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    say(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters, {dtype}")
-    if has_adapters(model):  # a model from scratch has none
-        size = sum(p.numel() for p in adapter_parameters(model).values())
-        say(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
 
 
 def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> list[SFTExample]:
