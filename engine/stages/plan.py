@@ -10,7 +10,7 @@ import json
 import os
 import time
 import uuid
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -94,57 +94,66 @@ def plan(
     context = context_length(config.model)
     if workflow in BY_PREFERENCES:
         check_preference_stages(config, workflow)
-    skip = config.sft.skip
-    lora = config.model.lora if skip else rl_lora(config.model)
-    dtype = config.model.dtype if skip else ""  # a warm start resolves it
-    too_long, rounds = config.pairs.too_long, config.preference
-    labels = rounds.loss == "kto" and workflow == "preference"
+    settings = stage_settings(config, digests, context, pairs_digest, workflow)
     run = open_run(config, digests, workflow)
     facts: dict[str, object] = {}
     if workflow in BY_PREFERENCES:
-        facts["preferences"] = (
-            f"{pairs_digest[:12]} in {config.pairs.path}" if pairs_digest else "of rollouts"
-        )
+        source = f"{pairs_digest[:12]} in {config.pairs.path}" if pairs_digest else "of rollouts"
+        facts["preferences"] = source
     more = "".join(f", {name} {text}" for name, text in facts.items())
     say(f"run {run.run_id}: config {digest(config)[:12]}, data {digests.data[:12]}{more}")
     show_run(run, config, digests.data, machines, **facts)
     return Plan(
-        run,
-        machines,
-        LAPTOP if skip else machines,
-        DatasetSettings(
-            data=config.data,
+        run=run,
+        profile=machines,
+        sft_profile=LAPTOP if config.sft.skip else machines,
+        **settings,
+        needs_approval=config.promote.approval == "required",
+        config_digest=digest(config),
+    )
+
+
+def stage_settings(
+    config: PipelineConfig, digests: Digests, context: int, pairs_digest: str, workflow: str
+) -> dict[str, Any]:
+    """Split checked settings by stage, as the fields of a plan."""
+    data, seed, skip = config.data, config.seed, config.sft.skip
+    lora = config.model.lora if skip else rl_lora(config.model)
+    dtype = config.model.dtype if skip else ""  # a warm start resolves it
+    too_long = config.pairs.too_long
+    labels = config.preference.loss == "kto" and workflow == "preference"
+    return {
+        "dataset": DatasetSettings(
+            data=data,
             source_digest=digests.data,
             model_path=config.model.path,
             model_digest=digests.model,
             context=context,
-            seed=config.seed,
+            seed=seed,
         ),
-        SFTSettings(
-            start=config.model, start_digest=digests.model, config=config.sft, seed=config.seed
+        "sft": SFTSettings(
+            start=config.model, start_digest=digests.model, config=config.sft, seed=seed
         ),
-        RLSettings(data=config.data, config=config.rl, lora=lora, seed=config.seed, dtype=dtype),
-        PairsSettings(
-            data=config.data,
+        "rl": RLSettings(data=data, config=config.rl, lora=lora, seed=seed, dtype=dtype),
+        "pairs": PairsSettings(
+            data=data,
             config=config.pairs,
             source_digest=pairs_digest,
             kind="labels" if labels else "pairs",
-            seed=config.seed,
+            seed=seed,
         ),
-        PreferenceSettings(
-            config=rounds, lora=lora, dtype=dtype, too_long=too_long, seed=config.seed
+        "preference": PreferenceSettings(
+            config=config.preference, lora=lora, dtype=dtype, too_long=too_long, seed=seed
         ),
-        RewardModelSettings(
-            config=config.reward_model, dtype=dtype, too_long=too_long, seed=config.seed
+        "reward_model": RewardModelSettings(
+            config=config.reward_model, dtype=dtype, too_long=too_long, seed=seed
         ),
-        RewardModelGateSettings(config=config.promote.reward_model, seed=config.seed),
-        EvaluationSettings(data=config.data, config=config.evaluate, seed=config.seed),
-        PromotionSettings(
-            data=config.data, evaluate=config.evaluate, config=config.promote, seed=config.seed
+        "reward_model_gate": RewardModelGateSettings(config=config.promote.reward_model, seed=seed),
+        "evaluation": EvaluationSettings(data=data, config=config.evaluate, seed=seed),
+        "promotion": PromotionSettings(
+            data=data, evaluate=config.evaluate, config=config.promote, seed=seed
         ),
-        config.promote.approval == "required",
-        digest(config),
-    )
+    }
 
 
 def plan_promotion(

@@ -267,15 +267,10 @@ def rollback(
     Artifact `rollback`: `rollback.json`, the move with its reason; its parents are the restored
     model and the replaced one. `python -m engine.promotion rollback` does the same.
 
-    Args:
-        model_name: The registered model.
-        reason: Why; it is recorded.
-        to: The version to restore; empty: the one that the present champion replaced.
-        expected: Refuse unless this version is the champion; empty: whichever is.
-        alias: The alias to move.
-        forced: Take `to` even if it never was champion; recorded as forced, not as a rollback.
-        approved_by: Who agrees, where approval is required and the version has none.
-        request: A second call with this id changes nothing; empty: the execution.
+    `to` (empty: the one that the present champion replaced) is restored, if `expected` (empty: any)
+    is the champion now. `forced` takes `to` even if it never was champion, which is recorded.
+    `approved_by` agrees, where approval is required and the version has none. A second call with
+    the same `request` (empty: the execution) changes nothing.
     """
     execution = host().execution
     request = request or execution or f"local-{uuid.uuid4().hex[:12]}"
@@ -291,34 +286,23 @@ def rollback(
     )
     say(f"rollback: {model_name} {alias}: {move.sentence()}")
     show_facts("Rollback", {"model": model_name, "alias": alias, "move": move.sentence()})
-    parents = [
-        parent
-        for name, version in (("restored", move.version), ("left", move.replaced))
-        if version is not None
-        for parent in parent_of_version(tracker, model_name, version, name)
-    ]
+    parents: list[Parent] = []
+    for name, version in (("restored", move.version), ("left", move.replaced)):
+        if version is not None:
+            try:
+                moved = tracker.model_version(f"models:/{model_name}/{version}")
+                parents += filter(None, [version_parent(moved, name)])
+            except TrackingError as error:
+                # The alias has moved by now; a record without this parent is better than none.
+                say(f"rollback: {error}")
     with staging("rollback") as folder:
         (folder / "rollback.json").write_text(
             json.dumps({"model_name": model_name, "alias": alias, **asdict(move)}, indent=2)
         )
         settings = {"model_name": model_name, "alias": alias, "to": to, "reason": reason}
         draft = Draft(
-            kind="rollback",
-            parents=tuple(parents),
-            config=settings,
-            flyte_execution=execution,
+            kind="rollback", parents=tuple(parents), config=settings, flyte_execution=execution
         )
         path = publish(folder, draft)
     say(f"rollback: done → {display_path(path)}")
     return shared(path)
-
-
-def parent_of_version(tracker: Tracker, model: str, version: str, name: str) -> list[Parent]:
-    """Return the artifact of a version as a parent; empty when the version or its tags are gone."""
-    try:
-        parent = version_parent(tracker.model_version(f"models:/{model}/{version}"), name)
-    except TrackingError as error:
-        # The alias has moved by now; a record without this parent is better than none.
-        say(f"rollback: {error}")
-        return []
-    return [] if parent is None else [parent]

@@ -362,17 +362,7 @@ def rl(
     reward_model: what rewards in the place of `config.reward`, and what a critic starts from.
     """
     data, config, lora, seed = settings.data, settings.config, settings.lora, settings.seed
-    recorded = {
-        "rl": config.model_dump(mode="json"),
-        "max_response_length": data.max_response_length,
-        "seed": seed,
-    }
-    if data.sampling != SamplingConfig():
-        recorded["sampling"] = data.sampling.model_dump(mode="json")
-    if lora.rank or lora.from_folder:
-        recorded["lora"] = lora.model_dump(mode="json")
-    if settings.dtype:
-        recorded["dtype"] = settings.dtype
+    recorded = recorded_settings(settings)
     placing = placed(config, LOCAL_OBJECT_STORE_BYTES)
     with stage("rl", run, recorded) as this, open_loggers(run, this) as logs, placing as config:
         folder = this.load_parent("dataset", dataset)
@@ -429,3 +419,20 @@ def rl(
         published = this.publish(metrics | trained.final.metrics(), trained.changed_settings)
         this.delete_local_checkpoints()
         return published
+
+
+def recorded_settings(settings: RLSettings) -> dict[str, object]:
+    """Return what the manifest of RL records; what is as by default is left out."""
+    data, lora = settings.data, settings.lora
+    recorded: dict[str, object] = {
+        "rl": settings.config.model_dump(mode="json"),
+        "max_response_length": data.max_response_length,
+        "seed": settings.seed,
+    }
+    if data.sampling != SamplingConfig():
+        recorded["sampling"] = data.sampling.model_dump(mode="json")
+    if lora.rank or lora.from_folder:
+        recorded["lora"] = lora.model_dump(mode="json")
+    if settings.dtype:
+        recorded["dtype"] = settings.dtype
+    return recorded
