@@ -61,7 +61,7 @@ def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) 
 
 
 def _mlflow_run(workflow: str, config: RLHFConfig) -> str:
-    """The MLflow run of this execution; empty where there is none."""
+    """Return the MLflow run of this execution; empty where there is none."""
     execution = os.environ.get(EXECUTION_VARIABLE)
     if not execution:
         return _current_run[0].mlflow_run if _current_run else ""

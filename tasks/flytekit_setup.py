@@ -146,7 +146,7 @@ def evict_missing() -> int:
 
 
 def has_passed(check: str) -> bool:
-    """Whether `remember_passed` was called for this key since the cache was last cleared."""
+    """Return whether `remember_passed` was called for this key since the cache was last cleared."""
     return CHECK_PREFIX + check in open_cache()
 
 
@@ -156,7 +156,7 @@ def remember_passed(check: str) -> None:
 
 
 def open_cache() -> Cache:
-    """The diskcache.Cache that flytekit keeps local results in; `pyflyte local-cache clear`."""
+    """Return the diskcache.Cache of local results, which `pyflyte local-cache clear` empties."""
     from flytekit.core.local_cache import LocalTaskCache
 
     if not LocalTaskCache._initialized:
@@ -165,7 +165,7 @@ def open_cache() -> Cache:
 
 
 def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
-    """The files and folders of this machine among a task's outputs (a protobuf LiteralMap)."""
+    """Yield this machine's files and folders among a task's outputs (a protobuf LiteralMap)."""
     todo = list(outputs.literals.values())
     while todo:
         literal = todo.pop()
@@ -190,7 +190,7 @@ VARIABLES = {
 
 
 def image(kind: str = "default") -> str:
-    """The image of a kind ("default", "cuda" or "rocm"); without one of its own, the default."""
+    """Return the image of a kind, "default", "cuda" or "rocm"; without one, the default."""
     chosen = os.environ.get(VARIABLES[kind]) or os.environ.get(VARIABLES["default"])
     return chosen or TEMPLATE
 

@@ -133,7 +133,7 @@ class StageError(click.ClickException):
 
 
 def on_cluster() -> bool:
-    """Whether Flyte runs this task, not a person at a terminal."""
+    """Return whether Flyte runs this task, not a person at a terminal."""
     return current_context().execution_id.name not in ("local", "")
 
 
@@ -144,7 +144,7 @@ class FlyteHost(Host):
         self.execution = current_context().execution_id.name if on_cluster() else ""
 
     def execution_link(self) -> str:
-        """Address of the execution's page, where the console's address is known.
+        """Return the address of the execution's page, where the console's address is known.
 
         That is FLYTE_PLATFORM_CONSOLE_ENDPOINT, or in Flyte's own configuration file.
         """
@@ -162,7 +162,7 @@ class FlyteHost(Host):
         Deck(tab, page)
 
     def live_page(self, tab: str) -> Callable[[str], None]:
-        """A tab whose page is replaced while the task runs."""
+        """Return a tab whose page is replaced while the task runs."""
         return LiveDeck(tab).show
 
     def publish_pages(self) -> None:
@@ -181,7 +181,7 @@ class FlyteHost(Host):
         return CheckpointPaths(str(found._checkpoint_dest), found._checkpoint_src)
 
     def has_passed(self, check: str) -> bool:
-        """Whether the local cache remembers it."""
+        """Return whether the local cache remembers it."""
         return has_passed(check)
 
     def remember_passed(self, check: str) -> None:
@@ -209,7 +209,7 @@ def flyte_host() -> Iterator[None]:
 
 
 def artifact(folder: FlyteDirectory) -> Artifact:
-    """An input of a task as a stage takes it."""
+    """Return an input of a task as a stage takes it."""
     return Artifact(str(folder.remote_source or folder.path))
 
 
@@ -301,7 +301,7 @@ class TableFile:
         return cls(path)
 
     def read(self, schema: DataFrameSchema, name: str) -> pd.DataFrame:
-        """All columns. Raises DataError, one sentence with `name`, where it breaks the contract."""
+        """Read all columns; DataError, one sentence with `name`, where they break the contract."""
         import pandas as pd
 
         from engine.data.contract import check
@@ -318,7 +318,7 @@ class TableFile:
         return frame
 
     def first_rows(self) -> pd.DataFrame:
-        """For people; cells are shortened texts."""
+        """Return the first rows for people, with shortened texts."""
         import pandas as pd
         import pyarrow.parquet as pq
 
@@ -332,7 +332,7 @@ class TableFile:
 
 
 def as_table(file: TableFile) -> StructuredDataset:
-    """The file as a task's output."""
+    """Return the file as a task's output."""
     return StructuredDataset(dataframe=file, file_format=PARQUET)
 
 
@@ -344,7 +344,7 @@ def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
 
 
 def open_table(table: StructuredDataset) -> TableFile:
-    """The file of a task's input, fetched where it is not on this machine."""
+    """Return the file of a task's input, fetched where it is not on this machine."""
     found: TableFile = table.open(TableFile).all()
     return found
 

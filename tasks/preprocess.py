@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def data_config(settings: Sequence[str], path: str) -> DataConfig:
-    """The `data` section of `key=value` arguments, for the source `files` at `path`.
+    """Return the `data` section of `key=value` arguments, for the source `files` at `path`.
 
     Raises ConfigError for an unknown or wrong setting.
     """

@@ -268,7 +268,7 @@ def learn_in_rounds(
     dataset: FlyteDirectory,
     start: FlyteDirectory,
 ) -> FlyteDirectory:
-    """Preferences → reference → update, `pairs.rounds` times, each on the policy before it.
+    """Make preferences, their reference and an update, `pairs.rounds` times.
 
     One round is the offline pipeline, several are iterative: a round's pairs are made by the policy
     that the round before left, which is its reference as well. How many there are is known only
@@ -348,7 +348,7 @@ def evaluate_part(
     warm_start: FlyteDirectory,
     policy: FlyteDirectory,
 ) -> EvaluationRows:
-    """Both models' rows of one share of the problems, `part` of `evaluate.map_parts`."""
+    """Return both models' rows of one share of the problems, `part` of `evaluate.map_parts`."""
     from engine.stages.evaluation import evaluate_part as body
 
     rows = run_body(body, run, settings, dataset, warm_start, policy, part)
@@ -356,7 +356,7 @@ def evaluate_part(
 
 
 def parts_of(profile: Profile, inputs: Mapping[str, Any]) -> Any:
-    """The parts' tables, by a map task; None without parts."""
+    """Make the parts' tables by a map task; None without parts."""
     parts = inputs["settings"].config.map_parts
     if parts == 1:
         return None
@@ -406,7 +406,7 @@ def promote(
 
 @task(**short())
 def waits_for_approval(promotion: FlyteDirectory) -> bool:
-    """Whether a promotion lacks only a person's approval: the condition of a workflow branch."""
+    """Return whether a promotion lacks only approval: the condition of a workflow branch."""
     from engine.stages.promotion import read_decision
 
     return bool(run_body(read_decision, promotion)["waits_for_approval"])
@@ -423,7 +423,7 @@ def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
 
 @task(**short())
 def approval_request(promotion: FlyteDirectory) -> str:
-    """What a person is asked to approve, as Flyte's console shows it."""
+    """Return what a person is asked to approve, as Flyte's console shows it."""
     from engine.stages.promotion import approval_request as body
 
     return str(run_body(body, promotion))

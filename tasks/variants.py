@@ -23,7 +23,6 @@ import functools
 import inspect
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -43,7 +42,7 @@ from tasks.flytekit_setup import Need, image, of_registration, with_secrets
 from tasks.host import IMAGE, SMALL
 
 if TYPE_CHECKING:
-    from kubernetes.client import V1PodSpec, V1Volume
+    from kubernetes.client import V1PodSpec
 
 
 # What a profile is for Kubernetes: the pods of Ray's workers and head, and of other stages.
@@ -51,12 +50,12 @@ if TYPE_CHECKING:
 
 def worker_pod(profile: Profile, container: str) -> PodTemplate:
     """Return the pod of a whole machine, say a Ray worker."""
-    return _pod(profile, container, profile.cpus, profile.memory_gib, profile.gpus)
+    return _LazyPodTemplate(container, profile, profile.cpus, profile.memory_gib, profile.gpus)
 
 
 def head_pod(container: str) -> PodTemplate:
     """Return the pod of a Ray head: no GPU and no toleration of GPU machines' taint."""
-    return _pod(LAPTOP, container, cpus=1, memory_gib=4, gpus=0)
+    return _LazyPodTemplate(container, LAPTOP, 1, 4, 0)  # cores, GiB and GPUs
 
 
 def stage_pod(profile: Profile) -> PodTemplate | None:
@@ -70,28 +69,25 @@ class _LazyPodTemplate(PodTemplate):
     The Kubernetes client's 800 modules would slow down the start of every command.
     """
 
-    def __init__(self, container: str, build: Callable[[], V1PodSpec]) -> None:
+    def __init__(self, container: str, *amounts: Any) -> None:
         self.primary_container_name = container
-        self._build = build
+        self._amounts = amounts
 
     @cached_property
     def pod_spec(self) -> V1PodSpec:
-        return self._build()
+        return _pod_spec(self.primary_container_name, *self._amounts)
 
 
-def _pod(profile: Profile, container: str, cpus: int, memory_gib: int, gpus: int) -> PodTemplate:
-    return _LazyPodTemplate(
-        container, lambda: _pod_spec(profile, container, cpus, memory_gib, gpus)
-    )
-
-
-def _pod_spec(profile: Profile, container: str, cpus: int, memory_gib: int, gpus: int) -> V1PodSpec:
+def _pod_spec(container: str, profile: Profile, cpus: int, memory_gib: int, gpus: int) -> V1PodSpec:
     from kubernetes import client
 
     amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
     if gpus:
         amounts[profile.resource] = str(gpus)
     taint = client.V1Toleration(key=profile.resource, operator="Exists", effect="NoSchedule")
+    # Ray's object store and torch's queues need more than the usual 64 MB.
+    gib = profile.shared_memory_gib
+    memory = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{gib}Gi")
     variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.variables.items()]
     return client.V1PodSpec(
         containers=[
@@ -104,16 +100,8 @@ def _pod_spec(profile: Profile, container: str, cpus: int, memory_gib: int, gpus
         ],
         node_selector=dict(profile.node_labels) or None,
         tolerations=[taint] if gpus else None,
-        volumes=[shared_memory(profile.shared_memory_gib)],
+        volumes=[client.V1Volume(name="shm", empty_dir=memory)],
     )
-
-
-def shared_memory(gib: int) -> V1Volume:
-    """Return the volume "shm": Ray and torch's queues need more than the usual 64 MB."""
-    from kubernetes import client
-
-    source = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{gib}Gi")
-    return client.V1Volume(name="shm", empty_dir=source)
 
 
 # The Ray cluster of tasks with ranks: the one that Flyte starts for a profile, and a local one.
@@ -223,7 +211,11 @@ def stages_of(
     """
 
     def make(body: Callable[..., Any]) -> StageOn:
-        function = _renamed(body, f"{body.__name__}_stage")
+        @functools.wraps(body)
+        def function(*arguments: Any, **inputs: Any) -> Any:
+            return body(*arguments, **inputs)
+
+        function.__name__ = function.__qualname__ = f"{body.__name__}_stage"
 
         def stage_on(profile: Profile) -> Any:
             template = dict(options)
@@ -262,7 +254,7 @@ def stages_of(
 def _with_profile(
     body: Callable[..., Any], stage_on: StageOn, made_inside: Mapping[str, MadeInside]
 ) -> Callable[..., Any]:
-    """The function of the dynamic task: `body`'s inputs after the profile, without those made."""
+    """Return the dynamic task's function: the profile, then `body`'s inputs but those made."""
 
     @functools.wraps(body)
     def on_machines(profile: Profile, **inputs: Any) -> Any:
@@ -294,18 +286,3 @@ def _unregistered(workflow: str) -> Iterator[None]:
             if id(entity) in before
             and not (isinstance(entity, WorkflowBase) and entity.name == workflow)
         ]
-
-
-def _renamed(function: Callable[..., Any], name: str) -> types.FunctionType:
-    """A copy of a module's function under another name."""
-    assert isinstance(function, types.FunctionType)
-    copy = types.FunctionType(
-        function.__code__,
-        function.__globals__,
-        name,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
-    copy.__doc__, copy.__module__, copy.__qualname__ = function.__doc__, function.__module__, name
-    return copy

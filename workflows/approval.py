@@ -77,7 +77,7 @@ def promotion_with_approval(
 
 
 def gate(p: Any, dataset: Any, policy: Any, evaluation: Any) -> Any:
-    """The promotion of a run with this plan; where it needs approval it may wait for a person.
+    """Promote in a run with this plan; where approval is needed, it may wait for a person.
 
     To be called in workflows only. Without approval this is one container instead of three.
     """

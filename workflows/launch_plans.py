@@ -26,7 +26,7 @@ FULL = {
 
 
 def full(workflow: Any, **inputs: Any) -> Launch:
-    """The launch plan `<workflow>_full`: GSM8K on eight GPUs, and a message at each end."""
+    """Make the launch plan `<workflow>_full`: GSM8K on eight GPUs, and a message at each end."""
     return launch_plan(
         workflow,
         f"{workflow.name.rpartition('.')[2]}_full",
@@ -37,7 +37,7 @@ def full(workflow: Any, **inputs: Any) -> Launch:
 
 
 def of_agents(name: str, config: str, source: str) -> Launch:
-    """A launch plan of `agents` on one data source."""
+    """Make a launch plan of `agents` on one data source."""
     return launch_plan(
         agents,
         name,

@@ -16,13 +16,13 @@ from workflows.approval import gate
 
 
 def warm_start_of(p: Any) -> tuple[Any, Any]:
-    """The dataset of a plan and the warm start, or with `sft.skip` the start model."""
+    """Make the dataset of a plan and the warm start, or with `sft.skip` the start model."""
     dataset = preprocess(run=p.run, settings=p.dataset).dataset
     return dataset, sft(p.sft_profile, run=p.run, settings=p.sft, dataset=dataset)
 
 
 def reward_model_of(p: Any, dataset: Any, policy: Any) -> tuple[Any, Any]:
-    """A reward model of the policy's backbone, and its promotion in the registry."""
+    """Train a reward model of the policy's backbone, and promote it in the registry."""
     made = pairs(p.profile, run=p.run, settings=p.pairs, dataset=dataset, policy=policy)
     model = reward_model_training(
         p.profile, run=p.run, settings=p.reward_model, pairs=made, policy=policy
@@ -34,13 +34,13 @@ def reward_model_of(p: Any, dataset: Any, policy: Any) -> tuple[Any, Any]:
 
 
 def improve_and_promote(p: Any, dataset: Any, warm_start: Any) -> Any:
-    """RL from the warm start, and whether it is better."""
+    """Train by RL from the warm start, and promote the policy if it is better."""
     policy = rl(p.profile, run=p.run, settings=p.rl, dataset=dataset, warm_start=warm_start)
     return evaluate_and_promote(p, dataset, warm_start, policy)
 
 
 def evaluate_and_promote(p: Any, dataset: Any, warm_start: Any, policy: Any) -> Any:
-    """Evaluation, promotion and report of a policy."""
+    """Evaluate, promote and report a policy."""
     evaluation = evaluate(
         p.profile,
         run=p.run,

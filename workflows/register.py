@@ -82,7 +82,7 @@ def images_digest(images: Mapping[str, str]) -> str:
 
 
 def image_digest(kind: str, reference: str) -> str:
-    """The SHA-256 (hex) in a reference; ConfigError for one by tag, which may move."""
+    """Return the SHA-256 (hex) in a reference; ConfigError for one by tag, which may move."""
     match = _BY_DIGEST.fullmatch(reference)
     if match is None:
         raise ConfigError(
@@ -99,7 +99,7 @@ def edits(root: Path) -> list[str]:
 
 
 def content_digest(root: Path, paths: list[str]) -> str:
-    """SHA-256 (hex) over the paths and their present bytes; a deleted file has none."""
+    """Return SHA-256 (hex) over the paths and their present bytes; a deleted file has none."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         file = root / path
@@ -171,7 +171,7 @@ def _sort_predecessors(nodes: Iterable[Node]) -> None:
 
 
 def kind_of(entity: FlyteControlPlaneEntity) -> tuple[str, str, int]:
-    """An entity's kind in words, its name, and the kind's number in Flyte's file names."""
+    """Return an entity's kind in words, its name, and the kind's number in Flyte's file names."""
     if isinstance(entity, TaskSpec):
         return "task", str(entity.template.id.name), 1
     if isinstance(entity, WorkflowSpec):

@@ -202,7 +202,7 @@ def answer_problems(
 
 
 def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:
-    """A callback that sets the bar to `offset` plus the finished completions of one model."""
+    """Return a callback that sets the bar to `offset` plus one model's finished completions."""
     return lambda done: bar.update(offset + done - bar.count)
 
 
@@ -223,7 +223,7 @@ def harness_scores(
 
 
 def harness_metrics(scores: Mapping[str, Sequence[HarnessScore]]) -> dict[str, float]:
-    """The harness's scores as metrics of the stage: the RL model's by their names."""
+    """Return the harness's scores as metrics of the stage: the RL model's by their names."""
     return {
         score.key if name == "rl" else f"{score.key}_{name}": score.value
         for name, of_model in scores.items()
@@ -232,7 +232,7 @@ def harness_metrics(scores: Mapping[str, Sequence[HarnessScore]]) -> dict[str, f
 
 
 def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
-    """Where the problems are from, how many, and how many spell control tokens, if any do."""
+    """Say where the problems are from, how many, and how many spell control tokens."""
     rows = [{"prompt": prompt} for prompt in test["prompt"]]
     spelled = rows_spelling_control_tokens(rows, load_tokenizer(model), "escape", "test")
     escaped = f", {len(spelled)} of them with control tokens kept as plain text" * bool(spelled)
@@ -240,7 +240,7 @@ def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
 
 
 def known_from_training(dataset: Path, test: pd.DataFrame) -> int:
-    """How many of these prompts were trained on, by the words of the promotion rule's defaults."""
+    """Count the prompts that were trained on, by the words of the promotion rule's defaults."""
     rule = ContaminationConfig()
     frames = (pd.read_parquet(dataset / f"{name}.parquet") for name in ("sft_train", "train"))
     training = (prompt_text(prompt) for frame in frames for prompt in frame["prompt"])
@@ -254,7 +254,7 @@ def check_held_out(dataset: Path) -> None:
 
 
 def training_curves(policy: Path) -> dict[str, list[float]]:
-    """Per-step metrics of the training that made the model; empty where it is not known."""
+    """Return the per-step metrics of training that made the model; empty where it is not known."""
     run = read_policy_steps(policy)
     if run is None:
         return {}

@@ -81,7 +81,7 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
 
 
 def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
-    """The artifact that a version was registered from, or MLflow's copy of it.
+    """Return the artifact that a version was registered from, or MLflow's copy of it.
 
     Both are checked against the version's tags. A model that another tool registered has no tags
     and is used as it is, with a notice.
@@ -125,13 +125,13 @@ def _candidate_paths(version: ModelVersion) -> list[Path | str]:
 
 
 def _artifact_paths(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
-    """An artifact's path, and the path for equal content with another manifest."""
+    """Return an artifact's path, and the path for equal content with another manifest."""
     path = artifact_path(kind, digest)
     return path, path.with_name(f"{path.name}-{manifest[:8]}")
 
 
 def _verified_manifest_digest(folder: Path) -> str:
-    """Digest of an intact artifact's manifest; empty where it is missing or damaged."""
+    """Return the digest of an intact artifact's manifest; empty where it is missing or damaged."""
     try:
         return verify(folder).own_digest
     except LineageError:
@@ -172,13 +172,13 @@ def publish_start_model(
 
 
 def first_model(parents: Iterable[Parent]) -> Literal["warm_start", "start_model"]:
-    """What RL began with, by the parents of its policy or evaluation."""
+    """Return what RL started from, by the parents of its policy or evaluation."""
     kinds = {parent.name: parent.kind for parent in parents}
     return START_MODEL if kinds.get("warm_start") == START_MODEL else "warm_start"
 
 
 def trained_by(parents: Iterable[Parent]) -> Literal["", "preference"]:
-    """What trained an evaluation's policy, where it was not RL."""
+    """Return what trained an evaluation's policy, where it was not RL."""
     kinds = {parent.name: parent.kind for parent in parents}
     return "preference" if kinds.get("policy") == "preference" else ""
 

@@ -123,7 +123,7 @@ def require_champion(tracker: Tracker, config: PromoteConfig) -> ModelVersion:
 
 
 def training_dataset(champion: ModelVersion) -> tuple[str, str]:
-    """Address and content digest of the dataset that a champion was trained on.
+    """Return address and content digest of the dataset that a champion was trained on.
 
     Raises LineageError when its manifest is not the one that was registered, or names none.
     """
@@ -149,7 +149,7 @@ def training_dataset(champion: ModelVersion) -> tuple[str, str]:
 
 
 def read_ledger(dataset: Path) -> list[DataFile]:
-    """The files that a dataset and its predecessors ingested; empty for a first dataset.
+    """Return the files that a dataset and its predecessors ingested; empty for a first dataset.
 
     Raises LineageError where the dataset was changed.
     """

@@ -56,7 +56,7 @@ def pin_model_commit(config: C) -> C:
 
 
 def _pinned_pairs(config: PipelineConfig) -> PairsConfig:
-    """What makes pairs, with the digest of its reward's modules."""
+    """Return what makes pairs, with the digest of its reward's modules."""
     pairs = config.ranking()
     code = modules_digest([*pairs.plugins, *_modules(_reward_names(pairs.scorer))])
     return pairs.model_copy(update={"named_content": code})
@@ -78,7 +78,7 @@ def _pinned_teachers(algorithm: AlgorithmConfig) -> AlgorithmConfig:
 
 
 def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
-    """How models are evaluated: the digest of the reward's modules, and of own tasks' files."""
+    """Return how models are evaluated, with digests of the reward's modules and of own tasks."""
     evaluate = config.evaluation()
     code = modules_digest([*evaluate.plugins, *_modules(_reward_names(evaluate.scorer))])
     harness = evaluate.lm_eval
@@ -92,7 +92,7 @@ def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
 
 
 def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
-    """What plays episodes, with the digest of what environment, tools and parser name.
+    """Return what plays episodes, with the digest of what environment, tools and parser name.
 
     Options count with the modules of `package.module:name` and the content of files that they name,
     `id` of the environment verifiers with its package.
@@ -111,7 +111,7 @@ def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All texts in an option's value."""
+    """Yield all texts in an option's value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -132,12 +132,12 @@ def _reward_names(reward: RewardConfig) -> list[str]:
 
 
 def _modules(names: Iterable[str]) -> list[str]:
-    """The modules of those names that are paths like `package.module:name`."""
+    """Return the modules of those names that are paths like `package.module:name`."""
     return [name.partition(":")[0] for name in names if ":" in name]
 
 
 def named_content(rl: RLConfig) -> str:
-    """Digest of plugins and modules that settings name, and of other models' folders; or empty."""
+    """Return the digest of plugins and modules that settings name, and of models' folders."""
     algorithm, loss = rl.algorithm, rl.actor.policy_loss.loss_mode
     names = [algorithm.dataflow, algorithm.adv_estimator, rl.rollout.engine, loss]
     names += [algorithm.preference.loss, *_reward_names(rl.reward)]
@@ -150,7 +150,7 @@ def named_content(rl: RLConfig) -> str:
 
 
 def model_digest(path: str) -> str:
-    """Digest of a model's folder, with that of the base of an adapter's; a pinned id as it is."""
+    """Return the digest of a model's folder and of an adapter's base; a pinned id as it is."""
     from engine.models.loading import adapter_base_path
 
     if not Path(path).is_dir():

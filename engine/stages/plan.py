@@ -209,7 +209,7 @@ def with_overrides(
 
 
 def rl_lora(model: ModelConfig) -> LoRAConfig:
-    """RL's LoRA settings: new adapters of the warm start's shape, on its merged model."""
+    """Return RL's LoRA settings: new adapters of the warm start's shape, on its merged model."""
     if not model.lora.from_folder:
         return model.lora
     from engine.models import resolve_lora
@@ -247,7 +247,7 @@ def check_settings(config: PipelineConfig) -> None:
 
 
 def checks_key(config: PipelineConfig) -> str:
-    """What the checks of the settings depend on, as a digest; empty where it isn't all known.
+    """Return the digest of what the checks depend on; empty where it isn't all known.
 
     That is so with a user's modules, a model behind an address, a teacher and a critic's own model.
     """
@@ -296,7 +296,7 @@ def check_inputs(config: PipelineConfig) -> str:
 
 
 def context_length(model: ModelConfig) -> int:
-    """Longest prompt plus completion that the model can read, in tokens."""
+    """Return the longest prompt plus completion that the model can read, in tokens."""
     if not model.path:
         return model.max_position_embeddings
     from engine.models import vocabulary_and_context
@@ -335,7 +335,7 @@ def open_run(config: PipelineConfig, digests: Digests, workflow: str = "rlhf") -
 
 
 def preferences_digest(pairs: PairsConfig) -> str:
-    """SHA-256 (hex) of the files of preferences; empty for rollouts.
+    """Return the SHA-256 (hex) of the files of preferences; empty for rollouts.
 
     Raises DataError where they are not there.
     """

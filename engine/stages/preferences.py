@@ -180,7 +180,7 @@ def read_examples(
 
 
 def has_rows(folder: Path, split: str) -> bool:
-    """Whether a split of the artifact has any rows."""
+    """Return whether a split of the artifact has any rows."""
     return int(pq.read_metadata(folder / f"{split}.parquet").num_rows) > 0
 
 

@@ -169,7 +169,7 @@ LAPTOP = PROFILES["laptop"]
 
 
 def read_profile(text: str) -> Profile:
-    """The profile that the input names or describes.
+    """Return the profile that the input names or describes.
 
     `text`: a name in `profiles.yaml`, or a mapping in YAML or JSON of `Profile`'s fields, which
     with `base: NAME` replace those of that one. Raises ConfigError for anything else.
@@ -241,7 +241,7 @@ def _check_training(config: PipelineConfig, machines: Cluster) -> None:
 
 
 def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Cluster:
-    """The profile's machines, as many as there are at the start.
+    """Return the profile's machines, as many as there are at the start.
 
     `kinds`: GPUs that the table of hardware does not have.
     """
@@ -326,7 +326,7 @@ def check_model_layouts(config: PipelineConfig) -> None:
 
 
 def _check_evaluation(parallel: ParallelConfig | None, profile: Profile) -> None:
-    """Evaluation is on one machine, all of whose GPUs it takes where no layout is given."""
+    """Raise ConfigError for an evaluation on more than the one machine that it has."""
     from engine.parallel.layout import Layout
 
     ranks = 1 if parallel is None else Layout.of(parallel).world_size
@@ -388,7 +388,7 @@ def _with_layout(rl: RLConfig, profile: Profile) -> RLConfig:
 
 
 def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
-    """The policy's roles on one GPU a rank, all other roles on a core of their own."""
+    """Return the policy's roles on one GPU a rank, all other roles on a core of their own."""
     from engine.dataflows import choose_dataflow
     from engine.dataflows.algo import RequiredPasses
     from engine.registry import import_plugins
@@ -405,7 +405,7 @@ def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
 
 
 def _cpus(profile: Profile) -> int:
-    """Cores of a rank on one GPU; the machine's others are for roles without one."""
+    """Return the cores of a rank on one GPU; the machine's others are for roles without one."""
     return max(1, profile.cpus // profile.gpus - 1)
 
 

@@ -66,7 +66,7 @@ LIBRARIES = (
 
 @functools.cache
 def library_versions() -> str:
-    """Name and version of each installed library that results depend on."""
+    """Return name and version of each installed library that results depend on."""
     versions = []
     for name in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -88,25 +88,25 @@ class Host:
     execution = ""  # name of the execution on a cluster; empty: a person runs the stage
 
     def execution_link(self) -> str:
-        """Address of the execution's page; empty where none is known."""
+        """Return the address of the execution's page; empty where none is known."""
         return ""
 
     def show(self, tab: str, page: str) -> None:
         """Show an HTML page to people as a tab of the running stage."""
 
     def live_page(self, tab: str) -> Callable[[str], None]:
-        """A function that replaces the tab's page while the stage runs; from any thread."""
+        """Return a function that replaces the tab's page while the stage runs; from any thread."""
         return lambda page: None
 
     def publish_pages(self) -> None:
         """Write the tabs of a stage that is about to fail."""
 
     def checkpoint_paths(self) -> CheckpointPaths | None:
-        """Where this attempt's checkpoints go; None: into a folder of this machine."""
+        """Return where this attempt's checkpoints go; None: into a folder of this machine."""
         return None
 
     def has_passed(self, check: str) -> bool:
-        """Whether `remember_passed` was called for this key."""
+        """Return whether `remember_passed` was called for this key."""
         return False
 
     def remember_passed(self, check: str) -> None:
@@ -117,7 +117,7 @@ _host: ContextVar[Host] = ContextVar("host", default=Host())  # noqa: B039 (has 
 
 
 def host() -> Host:
-    """Where the running stage is."""
+    """Return where the running stage is."""
     return _host.get()
 
 
@@ -141,7 +141,7 @@ def execution_tags(execution: str) -> dict[str, str]:
 
 
 def run_folder(run: RunContext, name: str = "") -> Path:
-    """Where a run leaves what is no artifact: its summary, its pages, and files of metrics."""
+    """Return where a run leaves what is no artifact: summary, pages, and files of metrics."""
     folder = home() / "runs" / run.run_id / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def show_run(
 
 
 def facts_html(facts: Mapping[str, object]) -> str:
-    """The table, as HTML that shows texts as they are."""
+    """Return the table, as HTML that shows texts as they are."""
 
     def text(value: object) -> str:
         return f"{value:.4g}" if isinstance(value, float) else redact(str(value))
@@ -202,7 +202,7 @@ class Artifact:
 
 
 def shared(path: Path) -> Artifact:
-    """A published folder as a stage's output; where there is a shared store, copied there."""
+    """Return a published folder as a stage's output, copied to the shared store if there is one."""
     return Artifact(share(path), path)
 
 
@@ -227,7 +227,7 @@ class Stage:
         return path
 
     def parent(self, name: str) -> Parent:
-        """The parent that `load_parent` has recorded under this name."""
+        """Return the parent that `load_parent` has recorded under this name."""
         return next(parent for parent in self.parents if parent.name == name)
 
     def log_splits(self, dataset: Path, names: Sequence[str], uri: str = "") -> None:
@@ -241,7 +241,7 @@ class Stage:
             self.tracked.log_dataset(file, name, hash_file(file)[:32], context=name, uri=source)
 
     def checkpoints(self) -> CheckpointPaths:
-        """Checkpoint folders of this attempt and of the previous one.
+        """Return the checkpoint folders of this attempt and of the previous one.
 
         On a cluster the host's. Elsewhere it is one folder for the same inputs and sources, so that
         a restarted run resumes.

@@ -88,7 +88,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
-    """A stage's logs for the block; none where `tracking.logger` names no more than MLflow.
+    """Open a stage's logs for the block; none where `tracking.logger` names only MLflow.
 
     Raises ConfigError for a package that this machine lacks, StorageError and TrackingError, all
     before the block. A store that fails later costs the copy and a sentence in the log.
