@@ -198,11 +198,12 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
 @pytest.mark.parametrize(
     ("room", "users"),
     [
-        ("planner", ("engine.trainers.auto_placement",)),
-        ("promotion", ()),
-        ("lineage", ("engine.promotion", "engine.release", "engine.serve")),
+        ("planner", ("engine.trainers.auto_placement", "engine.stages")),
+        ("promotion", ("engine.stages",)),
+        ("lineage", ("engine.promotion", "engine.release", "engine.serve", "engine.stages")),
         ("release", ("engine.cli.commands.export",)),
-        ("samples", ("engine.cli",)),
+        ("samples", ("engine.cli", "engine.stages")),
+        ("stages", ()),
     ],
 )
 def test_a_room_is_known_to_few(room: str, users: tuple[str, ...]) -> None:

@@ -1,10 +1,16 @@
-"""Resource profiles: the machines of a run, and whether its settings and models fit them."""
+"""Resource profiles: the machines of a run as values, and whether settings and models fit them.
+
+The input `profile` of a workflow is the name of one in `profiles.yaml`, or sizes of your own as a
+YAML mapping. A plan reads it once (`read_profile`) and fills in the settings (`apply_profile`);
+`tasks.variants` makes the resources and the Ray cluster of each stage of it.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -19,23 +25,15 @@ from engine.config import (
     explain,
 )
 from engine.config.base import filled_up
+from engine.console import say
 from engine.errors import ConfigError
-from tasks.context import echo
-from tasks.inputs import pin_named_content
+from engine.stages.pinning import pin_named_content
+from engine.storage.filesystem import home
 
 if TYPE_CHECKING:
     from engine.planner import Cluster
     from engine.planner.resources import Device
 
-
-# Resource profiles: the machines that a run asks for, as values.
-#
-# The input `profile` of a workflow is the name of one in `profiles.yaml`, or sizes of your own as
-# a
-# YAML mapping. `plan` reads it once (`read_profile`); from there on it is a `Profile`, which
-# `tasks.variants` turns into the resources of each stage, `tasks.placement` into the engine's
-# settings, and `tasks.ray_cluster` into a Ray cluster. What it means for Kubernetes is
-# `tasks.pods`.
 
 ONE_RANK = ParallelConfig()
 ROOMY_GPU_GIB = 128.0  # of a GPU on which layers' activations can stay
@@ -171,7 +169,7 @@ LAPTOP = PROFILES["laptop"]
 
 
 def read_profile(text: str) -> Profile:
-    """The profile that the input names or describes.
+    """Return the profile that the input names or describes.
 
     `text`: a name in `profiles.yaml`, or a mapping in YAML or JSON of `Profile`'s fields, which
     with `base: NAME` replace those of that one. Raises ConfigError for anything else.
@@ -199,9 +197,6 @@ def read_profile(text: str) -> Profile:
         raise ConfigError(f"profile: {explain(error)}") from None
 
 
-# Whether a pipeline's models fit a profile's GPUs, as far as the kind of GPU is known.
-
-
 def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = True) -> None:
     """Raise PlacementError for an evaluation that can't fit, or what it `trains` before.
 
@@ -223,7 +218,7 @@ def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = Tru
 
 
 def _check_training(config: PipelineConfig, machines: Cluster) -> None:
-    """Of the warm start and RL."""
+    """Raise PlacementError for a warm start or RL that can't fit."""
     from engine.models import resolve_dtype, resolve_lora, text_config
     from engine.trainers.auto_placement import check_rl_memory, check_sft_memory
 
@@ -231,33 +226,22 @@ def _check_training(config: PipelineConfig, machines: Cluster) -> None:
     lora, width = resolve_lora(path, model.lora), text_config(path).hidden_size
 
     def dtype(parallel: ParallelConfig) -> str:
-        asked = parallel.compute_dtype
-        return resolve_dtype(model.dtype, width, gpu=True, compute_dtype=asked)
+        return resolve_dtype(model.dtype, width, gpu=True, compute_dtype=parallel.compute_dtype)
 
     longest = (data.max_prompt_length or data.max_response_length) + data.max_response_length
+    limits: dict[str, Any] = {
+        "model_path": path,
+        "lora": lora,
+        "max_response_length": data.max_response_length,
+        "max_model_len": longest,
+    }
     if not config.sft.skip:
-        check_sft_memory(
-            config.sft,
-            machines,
-            model_path=path,
-            lora=lora,
-            dtype=dtype(config.sft.parallel),
-            max_response_length=data.max_response_length,
-            max_model_len=longest,
-        )
-    check_rl_memory(
-        config.rl,
-        machines,
-        model_path=path,
-        lora=lora,
-        dtype=dtype(config.rl.actor.parallel),
-        max_response_length=data.max_response_length,
-        max_model_len=longest,
-    )
+        check_sft_memory(config.sft, machines, dtype=dtype(config.sft.parallel), **limits)
+    check_rl_memory(config.rl, machines, dtype=dtype(config.rl.actor.parallel), **limits)
 
 
 def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Cluster:
-    """The profile's machines, as many as there are at the start.
+    """Return the profile's machines, as many as there are at the start.
 
     `kinds`: GPUs that the table of hardware does not have.
     """
@@ -279,8 +263,6 @@ def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Clus
     return Cluster(tuple(machines), kinds or {})
 
 
-# Applies a resource profile to the engine's settings: layout, pools, and checks.
-
 C = TypeVar("C", bound=PipelineConfig)
 Offline = TypeVar("Offline", bound=OfflineConfig)
 
@@ -291,8 +273,8 @@ _POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
 def apply_profile(config: C, profile: Profile) -> C:
     """Return the settings with the profile's layout and GPUs where they leave both open.
 
-    And with `rl.named_content`, which stages are keyed by. Layout: `rl.actor.parallel` and those of
-    `sft`, `preference` and `reward_model`, where they are the default of one rank. GPUs:
+    They get `rl.named_content` as well, which stages are keyed by. Layout: `rl.actor.parallel` and
+    those of `sft`, `preference` and `reward_model`, where they are the default of one rank. GPUs:
     `rl.trainer.pools` (where rollout waits for training) and theirs, where they are empty. With
     `rl.trainer.placement=auto` RL's stay open for the engine's planner, which sees the machines at
     each start. Raises ConfigError for settings that the profile's machines can't take.
@@ -309,10 +291,10 @@ def apply_profile(config: C, profile: Profile) -> C:
     rl = (_with_precision if auto else _with_layout)(config.rl, profile)
     _check_evaluation(config.evaluate.parallel, profile)
     sft = config.sft if config.sft.skip else _on_gpus(config.sft, profile)
-    own = {
+    others = {
         name: _on_gpus(getattr(config, name), profile) for name in ("preference", "reward_model")
     }
-    return config.model_copy(update={"rl": rl, "sft": sft, **own})
+    return config.model_copy(update={"rl": rl, "sft": sft, **others})
 
 
 def check_model_layouts(config: PipelineConfig) -> None:
@@ -325,7 +307,7 @@ def check_model_layouts(config: PipelineConfig) -> None:
     rl, sft, evaluation, lora = config.rl, config.sft, config.evaluate.parallel, config.model.lora
     critic = rl.critic.parallel or rl.actor.parallel
     warm_start = not sft.skip and Layout.of(sft.parallel).world_size > 1
-    ranks = max(Layout.of(one).world_size for one in (rl.actor.parallel, critic))
+    ranks = max(Layout.of(p).world_size for p in (rl.actor.parallel, critic))
     trained = rl.trainer.placement != "auto" and ranks > 1
     evaluated = evaluation is not None and evaluation.tp > 1
     if not (warm_start or trained or evaluated):
@@ -344,7 +326,7 @@ def check_model_layouts(config: PipelineConfig) -> None:
 
 
 def _check_evaluation(parallel: ParallelConfig | None, profile: Profile) -> None:
-    """Evaluation is on one machine, all of whose GPUs it takes where no layout is given."""
+    """Raise ConfigError for an evaluation on more than the one machine that it has."""
     from engine.parallel.layout import Layout
 
     ranks = 1 if parallel is None else Layout.of(parallel).world_size
@@ -357,7 +339,7 @@ def _check_evaluation(parallel: ParallelConfig | None, profile: Profile) -> None
 
 
 def _on_gpus(config: Offline, profile: Profile) -> Offline:
-    """On ranks where the profile's machines have several GPUs; else as it is."""
+    """Put training on ranks where the profile's machines have several GPUs."""
     section = config.section
     if not profile.several_gpus:
         _check_size(f"{section}.parallel", config.parallel, profile)
@@ -375,11 +357,11 @@ def _on_gpus(config: Offline, profile: Profile) -> Offline:
 
 
 def _with_precision(rl: RLConfig, profile: Profile) -> RLConfig:
-    """The profile's compute dtype alone; the planner chooses the layout.
+    """Set the profile's compute dtype alone; the planner chooses the layout.
 
     The planner treats any layout that differs from the default as the user's choice.
     """
-    echo("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
+    say("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
     if rl.actor.parallel.compute_dtype:
         return rl
     precision = {"compute_dtype": profile.layout.compute_dtype}
@@ -390,7 +372,7 @@ def _with_precision(rl: RLConfig, profile: Profile) -> RLConfig:
 
 def _with_layout(rl: RLConfig, profile: Profile) -> RLConfig:
     if rl.trainer.mode != "sync":
-        echo(
+        say(
             f"plan: rl.trainer.mode={rl.trainer.mode}: layout and pools stay as configured, as "
             "rollout processes need GPUs of their own (rl.trainer.pools)"
         )
@@ -406,7 +388,7 @@ def _with_layout(rl: RLConfig, profile: Profile) -> RLConfig:
 
 
 def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
-    """The policy's roles on one GPU a rank, all other roles on a core of their own."""
+    """Return the policy's roles on one GPU a rank, all other roles on a core of their own."""
     from engine.dataflows import choose_dataflow
     from engine.dataflows.algo import RequiredPasses
     from engine.registry import import_plugins
@@ -423,7 +405,7 @@ def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
 
 
 def _cpus(profile: Profile) -> int:
-    """Of a rank on one GPU; others of the machine's are for roles without one."""
+    """Return the cores of a rank on one GPU; the machine's others are for roles without one."""
     return max(1, profile.cpus // profile.gpus - 1)
 
 
@@ -435,4 +417,23 @@ def _check_size(setting: str, parallel: ParallelConfig, profile: Profile) -> Non
         raise ConfigError(
             f"{setting} is a layout of {ranks} ranks, but profile={profile.name} has at most "
             f"{profile.most_gpus} GPUs; choose a smaller layout, or another profile"
+        )
+
+
+def require_shared_home(config: PipelineConfig) -> None:
+    """Raise ConfigError where ranks in other pods could not see the run's files.
+
+    That is so in a Kubernetes pod whose $HYBRIDFLYTE_HOME is on the container's own disk. Where a
+    volume is mounted, the stage itself asks every machine (`require_shared`).
+    """
+    on_ray = config.rl.trainer.placement != "local" or config.sft.placement == "ray"
+    if not on_ray or "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return
+    folder = home()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if existing.stat().st_dev == Path("/").stat().st_dev:
+        raise ConfigError(
+            f"HYBRIDFLYTE_HOME={folder} is on the pod's own disk, and the pods of a Ray job share "
+            "the run's files there; mount one volume (ReadWriteMany) there in all pods "
+            "(docs/kubernetes.md), or set rl.trainer.placement=local"
         )

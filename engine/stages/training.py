@@ -1,6 +1,6 @@
-"""Tasks `sft` and `rl`, and what all training tasks share: attempts, progress, metrics and loggers.
+"""Stages `sft` and `rl`, and what all training stages share: attempts, progress, metrics, loggers.
 
-Training on preferences is in `preference_training`.
+Training on preferences is in `preferences`, reward models are in `reward_model`.
 """
 
 from __future__ import annotations
@@ -12,36 +12,67 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flytekit.types.directory import FlyteDirectory
+import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.config import DataConfig, LoRAConfig, ModelConfig, RLConfig, SamplingConfig, SFTConfig
-from tasks.context import LARGE, SMALL, RunContext, echo, on_cluster
-from tasks.evaluate import run_folder
-from tasks.fetch import publish_start_model
-from tasks.preprocess import log_splits
-from tasks.stage import DECK, LiveDeck, stage, stage_cache
-from tasks.variants import LOCAL_OBJECT_STORE_BYTES, on_profiles, ray_cluster, ray_cluster_of_gpus
+from engine.cli.rl_run import (
+    RLRun,
+    RunLog,
+    WriteModel,
+    headline,
+    placed,
+    prompt_room,
+    train_policy,
+)
+from engine.config import ModelConfig, OfflineConfig, SamplingConfig, SFTConfig
+from engine.console import progress, say
+from engine.controller.launch import ray_session, require_shared
+from engine.data.loader import PromptLoader
+from engine.data.templates import encode_prompts, encode_response
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import StorageError
+from engine.evaluation.policy_steps import FILE, MODEL, read_overoptimisation
+from engine.models import (
+    adapter_parameters,
+    build_model,
+    has_adapters,
+    load_policy_model,
+    save_model,
+    saved_dtype,
+)
+from engine.parallel.layout import Layout
+from engine.preferences import by_reward_model
+from engine.runtime.policy_runtime import StartModel
+from engine.samples.sample_files import FOLDER as ROLLOUTS
+from engine.samples.sample_files import copy_samples
+from engine.stages.fetch import publish_start_model
+from engine.stages.settings import RLSettings, RunContext, SFTSettings
+from engine.stages.stage import (
+    LOCAL_OBJECT_STORE_BYTES,
+    Artifact,
+    Stage,
+    host,
+    run_folder,
+    stage,
+)
+from engine.storage.filesystem import shared_store
+from engine.storage.s3 import Objects
+from engine.tracking.metric_logs import FILE as METRICS_FILE
+from engine.tracking.metric_logs import PACKAGES, MetricLogs, open_metric_logs, require_packages
+from engine.trainers.fault_tolerance import run_with_retries
+from engine.trainers.offline import (
+    OfflineTrainer,
+    SFTExample,
+    SFTTrainer,
+    is_on_ray,
+    offline_dtype,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from engine.cli.rl_run import WriteModel
-    from engine.config import OfflineConfig
     from engine.console import Progress
-    from engine.runtime.policy_runtime import StartModel
-    from engine.tracking.metric_logs import MetricLogs
-    from engine.trainers.offline import OfflineTrainer, SFTExample
-    from tasks.stage import Stage
-
-
-# What `tracking.logger` names, for the stages that train: opened, and where the files lie.
-#
-# A stage's files are in its run's folder, `runs/<run id>/<stage>/`. Where there is a shared store
-# they go to the same place there, again while they grow: a pod takes its disk with it.
 
 COPY_SECONDS = 30.0  # between two looks at what has grown
 CLOSE_SECONDS = 60.0  # for the last copy
@@ -49,31 +80,27 @@ CLOSE_SECONDS = 60.0  # for the last copy
 _log = logging.getLogger(__name__)
 
 
+# What `tracking.logger` names: opened, and where the files lie.
+#
+# A stage's files are in its run's folder, `runs/<run id>/<stage>/`. Where there is a shared store
+# they go to the same place there, again while they grow: a pod takes its disk with it.
+
+
 @contextlib.contextmanager
 def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
-    """A stage's logs for the block; none where `tracking.logger` names no more than MLflow.
+    """Open a stage's logs for the block; none where `tracking.logger` names only MLflow.
 
     Raises ConfigError for a package that this machine lacks, StorageError and TrackingError, all
     before the block. A store that fails later costs the copy and a sentence in the log.
     """
-    from engine.errors import StorageError
-    from engine.tracking.metric_logs import PACKAGES, MetricLogs, open_metric_logs, require_packages
-
     names = [name for name in run.logger if name in ("file", *PACKAGES)]
     if not names:
         yield MetricLogs()
         return
     require_packages(names, "tracking.logger")
-    folder = run_folder(run) / this.kind
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"can't make {folder}: {error.strerror or error}; free space or set HYBRIDFLYTE_HOME"
-        ) from error
-    place = f"{run.run_id}/{this.kind}"
+    folder, below = run_folder(run, this.kind), f"{run.run_id}/{this.kind}"
     with (
-        _copied(folder, place),
+        _copied(folder, below),
         open_metric_logs(
             names,
             folder,
@@ -81,29 +108,27 @@ def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
             run_name=f"{this.kind}-{run.run_id}",
             settings=this.config,
             keep=True,
-            below=place,
+            below=below,
         ) as logs,
     ):
         yield logs
 
 
 @contextlib.contextmanager
-def _copied(folder: Path, place: str) -> Iterator[None]:
+def _copied(folder: Path, below: str) -> Iterator[None]:
     """Copy a folder's files to the shared store for the block, and say where they are to be found.
 
     The file of metrics that an attempt before left there is fetched first.
     """
-    from engine.storage.filesystem import shared_store
-
     store = shared_store()
     if not store:
-        lost = on_cluster() * "; without HYBRIDFLYTE_STORE they end with this pod"
-        echo(f"{folder.name}: files of metrics are in {folder}{lost}")
+        lost = bool(host().execution) * "; without HYBRIDFLYTE_STORE they end with this pod"
+        say(f"{folder.name}: files of metrics are in {folder}{lost}")
         yield
         return
-    copy = _StoreCopy(folder, f"{store}/runs/{place}")
+    copy = _StoreCopy(folder, f"{store}/runs/{below}")
     copy.fetch()
-    echo(f"{folder.name}: files of metrics are in {copy.uri}")
+    say(f"{folder.name}: files of metrics are in {copy.uri}")
     try:
         copy.start()
         yield
@@ -115,8 +140,6 @@ class _StoreCopy:
     """A folder of small files in the shared store, brought up to date by a thread."""
 
     def __init__(self, folder: Path, uri: str) -> None:
-        from engine.storage.s3 import Objects
-
         self.uri = uri
         self._folder, self._objects = folder, Objects(uri)
         self._sent: dict[str, tuple[int, int]] = {}  # size and time of change, by name
@@ -126,11 +149,9 @@ class _StoreCopy:
 
     def fetch(self) -> None:
         """Bring the file of metrics here, where there is none."""
-        from engine.tracking.metric_logs import FILE
-
-        if not (self._folder / FILE).exists():
+        if not (self._folder / METRICS_FILE).exists():
             with contextlib.suppress(FileNotFoundError):
-                (self._folder / FILE).write_bytes(self._objects.read(FILE))
+                (self._folder / METRICS_FILE).write_bytes(self._objects.read(METRICS_FILE))
 
     def start(self) -> None:
         """Begin to copy."""
@@ -150,8 +171,6 @@ class _StoreCopy:
             self._send()
 
     def _send(self) -> None:
-        from engine.errors import StorageError
-
         try:
             for path in sorted(self._folder.rglob("[!.]*")):  # a hidden one is being written
                 # Weights & Biases links its newest run, and removes what it is done with.
@@ -170,8 +189,6 @@ class _StoreCopy:
             self._sent[name] = (now.st_size, now.st_mtime_ns)
 
 
-# What the tasks that train on rows share: attempts, progress, metrics, the model to start from.
-
 Example = TypeVar("Example")
 
 
@@ -188,8 +205,6 @@ class TrainedOnRows:
 
         Nothing where an attempt on another machine made some of the steps.
         """
-        import pandas as pd
-
         if len(self.history) < self.steps:
             return
         rows = [{"step": step, **self.history[step]} for step in sorted(self.history)]
@@ -212,9 +227,6 @@ def train_on_rows(
     `make` gives a trainer of its own to each attempt. A stage that has checkpoints resumes from the
     newest. `tokenizer`: its folder.
     """
-    from engine.console import progress
-    from engine.trainers.fault_tolerance import run_with_retries
-
     checkpoints, name = this.checkpoints(), config.section
     this.record_origin(checkpoints)
     trained = TrainedOnRows({}, 0)
@@ -233,7 +245,7 @@ def train_on_rows(
             bar.update(step - bar.count, **shown)
 
         trainer.on_step = report
-        trainer.on_resume = lambda folder, step: echo(
+        trainer.on_resume = lambda folder, step: say(
             f"{name}: continues from {folder}, step {step}"
         )
         with bar:
@@ -246,65 +258,48 @@ def train_on_rows(
     return trained
 
 
-# Task `sft`: the warm start, or with `sft.skip` none.
-#
-# Artifact `sft`: a Hugging Face model folder with its tokenizer. Without a warm start:
-# `start_model`.
-# On a profile with several GPUs it is a Ray job, whose ranks share the model (`sft.parallel`).
+def publish_trained(this: Stage, trained: TrainedOnRows) -> Artifact:
+    """Publish what `train_on_rows` left in the stage's folder, and drop its checkpoints."""
+    this.tracked.log_folder(this.folder, "checkpoint")
+    published = this.publish(trained.metrics, step=trained.steps)
+    this.delete_local_checkpoints()
+    return published
 
 
-@on_profiles(
-    task_config=ray_cluster_of_gpus,
-    cache=stage_cache(),
-    requests=LARGE,
-    retries=3,
-    interruptible=True,
-    timeout=timedelta(hours=12),
-    needs=("hub", "loggers"),
-    **DECK,
-)
-def sft(
-    run: RunContext,
-    dataset: FlyteDirectory,
-    start: ModelConfig,
-    start_digest: str,
-    config: SFTConfig,
-    seed: int,
-) -> FlyteDirectory:
-    """Fine-tune the start model on the dataset's prompt/response pairs, unless `config.skip`."""
+def sft(run: RunContext, settings: SFTSettings, dataset: Artifact) -> Artifact:
+    """Fine-tune the start model on the dataset's prompt/response pairs, unless `config.skip`.
+
+    Artifact `sft`: a Hugging Face model folder with its tokenizer. Without a warm start:
+    `start_model`. On a profile with several GPUs ranks share the model (`sft.parallel`).
+    """
+    start, config, seed = settings.start, settings.config, settings.seed
     if config.skip:
-        return publish_start_model(run, dataset, start, start_digest)
-    from engine.controller.launch import ray_session, require_shared
-    from engine.data.tokenizer import load_tokenizer
-    from engine.trainers.offline import SFTTrainer, is_on_ray
-
-    settings = {
+        return publish_start_model(run, dataset, start, settings.start_digest)
+    recorded = {
         "model": start.model_dump(mode="json"),
-        "start_digest": start_digest,
+        "start_digest": settings.start_digest,
         "sft": config.model_dump(mode="json"),
         "seed": seed,
     }
     ray = ray_session("ray" if is_on_ray(config) else "local", LOCAL_OBJECT_STORE_BYTES)
-    with stage("sft", run, settings) as this, open_loggers(run, this) as logs, ray:
+    with stage("sft", run, recorded) as this, open_loggers(run, this) as logs, ray:
         data = this.load_parent("dataset", dataset)
-        log_splits(this, data, ("sft_train", "sft_validation"))
+        this.log_splits(data, ("sft_train", "sft_validation"))
         tokenizer = load_tokenizer(data / "tokenizer")
         train, validation = (read_examples(data, n, tokenizer) for n in ("train", "validation"))
         scratch = this.folder / "scratch"
         model = start_model(start, config, tokenizer, seed, scratch)
         if is_on_ray(config):
-            own = [start.path] if start.path and Path(start.path).is_dir() else []
-            require_shared([str(this.folder), *own])
+            folders = [start.path] if start.path and Path(start.path).is_dir() else []
+            require_shared([str(this.folder), *folders])
 
         def make() -> SFTTrainer:
-            return SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=start_digest)
+            digest = settings.start_digest
+            return SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=digest)
 
         trained = train_on_rows(this, logs, config, make, train, validation, data / "tokenizer")
         shutil.rmtree(scratch, ignore_errors=True)
-        this.tracked.log_folder(this.folder, "checkpoint")
-        published = this.publish(trained.metrics, step=trained.steps)
-        this.delete_local_checkpoints()
-        return published
+        return publish_trained(this, trained)
 
 
 def start_model(
@@ -314,51 +309,34 @@ def start_model(
     seed: int,
     scratch: Path,
 ) -> PreTrainedModel | StartModel:
-    """The model that training begins with; where it is on ranks, what they load it from.
+    """Return the model that training starts from; where it is on ranks, what they load it from.
 
     Ranks load one from scratch from the folder `scratch`.
     """
-    from engine.models import build_model, load_policy_model, save_model
-    from engine.parallel.layout import Layout
-    from engine.runtime.policy_runtime import StartModel
-    from engine.trainers.offline import is_on_ray, offline_dtype
-
     on_ray = is_on_ray(config)
     dtype = offline_dtype(start.dtype, start.path, config) if start.path else start.dtype
     if on_ray and start.path:
-        echo(f"sft: {start.path} on Ray, {Layout.of(config.parallel)}, {dtype}")
+        say(f"sft: {start.path} on Ray, {Layout.of(config.parallel)}, {dtype}")
         return StartModel(start.path, dtype, start.lora, seed)
     model = (
         load_policy_model(start.path, dtype, start.lora, seed)
         if start.path
         else build_model(start, tokenizer, seed)
     )
-    describe(model)
+    size, kind = sum(p.numel() for p in model.parameters()), next(model.parameters()).dtype
+    named = f"{model.config.model_type} model with {size / 1e6:.2f}M parameters"
+    say(f"sft: {named}, {str(kind).removeprefix('torch.')}")
+    if has_adapters(model):  # a model from scratch has none
+        size = sum(p.numel() for p in adapter_parameters(model).values())
+        say(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
     if not on_ray:
         return model
     save_model(model, tokenizer, scratch)
     return StartModel(str(scratch), dtype, seed=seed)
 
 
-def describe(model: PreTrainedModel) -> None:
-    """Print the model's size."""
-    from engine.models import adapter_parameters, has_adapters
-
-    size = sum(p.numel() for p in model.parameters())
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    echo(f"sft: {model.config.model_type} model with {size / 1e6:.2f}M parameters, {dtype}")
-    if has_adapters(model):  # a model from scratch has none
-        size = sum(p.numel() for p in adapter_parameters(model).values())
-        echo(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
-
-
 def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> list[SFTExample]:
     """Encode the pairs of a split of the dataset."""
-    import pandas as pd
-
-    from engine.data.templates import encode_prompts, encode_response
-    from engine.trainers.offline import SFTExample
-
     frame = pd.read_parquet(data / f"sft_{split}.parquet")
     prompts = encode_prompts(tokenizer, frame["prompt"], f"sft_{split}")
     return [
@@ -367,67 +345,26 @@ def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) ->
     ]
 
 
-# Task `rl`: GRPO or PPO from the warm start, in this process or on Ray actors.
-#
-# Artifact `rl`: a Hugging Face model folder with its tokenizer, of the step that
-# `trainer.final_model` says; `metrics.parquet`, a row a step, with the column `model` for that
-# step;
-# `rollouts/`, samples of what the policy wrote (also the task's Deck, while it runs); and
-# with `trainer.timeline_steps` a `timeline.json` for https://ui.perfetto.dev.
-
-# Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
-
-
-@on_profiles(
-    task_config=ray_cluster,
-    cache=stage_cache(),
-    requests=SMALL,
-    retries=5,
-    interruptible=True,
-    timeout=timedelta(days=3),
-    needs=("hub", "loggers"),
-    **DECK,
-)
 def rl(
     run: RunContext,
-    dataset: FlyteDirectory,
-    warm_start: FlyteDirectory,
-    data: DataConfig,
-    config: RLConfig,
-    lora: LoRAConfig,
-    seed: int,
-    dtype: str = "",
-    reward_model: FlyteDirectory | None = None,
-) -> FlyteDirectory:
-    """Improve the warm start by reinforcement learning on the dataset's prompts.
+    settings: RLSettings,
+    dataset: Artifact,
+    warm_start: Artifact,
+    reward_model: Artifact | None = None,
+) -> Artifact:
+    """Improve the warm start by reinforcement learning, here or on Ray actors.
 
-    dtype: `model.dtype`; empty: that of the warm start's folder, which resolved it. reward_model:
-    what rewards in the place of `config.reward`, and what a critic starts from.
+    Artifact `rl`: a Hugging Face model folder with its tokenizer, of the step that
+    `trainer.final_model` says; `metrics.parquet`, a row a step, with the column `model` for that
+    step; `rollouts/`, samples of what the policy wrote (shown while it runs); and with
+    `trainer.timeline_steps` a `timeline.json` for https://ui.perfetto.dev.
+
+    reward_model: what rewards in the place of `config.reward`, and what a critic starts from.
     """
-    import pandas as pd
-
-    from engine.cli.rl_run import RLRun, RunLog, headline, placed, prompt_room, train_policy
-    from engine.controller.launch import require_shared
-    from engine.data.loader import PromptLoader
-    from engine.evaluation.policy_steps import FILE, MODEL, read_overoptimisation
-    from engine.models import saved_dtype
-    from engine.preferences import by_reward_model
-    from engine.samples.sample_files import FOLDER as ROLLOUTS
-    from engine.samples.sample_files import copy_samples
-
-    settings = {
-        "rl": config.model_dump(mode="json"),
-        "max_response_length": data.max_response_length,
-        "seed": seed,
-    }
-    if data.sampling != SamplingConfig():
-        settings["sampling"] = data.sampling.model_dump(mode="json")
-    if lora.rank or lora.from_folder:
-        settings["lora"] = lora.model_dump(mode="json")
-    if dtype:
-        settings["dtype"] = dtype
+    data, config, lora, seed = settings.data, settings.config, settings.lora, settings.seed
+    recorded = recorded_settings(settings)
     placing = placed(config, LOCAL_OBJECT_STORE_BYTES)
-    with stage("rl", run, settings) as this, open_loggers(run, this) as logs, placing as config:
+    with stage("rl", run, recorded) as this, open_loggers(run, this) as logs, placing as config:
         folder = this.load_parent("dataset", dataset)
         model = this.load_parent("warm_start", warm_start)
         shared = [str(this.folder), str(model)]
@@ -437,7 +374,7 @@ def rl(
             shared.append(str(scorer))
         if config.trainer.placement != "local":
             require_shared(shared)
-        log_splits(this, folder, ("train", "validation"))
+        this.log_splits(folder, ("train", "validation"))
         lengths = json.loads((folder / "dataset.json").read_text())
         train = pd.read_parquet(folder / "train.parquet")
         rows = pd.read_parquet(folder / "validation.parquet").to_dict("records")
@@ -446,7 +383,7 @@ def rl(
         checkpoints = this.checkpoints()
         this.record_origin(checkpoints)
 
-        def save_model(write: WriteModel, step: int) -> Path:
+        def save(write: WriteModel, step: int) -> Path:
             write(str(this.folder))
             return this.folder
 
@@ -459,12 +396,12 @@ def rl(
             data.max_response_length,
             this.folder,
             checkpoints.folder,
-            save_model,
+            save,
             previous_checkpoints=checkpoints.previous,
             seed=seed,
-            dtype=dtype or saved_dtype(model),
+            dtype=settings.dtype or saved_dtype(model),
             lora=lora,
-            on_page=LiveDeck("Rollouts").show,
+            on_page=host().live_page("Rollouts"),
         )
         log = RunLog(this.tracked, logs, step_lines="console" in run.logger)
         log.say(headline(config))
@@ -482,3 +419,20 @@ def rl(
         published = this.publish(metrics | trained.final.metrics(), trained.changed_settings)
         this.delete_local_checkpoints()
         return published
+
+
+def recorded_settings(settings: RLSettings) -> dict[str, object]:
+    """Return what the manifest of RL records; what is as by default is left out."""
+    data, lora = settings.data, settings.lora
+    recorded: dict[str, object] = {
+        "rl": settings.config.model_dump(mode="json"),
+        "max_response_length": data.max_response_length,
+        "seed": settings.seed,
+    }
+    if data.sampling != SamplingConfig():
+        recorded["sampling"] = data.sampling.model_dump(mode="json")
+    if lora.rank or lora.from_folder:
+        recorded["lora"] = lora.model_dump(mode="json")
+    if settings.dtype:
+        recorded["dtype"] = settings.dtype
+    return recorded
