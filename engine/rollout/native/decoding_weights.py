@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from engine.errors import ModelError, RolloutError
+from engine.kernels.decoding_ops import DecoderWeights, LayerWeights, LinearWeights, RMSNorm
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.trainer_model import LinearFunction, linear_function
 
@@ -186,50 +187,10 @@ _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCau
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 
 
-class LinearWeights(NamedTuple):
-    """A linear's parameters: weight `[out, in]`, bias `[out]` or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class RMSNorm(NamedTuple):
-    """An RMSNorm's weight `[size]` and epsilon."""
-
-    weight: Tensor
-    eps: float
-
-
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer."""
-
-    q: LinearWeights
-    k: LinearWeights
-    v: LinearWeights
-    o: LinearWeights
-    gate: LinearWeights
-    up: LinearWeights
-    down: LinearWeights
-    input_norm: RMSNorm
-    post_norm: RMSNorm
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaWeights:
+class LlamaWeights(DecoderWeights):
     """A Llama-shaped model: its parameters and the numbers its forward pass needs."""
 
-    layers: tuple[LayerWeights, ...]
-    embedding: Tensor  # [V, hidden]
-    head: LinearWeights
-    norm: RMSNorm
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scaling: float  # multiplies q·k
-    activation: Callable[[Tensor], Tensor]
     rotary: nn.Module
     linear: LinearFunction
     tp: TensorParallel | None = None  # set: these are one rank's shards, and heads are its own

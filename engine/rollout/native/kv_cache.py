@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import RolloutError
+from engine.kernels.decoding_ops import LiveCache
 
 # How many sequences a bounded KV cache holds, known before anything is decoded.
 #
@@ -161,15 +162,6 @@ class CacheShape(NamedTuple):
     head_dim: int
     queries_per_key: int  # query heads that share a key head
     scaling: float  # multiplies q·k
-
-
-class LiveCache(NamedTuple):
-    """Where the keys and values of L slots are; the tensors of caches end in contiguous rows."""
-
-    completions: Tensor  # [layers, 2, slots, kv_heads, T, head_dim]
-    prompts: Tensor | None = None  # [layers, 2, groups, kv_heads, P, head_dim]
-    group: Tensor | None = None  # [L], int64: whose prompt a slot's sequence follows
-    prompt_lengths: Tensor | None = None  # [groups], int64
 
 
 class KVCache:

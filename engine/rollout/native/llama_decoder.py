@@ -15,16 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kernels.decoding_ops import cpu_step
+from engine.kernels.decoding_ops import LayerWeights, LinearWeights, RMSNorm, cpu_step
 from engine.rollout.native.decoder import Prefilled
-from engine.rollout.native.decoding_weights import (
-    LayerWeights,
-    LinearWeights,
-    LlamaWeights,
-    RMSNorm,
-    UnsupportedModel,
-    bind,
-)
+from engine.rollout.native.decoding_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.native.kv_cache import CacheShape, KVCache, KvRoom, Prefix, SharedPromptCache
 
 # Decode steps in a few fixed shapes, so that a GPU can replay them as CUDA graphs.
@@ -317,7 +310,7 @@ class LlamaDecoder:
         # rotate_half(x) * sin == roll(x, head_dim / 2) * sin with the first half's sign turned
         half = w.head_dim // 2
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-        self._cpu_step = cpu_step(w, self._cos, self._sin)
+        self._cpu_step = cpu_step(w, self._cos, self._sin) if w.tp is None else None
 
     def _run_after(
         self, state: Tensor, which: Tensor, lengths: Tensor, tokens: Sequence[Sequence[int]]

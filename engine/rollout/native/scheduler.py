@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.decoding_ops import draw
 from engine.rollout.native.decoder import Decoder, Prefilled
 from engine.rollout.native.kv_cache import KeptPrefix, KeptPrefixes
 from engine.rollout.native.sequences import (
@@ -24,6 +23,7 @@ from engine.rollout.native.sequences import (
     prefill_spans,
 )
 from engine.rollout.protocol import RolloutStats, SamplingParams
+from engine.rollout.sampling import draw
 from engine.rollout.stream import PartialRequest
 
 # Slots: the sequences that are decoded together, and what a step does for them.
