@@ -133,8 +133,8 @@ def unpack(data: Tensor) -> Iterator[DeltaChunk]:
     total = at + sum(size for *_, size in headers)
     if total != row.size:
         raise WeightSyncError(f"a delta of {row.size} bytes should have {total} by its header")
-    for *fields, size in headers:
-        yield DeltaChunk(*fields, row[at : at + size])
+    for tensor, start, chunk_count, itemsize, size in headers:
+        yield DeltaChunk(tensor, start, chunk_count, itemsize, row[at : at + size])
         at += size
 
 
