@@ -1,7 +1,10 @@
 """Causal attention over packed rows on a CPU: compiled, and as matrix products over padded batches.
 
-How rows are packed is in `engine.models.packing`, attention on other devices in
-`engine.models.packed_attention`.
+Compiled (`cpu/attention.h`) in bfloat16 on CPUs that multiply it (AVX512-BF16): each thread takes
+the rows that share a prompt or more, one key head at a time, and keeps their keys in its cache.
+Otherwise short rows of similar length are computed together in a few operations a layer. Few rows
+that share a prompt, such as a preference pair, are computed as one, with a mask that keeps them
+apart; of many with a short one, each has a copy of it.
 """
 
 from __future__ import annotations
@@ -22,15 +25,6 @@ from torch.autograd.function import once_differentiable
 
 from engine.algorithms.masked import at_least_float
 from engine.kernels.training_ops import library
-
-# Attention of short packed rows on a CPU, as matrix products over padded batches of them.
-#
-# Rows of similar length are computed together: a few operations a layer, where a pass over the
-# rows
-# (`packed_attention`) is some for each of them. Few rows that share a prompt, such as a preference
-# pair, are computed as one, with a mask that keeps them apart; of many with a short one, each has
-# a
-# copy of it.
 
 Run = tuple[int, ...]
 """First and last + 1 of each part of a segment's prefix (one, which may be empty, or those of a
@@ -286,13 +280,6 @@ def _of_keys(plan: _Plan, parts: Sequence[Tensor]) -> Tensor:
         total.index_add_(0, plan.copied, flat.index_select(0, plan.copies))
     return total
 
-
-# Causal attention over packed rows as one compiled function: `cpu/attention.h`.
-#
-# In bfloat16 on CPUs that multiply it (AVX512-BF16): each thread takes the rows that share a
-# prompt
-# or more, one key head of them at a time, and keeps their keys in its cache. Scores and sums are
-# float32.
 
 _COMPILED_LONGEST = 1024  # keys of a token
 

@@ -1,6 +1,10 @@
-"""A decoder layer whose backward pass is written out: its pieces, and as one compiled function.
+"""Pieces of a decoder layer, and whole layers, whose backward pass is written out.
 
-`engine.models.fused` puts them in place of transformers' modules.
+All keep less than autograd would: a norm its input and one number a row, rotary nothing of its
+input, an MLP neither silu(gate) nor the product. Dtypes and rounding are transformers' own. Between
+its compiled functions a layer of a small model is Python, modules and autograd's nodes on one
+thread; as one autograd function it is one node, with the same numbers to the bit. `engine.models`
+puts these in place of transformers' modules.
 """
 
 from __future__ import annotations
@@ -17,11 +21,6 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from engine.kernels import training_ops
 from engine.kernels.attention import Run, attention_forward, attention_gradients, takes_runs
 from engine.kernels.training_ops import Rotary, RowsRead, input_gradient, linear, weight_gradient
-
-# Pieces of a decoder layer whose backward pass is written out; `fused` puts them in place.
-#
-# All keep less than autograd would: a norm its input and one number a row, rotary nothing of its
-# input, an MLP neither silu(gate) nor the product. Dtypes and rounding are transformers' own.
 
 _CHUNK_ELEMENTS = 1 << 18  # whose float32 intermediates stay in a core's cache
 
@@ -346,14 +345,6 @@ def _chunks(rows: Tensor) -> Iterator[slice]:
     size = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[1]))
     for start in range(0, len(rows), size):
         yield slice(start, start + size)
-
-
-# A decoder layer over packed rows as one autograd function, where all of it is compiled.
-#
-# Between its compiled functions a layer of a small model is Python, modules and autograd's nodes,
-# on
-# one thread; here it is one node. The numbers are those of the parts in `fused_functions`, to the
-# bit. `fused_forwards` calls it for layers without adapters and hooks.
 
 
 @dataclass(frozen=True, slots=True)

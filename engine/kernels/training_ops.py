@@ -1,7 +1,14 @@
-"""The compiled loops of training, `cpu/train.c`: products, what lies between them, and AdamW.
+"""Compiled loops of training (`cpu/train.c`), and matrix products by the faster of two libraries.
 
-Linear layers and the gated MLP, norms, rotations and log-probs, AdamW of float32 masters, and
-which of two libraries multiplies. Attention is in `attention`.
+In bfloat16 on CPUs that multiply it (AVX512-BF16). A training pass of a small model is limited by
+operations that are short, or that go over memory once more; each of these goes over it once, a
+block of rows at a time through all that follows on each other while it is in a thread's cache. Sums
+and gradients of weights are float32, and results are rounded where transformers' modules round
+them, or less often. Functions here have no gradient; `decoder_layer` calls them.
+
+MKL computes float32 products on AMD processors at half of oneDNN's rate; elsewhere, and in
+bfloat16, torch's own choice is the faster one. The choice is a rule and not a timing, so that a run
+repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -23,16 +30,6 @@ from torch.autograd.graph import increment_version
 
 from engine.kernels import compiled
 from engine.parallel.module_shards import local_tensor
-
-# What lies between the matrix products of a layer in training, as compiled loops: `cpu/train.c`.
-#
-# In bfloat16 on CPUs that multiply it (AVX512-BF16). A training pass of a small model is limited
-# by
-# operations that are short, or that go over memory once more; each of these goes over it once.
-# Sums
-# are float32, and results are rounded where transformers' modules round them, or less often.
-# Nothing
-# here has a gradient: `fused_functions` calls these. Attention is in `compiled_attention`.
 
 _NUMBERS_OF_TWO = 1 << 14  # from which more than one thread is worth waking
 
@@ -220,17 +217,6 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# Linear layers and the gated MLP in training as compiled functions: `cpu/products.h`.
-#
-# In bfloat16 on CPUs that multiply it (AVX512-BF16). A library computes one product after the
-# other,
-# and each goes over memory; here each thread takes a block of rows through all that follows on
-# each
-# other, while it is in the thread's cache. Gradients of weights are float32 sums, as optimizers
-# accumulate them. The outputs of a row don't depend on the other rows. Nothing here has a
-# gradient:
-# `fused_functions` calls these.
-
 STEP = 16  # widths of inputs are multiples of it; those of outputs that are rotated, too
 _LARGEST = 1 << 19  # elements of a matrix; beyond, oneDNN's products are the faster ones
 
@@ -387,14 +373,6 @@ def _call(name: str, given: ctypes.Structure) -> None:
         raise MemoryError("no memory for a layer: give micro-batches fewer tokens")
 
 
-# Matrix products of a linear layer, forward and backward, by the faster of two libraries.
-#
-# MKL computes float32 on AMD processors at half of oneDNN's rate; elsewhere, and in bfloat16,
-# torch's
-# own choice is the faster one. The choice is a rule and not a timing, so that a run repeats bit
-# for
-# bit. Nothing here has a gradient: callers write their backward out.
-
 _LARGEST_STEP = 8  # log2 of what is between two sizes
 
 
@@ -445,13 +423,6 @@ def _mkl_is_slow() -> bool:
         return False
 
 
-# Tokens of packed rows whose outputs are read, for a last layer that leaves the others out.
-#
-# What follows its attention, most of a layer, is computed for these alone: of prompt and response
-# the
-# response's. `fused` has the layer, `forward` says which tokens they are.
-
-
 @dataclass(frozen=True, slots=True)
 class RowsRead:
     """Which of a packed sequence's tokens are read: the others' outputs are left out."""
@@ -492,12 +463,6 @@ class _TakeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.read.scatter(gradients[0][0], ctx.tokens)[None], None
-
-
-# AdamW of float32 masters as one compiled pass over each: `cpu/adamw.h` of `engine.models`.
-#
-# The pass scales the gradient and writes the rounded weights, which are passes of their own
-# otherwise. Its state is that of torch's AdamW.
 
 
 class CompiledAdamW(torch.optim.AdamW):

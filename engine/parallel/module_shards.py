@@ -1,6 +1,8 @@
-"""The shards of a module, read from its parameters, and full tensors from them and into them.
+"""The shards of a module, and full tensors from and into a model sharded over ranks.
 
-Right for any layout. Boxes and maps as values are in `shard_maps`.
+Shards are read from the module's parameters (DTensors or plain tensors), so they are right for any
+layout. Full tensors, one at a time, are for Hugging Face folders and checkpoints of other layouts;
+weights for a rollout engine go through `exchange`, which sends slices.
 """
 
 from __future__ import annotations
@@ -23,10 +25,6 @@ from engine.errors import CheckpointError, ConfigError
 from engine.parallel import fsdp
 from engine.parallel.process_groups import Ranks
 from engine.parallel.shard_maps import Box, Index, Shard, ShardedParameter, ShardMap, chunk
-
-# The shards of a module: read from its parameters, so right for any layout.
-#
-# A parameter is a DTensor (FSDP2, tensor parallel, both) or a plain tensor, full on its rank.
 
 # From a module's parameter name to its name in the whole model; None for what is left out.
 Rename = Callable[[str], str | None]
@@ -117,12 +115,6 @@ def local_box(parameter: Tensor) -> Box:
             "resharded; use FSDP2 (fully_shard) and tensor parallel Shard placements"
         )
     return box
-
-
-# Full tensors from, and into, a model sharded over ranks: one at a time.
-#
-# For Hugging Face folders, and checkpoints of other layouts. Names are those of the plain
-# transformers model. Weights for a rollout engine go through `exchange`, which sends slices.
 
 
 @dataclass(frozen=True, slots=True)

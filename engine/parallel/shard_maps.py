@@ -1,7 +1,7 @@
-"""Shard maps: which rank has which box of each parameter, in training and in rollout.
+"""Shard maps: which rank has which box of each parameter, and where in its storage. Pure values.
 
-Pure values: boxes of indices, maps from parameters to boxes, and rollout's map from sizes
-alone. How they are moved is in `reshard`.
+A box is an index range in every dimension of a full tensor. `module_shards` makes a shard map of a
+module, `rollout_shard_map` one of a layout and sizes alone; `reshard` plans from one to another.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ import torch
 
 from engine.errors import ConfigError
 from engine.parallel.layout import ModelShape, RolloutLayout
-
-# Boxes: index ranges in every dimension of a tensor, their intersections and differences.
-#
-# A rank's shard of a parameter is a box in the full tensor. Pure values; no torch, no ranks.
 
 Index = tuple[int, ...]  # one number per dimension
 
@@ -166,12 +162,6 @@ def flat_range(size: Index, start: int, stop: int) -> list[Box]:
     ]
 
 
-# Shard maps: which rank has which box of each parameter, and where in its storage. Pure values.
-#
-# `sharding_specs` makes one of a layout, `module_shards` of a module; `reshard` plans from one to
-# another.
-
-
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A box that these ranks store; its first element is at index `start` of each one's tensor."""
@@ -213,12 +203,6 @@ class ShardMap:
         """Whole parameters' shapes."""
         return {name: parameter.shape for name, parameter in self.parameters.items()}
 
-
-# How rollout shards a model's parameters: a shard map from sizes alone, without a model or ranks.
-#
-# Names are those of transformers' Llama, Mistral, Qwen2 and Qwen3 models. A tied head is not a
-# parameter of its own: "…embed_tokens.weight" is on the first stage and on the last. The shard map
-# of a real module is `module_shards`'.
 
 ROLLOUT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose shards `native` decodes with
 

@@ -1,7 +1,9 @@
 """Streaming rollout: requests are added and weights change while others are decoded.
 
-The interface of an engine's stream, and groups of completions that are not finished, in a form
-that outlives the process decoding them. Each engine has its stream in its own folder.
+The protocol of an engine's stream, and groups of completions that are not finished in a form that
+outlives the process decoding them. The scheme is PipelineRL's (arXiv:2509.19128) in-flight weight
+update and AReaL's (arXiv:2505.24298) interruptible rollout: a completion may be the work of several
+policy versions, and says so token by token.
 """
 
 from __future__ import annotations
@@ -17,13 +19,6 @@ import torch
 from engine.batch import Batch
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
-
-# Streaming rollout: requests are added and weights change while others are decoded.
-#
-# This is the protocol; the native engine's stream is `native/stream.py`. The scheme is
-# PipelineRL's (arXiv:2509.19128) in-flight weight update and AReaL's (arXiv:2505.24298)
-# interruptible
-# rollout: a completion may be the work of several policy versions, and says so token by token.
 
 KvOnUpdate = Literal["keep", "recompute"]
 
@@ -200,12 +195,6 @@ def check_partial(
         if set(part.token_ids) & set(stop_token_ids):
             raise RolloutError(f"{name} holds a stop token, so it has ended; don't resume it")
 
-
-# Groups of completions that are not finished, in a form that outlives the process decoding them.
-#
-# `PartialGroup` goes into checkpoints and back, and travels in a column of prompts. Decoding is
-# continued from it by `engine.workers.group_stream`; `engine.controller.staleness` decides whether
-# that is still allowed.
 
 PARTIAL_GROUP = "partial_group"  # a column of prompts: what was begun of each, or None
 

@@ -1,7 +1,8 @@
-"""What rollout engines read of a trainer's model.
+"""What rollout engines read of a trainer's model, a transformers causal LM.
 
-Its causal language model in evaluation mode, its weights as whole plain tensors by their names
-in files, and the kernel that multiplies activations with those weights unpacked.
+Its evaluation mode; its weights as whole plain tensors by their names in files, gathered one at a
+time, with LoRA adapters merged in (W + α/r · B·A, arXiv:2106.09685); and the kernel that multiplies
+activations with those weights where the trainer keeps them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.storage.weight_files import file_tensors
-
-# What engines read of a trainer's model, a transformers causal LM, and its evaluation mode.
 
 
 class CausalLM(Protocol):
@@ -55,10 +54,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-# The kernel that multiplies activations with unpacked weights, for engines that share storage.
-#
-# Both kernels read a weight where the trainer keeps it, without a copy.
-
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -84,12 +79,6 @@ def _is_amd() -> bool:
     except OSError:  # not Linux: keep PyTorch's own choice
         return False
 
-
-# A trainer's weights as whole plain tensors, by the names that files of the model have for them.
-#
-# Sharded parameters are gathered one at a time. An adapted matrix comes with its adapter merged
-# in:
-# W + α/r · B·A (Hu et al., arXiv:2106.09685).
 
 _ADAPTER = "default"  # peft's name of the only one
 _PARTS = (".lora_A.", ".lora_B.")

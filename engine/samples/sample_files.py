@@ -1,6 +1,7 @@
 """The Parquet files of a run's samples, one a step and split, in a folder or at an s3:// address.
 
-Also their columns: a row is a completion, with one value a token in its lists. Loads no torch.
+A row is a completion, with one value a token in its lists. A file's metadata has the metrics of the
+steps since the file before it, so that the folder alone has the run's curves. Loads no torch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ import pyarrow.parquet as pq
 
 from engine.errors import DataError, StorageError
 from engine.storage.filesystem import PATIENT, Files, translated
-
-# The columns of a sample: a row is a completion, with one value a token in its lists.
 
 TRAIN, VALIDATION = "train", "validation"
 COMPONENT = "reward."  # before the name of a reward's component, in the name of its column
@@ -80,11 +79,6 @@ SCHEMA = pa.schema(
 )
 """Beside these, `reward.NAME` (float32) for each component of the reward."""
 
-
-# The Parquet files of a run's samples, one a step and split, in a folder or at an s3:// address.
-#
-# A file's metadata has the metrics of the steps since the file before it, so that the folder alone
-# has the run's curves.
 
 FOLDER = "rollouts"  # of a run, below what it leaves
 PAGE = "rollouts.html"

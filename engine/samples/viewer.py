@@ -1,6 +1,9 @@
 """The samples of a run as one HTML page that needs nothing else, for a browser or a Flyte Deck.
 
-What the page shows as JSON, and the page from `templates/`. Loads no torch.
+The page's data is bounded whatever the run's length: of too many steps every second one is left
+out, of a long completion the end. Completions are hostile text. They are data in the page, not
+markup: its script puts them into text nodes alone, and a content security policy permits this
+script and style and no address at all. Loads no torch.
 """
 
 from __future__ import annotations
@@ -22,11 +25,6 @@ from markupsafe import Markup
 from engine import html_templates
 from engine.html_templates import printable
 from engine.samples.sample_files import COMPONENT, TOKEN_VALUES, Metrics, SampleFolder, SampleName
-
-# What the page of a run shows, as JSON: samples in a compact form, and the run's curves.
-#
-# Bounded whatever the run's length: of too many steps every second one is left out, of a long
-# completion the end.
 
 MOST_TOKENS = 300_000  # of a page
 MOST_TOKENS_A_ROW = 1024
@@ -203,13 +201,6 @@ def _number(value: float | None) -> float | None:
 def _json(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_ESCAPES)
-
-
-# The samples of a run as one HTML page that needs nothing else, for a browser or a Flyte Deck.
-#
-# Completions are hostile text. They are data in the page, not markup: its script puts them into
-# text
-# nodes alone, and a content security policy permits this script and style and no address at all.
 
 
 def render_page(data: PageData, title: str) -> str:

@@ -1,7 +1,7 @@
-"""Samples of a run's rollouts, written beside training: Parquet and the page.
+"""Samples of a run's rollouts, written beside training: Parquet, the page, and whoever wants them.
 
-Which groups of a batch are picked, what is recorded of them, what single tokens read as, and
-the thread that writes.
+`pick` runs in the training loop and copies a few groups of a step's batch; a thread decodes, writes
+and renders. What goes wrong there costs the sample and a sentence in the log, never the run.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ from engine.samples.viewer import PageData, render_page, run_name
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# What single tokens read as, so that those of a completion one after the other are its text.
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 4  # bytes of a UTF-8 character, and so at most its tokens
@@ -89,10 +87,6 @@ class TokenTexts:
         spaced = str(self._tokenizer.convert_ids_to_tokens(int(ids[0]))).startswith(_WORD_START)
         return f" {text}" if spaced and not text.startswith(" ") else text
 
-
-# A sample of a step's rollouts: some groups of completions, and what is recorded of them.
-#
-# `pick` runs in the training loop and copies a few rows; `as_table` runs elsewhere.
 
 LONGEST_PROMPT = 20_000  # characters of it that are recorded
 _TENSORS = (
@@ -305,11 +299,6 @@ def _text(value: object) -> str:
 def _ragged(values: np.ndarray, lengths: Sequence[int]) -> list[list[Any]]:
     return [row[:length].tolist() for row, length in zip(values, lengths, strict=True)]
 
-
-# Samples of a run's rollouts, written beside training: Parquet, the page, and whoever wants them.
-#
-# The training loop copies a few rows and goes on; a thread decodes, writes and renders. What goes
-# wrong there costs the sample and a sentence in the log, never the run.
 
 PAGE_SECONDS = 10.0  # between two renderings of the page, while samples come
 CLOSE_SECONDS = 60.0  # for what is still to be written when the run ends

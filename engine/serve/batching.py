@@ -24,13 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Requests of many clients as batches of the rollout engine, in one thread.
-#
-# Requests that wait and draw tokens in the same way are decoded together, up to `BATCH` sequences
-# at
-# once; one with a seed of its own is decoded alone, so that it gives the same tokens whoever else
-# asks.
-
 BATCH = 64  # sequences
 _log = logging.getLogger(__name__)
 
@@ -147,8 +140,6 @@ def _cut(one: Completion, limit: int) -> Completion:
         finish_reason="length",
     )
 
-
-# Log-probs of a prompt's tokens by the native server, in the form of vLLM's `prompt_logprobs`.
 
 LogProbs = dict[str, dict[str, float]]
 

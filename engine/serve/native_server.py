@@ -1,7 +1,7 @@
-"""The native rollout engine behind a small HTTP server (Starlette on uvicorn).
+"""The native rollout engine behind an HTTP server of OpenAI's API (Starlette on uvicorn).
 
-The requests and answers of OpenAI's API, and the server, which listens before the model (and
-torch) is loaded.
+It listens before the model (and torch) is loaded; until then `/health` and requests answer 503.
+What is asked for and not offered is refused by name, never left out in silence.
 """
 
 from __future__ import annotations
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
 
     from engine.rollout.protocol import Completion, RolloutEngine
 
-
-# The requests of OpenAI's API that the native server answers, and what it answers.
-#
-# Pure: text and tokens become each other elsewhere. What is asked for and not offered is refused
-# by
-# name, never left out in silence.
 
 # Fields of the API that change the answer, and the values that ask for nothing.
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
@@ -245,10 +239,6 @@ def _head(chat: bool, kind: str, model: str) -> dict[str, object]:
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
-
-# The native rollout engine behind a small HTTP server (Starlette on uvicorn).
-#
-# It listens before the model is loaded; until it is, `/health` and requests answer 503.
 
 LARGEST = 8 << 20  # bytes of a request
 BODY_S = 60.0  # for a client to send its request

@@ -1,8 +1,10 @@
-"""What the scheduler needs of a model, and a decoder for any causal language model.
+"""What the scheduler needs of a model (`Decoder`), and a decoder for any causal language model.
 
-Prefill, insertion into slots and single-token steps; the generic decoder uses the model's own
-forward pass and records the experts that routers choose. The faster one of the Llama family is
-`llama_decoder`.
+`GenericDecoder` uses the model's own forward pass over one left-padded batch: correct for all,
+slower than `llama_decoder`. A model that keeps transformers' key/value caches reuses them; one that
+takes only `(input_ids, attention_mask)` is run over the whole sequence for each token. It can
+record the experts that routers choose, for training to repeat them: rollout routing replay (R3,
+arXiv:2510.11370).
 """
 
 from __future__ import annotations
@@ -19,8 +21,6 @@ from transformers import DynamicCache
 
 from engine.errors import ConfigError
 from engine.rollout.trainer_model import eval_mode
-
-# What the scheduler needs of a model: prefill, insertion into slots and single-token steps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +124,6 @@ class Decoder(Protocol):
         ...
 
 
-# Which experts a mixture's routers choose while `GenericDecoder` decodes, for training to repeat.
-#
-# Rollout routing replay (R3, arXiv:2510.11370). Only the choice is recorded, not its weights.
-
-
 class RoutedExperts:
     """The choices of a model's routers in its latest forward pass."""
 
@@ -165,13 +160,6 @@ class RoutedExperts:
             self._chosen[layer] = output[2]
 
         return record
-
-
-# Decoding with any causal LM by its own forward pass: correct for all, slower than the Llama path.
-#
-# Sequences are one left-padded batch. A model that keeps transformers' key/value caches reuses
-# them;
-# one that takes only `(input_ids, attention_mask)` is run over the whole sequence for each token.
 
 
 class GenericDecoder:

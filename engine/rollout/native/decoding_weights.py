@@ -1,7 +1,10 @@
 """The trainer's own parameters, looked up for decoding without a copy.
 
-Whole ones of the Llama family, the shard of a tensor-parallel rank, and the collectives that
-decoding with shards needs.
+`bind` reads a transformers model of the Llama family into plain tuples of its parameters and
+refuses what it does not know exactly. Only a matrix with a LoRA adapter is computed, W + α/r · B·A,
+once a binding. `TPModelShard` is a tensor-parallel rank's shard in the caller's storage. Every rank
+of its group runs the same rollout in step: hidden states are whole on all ranks after each block,
+and so are the gathered logits, so that all draw the same tokens (`TensorParallel`).
 """
 
 from __future__ import annotations
@@ -33,12 +36,6 @@ from engine.errors import ModelError, RolloutError
 from engine.kernels.decoding_ops import DecoderWeights, LayerWeights, LinearWeights, RMSNorm
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.trainer_model import LinearFunction, linear_function
-
-# The collectives of tensor-parallel decoding: sums, embeddings, logits and samples.
-#
-# Every rank of the group runs the same rollout in step, on its shards of the matrices
-# (`tp_shards.py`). The hidden state is whole on all ranks after each block, and so are the logits
-# `[sequences, V]`, which are gathered: every rank draws the same tokens by the same rule.
 
 
 class TensorParallel:
@@ -173,16 +170,6 @@ class TensorParallel:
             raise RolloutError(self._lost) from error
 
 
-# The trainer's own parameters, looked up for decoding: no copies, checked to be a known shape.
-#
-# Only a matrix with a LoRA adapter is computed, W + α/r · B·A, so that decoding costs what it
-# costs
-# without; the result lives as long as the binding.
-#
-# `bind` reads a transformers model of the Llama family (Llama, Mistral, Qwen2, Qwen3) into plain
-# tuples of its parameters. Anything it does not know exactly, it refuses with the reason; such a
-# model is decoded by `generic_decoder.py`.
-
 _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 
@@ -306,13 +293,6 @@ def _norm(module: Any) -> RMSNorm:
 def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return F.silu if type(module).__name__ in {"SiLUActivation", "SiLU"} else module
 
-
-# A tensor-parallel rank's shard of a model: local tensors by name, checked, to decode with.
-#
-# The tensors are the caller's storage: a trainer's own (the local parts of DTensors), or buffers
-# that
-# a resharding step fills. None is copied. How the ranks compute together is in
-# `tensor_parallel.py`.
 
 _ROWS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}  # outputs are split
 _COLUMNS = {"o_proj", "down_proj"}  # inputs are split, results are to be summed

@@ -1,7 +1,10 @@
 """Key/value caches of the running sequences, and attention of one new token each over them.
 
-Also how many sequences a bounded cache holds, prefixes that sequences share, and prefixes that
-are kept for a next turn.
+`KVCache` stores a whole sequence in its slot. `SharedPromptCache`, for groups of completions,
+stores each prompt once and only the completions by slot: all queries of a group meet the prompt's
+keys in one product, which reads them once and not once a sequence. Both give the same numbers but
+for rounding. A cache is a rectangle, so a bound on its memory (`KvBudget`) is one on slots and on
+the prompts that are kept at once; `KeptPrefixes` holds sequences that ended for a next turn.
 """
 
 from __future__ import annotations
@@ -16,13 +19,6 @@ from torch import Tensor
 
 from engine.errors import RolloutError
 from engine.kernels.decoding_ops import LiveCache
-
-# How many sequences a bounded KV cache holds, known before anything is decoded.
-#
-# The cache is a rectangle: each slot has room for the longest sequence. So the bound is one on
-# slots,
-# and, where completions share their prompt's keys, on the prompts that are kept at once. Sequences
-# beyond it wait for a slot.
 
 
 class KvRoom(NamedTuple):
@@ -73,9 +69,6 @@ class KvBudget:
         return KvRoom(shared, columns, min(shared, left // longest_prompt))
 
 
-# Keys and values that sequences attend to before themselves, and what each token sees of them.
-
-
 class Prefix(NamedTuple):
     """What k sequences of T tokens follow."""
 
@@ -91,9 +84,6 @@ class Prefix(NamedTuple):
         own = torch.ones(width, width, dtype=torch.bool, device=lengths.device).tril()
         mask = torch.cat((before, own.expand(len(lengths), -1, -1)), dim=-1)[:, None]
         return Prefix(kv, which, mask)
-
-
-# Keys and values of sequences that ended, for requests that go on from them (a next turn).
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +131,6 @@ class KeptPrefixes:
         self._kept.clear()
         self.tokens = 0
 
-
-# Key/value caches of the running sequences, and attention of one new token each over them.
-#
-# `KVCache` stores a whole sequence in its slot. `SharedPromptCache`, for groups of completions,
-# stores each prompt once and only the completions by slot: all queries of a group meet the
-# prompt's
-# keys in one product, which reads them once and not once a sequence. Both give the same numbers
-# but
-# for rounding.
 
 _COLUMN_STEP = 32  # columns that storage grows by at least
 

@@ -1,7 +1,10 @@
 """Decoding of the Llama family with the trainer's parameters.
 
-Forward passes for prefill and for single tokens, and decode steps in a few fixed shapes that a
-GPU replays as CUDA graphs.
+`LlamaDecoder` computes what the transformers modules compute, in fewer and larger operations, over
+the caches of `kv_cache`. On a GPU, where launching a step's hundreds of short kernels takes longer
+than running them, `GraphedSteps` replays CUDA graphs. A graph has one shape and fixed addresses, so
+the batch is padded to a power of two and columns to a multiple of 128, and a shape is captured
+after it has come up a few times.
 """
 
 from __future__ import annotations
@@ -19,15 +22,6 @@ from engine.kernels.decoding_ops import LayerWeights, LinearWeights, RMSNorm, cp
 from engine.rollout.native.decoder import Prefilled
 from engine.rollout.native.decoding_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.native.kv_cache import CacheShape, KVCache, KvRoom, Prefix, SharedPromptCache
-
-# Decode steps in a few fixed shapes, so that a GPU can replay them as CUDA graphs.
-#
-# A step of a small model is hundreds of short kernels, and launching them takes longer than
-# running
-# them. A graph launches them at once, but it has one shape and fixed addresses. So the batch is
-# padded to a power of two and columns to a multiple of 128, and a shape is captured after it has
-# come
-# up a few times. What a step computes is `llama_decoder.py`'s; on CPUs nothing is gained.
 
 Step = Callable[[Tensor, Tensor, int], Tensor]  # tokens [R], positions [R], columns → logits [R, V]
 Replay = Callable[[], Tensor]
@@ -122,12 +116,6 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             output = function()
         return graph, output
-
-
-# Forward passes for decoding with the trainer's parameters.
-#
-# `LlamaDecoder` computes what the transformers modules of the Llama family compute, in fewer and
-# larger operations, over the caches of `kv_cache.py`.
 
 
 class LlamaDecoder:

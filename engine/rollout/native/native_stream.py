@@ -1,6 +1,8 @@
 """The native engine's stream: open-ended continuous batching over the trainer's own storage.
 
-Also the sizes of a stream, and what fits them.
+It adds to the scheduler what changes from step to step: requests with keys of their own, and
+weights. An update that recomputes, or an error, preempts the running sequences with their tokens,
+and they are admitted again later: no failure loses or repeats a token.
 """
 
 from __future__ import annotations
@@ -35,8 +37,6 @@ from engine.rollout.stream import (
     request_limit,
 )
 
-# The sizes of a native stream, and what fits them.
-
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
@@ -70,14 +70,6 @@ class StreamLimits:
                 f"longest_prompt={self.longest_prompt}; open the stream with a greater one"
             )
         return min(self.max_new_tokens, self.max_model_len - len(prompt_ids))
-
-
-# The native engine's stream: open-ended continuous batching over the trainer's own storage.
-#
-# It adds to the scheduler what changes from step to step: requests with keys of their own, and
-# weights. An update that recomputes, or an error, preempts the running sequences with their
-# tokens,
-# and they are admitted again later: no failure loses or repeats a token.
 
 
 class NativeStream:

@@ -1,6 +1,10 @@
 """Continuous batching: requests wait in a queue, and their completions are admitted to free slots.
 
-The slots are the sequences that are decoded together, and what a step does for them.
+A batch of prompts (`NativeEngine.generate`) and a stream (`NativeStream`) run on `Scheduler`.
+`Slots` are the sequences that are decoded together. All their state is in tensors with one entry a
+slot; Python sees a step only as a few counts. A finished sequence stays in its slot until another
+one takes it, or until enough have finished to be worth closing the gaps. Few numbers of slots are
+ever computed: oneDNN compiles a kernel for each new shape of a product, which takes a millisecond.
 """
 
 from __future__ import annotations
@@ -25,14 +29,6 @@ from engine.rollout.native.sequences import (
 from engine.rollout.protocol import RolloutStats, SamplingParams
 from engine.rollout.sampling import draw
 from engine.rollout.stream import PartialRequest
-
-# Slots: the sequences that are decoded together, and what a step does for them.
-#
-# All state is in tensors with one entry a slot; Python sees a step only as a few counts. A
-# finished
-# sequence stays in its slot until another one takes it, or until enough have finished to be worth
-# closing the gaps. Few numbers of slots are ever computed: oneDNN compiles a kernel for each new
-# shape of a product, which takes a millisecond. Which sequences come next is `scheduler.py`'s.
 
 OnEnd = Callable[[Tensor, Tensor, Tensor], None]  # rows, slots and fed tokens [k] of what ended
 
@@ -148,13 +144,6 @@ def _slots_for(running: int) -> int:
     """Slots that so many sequences are decoded in: one of eight numbers an octave, at least."""
     step = 1 << max(2, running.bit_length() - 4)
     return -(-running // step) * step
-
-
-# Continuous batching: requests wait in a queue, and their completions are admitted to free slots.
-#
-# A batch of prompts (`NativeEngine.generate`) and a stream (`NativeStream`) run on this scheduler.
-# Admission computes the prompts, each once for all its completions that enter together, and the
-# tokens that resumed completions already have; what all slots do in a step is `slots.py`'s.
 
 
 class Scheduler:

@@ -1,7 +1,8 @@
 """Requests, and a table with the sampled tokens of the sequences that are decoded for them.
 
-Also what is computed to admit completions: whole prompts, each once, in runs of one forward
-pass.
+A request is a prompt and its completions; a sequence is one completion from its admission to its
+end or preemption. The table lies on the model's device, one row a sequence, and becomes Python
+lists when sequences leave it. `plan_prefill` says what is computed to admit completions.
 """
 
 from __future__ import annotations
@@ -17,12 +18,6 @@ from engine.errors import DivergedRolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.sampling import noise_keys
 from engine.rollout.stream import PartialCompletion, PartialRequest
-
-# Requests, and a table with the sampled tokens of the sequences that are decoded for them.
-#
-# A request is a prompt and its completions; a sequence is one completion from its admission to its
-# end or preemption. The table lies on the model's device, one row a sequence, and becomes Python
-# lists when sequences leave it. Rows are used again. Slots and batches are not known here.
 
 
 @dataclass(slots=True)
@@ -275,8 +270,6 @@ class SequenceTable:
             )
         ]
 
-
-# What is computed to admit completions: whole prompts, each once, in runs of one forward pass.
 
 _PREFILL_TOKENS = 16384  # padded tokens of one forward pass
 

@@ -1,7 +1,10 @@
-"""The APIs of rollout servers as the engine uses them.
+"""The APIs of rollout servers as the engine uses them, and log-probs of given tokens for teachers.
 
-The interface; `/v1/completions` with token ids (vLLM and others); Text Generation Inference's
-`/generate`; and log-probs of given tokens, for teachers.
+`OpenAIAPI` is `/v1/completions` with token ids in and out, as vLLM (0.10 and later) and others
+serve it. It sends every sampling parameter: what a request leaves out, vLLM fills from the model's
+generation_config.json. `TGIAPI` is Text Generation Inference's `/generate`, which takes no token
+ids: a prompt travels as text, and TGI's own `/tokenize` must make the very same ids of it. It knows
+no stop tokens but the model's end tokens either: others are cut off by the engine.
 """
 
 from __future__ import annotations
@@ -21,8 +24,6 @@ from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server.client import Client, Refused
 from engine.storage.filesystem import loading_error, split_revision
-
-# The API of a rollout server as the engine uses it; each kind of API is a file of its own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,6 @@ def number(value: float | str | None) -> float:
     """A log-prob of a JSON answer; servers write NaN, which JSON lacks, as null."""
     return float("nan") if value is None else float(value)
 
-
-# `/v1/completions` with token ids in and out, as vLLM (0.10 and later) and others serve it.
-#
-# Every sampling parameter is sent: what a request leaves out, vLLM fills from the model's
-# generation_config.json, and then tokens are drawn from another distribution than was asked for.
 
 _NAN = "float values are not JSON compliant"  # how vLLM fails on NaN log-probs
 _TOKEN = "token_id:"  # how vLLM names tokens under return_tokens_as_token_ids
@@ -203,12 +199,6 @@ def _computed(usage: dict[str, Any], prompt: int) -> int:
     return int(usage.get("prompt_tokens", prompt)) - int(details.get("cached_tokens") or 0)
 
 
-# Text Generation Inference's `/generate`: text in, tokens with ids and log-probs out.
-#
-# TGI takes no token ids, so a prompt travels as text, and TGI's own `/tokenize` must make the very
-# same ids of it. It knows no stop tokens but the model's end tokens either: others are cut off by
-# the engine. Its log-probs are those of the distribution that it drew from.
-
 _REMEMBERED = 4096  # prompts whose text is kept; the completions of a group share one
 _TGI_NAN = re.compile(
     r"\bnan\b", re.IGNORECASE
@@ -304,13 +294,6 @@ def _parameters(request: CompletionRequest) -> dict[str, object]:
         "top_p": params.top_p if drawn and params.top_p < 1 else None,
         "seed": request.seed or 1,
     }
-
-
-# A server's log-probs of given tokens: each token's own, and the likeliest at its place.
-#
-# `/v1/completions` with vLLM's `prompt_logprobs`, which `engine.serve` answers too. They are of
-# the
-# model's own distribution, at temperature 1.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
-"""HTTP with deadlines and retries: all requests to a rollout server go through here.
+"""HTTP with deadlines and retries: all requests to rollout servers go through `Client`.
 
-With the thread of the event loop that sends them.
+A request is tried again when its connection fails, its deadline passes, the server answers 429 or
+5xx, or what should be JSON is not; every other answer that is not 2xx is final. All requests must
+be safe to repeat.
 """
 
 from __future__ import annotations
@@ -22,8 +24,6 @@ import httpx
 from engine.config.rollout_engines import ServerConfig
 from engine.errors import ConfigError, RolloutError
 
-# The life of an event loop in a thread of its own.
-
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop until it is stopped, end what is under way then, and close it."""
@@ -40,12 +40,6 @@ async def _end_tasks() -> None:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
 
-
-# HTTP with deadlines and retries: what a rollout server is asked goes through here.
-#
-# Knows nothing of tokens or weights. A request is tried again when its connection fails, its
-# deadline passes, the server answers 429 or 5xx, or what should be JSON is not; every other answer
-# that is not 2xx is the caller's mistake and final. All requests must be safe to repeat.
 
 T = TypeVar("T")
 

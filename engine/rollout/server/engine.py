@@ -1,7 +1,10 @@
-"""The rollout engine `server`: inference servers started by somebody else, over HTTP.
+"""The rollout engine `server`: inference servers that were started elsewhere, over HTTP.
 
-Checks of its settings, requests and their answers as whole completions, and the comparison of a
-server's log-probs with the trainer's model.
+A rollout is split into requests, and their answers are put together again. Nothing is returned
+unless the server that gave it said before and after that it serves the weights that were delivered.
+`servers` settles which server is asked, `api` writes requests and reads answers, and `weights`
+delivers weights. A comparison of log-probs with the trainer's model finds what no version tag can:
+a server of another model, log-probs of another distribution, or half of the new weights.
 """
 
 from __future__ import annotations
@@ -38,8 +41,6 @@ from engine.rollout.server.server_stream import ServerStream
 from engine.rollout.server.servers import Server, Servers
 from engine.rollout.server.weights import RankZeroDelivery, check_hook
 from engine.rollout.trainer_model import embedding_weight, eval_mode
-
-# Whether a server's settings make sense together; nothing is asked of the server.
 
 
 def check_rollout(config: RolloutConfig) -> None:
@@ -97,9 +98,6 @@ def check_settings(settings: ServerConfig) -> None:
                 f"rollout.server.{name}={value} has no effect with weights={settings.weights}; "
                 f"remove it, or set rollout.server.weights={read}"
             )
-
-
-# Requests of a rollout to a server, and their answers as whole completions.
 
 
 def split_requests(
@@ -162,12 +160,6 @@ def whole_completion(
     return Completion(index, tokens, log_probs, reason, version)
 
 
-# Compares a server's log-probs of a few tokens with the trainer's model.
-#
-# It finds what no version tag can: a server of another model, one whose log-probs are not those of
-# the distribution it samples from, or half of the new weights. It can't distinguish two policies a
-# small step apart, as the tags do.
-
 _TOKENS = 16
 _PARAMS = SamplingParams(temperature=0.7)  # other than 1, so that raw log-probs show
 
@@ -220,14 +212,6 @@ def _logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> T
 def _log_probs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
-
-# The rollout engine `server`: inference servers started by somebody else, over HTTP.
-#
-# A rollout is split into requests, and their answers are put together again. Nothing is returned
-# unless the server that gave it said before and after that it serves the weights that were
-# delivered.
-# Which server is asked is settled in `servers.py`; requests are written and answers read by
-# `openai_api.py` and `tgi_api.py`, weights are delivered by `weights.py`.
 
 Answers = dict[int, tuple[Server, list[SampledCompletion]]]  # by number of request
 

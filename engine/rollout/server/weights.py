@@ -1,7 +1,9 @@
-"""Weight updates of a server: one hook a kind of server, called on one rank of the trainer.
+"""Delivery of new weights to rollout servers: hooks, and the folders they write.
 
-Folders on a disk that trainer and server share, the registry of hooks, and the hook of vLLM's
-server. What runs inside vLLM's workers is `vllm_worker`.
+One hook a kind of server, called on one rank of the trainer, delivers a policy and returns once the
+server says that it serves it. The policy is a folder on a disk that trainer and server share, named
+by its content: `policy-v12-1a2b3c4d` holds policy version 12 and weights whose checksum is
+1a2b3c4d, so that two runs never share a tag.
 """
 
 from __future__ import annotations
@@ -28,12 +30,6 @@ from engine.errors import ConfigError, RolloutError
 from engine.rollout.server.client import Client
 from engine.rollout.trainer_model import merged_weights
 from engine.storage.weight_files import write_weights
-
-# The policy as a folder on a disk that trainer and server share, named by its content.
-#
-# `policy-v12-1a2b3c4d` holds policy version 12 and weights whose checksum is 1a2b3c4d: two runs,
-# or
-# one resumed with other weights, never share a tag. The server's workers check the name.
 
 _TAG = re.compile(r"policy-v\d+-[0-9a-f]{8}")
 _UNFINISHED = re.compile(r"\.writing-[0-9a-z_]{8}")  # what `mkdtemp` makes
@@ -157,11 +153,6 @@ def _save_configuration(model: nn.Module, folder: Path) -> None:
         for path in source.glob(pattern):
             shutil.copy(path, folder)
 
-
-# Weight updates of a server: one hook a kind of server, called on one rank of the trainer.
-#
-# A hook delivers a policy and returns once the server says that it serves it. `folder` calls any
-# server at a configured URL; `vllm_weights.py` uses vLLM's own endpoints.
 
 _ASK_AGAIN_S = 0.2  # while a server is loading
 
@@ -359,12 +350,6 @@ class RankZeroDelivery:
             with suppress(ValueError):  # it ended with the default group
                 dist.destroy_process_group(group)
 
-
-# New weights for a vLLM server (0.32), through its development endpoints and our extension.
-#
-# Start the server with `VLLM_SERVER_DEV_MODE=1` in its environment and
-# `--worker-extension-cls engine.rollout.server.vllm_worker.WeightReceiver
-# --logprobs-mode processed_logprobs`.
 
 EXTENSION = "engine.rollout.server.vllm_worker.WeightReceiver"
 

@@ -1,7 +1,14 @@
 """The rollout engine `vllm`: a vLLM engine on the trainer's weights.
 
-Also which of its memory is allocated over sleep and wake calls. Importing this does not import
-vLLM.
+The model runs in this process, in vLLM's worker processes, or over the trainer's ranks. This file
+keeps the policy version and the order of calls; `engine_launch` starts vLLM, `engine_weights`
+brings weights, `llm_requests` sends requests. On a device shared with a trainer, weights and KV
+cache must not be allocated while the trainer's memory is at its peak, so `SleepMode` knows one
+order:
+
+    serving --sleep--> asleep --wake_weights--> weights --(update)--> weights --wake_kv--> serving
+
+Importing this does not import vLLM.
 """
 
 from __future__ import annotations
@@ -29,14 +36,6 @@ from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
 from engine.rollout.vllm.options import DTYPES, Tuning, capabilities, check, engine_options, resolve
 from engine.rollout.vllm.vllm_stream import VllmStream
 from engine.rollout.vllm.vllm_types import LLM, LLMEngine
-
-# Which memory of a rollout engine is allocated: a pure state machine over sleep and wake calls.
-#
-# On a device shared with a trainer, weights and KV cache must not be allocated while the trainer's
-# memory is at its peak, so calls have one order:
-#
-#     serving --sleep--> asleep --wake_weights--> weights --(update)--> weights --wake_kv-->
-# serving
 
 Phase = Literal["serving", "asleep", "weights"]
 
@@ -103,14 +102,6 @@ class SleepMode:
     def _text(self) -> str:
         names = {"serving": "serving", "asleep": "asleep", "weights": "only weights are awake"}
         return names[self.phase]
-
-
-# The rollout engine `vllm`: a vLLM engine on the trainer's weights.
-#
-# The model runs in this process, in vLLM's worker processes, or over the trainer's ranks. This
-# file
-# keeps the policy version and the order of calls; see `launch.py` for starting vLLM,
-# `engine_weights.py` for weights and `llm_requests.py` for requests.
 
 
 @register_engine("vllm", capabilities, options=engine_options, check=check)

@@ -1,7 +1,10 @@
 """Starting and ending vLLM engines: in this process, in worker processes, or over ranks.
 
-With the launcher over the trainer's own ranks, and the restoration of this process's state
-after vLLM has started in it.
+Over the trainer's own ranks (vLLM's external launcher) every rank of a group makes the same engine
+and gives it the same requests; schedules and draws are deterministic, so all get the same tokens.
+In process, vLLM replaces `torch.set_num_threads`, reseeds every global generator, writes
+environment variables that children would inherit, and logs thousands of lines: all that is
+restored.
 """
 
 from __future__ import annotations
@@ -31,13 +34,6 @@ from engine.errors import ConfigError, RolloutError
 from engine.rollout.vllm import patches
 from engine.rollout.vllm.options import VllmOptions, engine_arguments
 from engine.rollout.vllm.vllm_types import LLM
-
-# vLLM over the trainer's own ranks (its external launcher): each runs one shard of the model.
-#
-# Every rank of a group makes the same engine and gives it the same requests; schedules and draws
-# are
-# deterministic, so all get the same tokens. A rank that dies leaves its peers waiting in a
-# collective: the controller must then end the group.
 
 
 def check_ranks(groups: Sequence[Sequence[int]]) -> None:
@@ -89,12 +85,6 @@ def _device_index(rank: int) -> int:
         return torch.cuda.current_device()
     return int(os.environ.get("LOCAL_RANK", rank))
 
-
-# Restoring this process's state after vLLM has started in it; its children don't run `__main__`.
-#
-# vLLM in process replaces `torch.set_num_threads`, reseeds every global generator, writes
-# environment
-# variables that children would inherit, and logs thousands of lines.
 
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process
@@ -223,10 +213,6 @@ def hidden_main() -> Iterator[None]:
     finally:
         sys.modules["__main__"] = main
 
-
-# Starting and ending vLLM engines: in this process, in worker processes, or over ranks.
-#
-# What a start must not change in this process is restored by `process_state.py`.
 
 _live: dict[int, LLM] = {}  # engines whose model is in this process: they share vLLM's groups
 _made_group = False  # whether vLLM made the default process group

@@ -1,7 +1,10 @@
 """The weights of a vLLM engine, in this process or in worker processes, and their updates.
 
-Shared memory that weights travel in, the trainer's side of vLLM's worker processes, and the
-updates on top. What runs inside the workers is `worker_extension`.
+They are loaded from a trainer's model (shared, copied, with adapters merged or separate) or from a
+stream of tensors. Worker processes get them in buckets of whole tensors, in the two halves of one
+mapped file: one is filled while the workers load from the other; `worker_extension` is their side.
+vLLM leaves named shared memory behind on every exit, so names are unlinked once all its processes
+have mapped it: memory without a name ends with its last process.
 """
 
 from __future__ import annotations
@@ -30,13 +33,6 @@ from engine.rollout.vllm import weight_load
 from engine.rollout.vllm.options import DTYPES, VllmOptions
 from engine.rollout.vllm.vllm_types import LLM, Executor, Worker
 from engine.rollout.vllm.weight_load import begin_load
-
-# Shared memory: mapped files that weights travel in, and the names of vLLM's own.
-#
-# A bucket holds as many whole tensors as fit; one process writes it and others read it. vLLM
-# leaves
-# named memory behind on every exit, and all of it when a process is killed, so names are unlinked
-# once all its processes have mapped it: memory without a name ends with its last process.
 
 _ALIGN = 64  # bytes
 
@@ -137,12 +133,6 @@ def unlink_queue_name(queue: object) -> None:
             buffer.shared_memory.unlink()
         buffer.is_creator = False  # vLLM would unlink it once more
 
-
-# The trainer's side of vLLM's worker processes: sending weights, and monitoring for deaths.
-#
-# Whole tensors are sent in two halves of one mapped file: one is filled while the workers load
-# from
-# the other. The workers' side is `worker_extension.py`.
 
 T = TypeVar("T")
 _END_S = 10.0  # for a killed process to be gone
@@ -324,12 +314,6 @@ class _Sender:
             reading, self._reading = self._reading, None
             self._channel.result(reading)
 
-
-# The weights of a vLLM engine, in this process or in worker processes, and their updates.
-#
-# They are loaded from a trainer's model (shared, copied, with adapters merged or separate) or from
-# a
-# stream of tensors.
 
 Named = Iterable[tuple[str, Tensor]]
 

@@ -1,7 +1,10 @@
-"""The settings of a vLLM engine, checked before anything is started.
+"""The settings of a vLLM engine, checked before anything is started, and `vllm.LLM`'s arguments.
 
-This engine's options, what of vLLM's own arguments a run may pass through
-(`rollout.vllm.engine_kwargs`), and the arguments of `vllm.LLM` on a CPU and on a GPU.
+On a GPU vLLM does what its users expect: a KV cache in the memory that its share leaves, compiled
+forward passes and CUDA graphs, prompts in chunks. On a CPU compiling takes 12-38 s and gains
+nothing, and a prompt goes whole: a part of one rewinds its request's generator, which a CPU's
+can't. `rollout.vllm.engine_kwargs` passes some of vLLM's own arguments through; they are checked
+without importing vLLM, which takes seconds and changes the process.
 """
 
 from __future__ import annotations
@@ -22,10 +25,6 @@ from engine.config import RolloutConfig
 from engine.errors import ConfigError
 from engine.rollout import trainer_model
 from engine.rollout.protocol import EngineCapabilities, resolve_max_model_len
-
-# `rollout.vllm.engine_kwargs`: what of vLLM's own arguments a run may pass through, and what not.
-#
-# Checked without importing vLLM, which takes seconds and changes the process.
 
 WHERE = "rollout.vllm.engine_kwargs"
 
@@ -180,14 +179,6 @@ def argument_names() -> frozenset[str]:
     )
 
 
-# The arguments of `vllm.LLM` from this engine's options: those of a CPU, and those of a GPU.
-#
-# On a GPU vLLM does what its users expect: a KV cache in the memory that its share leaves,
-# compiled
-# forward passes and CUDA graphs, prompts in chunks. On a CPU compiling takes 12-38 s and gains
-# nothing, and a prompt goes whole: a part of one rewinds its request's generator, which a CPU's
-# can't.
-
 CPU_KV_CACHE_MB = 256
 _STEP_TOKENS = 8192  # of one forward pass, at least a whole prompt's
 _BLOCK = 32  # tokens a KV block; a group shares its prompt's full blocks, and 128 is CPU's default
@@ -317,8 +308,6 @@ def _kv_cache(options: VllmOptions) -> dict[str, object]:
 def _step_tokens(options: VllmOptions) -> int:
     return max(_STEP_TOKENS, options.max_num_seqs, options.max_model_len)
 
-
-# The settings of a vLLM engine, checked before anything is started.
 
 Mode = Literal["in_process", "workers", "ranks"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,6 +1,17 @@
-"""Patches of vLLM that keep its weights unpacked: readable, writable, shareable.
+"""All patches of vLLM's private code (vLLM 0.32), and what each is for.
 
-With the experts of a mixture-of-experts model on a CPU, computed from unpacked weights.
+- `keep_weights_unpacked` (`layers.utils.dispatch_cpu_unquantized_gemm`): on a CPU vLLM packs
+  matrices for its kernels, and packed ones can't be shared with the trainer or updated.
+- `keep_experts_unpacked` (`CPUUnquantizedExperts.process_weights_after_loading`): the same of
+  experts, which vLLM packs once, when the engine starts; each expert becomes two plain products.
+- `weights_outside_pool` (`gpu_worker.Worker._maybe_get_memory_pool_context`): vLLM's sleep mode
+  would free the weights that the trainer shares.
+- `inspect_in_this_process` (`ModelRegistry`): a start without vLLM's cache waits ten seconds for
+  the process that vLLM asks what a model class can do.
+- `skip_compilation` (`sampler.batched_count_greater_than`, `get_masked_input_and_mask`): two small
+  functions that vLLM compiles at their first call, for many seconds.
+
+They are active in the trainer's process while an engine starts, and always in vLLM's workers.
 """
 
 from __future__ import annotations
@@ -16,14 +27,6 @@ from torch import Tensor
 
 from engine.errors import RolloutError
 from engine.rollout.trainer_model import linear_function
-
-# A mixture's experts on a CPU, computed from unpacked weights.
-#
-# vLLM packs them for its grouped kernel once, when the engine starts, so that no update could
-# reach
-# them: its loaders would write unpacked numbers into a packed tensor. Here each expert is two
-# plain
-# products, from weights as the policy has them.
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -91,23 +94,16 @@ def apply_experts(
         rows, slots = (ids == expert).nonzero(as_tuple=True)
         first, second = (bias[expert] if bias is not None else None for bias in biases)
         gate, up = linear(hidden_states[rows], w1[expert], first).chunk(2, dim=-1)
-        found = linear(act(gate) * up, w2[expert], second)
+        outputs = linear(act(gate) * up, w2[expert], second)
         if not apply_router_weight_on_input:  # else the input has it already
-            found = found * topk_weights[rows, slots, None]
-        output.index_add_(0, rows, found.to(output.dtype))
-
-
-# Patches of vLLM that keep its weights unpacked: readable, writable, shareable.
-#
-# They are active in the trainer's process while an engine starts, and always in vLLM's workers.
+            outputs = outputs * topk_weights[rows, slots, None]
+        output.index_add_(0, rows, outputs.to(output.dtype))
 
 
 def keep_weights_unpacked() -> Callable[[], None]:
-    """Replace vLLM's choice of CPU kernels, for matrices and for a mixture's experts.
+    """Replace vLLM's choice of CPU kernels, for matrices and for MoE experts.
 
     The function returned restores it.
-
-    vLLM's own choice packs matrices, and packed ones can't be shared with the trainer or updated.
     """
     from vllm.model_executor.layers import utils
 
@@ -163,8 +159,7 @@ def weights_outside_pool() -> Iterator[None]:
 def inspect_in_this_process(architecture: str) -> None:
     """Tell vLLM what its class for `architecture` can do, which it asks of a process of its own.
 
-    That process, on whose ten seconds each start without vLLM's cache waits, is to keep CUDA out of
-    this one.
+    That process is to keep CUDA out of this one.
     """
     from vllm import ModelRegistry
 
@@ -173,7 +168,7 @@ def inspect_in_this_process(architecture: str) -> None:
 
 
 def skip_compilation() -> None:
-    """Replace two small functions that vLLM compiles at their first call, for many seconds."""
+    """Replace the two small functions by ones that are not compiled."""
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
 

@@ -1,6 +1,15 @@
 """A stream over a vLLM engine: requests are added, and weights change, while others are decoded.
 
-Also which completions vLLM is given: those that its KV cache has room for.
+An update preempts what is running; vLLM computes its keys and values again under the new weights.
+So each log-prob is that of its version's weights over the whole sequence, as with the native
+engine. vLLM itself notes which version drew which tokens.
+
+vLLM takes a request when there is room for its prompt, and preempts where running ones outgrow the
+cache. Here (`KvAdmission`) a completion waits until its keys and values will fit beside those of
+the running ones. Each is taken for `expected` tokens long, the mean of a stream that hasn't ended:
+tokens sampled / completions ended, the estimate of an exponential lifetime under censoring. Of N
+completions that begin together the share still running after t tokens is at most mean / t (Markov's
+inequality), so together they hold N · mean tokens at most, and the rest is vLLM's preemption.
 """
 
 from __future__ import annotations
@@ -33,17 +42,6 @@ from engine.rollout.stream import (
 )
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed, token_versions
 from engine.rollout.vllm.options import VllmOptions
-
-# Which completions of a stream vLLM is given: those that its KV cache has room for.
-#
-# vLLM takes a request when there is room for its prompt, and where running ones then outgrow the
-# cache it preempts some and computes them again. Here a completion waits until its keys and values
-# will fit beside those of the running ones. Nobody knows how long these get; each is taken for
-# `expected` tokens long, the mean of a stream that hasn't ended: tokens sampled / completions
-# ended,
-# the estimate of an exponential lifetime under censoring. Of N completions that begin together the
-# share that is still running after t tokens is at most mean / t (Markov's inequality), so together
-# they hold N · mean tokens at most, and the rest is vLLM's preemption.
 
 
 class Row(NamedTuple):
@@ -100,17 +98,6 @@ class KvAdmission:
             prompts.add(row.key)
             need += shared
         return need
-
-
-# A stream over a vLLM engine: requests are added, and weights change, while others are decoded.
-#
-# An update preempts what is running; vLLM computes its keys and values again under the new weights
-# and drops what was under way under the old ones. So each log-prob is that of its version's
-# weights
-# over the whole sequence, as with the native engine. vLLM itself notes which version drew which
-# tokens. Completions that its KV cache has no room for wait here (`kv_admission`). The noise of a
-# completion depends on (seed, key, completion index), and, where it was resumed, on its length
-# then.
 
 
 class Engine(Protocol):

@@ -1,7 +1,12 @@
-"""Updates of a live vLLM model by vLLM's own loaders: whole tensors in, this rank's shards kept.
+"""An update of a live vLLM model by vLLM's own loaders: whole tensors in, this rank's shards kept.
 
-Also LoRA adapters as vLLM's own, and one storage for a trainer's model and vLLM's where the
-layouts allow it.
+Plain weights are copied in place. Weights that vLLM quantises are loaded layer by layer and copied
+to where the old ones were, so that CUDA graphs stay valid. LoRA adapters can be vLLM's own.
+
+One storage is shared with the trainer's model where layouts allow it. vLLM fuses some matrices (q,
+k and v; gate and up) by stacking rows and pads vocabularies with rows, so each trainer parameter
+can be a run of rows of a vLLM parameter: `share` makes it point there, and optimizer steps in place
+then need no copy at all.
 """
 
 from __future__ import annotations
@@ -16,13 +21,6 @@ from torch import Tensor, nn
 from engine.errors import RolloutError
 from engine.rollout.vllm import patches
 from engine.rollout.vllm.vllm_types import ModelRunner, VllmConfig
-
-# An update of a live vLLM model by vLLM's own loaders: whole tensors in, this rank's shards kept.
-#
-# Plain weights are copied in place. Weights that vLLM quantises are loaded layer by layer: once a
-# layer has all of its tensors, vLLM quantises it again, packs it as its kernels want it, and
-# copies
-# the result to where the old one was, so that CUDA graphs stay valid.
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -135,8 +133,6 @@ def _plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-# LoRA adapters as vLLM's own, replaced in memory in the process of vLLM's model.
-
 ADAPTER_ID = 1
 
 
@@ -190,15 +186,6 @@ def _adaptable(manager: Any, name: str) -> bool:
     owner, _, last = name.rpartition(".")
     fused = [whole for whole, parts in manager.packed_modules_mapping.items() if last in parts]
     return any(f"{owner}.{piece}".lstrip(".") in manager.modules for piece in (last, *fused))
-
-
-# Sharing one storage between a trainer's model and vLLM's, where the layouts allow it.
-#
-# vLLM fuses some matrices (q, k and v; gate and up) by stacking rows and pads vocabularies with
-# rows.
-# So each trainer parameter can BE a run of rows of a vLLM parameter: `share` makes it point there,
-# and optimizer steps in place then need no copy at all. Where dtypes, devices or layouts differ,
-# weights are copied (`weight_load.py`).
 
 
 def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | None:
