@@ -1,4 +1,4 @@
-"""The resharding plan: which slices each rank copies, sends and receives. Pure functions and values.
+"""The resharding plan: which slices each rank copies, sends and receives. Pure functions.
 
 Every destination element has one source: the rank itself where it holds it, else one of its
 holders. So the bytes received are those that the rank lacks, and no plan can do with fewer.

@@ -65,27 +65,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.vllm_server import is_installed
 
-    engine = options.engine
-    if engine == "auto":
-        engine = "vllm" if is_installed() else "native"
-    if options.vllm and engine != "vllm":
-        raise RolloutError(f"{' '.join(options.vllm)} is for vLLM, which is not the engine here")
-    if engine == "vllm":
+    if options.engine == "vllm" or (options.engine == "auto" and is_installed()):
         _with_vllm(options, scratch)
+    if options.vllm:
+        raise RolloutError(f"{' '.join(options.vllm)} is for vLLM, which is not the engine here")
     _with_native(options, scratch)
 
 
 def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
-    from engine.serve.native_server import Backend, NativeServer
+    from engine.serve.api_server import ApiServer
 
     # The port first: a model that can't be served there need not be hashed and loaded.
-    server = NativeServer(options.host, options.port, options.request_timeout)
+    server = ApiServer(options.host, options.port, options.request_timeout)
     started = time.monotonic()
 
     def load() -> Identity:
         folder, identity = resolve(options.model, scratch, options.name)
         server.start(identity)
-        server.backend = Backend.load(folder, options.max_model_len)
+        from engine.serve.native_backend import NativeBackend  # loads torch
+
+        server.backend = NativeBackend.load(folder, options.max_model_len)
         return identity
 
     try:
