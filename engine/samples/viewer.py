@@ -8,7 +8,6 @@ script and style and no address at all. Loads no torch.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from array import array
@@ -19,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jinja2 import Environment
 from markupsafe import Markup
 
 from engine import html_templates
 from engine.html_templates import printable
 from engine.samples.sample_files import COMPONENT, TOKEN_VALUES, Metrics, SampleFolder, SampleName
 
+_TEMPLATES = html_templates.environment(__package__)
 MOST_TOKENS = 300_000  # of a page
 MOST_TOKENS_A_ROW = 1024
 MOST_TOKENS_AN_EPISODE = 4096
@@ -210,30 +209,21 @@ def render_page(data: PageData, title: str) -> str:
         html_templates.asset(__package__, name)
         for name in ("curves.js", "episodes.js", "rollouts.js")
     )
-    return (
-        _templates()
-        .get_template("rollouts.html.j2")
-        .render(
-            css=css,
-            data=Markup(data.as_json()),
-            policy=html_templates.content_policy(css, script),
-            script=script,
-            title=title,
-        )
+    return _TEMPLATES.get_template("rollouts.html.j2").render(
+        css=css,
+        data=Markup(data.as_json()),
+        policy=html_templates.content_policy(css, script),
+        script=script,
+        title=title,
     )
-
-
-def read_page_data(folder: SampleFolder) -> PageData:
-    """All samples of a folder."""
-    data = PageData()
-    for name in folder.names():
-        data.add(name, *folder.read(name))
-    return data
 
 
 def page_of(folder: SampleFolder) -> str:
     """The page of all samples in a folder."""
-    return render_page(read_page_data(folder), run_name(folder.uri))
+    data = PageData()
+    for name in folder.names():
+        data.add(name, *folder.read(name))
+    return render_page(data, run_name(folder.uri))
 
 
 def run_name(uri: str) -> str:
@@ -241,8 +231,3 @@ def run_name(uri: str) -> str:
     parts = [part for part in uri.split("/") if part]
     above = parts[:-1] if parts[-1:] == ["rollouts"] else parts
     return "/".join(above[-2:]) or str(Path(uri))
-
-
-@functools.cache
-def _templates() -> Environment:
-    return html_templates.environment(__package__)
