@@ -380,6 +380,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] · weightᵀ [in, out] + bias [out]."""
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
+    return onednn_linear(x, weight, bias)
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by oneDNN, on plain weights."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
@@ -410,11 +415,12 @@ def recurring_size(count: int) -> int:
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
     same = left.dtype == right.dtype == torch.float32
-    return same and left.device.type == "cpu" and left.numel() > 0 and _mkl_is_slow()
+    return same and left.device.type == "cpu" and left.numel() > 0 and mkl_is_slow()
 
 
 @cache
-def _mkl_is_slow() -> bool:
+def mkl_is_slow() -> bool:
+    """Whether oneDNN multiplies float32 faster than MKL, which PyTorch chooses: on AMD's CPUs."""
     if not torch.backends.mkldnn.is_available():
         return False
     try:

@@ -45,17 +45,13 @@ class Decoder(Protocol):
     slots: int  # sequences decoded at once
     routed_experts: Tensor | None  # [L, layers · k] int16 of the latest `decode`'s tokens
 
+    static_batches: bool  # insert sequences only while none is running, all by one prefill
+
     @property
     def shares_prompts(self) -> bool:
         """Whether completions of a prompt share its keys and values, so that a resumed one is
         inserted by `insert` (its prompt) and `extend` (its own tokens)."""
-        ...
-
-    @property
-    def static_batches(self) -> bool:
-        """Whether sequences are inserted only while no other is running, all of them by one
-        prefill."""
-        ...
+        return False
 
     def free_prompts(self, running: Tensor) -> int:
         """Prompts whose completions may be inserted beside the sequences in the slots `running`
@@ -85,20 +81,20 @@ class Decoder(Protocol):
         Sequence i follows prompt `which[i]` in slot `slots[i]`, both int64 `[k]`. Called only if
         `shares_prompts`.
         """
-        ...
+        raise AssertionError("completions share no prompt here")
 
     def keep(self, slot: int, length: int) -> Tensor | None:
         """A copy of what `resume` needs of a slot's first `length` tokens; None if it can't."""
-        ...
+        return None
 
     def resume(
         self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> Tensor:
         """Give k kept sequences, followed by their lists of `tokens`, to `slots` `[k]`.
 
-        Returns the logits `[k, V]` after the last token of each.
+        Returns the logits `[k, V]` after the last token of each. Called only if `keep` kept them.
         """
-        ...
+        raise AssertionError("nothing was kept")
 
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
         """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
@@ -114,14 +110,14 @@ class Decoder(Protocol):
 
     def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Make the sampled tokens `[R]` the same on all ranks that decode together, in place."""
-        ...
+        return
 
     def rebind(self, model: nn.Module) -> bool:
         """Continue with `model`'s weights over the keys and values that are cached.
 
         False, with nothing changed, if they would not fit.
         """
-        ...
+        return False
 
 
 class RoutedExperts:
@@ -162,14 +158,12 @@ class RoutedExperts:
         return record
 
 
-class GenericDecoder:
+class GenericDecoder(Decoder):
     """A `Decoder` over the model's own forward pass.
 
     In static batches a prefill's cache is decoded on. Otherwise sequences may enter while others
     run: each slot's tokens are kept, and whenever some enter, all are computed again.
     """
-
-    shares_prompts = False  # resumed sequences are prefilled whole
 
     def __init__(
         self,
@@ -228,21 +222,6 @@ class GenericDecoder:
         self._ids[slots, : prefilled.state.shape[1]] = prefilled.state[which]
         self._batch = None
 
-    def extend(
-        self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
-    ) -> None:
-        """Never called, as `insert` gets whole sequences."""
-        raise AssertionError("GenericDecoder shares no prompts")
-
-    def keep(self, slot: int, length: int) -> None:
-        """Nothing: the model's cache can't be cut into sequences."""
-
-    def resume(
-        self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
-    ) -> Tensor:
-        """Never called, as `keep` keeps nothing."""
-        raise AssertionError("GenericDecoder keeps no sequences")
-
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
         """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
         self._ids[target] = self._ids[source]
@@ -282,13 +261,6 @@ class GenericDecoder:
             self.routed_experts = chosen.new_zeros(len(tokens), chosen.shape[1])
             self.routed_experts[self._slots] = chosen
         return every
-
-    def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Nothing: no other rank decodes the same sequences."""
-
-    def rebind(self, model: nn.Module) -> bool:
-        """False: the model's cache can't be kept apart from it."""
-        return False
 
     def _keep(self, index: Tensor, batch: _PaddedBatch) -> None:
         """Keep the batch's sequences at `index`, ascending."""

@@ -39,10 +39,11 @@ from engine.rollout.vllm.vllm_types import LLM, LLMEngine
 
 Phase = Literal["serving", "asleep", "weights"]
 
-_WAY_OUT = {
-    "serving": "call sleep first",
-    "asleep": "call wake_weights first",
-    "weights": "call wake_kv first",
+# Of each phase: how it is named, what vLLM does to come to it, and the way out of it.
+_PHASES = {
+    "serving": ("serving", "waking its KV cache", "call sleep first"),
+    "asleep": ("asleep", "going to sleep", "call wake_weights first"),
+    "weights": ("only weights are awake", "waking its weights", "call wake_kv first"),
 }
 
 
@@ -90,18 +91,14 @@ class SleepMode:
         return self
 
     @property
-    def arriving(self) -> str:
+    def transition(self) -> str:
         """What vLLM does to come to this state, for messages."""
-        moves = {"serving": "waking its KV cache", "asleep": "going to sleep"}
-        return moves.get(self.phase, "waking its weights")
+        return _PHASES[self.phase][1]
 
     def _require(self, call: str, phase: Phase) -> None:
+        name, _, way_out = _PHASES[self.phase]
         if self.phase != phase:
-            raise RolloutError(f"{call} while {self._text()}: {_WAY_OUT[self.phase]}")
-
-    def _text(self) -> str:
-        names = {"serving": "serving", "asleep": "asleep", "weights": "only weights are awake"}
-        return names[self.phase]
+            raise RolloutError(f"{call} while {name}: {way_out}")
 
 
 @register_engine("vllm", capabilities, options=engine_options, check=check)
@@ -173,7 +170,8 @@ class VllmEngine:
         llm = engine_launch.start(model, options)
         self._llm: LLM | None = llm
         try:
-            self._weights: EngineWeights = self._create_weights(llm)
+            weights = WorkerWeights if options.mode == "workers" else InProcessWeights
+            self._weights: EngineWeights = weights(llm, options)
             request = weight_load.lora_request() if options.adapter_rank else None
             self._requests = LLMRequests(llm, options.max_model_len, seed, request)
             self._guard.refuse("it was given no weights yet")
@@ -182,10 +180,6 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
-
-    def _create_weights(self, llm: LLM) -> EngineWeights:
-        weights = WorkerWeights if self._options.mode == "workers" else InProcessWeights
-        return weights(llm, self._options)
 
     @property
     def policy_version(self) -> int:
@@ -376,7 +370,7 @@ class VllmEngine:
         try:
             call(engine)
         except Exception as error:
-            raise self.failed(after.arriving, error) from error
+            raise self.failed(after.transition, error) from error
         self._sleep_mode = after
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ have mapped it: memory without a name ends with its last process.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import signal
@@ -48,7 +49,8 @@ class BucketEntry:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.shape, getattr(torch, self.dtype))
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
 
 
 class SharedBuffer:
@@ -102,13 +104,6 @@ def bucket_entry(name: str, tensor: Tensor, dtype: torch.dtype, start: int) -> B
     kept = dtype if tensor.is_floating_point() else tensor.dtype
     aligned = -(-start // _ALIGN) * _ALIGN
     return BucketEntry(name, tuple(tensor.shape), str(kept).removeprefix("torch."), aligned)
-
-
-def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count * dtype.itemsize
 
 
 def unlink_group_names() -> None:
@@ -212,6 +207,9 @@ class WeightChannel:
         self._executor, self._monitor, self._dtype = executor, monitor, dtype
         self._half = bucket_bytes
         self._buffer: SharedBuffer | None = None
+        self._entries: list[BucketEntry] = []  # written and not sent yet
+        self._side, self._at = 0, 0  # the half that is filled, and its next free byte
+        self._reading: Callable[[], list[str | None]] | None = None  # the workers, the other half
 
     def unlink_names(self) -> None:
         """Unlink vLLM's shared memory, which a killed process would leave behind."""
@@ -226,12 +224,42 @@ class WeightChannel:
         can't load them.
         """
         self._open(self._half)
+        self._entries, self._side, self._at, self._reading = [], 0, 0, None
         self._call(f"{kind}_begin")
-        sender = _Sender(self, f"{kind}_load")
         for name, tensor in named:
-            sender.add(name, tensor)
-        sender.flush()
+            self._add(name, tensor, f"{kind}_load")
+        self._flush(f"{kind}_load")
+        self._finish_reading()
         self._call(f"{kind}_finish", *finish)
+
+    def _add(self, name: str, tensor: Tensor, method: str) -> None:
+        """Write a tensor; where its half is full, have the workers read that."""
+        buffer = self._open(self._half)
+        entry = bucket_entry(name, tensor, self._dtype, self._at)
+        if entry.start + entry.nbytes > (self._side + 1) * self._half:
+            self._flush(method)
+            entry = bucket_entry(name, tensor, self._dtype, self._at)
+            if entry.nbytes > self._half:
+                self._finish_reading()
+                buffer = self._open(-(-entry.nbytes // 4096) * 4096)
+                self._side = self._at = 0
+                entry = bucket_entry(name, tensor, self._dtype, 0)
+        buffer.write(entry, tensor)
+        self._entries.append(entry)
+        self._at = entry.start + entry.nbytes
+
+    def _flush(self, method: str) -> None:
+        """Have the workers read what was written, while the other half is filled."""
+        if self._entries:
+            self._finish_reading()  # then that half may be written
+            self._reading = self.start(method, self._entries)
+            self._side = 1 - self._side
+            self._at, self._entries = self._side * self._half, []
+
+    def _finish_reading(self) -> None:
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            self.result(reading)
 
     def _open(self, half: int) -> SharedBuffer:
         if self._buffer is None or half > self._half:
@@ -272,47 +300,6 @@ class WeightChannel:
         except Exception as error:
             cause = self._monitor.died()
             raise WorkerDied(cause or f"vLLM's workers can't be reached: {error}") from error
-
-
-class _Sender:
-    """Fills one half of the file while the workers read the other."""
-
-    def __init__(self, channel: WeightChannel, method: str) -> None:
-        self._channel, self._method = channel, method
-        self._entries: list[BucketEntry] = []
-        self._side, self._at = 0, 0
-        self._reading: Callable[[], list[str | None]] | None = None
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        channel = self._channel
-        assert channel._buffer is not None
-        entry = bucket_entry(name, tensor, channel._dtype, self._at)
-        if entry.start + entry.nbytes > (self._side + 1) * channel._half:
-            self.flush(last=False)
-            entry = bucket_entry(name, tensor, channel._dtype, self._at)
-            if entry.nbytes > channel._half:
-                self._finish_reading()
-                channel._open(-(-entry.nbytes // 4096) * 4096)
-                self._side = self._at = 0
-                entry = bucket_entry(name, tensor, channel._dtype, 0)
-        channel._buffer.write(entry, tensor)
-        self._entries.append(entry)
-        self._at = entry.start + entry.nbytes
-
-    def flush(self, last: bool = True) -> None:
-        """Have the workers read what was written; with `last`, wait until they have."""
-        if self._entries:
-            self._finish_reading()  # then that half may be written
-            self._reading = self._channel.start(self._method, self._entries)
-            self._side = 1 - self._side
-            self._at, self._entries = self._side * self._channel._half, []
-        if last:
-            self._finish_reading()
-
-    def _finish_reading(self) -> None:
-        if self._reading is not None:
-            reading, self._reading = self._reading, None
-            self._channel.result(reading)
 
 
 Named = Iterable[tuple[str, Tensor]]
@@ -439,11 +426,8 @@ class InProcessWeights(EngineWeights):
             self._not_shareable = model
             return
         weight_load.share(model, views)
-        self._views, self._shared, self._snapshot = (
-            views,
-            model,
-            weight_load.ParameterSnapshot(model),
-        )
+        self._views, self._shared = views, model
+        self._snapshot = weight_load.ParameterSnapshot(model)
 
     def _load(self, named: Named, whole: bool) -> None:
         if self._snapshot is not None and not self._snapshot.is_current():
