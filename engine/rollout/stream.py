@@ -9,7 +9,7 @@ policy versions, and says so token by token.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, Protocol, TypedDict
@@ -58,8 +58,12 @@ class RolloutStream(Protocol):
     order, slots, preemption and resumption change no token while the weights stay the same.
     """
 
+    _closed: bool = False
+
     @property
-    def policy_version(self) -> int: ...
+    def policy_version(self) -> int:
+        """Version of the tokens to come."""
+        ...
 
     @property
     def in_flight(self) -> int:
@@ -91,14 +95,14 @@ class RolloutStream(Protocol):
 
     def forget(self, key: Hashable) -> None:
         """No request goes on from that of `key`, which has ended: it needn't be kept."""
-        ...
+        return
 
     def cut(self, key: Hashable) -> None:
         """End the completions of an open request with their next token, as at a length limit.
 
-        Only of engines with the capability `cuts`.
+        Only of engines with the capability `cuts`; others answer whole completions.
         """
-        ...
+        return
 
     def step(self) -> list[StreamedCompletion]:
         """Admit waiting completions, decode one token of each; return what ended. Never waits."""
@@ -112,7 +116,22 @@ class RolloutStream(Protocol):
         """Copies of all that is unfinished, the oldest request first; decoding is not affected."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Drop all that is unfinished; the engine still serves."""
+        ...
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the stream was closed; open another one by engine.stream")
+
+
+def check_unused(key: Hashable, unfinished: Container[Hashable]) -> None:
+    """Raise RolloutError if `key` is among the keys of `unfinished` requests."""
+    if key in unfinished:
+        raise RolloutError(
+            f"stream key {key!r} is in use by an unfinished request; give each request a key of "
+            f"its own, such as (epoch, row)"
+        )
 
 
 def open_stream(engine: RolloutEngine, params: SamplingParams, **options: object) -> RolloutStream:

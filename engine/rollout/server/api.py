@@ -263,7 +263,8 @@ class TGIAPI:
         read: list[int] = []
         for ids in (key[1:], key) if key[0] == self._tokenizer.bos_token_id else (key,):
             text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            read = await self._tokenize(text)
+            answer = await self._client.post("/tokenize", {"inputs": text})
+            read = [int(field(token, "id")) for token in answer]
             if tuple(read) == key:
                 if len(self._texts) >= _REMEMBERED:
                     self._texts.clear()
@@ -274,10 +275,6 @@ class TGIAPI:
             f"tokens ({read[:12]} …), so its completions would not be the policy's; use "
             f"rollout.server.api=openai, which takes token ids, or the server's own tokenizer"
         )
-
-    async def _tokenize(self, text: str) -> list[int]:
-        answer = await self._client.post("/tokenize", {"inputs": text})
-        return [int(field(token, "id")) for token in answer]
 
 
 def _parameters(request: CompletionRequest) -> dict[str, object]:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ from engine.rollout.protocol import (
 from engine.rollout.sampling import noise_keys
 from engine.rollout.server.api import CompletionRequest, SampledCompletion, check_token_ids
 from engine.rollout.server.server_stream import ServerStream
-from engine.rollout.server.servers import Server, Servers
-from engine.rollout.server.weights import RankZeroDelivery, check_hook
+from engine.rollout.server.servers import RankZeroDelivery, Server, Servers
+from engine.rollout.server.weights import check_hook
 from engine.rollout.trainer_model import embedding_weight, eval_mode
 
 
@@ -90,8 +91,7 @@ def check_settings(settings: ServerConfig) -> None:
             "rollout.server.weights=folder needs rollout.server.reload_url, which has to load "
             "a folder; or set weights=vllm, or none"
         )
-    for name in ("reload_url", "allow_fixed_policy"):
-        read = {"reload_url": "folder", "allow_fixed_policy": "none"}[name]
+    for name, read in (("reload_url", "folder"), ("allow_fixed_policy", "none")):
         value = getattr(settings, name)
         if value and settings.weights != read:
             raise ConfigError(
@@ -178,14 +178,14 @@ def check_log_probs(
     A model whose own log-probs are not finite passes: decoding reports that.
     """
     logits = _logits(model, request.prompt, drawn.token_ids)
-    said = torch.tensor(drawn.log_probs)
-    ours = _log_probs(logits / request.params.temperature, drawn.token_ids)
-    if not len(said) or not bool(ours.isfinite().all()):
+    server_log_probs = torch.tensor(drawn.log_probs)
+    model_log_probs = _log_probs(logits / request.params.temperature, drawn.token_ids)
+    if not len(server_log_probs) or not bool(model_log_probs.isfinite().all()):
         return
-    distance = float((said - ours).abs().mean())
+    distance = float((server_log_probs - model_log_probs).abs().mean())
     if distance < tolerance:
         return
-    raw = float((said - _log_probs(logits, drawn.token_ids)).abs().mean())
+    raw = float((server_log_probs - _log_probs(logits, drawn.token_ids)).abs().mean())
     if raw < tolerance:
         raise RolloutError(
             "the rollout server's log-probs are those of the model before temperature, top-k and "
@@ -194,8 +194,8 @@ def check_log_probs(
         )
     raise RolloutError(
         f"the rollout server's log-probs are {distance:.3f} from the policy's on average over "
-        f"{len(said)} tokens: it serves another model or other weights; start it with the "
-        f"policy's folder, or raise rollout.server.probe_tolerance={tolerance:g}"
+        f"{len(server_log_probs)} tokens: it serves another model or other weights; start it with "
+        f"the policy's folder, or raise rollout.server.probe_tolerance={tolerance:g}"
     )
 
 
@@ -304,7 +304,7 @@ class ServerEngine:
         for server in self._servers.serving:
             request = probe_request(server.api.probe_prompt(self._vocabulary), self._max_model_len)
             try:
-                drawn = self._ask_for_probe(server, request)
+                [drawn] = self._servers.run(partial(server.api.sample, request), "a probe")
                 check_token_ids(drawn.token_ids, self._vocabulary)
                 check_log_probs(model, request, drawn, self._settings.probe_tolerance)
             except RolloutError as error:
@@ -312,9 +312,6 @@ class ServerEngine:
                     raise
                 server.wrong = True
                 self._servers.lose(server, error)
-
-    def _ask_for_probe(self, server: Server, request: CompletionRequest) -> SampledCompletion:
-        return self._servers.run(lambda: server.api.sample(request), "a probe")[0]
 
     def generate(
         self,
@@ -338,12 +335,14 @@ class ServerEngine:
         started = time.perf_counter()
         numbers = [params.first_prompt + index for index in range(len(prompts))]
         requests = self._requests(prompts, numbers, params)
-        asked = [request for _, _, request in requests]
-        answers = self._servers.run(lambda: self._rollout(asked, on_progress), "a rollout")
-        completions = []
-        for number, (index, _, request) in enumerate(requests):
-            for drawn in answers[number][1]:
-                completions.append(self.completion(index, drawn, request))
+        answers = self._servers.run(
+            lambda: self._rollout([request for _, _, request in requests], on_progress), "a rollout"
+        )
+        completions = [
+            self.completion(index, drawn, request)
+            for number, (index, _, request) in enumerate(requests)
+            for drawn in answers[number][1]
+        ]
         self.stats.seconds = time.perf_counter() - started
         return completions
 

@@ -23,7 +23,9 @@ from engine.rollout.server.servers import Server, Servers
 from engine.rollout.stream import (
     PartialCompletion,
     PartialRequest,
+    RolloutStream,
     StreamedCompletion,
+    check_unused,
     noise_index,
     request_limit,
 )
@@ -64,8 +66,8 @@ class _Request:
 Answer = tuple[Server, list[SampledCompletion]]
 
 
-class ServerStream:
-    """A `RolloutStream`; made by `ServerEngine.stream`."""
+class ServerStream(RolloutStream):
+    """A stream that `ServerEngine.stream` makes."""
 
     def __init__(
         self, engine: Engine, servers: Servers, params: SamplingParams, settings: ServerConfig
@@ -77,7 +79,6 @@ class ServerStream:
         self._answers: SimpleQueue[Future[Answer]] = SimpleQueue()  # filled by the loop's thread
         self._done: list[StreamedCompletion] = []  # answered, not returned
         self._submitted = 0
-        self._closed = False
 
     @property
     def policy_version(self) -> int:
@@ -112,11 +113,7 @@ class ServerStream:
         sampled from their beginning. Servers find by themselves what they have of a prompt; `after`
         says nothing to them."""
         self._check_open()
-        if any(one.key == key for one in (*self._queue, *self._sent.values())):
-            raise RolloutError(
-                f"stream key {key!r} is in use by an unfinished request; give each request a key "
-                f"of its own, such as (epoch, row)"
-            )
+        check_unused(key, {part.key for part in (*self._queue, *self._sent.values())})
         prompt, every = list(prompt_ids), frozenset(range(self._params.n))
         if resume is not None:
             every = frozenset(part.completion_index for part in resume.completions)
@@ -131,12 +128,6 @@ class ServerStream:
                 self._queue.append(one)
         self._submitted += 1
         self._send()
-
-    def forget(self, key: Hashable) -> None:
-        """Nothing: servers drop what they keep when its room is needed."""
-
-    def cut(self, key: Hashable) -> None:
-        """Nothing: a server answers whole completions."""
 
     def step(self) -> list[StreamedCompletion]:
         """Send what there is room for; return what was answered, after a moment at most."""
@@ -172,7 +163,6 @@ class ServerStream:
         return list(found.values())
 
     def close(self) -> None:
-        """Drop all that is unfinished; the engine still serves."""
         self._closed = True
         self._queue.clear()
         for future in self._sent:
@@ -225,7 +215,3 @@ class ServerStream:
                 f"rollout.server.timeout_s={self._settings.timeout_s:g}; look at their logs, or "
                 "raise the deadline"
             )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RolloutError("the stream was closed; open another one by engine.stream")

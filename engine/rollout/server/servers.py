@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from engine.config.rollout_engines import ServerConfig
@@ -28,6 +30,7 @@ from engine.rollout.server.api import (
 )
 from engine.rollout.server.client import Client, Unreachable
 from engine.rollout.server.weights import FolderWeights, WeightHook, Weights, create_hook
+from engine.rollout.trainer_model import merged_weights
 
 T = TypeVar("T")
 
@@ -255,3 +258,53 @@ class Servers:
         if not server.out:
             _log.warning("the rollout server %s is left out: %s", server.client.url, why)
         server.out = why
+
+
+class RankZeroDelivery:
+    """Delivers on rank 0 of the default process group, or in this process if there is none.
+
+    All ranks create it together and deliver together.
+    """
+
+    def __init__(self, servers: Servers, timeout_s: float) -> None:
+        self._servers = servers
+        self._closed = False
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # A group of its own: loading may outlast the deadline of the trainer's, and rank 0's
+            # deadline passes first.
+            wait = timedelta(seconds=2 * timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=wait)
+
+    def deliver(self, model: nn.Module, version: int) -> None:
+        """Return when `model`'s weights are served; RolloutError otherwise.
+
+        A sharded model is gathered, parameter by parameter.
+        """
+        if self._closed:
+            raise RolloutError("the engine was closed; create a new one")
+        weights = merged_weights(model)
+        if self._group is None:
+            self._servers.deliver(weights, model, version)
+            return
+        outcome: list[Any] = [None, ""]  # of each server, or what went wrong
+        if dist.get_rank() == 0:
+            try:
+                self._servers.deliver(weights, model, version)
+                outcome[0] = self._servers.outcome()
+            except Exception as error:  # of any kind: the other ranks wait for the outcome
+                outcome[1] = f"{error}" or type(error).__name__
+        for _ in weights:
+            pass  # takes part in the remaining gathers
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is None:
+            raise RolloutError(outcome[1])
+        self._servers.adopt(outcome[0])
+
+    def close(self) -> None:
+        """Destroy the group, if there is one; safe to call twice."""
+        self._closed = True
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(ValueError):  # it ended with the default group
+                dist.destroy_process_group(group)

@@ -16,19 +16,16 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.config.rollout_engines import ServerConfig
-from engine.errors import ConfigError, RolloutError
+from engine.errors import RolloutError
+from engine.registry import Registry
 from engine.rollout.server.client import Client
-from engine.rollout.trainer_model import merged_weights
 from engine.storage.weight_files import write_weights
 
 _TAG = re.compile(r"policy-v\d+-[0-9a-f]{8}")
@@ -182,14 +179,16 @@ class WeightHook(Protocol):
 
 
 HookFactory = Callable[[Client, ServerConfig], WeightHook]
-_HOOKS: dict[str, HookFactory] = {}
+_hooks: Registry[HookFactory] = Registry(
+    "weight hook", "rollout.server.weights", decorator="@register_hook(name)"
+)
 
 
 def register_hook(name: str) -> Callable[[HookFactory], HookFactory]:
     """Class decorator: make a hook selectable as `rollout.server.weights=<name>`."""
 
     def add(factory: HookFactory) -> HookFactory:
-        _HOOKS[name] = factory
+        _hooks.add(name, factory)
         return factory
 
     return add
@@ -197,16 +196,12 @@ def register_hook(name: str) -> Callable[[HookFactory], HookFactory]:
 
 def check_hook(name: str) -> None:
     """Raise ConfigError unless `name` is a registered hook."""
-    if name not in _HOOKS:
-        raise ConfigError(
-            f"rollout.server.weights={name!r} is unknown; choose one of {sorted(_HOOKS)}"
-        )
+    _hooks.get(name)
 
 
 def create_hook(client: Client, settings: ServerConfig) -> WeightHook:
     """Build the hook that the settings name, or raise ConfigError."""
-    check_hook(settings.weights)
-    return _HOOKS[settings.weights](client, settings)
+    return _hooks.get(settings.weights)(client, settings)
 
 
 @register_hook("none")
@@ -289,66 +284,6 @@ class FolderHook(FolderWeights):
         await self._client.text("POST", self._reload, body)
         while await self.served() != path.name:  # until the deadline of the whole
             await asyncio.sleep(_ASK_AGAIN_S)
-
-
-class Deliverer(Protocol):
-    """Brings weights to one or more servers, and can tell other ranks how that went."""
-
-    def deliver(self, weights: Weights, model: nn.Module, version: int) -> None: ...
-
-    def outcome(self) -> list[tuple[str | None, str]]: ...
-
-    def adopt(self, outcome: list[tuple[str | None, str]]) -> None: ...
-
-
-class RankZeroDelivery:
-    """Delivers on rank 0 of the default process group, or in this process if there is none.
-
-    All ranks create it together and deliver together.
-    """
-
-    def __init__(self, deliverer: Deliverer, timeout_s: float) -> None:
-        self._deliverer = deliverer
-        self._closed = False
-        self._group: dist.ProcessGroup | None = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # A group of its own: loading may outlast the deadline of the trainer's, and rank 0's
-            # deadline passes first.
-            wait = timedelta(seconds=2 * timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=wait)
-
-    def deliver(self, model: nn.Module, version: int) -> None:
-        """Return when `model`'s weights are served; RolloutError otherwise.
-
-        A sharded model is gathered, parameter by parameter.
-        """
-        if self._closed:
-            raise RolloutError("the engine was closed; create a new one")
-        weights = merged_weights(model)
-        if self._group is None:
-            self._deliverer.deliver(weights, model, version)
-            return
-        said: list[Any] = [None, ""]  # how it went, or what went wrong
-        if dist.get_rank() == 0:
-            try:
-                self._deliverer.deliver(weights, model, version)
-                said[0] = self._deliverer.outcome()
-            except Exception as error:  # of any kind: the other ranks wait for the outcome
-                said[1] = f"{error}" or type(error).__name__
-        for _ in weights:
-            pass  # takes part in the remaining gathers
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        if said[0] is None:
-            raise RolloutError(said[1])
-        self._deliverer.adopt(said[0])
-
-    def close(self) -> None:
-        """Destroy the group, if there is one; safe to call twice."""
-        self._closed = True
-        group, self._group = self._group, None
-        if group is not None:
-            with suppress(ValueError):  # it ended with the default group
-                dist.destroy_process_group(group)
 
 
 EXTENSION = "engine.rollout.server.vllm_worker.WeightReceiver"

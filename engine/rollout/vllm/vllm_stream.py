@@ -35,8 +35,10 @@ from engine.rollout.protocol import (
 from engine.rollout.stream import (
     PartialCompletion,
     PartialRequest,
+    RolloutStream,
     StreamedCompletion,
     check_partial,
+    check_unused,
     noise_index,
     request_limit,
 )
@@ -128,8 +130,8 @@ class _Open:
         return Row(self.key, len(self.prompt), self.limit, len(self.before.token_ids) + sampled)
 
 
-class VllmStream:
-    """A `RolloutStream`; made by `VllmEngine.stream`, whose weights it serves."""
+class VllmStream(RolloutStream):
+    """A stream that `VllmEngine.stream` makes, whose weights it serves."""
 
     def __init__(
         self,
@@ -151,7 +153,6 @@ class VllmStream:
         self._may_fit = False  # whether room or held ones have come since the last look
         self._cut: set[Hashable] = set()  # keys of requests that end with their next token
         self._submitted = 0
-        self._closed = False
 
     @property
     def policy_version(self) -> int:
@@ -159,7 +160,6 @@ class VllmStream:
 
     @property
     def in_flight(self) -> int:
-        """Completions being decoded."""
         return min(len(self._open), self._options.max_num_seqs)
 
     @property
@@ -182,11 +182,7 @@ class VllmStream:
         """
         self._check_open()
         self._engine.require_serving()
-        if any(one.key == key for one in self._unfinished()):
-            raise RolloutError(
-                f"stream key {key!r} is in use by an unfinished request; give each request a key "
-                f"of its own, such as (epoch, row)"
-            )
+        check_unused(key, {one.key for one in self._unfinished()})
         prompt, params, name = list(prompt_ids), self._params, f"the prompt of request {key!r}"
         check_prompt(name, prompt, self._options.max_model_len, self._vocabulary)
         most = min(params.max_new_tokens, self._options.max_model_len - len(prompt))
@@ -205,11 +201,7 @@ class VllmStream:
         self.stats.prompt_tokens += len(prompt)
         self._admit()
 
-    def forget(self, key: Hashable) -> None:
-        """Nothing: vLLM drops what it keeps when its room is needed."""
-
     def cut(self, key: Hashable) -> None:
-        """End the completions of an open request with their next token, as at a length limit."""
         if any(one.key == key for one in self._unfinished()):
             self._cut.add(key)
 
@@ -271,7 +263,6 @@ class VllmStream:
         self._engine.update_weights(self._model, version)
 
     def partials(self) -> list[PartialRequest]:
-        """Copies of all that is unfinished, the oldest request first; decoding is not affected."""
         self._check_open()
         now, found = self._requests.unfinished(), dict[Hashable, PartialRequest]()
         ids = [*self._open, *(None for _ in self._held)]
@@ -292,7 +283,6 @@ class VllmStream:
         return list(found.values())
 
     def close(self) -> None:
-        """Drop all that is unfinished; the engine still serves."""
         with suppress(RolloutError):  # of an engine that has ended, and its requests with it
             self._engine.require_serving()
             self._requests.abort(list(self._open))
@@ -321,10 +311,6 @@ class VllmStream:
             noise = self._requests.noise(params.seed, noise_index(one.key), [place])
             [id] = self._requests.submit_keyed([*one.prompt, *one.before.token_ids], noise, left)
             self._open[id] = self._held.popleft()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RolloutError("the stream was closed; open another one by engine.stream")
 
 
 def _whole(before: PartialCompletion, done: Completion, versions: list[int]) -> Completion:
