@@ -199,21 +199,11 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
     Raises ValueError for placements other than those of FSDP and tensor parallelism.
     """
-    if not isinstance(like, DTensor):
-        return whole
-    where = like.device_mesh.get_coordinate()
-    assert where is not None, "this rank is not on the parameter's mesh"
-    cuts = list(zip(like.placements, like.device_mesh.shape, where, strict=True))
-    # FSDP cuts what tensor parallelism has left, though its mesh dimension comes before.
-    for placement, size, index in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
-        if isinstance(placement, DTensorShard | _StridedShard):
-            rows = whole.shape[placement.dim]
-            each = -(-rows // size)
-            start = min(index * each, rows)
-            whole = whole.narrow(placement.dim, start, min(each, rows - start))
-        elif not placement.is_replicate():
+    for placement in like.placements if isinstance(like, DTensor) else ():
+        if not isinstance(placement, DTensorShard | _StridedShard | Replicate):
             raise ValueError(f"a parameter can't be loaded into the placement {placement}")
-    return whole
+    box = local_box(like)
+    return whole[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:

@@ -234,7 +234,13 @@ def rollout_shard_map(
     there are more ranks than key heads. Raises ConfigError where names or sizes do not fit.
     """
     _check_rollout(layout, model)
-    stage_of = _stage_of(shapes, _checked(stages, layout.pp, model.layers), model.tied)
+    stages = [range(model.layers)] if stages is None else stages
+    if len(stages) != layout.pp or sorted(n for s in stages for n in s) != [*range(model.layers)]:
+        raise ConfigError(
+            f"stages {[list(stage) for stage in stages]} are not {model.layers} layers over "
+            f"{layout.pp} stages; give each layer to one stage"
+        )
+    stage_of = _stage_of(shapes, stages, model.tied)
     places = [layout.place(rank) for rank in range(layout.world_size)]
     known: dict[tuple[object, ...], tuple[Shard, ...]] = {}
 
@@ -243,7 +249,9 @@ def rollout_shard_map(
         if module in _VOCABULARY:
             unit = _VLLM_PADDING if fused else 1
             width = math.ceil(math.ceil(shape[0] / unit) * unit / layout.tp)
-            return _rows(whole, tp * width, width)
+            start = min(tp * width, shape[0])
+            size = min(width, shape[0] - start)
+            return Box((start, *whole.offset[1:]), (size, *shape[1:]))
         if module in ("k_proj", "v_proj") and layout.tp > model.kv_heads:
             return chunk(whole, 0, model.kv_heads, tp * model.kv_heads // layout.tp)
         return chunk(whole, dim, layout.tp, tp)
@@ -311,21 +319,6 @@ def _fused_name(name: str) -> str:
         if module in parts:
             return name.replace(module, whole)
     return name
-
-
-def _rows(box: Box, start: int, count: int) -> Box:
-    start = min(start, box.size[0])
-    return Box((start, *box.offset[1:]), (min(count, box.size[0] - start), *box.size[1:]))
-
-
-def _checked(stages: Stages | None, count: int, layers: int) -> Stages:
-    stages = [range(layers)] if stages is None else stages
-    if len(stages) != count or sorted(n for stage in stages for n in stage) != list(range(layers)):
-        raise ConfigError(
-            f"stages {[list(stage) for stage in stages]} are not {layers} layers over {count} "
-            "stages; give each layer to one stage"
-        )
-    return stages
 
 
 def _stage_of(shapes: Iterable[str], stages: Stages, tied: bool) -> dict[str, tuple[int, ...]]:

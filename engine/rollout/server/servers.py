@@ -94,11 +94,11 @@ class Servers:
     @property
     def serving(self) -> list[Server]:
         """Those that are asked; RolloutError where none is left."""
-        found = [server for server in self.all if not server.out]
-        if not found:
+        serving = [server for server in self.all if not server.out]
+        if not serving:
             causes = "; ".join(f"{server.client.url}: {server.out}" for server in self.all)
             raise RolloutError(f"none of {len(self.all)} rollout servers can be used: {causes}")
-        return found
+        return serving
 
     @property
     def tag(self) -> str | None:
@@ -137,7 +137,7 @@ class Servers:
         With `verify` it has to say afterwards that it serves the weights that were delivered.
         """
         while True:
-            server = min(self.serving, key=lambda one: one.busy)
+            server = min(self.serving, key=lambda server: server.busy)
             server.busy += request.count
             try:
                 drawn = await server.api.sample(request)
@@ -164,7 +164,7 @@ class Servers:
         When a rollout begins, those that were left out and now do are back.
         """
 
-        async def one(server: Server) -> RolloutError | None:
+        async def check(server: Server) -> RolloutError | None:
             away = bool(server.out)
             if away and (moment == "ends" or server.wrong or not await server.client.is_up()):
                 return None
@@ -177,7 +177,7 @@ class Servers:
                 server.out = ""
             return None if away else problem
 
-        problems = await asyncio.gather(*map(one, self.all))
+        problems = await asyncio.gather(*map(check, self.all))
         for server, problem in zip(self.all, problems, strict=True):
             if problem is not None and len(self.all) == 1:
                 raise problem
@@ -189,11 +189,11 @@ class Servers:
         """What is wrong with the weights that a server says it serves."""
         if self.fixed:
             return None
-        said = await server.hook.served()
-        if said == self.tag:
+        tag = await server.hook.served()
+        if tag == self.tag:
             return None
         return RolloutError(
-            f"the rollout server {server.client.url} says that it serves {said or 'no tag'} "
+            f"the rollout server {server.client.url} says that it serves {tag or 'no tag'} "
             f"when a rollout of {self.tag} {moment}: it was restarted, or somebody else "
             f"brought it weights; its completions are dropped. Call update_weights to bring "
             f"it the policy again"
@@ -213,7 +213,7 @@ class Servers:
     async def _load(self, path: Path, version: int) -> None:
         seconds = _LOADING * self._settings.timeout_s
 
-        async def one(server: Server) -> None:
+        async def load(server: Server) -> None:
             assert isinstance(server.hook, FolderWeights)
             if server.out and not await server.client.is_up():
                 return
@@ -227,7 +227,7 @@ class Servers:
             else:
                 server.out, server.wrong = "", False
 
-        await asyncio.gather(*map(one, self.all))
+        await asyncio.gather(*map(load, self.all))
         _ = self.serving
 
     async def describe(self) -> None:

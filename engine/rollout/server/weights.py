@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,8 +102,8 @@ class WeightFolders:
 
 def find_tag(text: str) -> str | None:
     """The one tag in a server's answer; None if it has none, or more than one."""
-    found = {match.group() for match in _TAG.finditer(text)}
-    return found.pop() if len(found) == 1 else None
+    tags = {match.group() for match in _TAG.finditer(text)}
+    return tags.pop() if len(tags) == 1 else None
 
 
 def _left_by_an_earlier_run(root: Path) -> list[Path]:
@@ -131,11 +131,11 @@ def checksum(folder: Path) -> str:
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in `folder`'s weight files, read from their headers."""
-    found: dict[str, tuple[int, ...]] = {}
+    by_name: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return found
+            by_name |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return by_name
 
 
 def _save_configuration(model: nn.Module, folder: Path) -> None:
@@ -157,12 +157,12 @@ _ASK_AGAIN_S = 0.2  # while a server is loading
 class WeightHook(Protocol):
     """Brings weights to a server. `tag` names the latest that it delivered, None for none."""
 
-    tag: str | None
-    fixed: bool  # the server keeps the weights that it was started with
+    tag: str | None = None
+    fixed: bool = False  # the server keeps the weights that it was started with
 
     def check(self) -> None:
         """Raise RolloutError if the server lacks what the hook needs."""
-        ...
+        return
 
     def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
         """Return when the server says that it serves `weights`; RolloutError otherwise.
@@ -173,9 +173,11 @@ class WeightHook(Protocol):
 
     async def served(self) -> str | None:
         """The tag of what the server says it serves; None if it says none."""
-        ...
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Remove what was written for the server."""
+        return
 
 
 HookFactory = Callable[[Client, ServerConfig], WeightHook]
@@ -205,17 +207,13 @@ def create_hook(client: Client, settings: ServerConfig) -> WeightHook:
 
 
 @register_hook("none")
-class FixedPolicy:
+class FixedPolicy(WeightHook):
     """The server keeps its weights: rollouts of a fixed policy."""
 
-    tag: str | None = None
-    fixed: bool = True
+    fixed = True
 
     def __init__(self, client: Client, settings: ServerConfig) -> None:
         self._allowed = settings.allow_fixed_policy
-
-    def check(self) -> None:
-        return None
 
     def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
         if not self._allowed:
@@ -225,20 +223,11 @@ class FixedPolicy:
                 f"or set rollout.server.allow_fixed_policy=true to sample from the old ones"
             )
 
-    async def served(self) -> str | None:
-        return None
 
-    def close(self) -> None:
-        return None
-
-
-class FolderWeights(ABC):
+class FolderWeights(WeightHook):
     """A hook whose server loads a folder: written once, whatever the number of servers."""
 
-    fixed: bool = False
-
     def __init__(self, client: Client, settings: ServerConfig) -> None:
-        self.tag: str | None = None
         self._client = client
         self.folders = WeightFolders(settings.weights_dir)
 
@@ -294,7 +283,7 @@ class VllmHook(FolderWeights):
     """Pauses the server, has its workers load a folder, and tags what they then serve.
 
     The old tag is withdrawn before anything is touched. If loading fails, the server stays
-    paused, so that it serves no mixture to anybody; the next delivery ends the pause.
+    paused, so that it serves mixed weights to nobody; the next delivery ends the pause.
     """
 
     def check(self) -> None:
@@ -329,13 +318,13 @@ class VllmHook(FolderWeights):
             raise RolloutError("vLLM kept its prefix cache, as requests are still running")
         await self._client.post("/resume")
         await self._client.post("/update_weight_version", {"new_version": tag})
-        said = await self.served()
-        if said != tag:
-            raise RolloutError(f"vLLM loaded {tag} and says that it serves {said}")
+        served = await self.served()
+        if served != tag:
+            raise RolloutError(f"vLLM loaded {tag} and says that it serves {served}")
 
     async def served(self) -> str | None:
-        said = str((await self._client.get("/weight_info")).get("weight_version"))
-        return find_tag(said) if said == find_tag(said) else None
+        version = str((await self._client.get("/weight_info")).get("weight_version"))
+        return version if version == find_tag(version) else None
 
     async def _rpc(self, method: str, **arguments: str) -> list[dict[str, str]]:
         answer = await self._client.post("/collective_rpc", {"method": method, "kwargs": arguments})

@@ -387,7 +387,7 @@ class InProcessWeights(EngineWeights):
         super().__init__(options)
         # `apply_model` would return one shard's answer for all ranks and not wait for the others.
         unlink_group_names()
-        self._worker: Worker = llm.collective_rpc(_unwrapped)[0]
+        self._worker: Worker = llm.collective_rpc(lambda w: getattr(w, "worker", w))[0]
         self.target: nn.Module = self._worker.model_runner.get_model()
         # Weights that sleep would take away can't be the trainer's.
         sleeps = bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
@@ -468,8 +468,3 @@ class WorkerWeights(EngineWeights):
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None:
         with torch.no_grad():
             self._channel.send("adapter", named, config)
-
-
-def _unwrapped(worker: Worker) -> Worker:
-    inner: Worker = getattr(worker, "worker", worker)
-    return inner
