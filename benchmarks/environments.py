@@ -136,7 +136,9 @@ def share_of_step(folder: Path, processes: int, args: argparse.Namespace) -> str
     with (
         mock.patch.object(EpisodePlayer, "step", lambda *given: clock.step(*given)),
         mock.patch("engine.agents.agent_loop.SimpleQueue", new=new_queue),
-        mock.patch("engine.rollout.stream.open_stream", lambda *a, **b: clock.stream(*a, **b)),
+        mock.patch(
+            "engine.workers.agent_rollout.open_stream", lambda *a, **b: clock.stream(*a, **b)
+        ),
         RLTrainer(
             folder,
             RLConfig.model_validate(config),

@@ -5,22 +5,17 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import os
-import shlex
 import shutil
 import sqlite3
 import sys
-import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
-from forks import ENDED, freeze, interpreter, start_loader, unfreeze
 from hypothesis import settings
 from once import MakeOnce
 
@@ -31,6 +26,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
 # Torch, which most tests import before `engine`, reads this when it is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# Some tests start processes after a tokenizer has been trained, of which it would warn.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Ray runs its workers at niceness 15, and beside the other tests' processes they would starve.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # A server that is not there is asked as often as ever, without seconds between.
@@ -41,102 +38,31 @@ os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-
-_LONG_S = 1700.0
-_TESTS = Path(__file__).parent
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Load all tests without looking for garbage, and never look for it among what they loaded."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        freeze()
-        gc.enable()
-        atexit.register(unfreeze)  # libraries count what is left behind
-        # vLLM freezes at an engine's start and unfreezes at its end, what the tests are as well.
-        gc.freeze = gc.unfreeze = lambda: None
+# Fixtures that take seconds to make: files that use one stay in one process of pytest-xdist.
+SHARED = {
+    "ray_cluster": "ray",
+    "ray_roles": "ray",
+    "mlflow_address": "mlflow",
+    "shared_subjects": "engines",
+    "finished": "finished",
+    "checkout": "package",
+}
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Let the processes that run tests be forks of one that has loaded them."""
-    folder = Path(tempfile.mkdtemp(prefix="tests-"))
-    config.add_cleanup(lambda: shutil.rmtree(folder))
-    loader = start_loader(list(config.invocation_params.args), folder)
-    config.add_cleanup(loader.communicate)
-    for spec in specs:
-        errors = folder / f"{spec.id}.log"
-        spec.python = shlex.join(interpreter(errors))
-        config.pluginmanager.register(_Crash(errors))
-
-
-class _Crash:
-    """Shows at the end what a process that crashed has written: a signal, all threads' stacks."""
-
-    def __init__(self, errors: Path) -> None:
-        self.errors = errors
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        text = self.errors.read_text(errors="replace") if self.errors.exists() else ""
-        if ENDED in text:
-            terminalreporter.section(f"stderr of {self.errors.stem}, which crashed")
-            terminalreporter.write(text)
-
-
-@pytest.hookimpl(trylast=True)  # after those that are not wanted are gone
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let each process begin with what would cost more if others had it as well.
-
-    These are the tests of many minutes, which would keep the last process busy alone and want the
-    memory that shared engines take later, and those that share what takes seconds to make. xdist
-    gives each process a stretch of the tests, and the last ones of a stretch to who has none left:
-    what begins a stretch stays in one process.
-    """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    first: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    for number, item in enumerate(item for item in items if _timeout_s(item) > _LONG_S):
-        first[number % workers].append(item)
-    for place, item in sorted(_sharing(items), key=lambda found: found[0]):
-        first[place[0] % workers].append(item)
-    placed = {item for stretch in first for item in stretch}
-    rest = [item for item in items if item not in placed]
-    items[:] = []
-    for stretch in first:
-        others = max(0, (len(placed) + len(rest)) // workers - len(stretch))
-        items += stretch + rest[:others]
-        del rest[:others]
-    items += rest
-
-
-def _sharing(items: list[pytest.Item]) -> Iterator[tuple[tuple[int, int], pytest.Item]]:
-    """The tests that share something, with the process that has it and when that process does."""
+    """Mark tests for `--dist loadgroup`: a file's are a group, or several files' that share."""
+    groups: dict[Path, str] = {}
     for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        folder = item.path.relative_to(_TESTS).parts[:-1]
-        if _timeout_s(item) > _LONG_S:
-            continue
-        if folder == (
-            "workflows",
-        ):  # packages, a cluster, runs; first the run that others wait for
-            yield (0, "finished" not in fixtures), item
-        elif fixtures & {"ray_cluster", "ray_roles"}:
-            yield (1, 0), item
-        elif fixtures & {"mlflow_address", "on_postgres", "bucket"}:
-            yield (2, 0), item
-
-
-def _timeout_s(item: pytest.Item) -> float:
-    marker = item.get_closest_marker("timeout")
-    return float(marker.args[0]) if marker and marker.args else 0.0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _process_that_ranks_are_forked_from() -> None:
-    if "gloo_ranks" in sys.modules:
-        sys.modules["gloo_ranks"].copy_process()
+        if isinstance(item, pytest.Function):
+            if hasattr(item.module, "run_ranks"):
+                groups[item.path] = "ranks"  # these share the process that ranks are forked from
+            for fixture in item.fixturenames:
+                if fixture in SHARED:
+                    groups.setdefault(item.path, SHARED[fixture])
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(groups.get(item.path, item.path.stem)))
 
 
 @pytest.fixture(scope="session")

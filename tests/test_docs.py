@@ -20,20 +20,24 @@ from engine.config.text import sections
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md"])
-# What every room may use, and what is no room.
-COMMON = {"errors", "batch", "console", "registry", "imports", "plugins", "config"}
 
 
 def rooms() -> dict[str, set[str]]:
-    """Every folder of `engine/` and the others that its modules import."""
-    names = {path.name for path in (ROOT / "engine").iterdir() if (path / "__init__.py").exists()}
-    return {name: imported(ROOT / "engine" / name) & (names - COMMON) - {name} for name in names}
+    """Every folder and module of `engine/`, and the others that it imports at any place."""
+    paths = {
+        path.stem: path
+        for path in (ROOT / "engine").iterdir()
+        if (path / "__init__.py").exists() or (path.suffix == ".py" and path.stem != "__init__")
+    }
+    return {name: imported(path) & set(paths) - {name} for name, path in paths.items()}
 
 
-def imported(folder: Path) -> set[str]:
-    """The rooms that the modules of a folder import, at any place in them."""
-    found: set[str] = set()
-    for path in folder.rglob("*.py"):
+def imported(room: Path) -> set[str]:
+    """The rooms that a room's modules import, except its command line."""
+    names: set[str] = set()
+    for path in [room] if room.is_file() else sorted(room.rglob("*.py")):
+        if path.name == "__main__.py":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 modules = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -41,25 +45,24 @@ def imported(folder: Path) -> set[str]:
                 modules = [alias.name for alias in node.names]
             else:
                 continue
-            found |= {m.split(".")[1] for m in modules if m.startswith("engine.")}
-    return found
+            names |= {m.split(".")[1] for m in modules if m.startswith("engine.")}
+    return names
 
 
-def row(name: str, uses: set[str]) -> str:
-    return f"| `{name}` | {', '.join(f'`{use}`' for use in sorted(uses)) or '–'} |"
-
-
-def test_the_map_of_the_rooms_is_that_of_the_imports() -> None:
+def test_a_room_imports_only_rooms_below_it() -> None:
     page = (DOCS / "architecture.md").read_text()
-    table = page.split("## Who imports whom")[1].split("\n## ")[0]
-    written = re.findall(r"^\| `.*", table, re.MULTILINE)
-    assert written == [row(name, uses) for name, uses in sorted(rooms().items())]
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(listed) == sorted(rooms())
+    upward = {
+        name: sorted(set(listed[: listed.index(name)]) & uses) for name, uses in rooms().items()
+    }
+    assert {name: above for name, above in upward.items() if above} == {}
 
 
-def test_each_room_has_its_paragraph() -> None:
+def test_the_page_of_the_rooms_names_files_that_are_there() -> None:
     page = (DOCS / "architecture.md").read_text()
-    table = page.split("## The rooms of the engine")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^- \*\*`(\w+)/`\*\*", table, re.MULTILINE)) == sorted(rooms())
+    for room, file in re.findall(r"^\| `(\w+)` \|.*\| `([\w.]+)` \|$", page, re.MULTILINE):
+        assert (ROOT / "engine" / room / file).exists(), (room, file)
 
 
 def anchors(page: Path) -> set[str]:

@@ -27,9 +27,6 @@ from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
 # What an advantage estimator is given and gives, and the registry of them.
-#
-# What lives here: the input and output tables, the wrapper that checks and cleans inputs, lookup.
-# What does not: any formula.
 
 REQUIREMENTS: dict[str, str] = {
     "values": "a critic that gives values [B, T]",

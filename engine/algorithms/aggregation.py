@@ -18,9 +18,6 @@ from engine.errors import ConfigError, DataError, EngineError
 from engine.registry import origin
 
 # Metrics that don't depend on how a batch was cut: sums and counts, divided at the very end.
-#
-# What lives here: means, largest values, and merging those of micro-batches and ranks.
-# What does not: where metrics are sent (`engine.tracking`).
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +74,9 @@ def compute_means(metrics: Metrics) -> dict[str, float]:
 
 # From losses of tokens to one number whose gradient doesn't depend on how the batch was cut.
 #
-# What lives here: the aggregation modes and their denominators over the global batch.
-# What does not: any loss. The rule: a denominator is a fact of the GLOBAL batch (all micro-batches
-# of all data-parallel ranks that make one optimizer step), taken once; each part contributes a
-# numerator over it. So the parts' losses, and their gradients, add up to the whole's.
+# The rule: a denominator is a fact of the GLOBAL batch (all micro-batches of all data-parallel
+# ranks that make one optimizer step), taken once; each part contributes a numerator over it. So
+# the parts' losses, and their gradients, add up to the whole's.
 
 Mode = Literal[
     "token-mean",
@@ -167,9 +163,6 @@ def aggregate(
 
 
 # A loss from outside the package is named where it, or its gradient, is not finite.
-#
-# What lives here: the check, which waits for the device and is therefore left out for the engine's
-# own formulas. What does not: what diverging weights lead to (`engine.runtime.optimizer`).
 
 
 def require_finite_loss(

@@ -18,8 +18,7 @@ from engine.errors import ConfigError, DataError
 
 # Which tokens or completions of a rollout are too far off-policy to learn from.
 #
-# What lives here: criteria, their thresholds, and the mask they leave. What does not: weights
-# (`algorithms.correction`). Rejection edits response_mask; denominators must use the edited mask.
+# Rejection edits response_mask; denominators must use the edited mask.
 
 REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -137,8 +136,6 @@ def _criterion(name: str, text: str) -> Criterion:
 
 # Rollout correction: tokens were sampled by another policy than the one that learns.
 #
-# What lives here: importance weights, truncated or masked, normalised; all of it in one call with
-# rejection; metrics of the mismatch. What does not: the criteria of rejection (`rejection`).
 # Call it on the GLOBAL batch before the update: normalisation and metrics look at all of it.
 
 WEIGHT_LEVELS = ("token", "sequence")

@@ -15,9 +15,6 @@ from engine.algorithms.policy_losses import LossOutput, get_policy_loss
 from engine.errors import ConfigError, DataError
 
 # The critic's loss.
-#
-# What lives here: squared error with clipped predictions, and its metrics.
-# What does not: how returns are made (`engine.algorithms.advantages`).
 
 
 def value_loss(
@@ -60,8 +57,7 @@ def value_loss(
 
 # Leaving out what has no gradient: forward and backward passes that would add exact zeros.
 #
-# What lives here: which rows matter. What does not: the passes. Denominators still come from the
-# whole batch's mask, so the gradient stays the same.
+# Denominators still come from the whole batch's mask, so the gradient stays the same.
 
 
 def rows_with_gradient(

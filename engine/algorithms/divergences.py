@@ -18,9 +18,6 @@ from engine.algorithms.masked import at_least_float, mask_out
 from engine.errors import ConfigError, DataError
 
 # Functions of single tokens over vocabulary-wide tensors, a bounded number of tokens at a time.
-#
-# What lives here: flattening, masking, chunking and recomputation in the backward pass.
-# What does not: what is computed (`kl_full`, `entropy`).
 
 
 def map_token_chunks(
@@ -55,10 +52,6 @@ def map_token_chunks(
 
 
 # Entropy of next-token distributions, and the sum of their squared probabilities.
-#
-# What lives here: both from logits, in chunks of tokens. What does not: the entropy bonus, which
-# is
-# `−entropy_coeff ·` the aggregated entropy in the actor's loss.
 
 
 def entropy(
@@ -98,9 +91,6 @@ def sum_pi_squared(
 
 
 # Per-token estimates of KL(π ‖ π_ref) from log-probs of sampled tokens.
-#
-# What lives here: the estimators, by name, and the controllers of the penalty's coefficient.
-# What does not: the exact divergence over a vocabulary (`kl_full`).
 
 
 def k1(d: Tensor) -> Tensor:
@@ -280,8 +270,7 @@ def _kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
 #     jsd         β KL(q ‖ m) + (1−β) KL(p ‖ m), m = βq + (1−β)p
 #
 # Over the whole vocabulary, or over the teacher's K likeliest tokens and one class of all others:
-# a
-# divergence of such classes is at most that of the distributions, and the same where K is the
+# a divergence of such classes is at most that of the distributions, and the same where K is the
 # vocabulary. Source: generalised knowledge distillation, arXiv 2306.13649, eq. 1 to 3.
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]

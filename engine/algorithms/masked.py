@@ -12,9 +12,8 @@ from torch import Tensor
 
 # Arithmetic under a mask and within groups; entries outside the mask never matter.
 #
-# What lives here: sums, means, whitening, reward-to-go, group statistics by scatter.
-# What does not: any algorithm. Values outside the mask may be NaN or infinite: they are replaced
-# before arithmetic, not multiplied by zero, so they touch neither results nor gradients.
+# Values outside the mask may be NaN or infinite: they are replaced before arithmetic, not
+# multiplied by zero, so they touch neither results nor gradients.
 
 
 def mask_out(mask: Tensor, x: Tensor, fill: float = 0.0) -> Tensor:
@@ -141,8 +140,8 @@ class Groups:
 
 # Turns within responses: which tokens the policy sampled together, over an episode's rows.
 #
-# A turn is a run of tokens inside the mask. What lies between (a tool's or user's turn) belongs to
-# none. An episode is a row, or several rows that go on from each other.
+# A turn is a run of tokens inside the mask. What lies between (a tool's or user's turn) belongs
+# to none. An episode is a row, or several rows that go on from each other.
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,9 +83,6 @@ def fraction(condition: Tensor, mask: Tensor) -> MeanAccumulator:
 
 # What a policy loss is given and gives, and the registry of them.
 #
-# What lives here: the wrapper that checks and cleans inputs and multiplies importance weights in;
-# lookup. What does not: any formula, and any reduction to one number (`algorithms.aggregation`).
-#
 # A loss is a function of its own row only. What needs a view of the whole batch (a covariance, a
 # rank) is computed once over the global batch by `prepare`, as a `[B, T]` tensor that is cut into
 # micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.

@@ -15,10 +15,6 @@ from engine.algorithms.masked import Groups, at_least_float, mask_out, masked_wh
 from engine.errors import ConfigError, DataError
 
 # Changing rewards before they become advantages.
-#
-# What lives here: overlong penalty, KL inside the reward, weights of components, clipping,
-# whitening, placing a completion's score, finding its last turn. What does not: choosing which
-# groups to keep (`algorithms.dynamic_sampling`) and the KL estimators (`algorithms.kl`).
 
 
 def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
@@ -99,9 +95,6 @@ def whiten_rewards(
 
 
 # DAPO's dynamic sampling: keep groups with a signal, and refill up to a limit.
-#
-# What lives here: which groups to keep and the decision to continue, as pure functions.
-# What does not: generating the refill (a dataflow does that).
 
 
 class Refill(Enum):

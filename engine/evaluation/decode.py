@@ -182,8 +182,7 @@ def _weight_bytes(model_config: PretrainedConfig) -> int:
 # A model's completions of the problems: in this process, or on ranks that Ray places.
 #
 # Copies of the model take consecutive shares of the prompts. What is drawn goes by a prompt's
-# number
-# (`SamplingParams.first_prompt`), so that the number of copies changes no completion.
+# number (`SamplingParams.first_prompt`), so that the number of copies changes no completion.
 
 ROLE = "evaluation"
 OBJECT_STORE_BYTES = 512 << 20  # of a Ray that is started here: prompts and completions alone

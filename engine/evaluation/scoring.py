@@ -139,8 +139,7 @@ def _kept(
 # Evaluating a model folder on a split: decode greedily and by sampling, score, one row a problem.
 #
 # It composes the decoded completions (`decode`), the tokenizer and the run's scorer; statistics
-# and
-# pages are in `engine.evaluation`.
+# and pages are in `engine.evaluation`.
 
 T = TypeVar("T")
 

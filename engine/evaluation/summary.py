@@ -102,7 +102,8 @@ def _measured(rows: pd.DataFrame) -> dict[str, np.ndarray]:
 
 # Two tables of evaluation rows in, their comparison out: each model's metrics and the gain.
 #
-# Numbers only: whether a gain suffices is decided in `engine.promotion`, how it looks in `report`.
+# Numbers only: whether a gain suffices is decided in `engine.promotion`, how it looks in
+# `report`.
 
 
 @dataclass(frozen=True, slots=True)

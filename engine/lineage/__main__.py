@@ -166,7 +166,8 @@ def comparison_json(found: ArtifactComparison) -> dict[str, object]:
     }
 
 
-# `python -m engine.lineage show|diff|verify`: where artifacts come from, and whether they changed.
+# `python -m engine.lineage show|diff|verify`: where artifacts come from, and whether they
+# changed.
 #
 # Exit status: 0, fine; 1, something is missing, unreadable or not as recorded; 2, wrong usage.
 

@@ -27,9 +27,6 @@ from engine.storage.filesystem import (
 )
 
 # All manifests of one or more stores: found, read, and looked up by digest and by parent.
-#
-# What lives here: scanning folders and buckets for manifests. What does not: walking from one
-# artifact to another (`.graph`).
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +165,8 @@ def _remote_folders(root: str) -> Iterator[str]:
 #
 # A parent is looked for in the store of its child, then at its recorded address, by digest in the
 # index and among the artifacts of this machine, so that a moved store resolves, and a copied one
-# is
-# held to what is in it. Walks end on cycles, which only forged manifests have, because a node is
-# expanded once.
-#
-# What does not live here: finding the first node (`.review`), whether nodes are as recorded
-# (`.audit`).
+# is held to what is in it. Walks end on cycles, which only forged manifests have, because a node
+# is expanded once.
 
 CHECKPOINT, MODEL_VERSION = "checkpoint", "model_version"
 

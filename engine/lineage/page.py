@@ -24,10 +24,8 @@ from engine.tracking.connection import flatten
 # Where the boxes and lines of a graph go: layers from left to right, few crossings.
 #
 # A pure function of keys and edges (Sugiyama's method: layers by longest path, invisible boxes
-# where
-# an edge passes a layer, order by the mean place of neighbours, then heights). Cycles are drawn,
-# with
-# the edge that closes one running backwards.
+# where an edge passes a layer, order by the mean place of neighbours, then heights). Cycles are
+# drawn, with the edge that closes one running backwards.
 
 BOX_WIDTH, BOX_HEIGHT = 206, 52  # pixels
 LAYER_GAP, ROW_GAP, LINE_GAP = 60, 20, 12

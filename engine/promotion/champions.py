@@ -91,18 +91,16 @@ def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
 #
 # MLflow can't compare and set. So who wants the lock of a model claims it, with a tag of its own
 # `lock.<owner>` that holds the claim's end, and then reads all tags: it has the lock if there is
-# no
-# other claim, else it takes its own back and tries again later. Of two that claim at once the one
-# whose tag came second sees the other's, so never both have it. To release is to delete one's tag.
+# no other claim, else it takes its own back and tries again later. Of two that claim at once the
+# one whose tag came second sees the other's, so never both have it. To release is to delete one's
+# tag.
 #
 # The claim of a holder that died ends by its deadline, and the next holder deletes it. A holder
-# that
-# wakes up late finds no claim but its own to release.
+# that wakes up late finds no claim but its own to release.
 #
 # What no lock outside the store can rule out is a holder that sleeps between its last look at the
 # clock and its write. It looks right before each write, and a lock lasts longer than any call of
-# the
-# client with its retries. The clocks of promoters must agree to within `SKEW_SECONDS`.
+# the client with its retries. The clocks of promoters must agree to within `SKEW_SECONDS`.
 
 LEASE_SECONDS = 600.0
 WRITE_SECONDS = 300.0  # the longest that a call and its retries take: 4 tries of 60 s, and pauses
@@ -237,8 +235,7 @@ def _clock(seconds: float) -> str:
 #
 # A move is written before the alias is set and marked as done after it, so a process that died in
 # between leaves one of which `reconcile` finds out whether it was made. A move by hand, in
-# MLflow's
-# own pages, shows in an alias that is not where the record left it.
+# MLflow's own pages, shows in an alias that is not where the record left it.
 
 MAX_REASON = 2000  # characters; a tag of MLflow's registry holds 5,000 in some databases
 

@@ -17,9 +17,11 @@ from engine.lineage.lookup import PREFIX, review
 from engine.storage.artifacts import SOURCE, Manifest, local_path, read_manifest
 from engine.storage.filesystem import SECONDS, is_hub_id, read_file, split_revision
 
-# What is known of a model that leaves: its artifact, version, lineage and evaluation, all checked.
+# What is known of a model that leaves: its artifact, version, lineage and evaluation, all
+# checked.
 #
-# Whatever of it can't be read, is missing or was changed is a LineageError: a card must not guess.
+# Whatever of it can't be read, is missing or was changed is a LineageError: a card must not
+# guess.
 
 CONFIG = "config.json"  # what makes an artifact a model
 COMPARISON = "comparison.json"

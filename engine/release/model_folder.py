@@ -149,8 +149,7 @@ def _percent(value: Interval) -> str:
 # A model's card: what it is, its scores with intervals, data, settings and lineage, as Markdown.
 #
 # The front matter is Hugging Face's (`model-index` with the results). Digests are whole; folders
-# of
-# this machine are left out.
+# of this machine are left out.
 
 # The nearest stage of each kind.
 SETTINGS_OF = (

@@ -83,9 +83,6 @@ def _text(value: object) -> str:
 
 
 # Opening an MLflow store, and turning what it raises into sentences.
-#
-# What lives here: which store is used, creating a SQLite one whole, deadlines, error texts. What
-# does not: what is written into it.
 
 T = TypeVar("T")
 

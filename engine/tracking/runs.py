@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 
 # One MLflow run while it is open: metrics, datasets, folders, figures, tables.
-#
-# What lives here: `StageRun` and its buffer. What does not: when a run begins and ends
-# (`.tracker`).
 
 FLUSH_SECONDS = 2.0
 BATCH = 1000  # points, the most that MLflow takes in one call
@@ -187,13 +184,13 @@ def _describe(data: pd.DataFrame | str | Path) -> tuple[list[dict[str, str]], in
 
 # The runs of a pipeline: one parent run, one nested run a stage.
 #
-# Retries. A stage is known by its parent run, its name and an attempt key. When it is opened again
-# (a Flyte retry, a pre-empted attempt), the runs of earlier attempts are moved to MLflow's trash
-# and
-# a new one begins, so that each step's metrics are there once and always from one attempt. A lost
-# attempt that is still alive somewhere can't write to its run any more. A parent run with a key is
-# opened again instead, because its stages belong to it. A run that holds the files of a registered
-# version is never moved to the trash: `mlflow gc` would delete them with it.
+# Retries. A stage is known by its parent run, its name and an attempt key. When it is opened
+# again (a Flyte retry, a pre-empted attempt), the runs of earlier attempts are moved to MLflow's
+# trash and a new one begins, so that each step's metrics are there once and always from one
+# attempt. A lost attempt that is still alive somewhere can't write to its run any more. A parent
+# run with a key is opened again instead, because its stages belong to it. A run that holds the
+# files of a registered version is never moved to the trash: `mlflow gc` would delete them with
+# it.
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 PARENT_TAG = "mlflow.parentRunId"

@@ -7,11 +7,10 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-from forks import interpreter
 
 from engine.errors import TrackingError
 from engine.tracking import Tracker
@@ -34,7 +33,7 @@ def mlflow_server(store: str, folder: Path) -> Iterator[str]:
     would load MLflow once more, and without its job runners.
     """
     port = free_port()
-    command = [*interpreter(), "-m", "uvicorn", "--port", str(port)]
+    command = [sys.executable, "-m", "uvicorn", "--port", str(port)]
     options = {  # of that command, as it hands them on
         "_MLFLOW_SERVER_FILE_STORE": store,
         "_MLFLOW_SERVER_REGISTRY_STORE": store,

@@ -27,11 +27,11 @@ def shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[Shape]:
     package.mkdir()
     (package / "__init__.py").write_text(
         "from engine.registry import Registry\n"
-        "shapes = Registry('shape', 'plot.shape', 'shapes_of_test', '@shapes.register(name)')\n"
+        "modules = 'shapes_of_test.circle', 'shapes_of_test.square'\n"
+        "shapes = Registry('shape', 'plot.shape', modules, '@shapes.register(name)')\n"
     )
     for name in ("square", "circle"):
         (package / f"{name}.py").write_text(MODULE.format(name=name))
-    (package / "_private.py").write_text("raise RuntimeError('not an entry')\n")
     (tmp_path / "outside_of_test.py").write_text(
         MODULE.format(name="star") + "def plain():\n    return 0.0\n"
     )

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from forks import interpreter
 from mlflow_server import mlflow_server
 from postgres import postgres
 from thorough import and_slow
@@ -298,7 +298,7 @@ def test_the_default_store_is_local_quiet_and_opened_by_two_processes_at_once(
     )
     children = [
         subprocess.Popen(
-            [*interpreter(), "-c", code],
+            [sys.executable, "-c", code],
             cwd=tmp_path,
             env={k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")},
             stdout=subprocess.PIPE,

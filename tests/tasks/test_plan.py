@@ -116,7 +116,7 @@ def test_settings_that_passed_are_checked_once(monkeypatch: pytest.MonkeyPatch) 
     check_settings(config)
     with pytest.raises(ImportError):
         check_settings(config.model_copy(update={"seed": 7}))
-    monkeypatch.setattr("engine.storage.digests.sources_digest", lambda: "edited")
+    monkeypatch.setattr("tasks.plan.sources_digest", lambda: "edited")
     with pytest.raises(ImportError):
         check_settings(config)
 

@@ -58,7 +58,7 @@ def test_another_library_is_another_version(monkeypatch: pytest.MonkeyPatch, lib
 
 def test_other_sources_are_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     before = version()
-    monkeypatch.setattr("engine.storage.digests.sources_digest", lambda: "another")
+    monkeypatch.setattr("tasks.stage.sources_digest", lambda: "another")
     assert version() != before
 
 

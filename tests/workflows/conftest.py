@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from filelock import FileLock
 from flyte_runs import (
     BY_DEFAULT,
     NO_WARM_START,
@@ -24,7 +21,6 @@ from flyte_runs import (
     WORKFLOW,
     Asked,
     Finished,
-    Outcome,
     Place,
     TriedAgain,
     settings,
@@ -35,7 +31,8 @@ from registration import make_checkout, pack, read_archive
 
 
 @pytest.fixture(scope="session")
-def finished_run(make_once: MakeOnce, mlflow_store: Path) -> Finished:
+def finished(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Finished:
+    """A finished run of the main job in a process of its own; some tests run again in its place."""
     # Credentials where a person has them: test_rlhf_end_to_end looks for them in all that is left.
     credentials = {"retrain": {"path": f"s3://key:{SECRET}@bucket/new"}}
     loggers = {"tracking": {"logger": ["console", "jsonl", "tensorboard"]}}
@@ -47,27 +44,13 @@ def finished_run(make_once: MakeOnce, mlflow_store: Path) -> Finished:
         "AWS_ACCESS_KEY_ID": "writer",
         "AWS_SECRET_ACCESS_KEY": SECRET,
     }
-
-    def write(folder: Path) -> None:
-        shutil.copy(mlflow_store, folder / "mlflow.db")
-        started = time.monotonic()
-        command = ("run", str(WORKFLOW), "rlhf", "--config", config)
-        outcome = Place(folder).pyflyte(*command, variables=secrets)
-        assert outcome.code == 0, outcome.text
-        facts = asdict(outcome) | {"seconds": time.monotonic() - started}
-        folder.with_suffix(".json").write_text(json.dumps(facts))
-
-    folder = make_once("finished", write)
-    facts = json.loads(folder.with_suffix(".json").read_text())
-    seconds = facts.pop("seconds")
-    return Finished(Place(folder), Outcome(**facts), config, seconds)
-
-
-@pytest.fixture
-def finished(finished_run: Finished) -> Iterator[Finished]:
-    """A finished run; one test at a time reads it, since some run again in its place."""
-    with FileLock(finished_run.place.root.with_suffix(".use")):
-        yield finished_run
+    place = Place(tmp_path_factory.mktemp("finished"))
+    shutil.copy(mlflow_store, place.root / "mlflow.db")
+    started = time.monotonic()
+    command = ("run", str(WORKFLOW), "rlhf", "--config", config)
+    outcome = place.pyflyte(*command, variables=secrets)
+    assert outcome.code == 0, outcome.text
+    return Finished(place, outcome, config, time.monotonic() - started)
 
 
 @pytest.fixture(scope="session")

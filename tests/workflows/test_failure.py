@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,6 @@ from flytekit import FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.literals import Literal, LiteralMap
 from flytekit.types.error.error import FlyteError
-from forks import interpreter
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from protobufs import Registered
@@ -138,7 +138,7 @@ def test_a_killed_pod_is_recorded_by_the_registered_command(
     arguments = [filled.get(argument, argument) for argument in container.args]
     assert arguments[0] == "pyflyte-execute"
     done = subprocess.run(
-        [*interpreter(), "-m", "flytekit.bin.entrypoint", *arguments],
+        [sys.executable, "-m", "flytekit.bin.entrypoint", *arguments],
         env=place.environment({"FLYTE_INTERNAL_EXECUTION_ID": "f4e2"}),
         cwd=root / "work",
         capture_output=True,

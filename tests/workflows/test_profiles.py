@@ -193,7 +193,8 @@ def test_results_are_cached_by_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", ["sft", "rl", "evaluate"])
 def test_the_graph_has_the_stage_that_reads_the_profile(registered: Registered, stage: str) -> None:
     (node,) = [n for n in registered.workflow("rlhf").nodes if n.metadata.name == stage]
-    assert node.task_node.reference_id.name == f"tasks.{stage}.{stage}"
+    module = "evaluate" if stage == "evaluate" else "policy_training"
+    assert node.task_node.reference_id.name == f"tasks.{module}.{stage}"
     (given,) = [binding for binding in node.inputs if binding.var == "profile"]
     profile = "sft_profile" if stage == "sft" else "profile"
     assert (given.binding.promise.node_id, given.binding.promise.var) == ("n0", profile)

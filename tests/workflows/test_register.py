@@ -155,7 +155,12 @@ def task(cluster: Cluster, version: str, name: str) -> Any:
 
 def test_what_lays_a_stage_out_knows_the_images(cluster: Cluster, version: str) -> None:
     """By digest, in its container's variables: they go into the stages that it writes."""
-    for name in ("sft.sft", "rl.rl", "evaluate.evaluate", "promote.promote"):
+    for name in (
+        "policy_training.sft",
+        "policy_training.rl",
+        "evaluate.evaluate",
+        "promote.promote",
+    ):
         container = task(cluster, version, f"tasks.{name}").container
         assert container.image == IMAGE
         variables = {pair.key: pair.value for pair in container.env}
@@ -171,11 +176,13 @@ def test_tasks_ask_for_the_secrets_that_they_need(cluster: Cluster, version: str
 
     tracking = {"MLFLOW_TRACKING_TOKEN": ("team", "mlflow")}
     both = tracking | {"WANDB_API_KEY": ("team", "wandb")}
-    assert asked("rl.rl_stage") == asked("sft.sft_stage") == both
+    assert asked("policy_training.rl_stage") == asked("policy_training.sft_stage") == both
     for name in ("plan.plan", "report.report", "failure.rlhf_failed", "evaluate.evaluate_stage"):
         assert asked(name) == tracking, name
-    assert asked("rl.rl") == {}, "the pod that lays it out needs none, and passes on the names"
-    for name, names in (("rl.rl", both), ("report.report", tracking)):
+    assert asked("policy_training.rl") == {}, (
+        "the pod that lays it out needs none, and passes on the names"
+    )
+    for name, names in (("policy_training.rl", both), ("report.report", tracking)):
         variables = {
             one.key: one.value for one in task(cluster, version, f"tasks.{name}").container.env
         }
@@ -418,8 +425,10 @@ for checkout, image in json.loads(sys.argv[1]):
     if os.fork() == 0:  # images are read, and sources hashed, once in a process
         os.environ["HYBRIDFLYTE_IMAGE"] = image
         sys.path.insert(0, checkout)
-        from tasks import evaluate, preprocess, rl, sft
-        stages = preprocess.preprocess, sft.sft_stage, rl.rl_stage, evaluate.evaluate_stage
+        from tasks.evaluate import evaluate_stage
+        from tasks.policy_training import rl_stage, sft_stage
+        from tasks.preprocess import preprocess
+        stages = preprocess, sft_stage, rl_stage, evaluate_stage
         assert all(sys.modules[stage.__module__].__file__.startswith(checkout) for stage in stages)
         keys = {stage.name: stage.metadata.cache_version for stage in stages}
         print(json.dumps(keys), flush=True)

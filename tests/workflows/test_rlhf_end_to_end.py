@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from flyte_runs import REPOSITORY, SECRET, STAGES, TINY, Finished
-from forks import interpreter
+from flyte_runs import SECRET, STAGES, TINY, Finished
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from tracker_files import tensorboard_points
 
 from engine.config import digest
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
+from engine.lineage.__main__ import main as lineage
 from engine.storage.artifacts import read_manifest, verify
 from engine.storage.digests import hash_file
 from tasks.inputs import RLHFConfig, pin_named_content
@@ -93,20 +92,17 @@ def test_the_artifacts_chain_from_the_promotion_to_the_source(finished: Finished
     assert parents["promotion"] == data | policy | {"evaluation": digests["evaluation"]}
 
 
-def test_the_lineage_command_walks_from_the_model_to_the_source(finished: Finished) -> None:
-    done = subprocess.run(
-        [*interpreter(), "-m", "engine.lineage", str(finished.artifact("rl")), "--verify"],
-        env=finished.place.environment(),
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_lineage_command_walks_from_the_model_to_the_source(
+    finished: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with finished.place.entered():
+        status = lineage([str(finished.artifact("rl")), "--verify"])
+    shown = capsys.readouterr()
+    assert status == 0, shown.err
     for stage in ("dataset", "sft", "rl"):
-        assert finished.outcome.summary["digests"][stage][:12] in done.stdout
-    assert re.search(r"source \w{12} arithmetic://", done.stdout)
-    assert "verified" in done.stderr
+        assert finished.outcome.summary["digests"][stage][:12] in shown.out
+    assert re.search(r"source \w{12} arithmetic://", shown.out)
+    assert "verified" in shown.err
 
 
 def test_mlflow_has_one_parent_and_one_nested_run_a_stage(

@@ -81,7 +81,7 @@ def test_a_thousand_episodes_are_played_at_once(pool: EnvironmentPool) -> None:
         (
             "lie",
             "malformed",
-            "returned dict; return an engine.agents.environment_protocol.Observation",
+            "returned dict; return an Observation of engine.agents.environment_protocol",
         ),
         ("text", "malformed", "a message is a mapping"),
         ("nan", "not_finite", "returned reward nan"),

@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from forks import interpreter
 
 from engine.agents import Action, EnvironmentPool, ToolCall, make_environment, tool_schemas
 from engine.errors import ConfigError
 
 pytest.importorskip("mcp")
-COMMAND, *ARGUMENTS = [*interpreter(), str(Path(__file__).parent / "mcp_words.py")]
+SERVER = Path(__file__).parent / "mcp_words.py"
 OPTIONS = {
     "tools": ["calculator"],
-    "mcp_servers": {"words": {"command": COMMAND, "args": ARGUMENTS}},
+    "mcp_servers": {"words": {"command": sys.executable, "args": [str(SERVER)]}},
 }
 
 

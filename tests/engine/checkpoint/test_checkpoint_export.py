@@ -6,6 +6,7 @@ import logging
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
-from forks import interpreter
 from gloo_ranks import run_ranks
 from thorough import and_slow
 from tiny_engine import TINY_MODEL, arithmetic_rows, training_batch, write_tiny_folder
@@ -212,7 +212,7 @@ def test_the_command(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_command_ends_with_the_run_that_called_it(saved: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*interpreter(), "-m", "engine.export", saved, "--out", str(tmp_path / "out"), "--beside"],
+        [sys.executable, "-m", "engine.export", saved, "--out", str(tmp_path / "out"), "--beside"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -248,7 +248,7 @@ def trainer(folder: Path, **settings: Any) -> RLTrainer:
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Processes of exports begin when this file is there."""
     path, slow = tmp_path / "gate", tmp_path / "python"
-    python = shlex.join(interpreter())
+    python = shlex.quote(sys.executable)
     slow.write_text(f'#!/bin/sh\nwhile [ ! -e {path} ]; do sleep 0.05; done\nexec {python} "$@"\n')
     slow.chmod(0o755)
     monkeypatch.setattr(export_beside.sys, "executable", str(slow))

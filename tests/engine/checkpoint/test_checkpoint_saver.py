@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ import fsspec
 import pytest
 import torch
 from counting import CountingWorker, SilentWorker, counts, saver, set_all, start
-from forks import interpreter
 from fsspec.implementations.memory import MemoryFileSystem
 from thorough import and_slow
 
@@ -380,7 +380,7 @@ KILLED = Path(__file__).parent / "killed_at_random.py"
 def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, kills: int) -> None:
     """Processes that save without pause, each killed at a random moment."""
     done = subprocess.run(
-        [*interpreter(), str(KILLED), str(tmp_path), str(kills)],
+        [sys.executable, str(KILLED), str(tmp_path), str(kills)],
         capture_output=True,
         text=True,
         timeout=400,

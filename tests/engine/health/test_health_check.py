@@ -93,9 +93,8 @@ def test_this_environment_is_healthy_and_the_report_names_all(
 ) -> None:
     """The command itself, in a process of its own; the slow test has it load every library."""
     code = (
-        "import runpy; from engine.health import libraries; "
-        f"libraries.NEVER_LOADED += {not_loaded}; "
-        "runpy.run_module('engine.health', run_name='__main__', alter_sys=True)"
+        "import sys; from engine.cli.commands import health; "
+        f"health.NEVER_LOADED += {not_loaded}; sys.exit(health.main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "--json", "--shm-gib", "0", "--require", "flytekit"],

@@ -31,7 +31,7 @@ def test_what_a_probe_emits_is_returned_and_what_else_it_prints_is_not() -> None
 def test_a_probe_does_not_outlive_a_caller_that_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = (
-        "import sys; from engine.health.isolated_probe import run_isolated; "
+        "import sys; from engine.cli.commands.health import run_isolated; "
         "run_isolated(sys.argv[1], sys.argv[2:], 120.0)"
     )
     caller = subprocess.Popen([sys.executable, "-c", code, SLEEPER, str(file)])

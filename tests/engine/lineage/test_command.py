@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from forks import interpreter
 from lineage_store import Run, edit, make_run
 
 from engine.lineage.__main__ import main
@@ -141,7 +141,7 @@ def test_what_names_nothing_is_one_sentence(run: Run, reference: str, message: s
 
 
 def test_the_module_runs_as_a_program(run: Run) -> None:
-    command = [*interpreter(), "-m", "engine.lineage", "verify", str(run.rl), str(run.raw) + "x"]
+    command = [sys.executable, "-m", "engine.lineage", "verify", str(run.rl), str(run.raw) + "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stdout == ""

@@ -72,13 +72,11 @@ def chat_tokens(folder: Path, text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def serve_process(
-    *arguments: str, log: Path, python: Sequence[str] = (sys.executable,)
-) -> Iterator[subprocess.Popen[str]]:
+def serve_process(*arguments: str, log: Path) -> Iterator[subprocess.Popen[str]]:
     """`python -m engine.serve` in a process of its own, which ends with the block."""
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*python, "-m", "engine.serve", *arguments],
+            [sys.executable, "-m", "engine.serve", *arguments],
             stdout=output, stderr=subprocess.STDOUT, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip

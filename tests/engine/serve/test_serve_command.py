@@ -8,7 +8,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from forks import interpreter
 from mlflow_server import free_port
 from served import (
     NAME,
@@ -36,7 +35,7 @@ def test_a_champion_is_served_until_sigterm(registry: Path, model_folder: Path) 
     port, log = free_port(), registry / "log"
     url = f"http://127.0.0.1:{port}"
     options = [f"models:/{NAME}@champion", "--engine", "native", "--port", str(port)]
-    with serve_process(*options, log=log, python=interpreter()) as process:
+    with serve_process(*options, log=log) as process:
         said = await_status(process, url, 200, START_S)
         manifest = read_manifest(artifact)
         assert said["model"]["version"] == "1"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import interpreter
 from s3_server import s3_bucket
 
 from engine.errors import LineageError, StorageError
@@ -157,7 +156,7 @@ for name, write in fill.items():
 def test_a_really_full_disk_leaves_nothing() -> None:
     """A file system of 1 MiB, mounted in a namespace of the child alone, whoever writes to it."""
     home().mkdir()
-    done = subprocess.run([*interpreter(), "-c", FILL], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-c", FILL], stdout=subprocess.PIPE, text=True)
     if done.returncode == 77:
         pytest.skip("this machine permits no private mounts")
     assert done.returncode == 0
@@ -216,7 +215,7 @@ def test_two_processes_publishing_the_same_content_agree() -> None:
         "        publish(folder, Draft(kind='sft'))\n"
     )
     start = str(time.time() + 1.5)
-    children = [subprocess.Popen([*interpreter(), "-c", code, start]) for _ in range(2)]
+    children = [subprocess.Popen([sys.executable, "-c", code, start]) for _ in range(2)]
     assert [child.wait() for child in children] == [0, 0]
     published = list((home() / "artifacts" / "sft").iterdir())
     assert len(published) == 40

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,6 @@ import moto.s3.models
 import pytest
 import s3fs
 from faulty_s3 import Faults, faulty_s3
-from forks import interpreter
 
 from engine.errors import ConfigError, LineageError, StorageError
 from engine.lineage.__main__ import main
@@ -190,12 +190,12 @@ PUBLISH = (
     "import sys\n"
     "from engine.storage.artifacts import publish, staging\n"
     "from engine.storage.artifacts import Draft\n"
-    "from engine.storage import multipart, transfer\n"
-    f"transfer.PARALLEL, multipart.PART = 1, {PART}\n"
+    "from engine.storage import s3\n"
+    f"s3.PARALLEL, s3.PART = 1, {PART}\n"
     "with staging('rl') as folder:\n"
     "    for number in range(6):\n"
     "        (folder / f'shard-{number}').write_bytes(bytes([number]) * 1000)\n"
-    "    (folder / 'shard-9').write_bytes(bytes(multipart.PART + 1))\n"
+    "    (folder / 'shard-9').write_bytes(bytes(s3.PART + 1))\n"
     "    publish(folder, Draft(kind='rl'))\n"
 )
 
@@ -211,7 +211,7 @@ def test_killed_in_the_middle_nothing_looks_complete_and_the_next_call_ends_it(
     monkeypatch.setattr(s3, "PART", PART)
     monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", PART)  # S3's is 5 MiB
     faults.pause_s = 0.2  # before each answer: what was seen has not been written yet
-    first = subprocess.Popen([*interpreter(), "-c", PUBLISH])
+    first = subprocess.Popen([sys.executable, "-c", PUBLISH])
     deadline = time.monotonic() + 120
     while not faults.writes(seen):
         assert first.poll() is None
@@ -264,7 +264,7 @@ def test_two_processes_that_publish_the_same_agree(machine: Machine, tmp_path: P
     said = []
     children = [
         subprocess.Popen(
-            [*interpreter(), "-c", code, start, name],
+            [sys.executable, "-c", code, start, name],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"HYBRIDFLYTE_HOME": str(tmp_path / name)},

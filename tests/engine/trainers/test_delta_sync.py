@@ -185,7 +185,7 @@ def test_a_repaired_sampler_changes_nothing_in_one_step_off(
             for s in real(build)
         ]
 
-    monkeypatch.setattr("engine.trainers.run_spec.role_specs", specs)
+    monkeypatch.setattr("engine.trainers.rl.role_specs", specs)
     found = run.fit(tiny_folder, "one_step_off", placement)
     kinds = [load["kind"] for load in run.loads("sampler")]
     assert kinds == ["whole", fault, "whole", *["delta"] * (STEPS - 3)]

@@ -196,7 +196,7 @@ def test_wrong_settings_are_refused_before_any_worker_starts(
     tiny_folder: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr("engine.controller.launch.launch", lambda *args: started.append(args))
+    monkeypatch.setattr("engine.trainers.rl.launch", lambda *args: started.append(args))
     with pytest.raises(ConfigError, match=message):
         trainer(tiny_folder, config(**changes))
     assert started == []
