@@ -288,8 +288,8 @@ class WeightReceiver:
             for name, (_, start, size) in layout.spans.items():
                 tensor = tensors[name]
                 # A slice may be misaligned for the dtype; its copy is aligned.
-                own = data[start : start + size].clone()
-                tensor.copy_(own.view(tensor.dtype).view(tensor.shape))
+                aligned = data[start : start + size].clone()
+                tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
 
     def _load_delta(self, tensors: Mapping[str, Tensor], sent: Batch) -> None:
         if "delta" not in sent:
@@ -304,11 +304,13 @@ class WeightReceiver:
                 "missed, or came from another sender"
             )
         row = [tensors[name].detach() for name in sorted(tensors)]
-        own = [tensor.contiguous() for tensor in row]  # itself, unless it is a strided view
+        contiguous_tensors = [
+            tensor.contiguous() for tensor in row
+        ]  # itself, unless it is a strided view
         with _threads() as pool:
             changes = unpack(sent["delta"][0])
-            apply_delta(changes, [integer_view(tensor) for tensor in own], pool)
-        for tensor, contiguous in zip(row, own, strict=True):
+            apply_delta(changes, [integer_view(tensor) for tensor in contiguous_tensors], pool)
+        for tensor, contiguous in zip(row, contiguous_tensors, strict=True):
             if contiguous.data_ptr() != tensor.data_ptr():
                 tensor.copy_(contiguous)
         if _digest(FlatLayout.of(tensors).header, row) != _tensor_bytes(sent["digest"]):
@@ -341,11 +343,11 @@ def _threads() -> ThreadPoolExecutor:
 
 def _digest(header: bytes, tensors: Iterable[Tensor]) -> bytes:
     """Digest of tensors: their names, dtypes and shapes, then their bytes in order."""
-    found = blake3(header, max_threads=torch.get_num_threads())
+    digest = blake3(header, max_threads=torch.get_num_threads())
     for tensor in tensors:
         row = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        found.update(row.numpy().data)
-    return found.digest()
+        digest.update(row.numpy().data)
+    return digest.digest()
 
 
 def _checksum(sent: Batch) -> bytes:

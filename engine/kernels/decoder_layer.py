@@ -65,8 +65,12 @@ def rotated_linears(
     """x [B, L, in] through linear layers to [B, L, heads, d]; all but the last are then rotated."""
     weights, biases = zip(*affines, strict=True)
     shape = (*x.shape[:-1], -1, cos.shape[-1])
-    whole = all(len(weight) % training_ops.STEP == 0 for weight in weights)
-    if whole and training_ops.takes_products(x, weights, biases) and training_ops.takes(cos, sin):
+    divisible = all(len(weight) % training_ops.STEP == 0 for weight in weights)
+    if (
+        divisible
+        and training_ops.takes_products(x, weights, biases)
+        and training_ops.takes(cos, sin)
+    ):
         flat = [tensor for affine in affines for tensor in affine]
         rotary = training_ops.Rotary(cos, sin, len(affines) - 1)
         return tuple(out.view(shape) for out in _Linears.apply(x, rotary, *flat))
@@ -419,7 +423,7 @@ class _Layer(torch.autograd.Function):
         heads = _heads(projected, call)
         out, softmax = attention_forward(heads[0], heads[1], heads[2], call.runs, call.scale)
         attended = out.view(len(residual), -1)
-        kept = [residual, normed, scale, *projected, softmax]
+        saved = [residual, normed, scale, *projected, softmax]
         if read is not None:
             attended = attended.index_select(0, read.index)
             residual = residual.index_select(0, read.index)
@@ -428,7 +432,7 @@ class _Layer(torch.autograd.Function):
         result, *raised = training_ops.mlp(inner, gate, up, down, total, keep=call.keep)
         ctx.call = call
         ctx.save_for_backward(
-            *kept, attended, total, inner, last_scale, *raised,
+            *saved, attended, total, inner, last_scale, *raised,
             norm, last_norm, gate, up, down, *matrices, last,
         )  # fmt: skip
         return result[None]

@@ -37,25 +37,25 @@ _NUMBERS_OF_TWO = 1 << 14  # from which more than one thread is worth waking
 @cache
 def library() -> ctypes.CDLL | None:
     """`cpu/train.c`, compiled; None where that can't be done or used."""
-    found = compiled(Path(__file__).parent / "cpu" / "train.c")
-    if found is None:
+    functions = compiled(Path(__file__).parent / "cpu" / "train.c")
+    if functions is None:
         return None
     p, n = c_void_p, c_int64
-    found.norm_forward.argtypes = [p, p, p, n, n, c_double, n, p, p, p]
-    found.norm_backward.argtypes = [p, p, p, p, p, n, n, n, p, p]
-    found.scatter_rows.argtypes = [p, p, n, n, n, n, p]
-    found.column_sums.argtypes = [p, n, n, n, p]
-    found.adamw.argtypes = [p, p, n, n]
-    found.rotate.argtypes = [p, p, p, n, n, n, n, n, n, p]
-    found.silu_product.argtypes = [p, p, n, n, p]
-    found.silu_product_backward.argtypes = [p, p, p, n, n, p, p, p]
-    found.head_statistics.argtypes = [p, p, n, n, c_double, n, p, p, p, p]
-    found.head_gradients.argtypes = [p, p, p, p, p, p, n, n, c_double, n, p]
-    found.packed_attention.argtypes, found.packed_attention.restype = [p, n], n
+    functions.norm_forward.argtypes = [p, p, p, n, n, c_double, n, p, p, p]
+    functions.norm_backward.argtypes = [p, p, p, p, p, n, n, n, p, p]
+    functions.scatter_rows.argtypes = [p, p, n, n, n, n, p]
+    functions.column_sums.argtypes = [p, n, n, n, p]
+    functions.adamw.argtypes = [p, p, n, n]
+    functions.rotate.argtypes = [p, p, p, n, n, n, n, n, n, p]
+    functions.silu_product.argtypes = [p, p, n, n, p]
+    functions.silu_product_backward.argtypes = [p, p, p, n, n, p, p, p]
+    functions.head_statistics.argtypes = [p, p, n, n, c_double, n, p, p, p, p]
+    functions.head_gradients.argtypes = [p, p, p, p, p, p, n, n, c_double, n, p]
+    functions.packed_attention.argtypes, functions.packed_attention.restype = [p, n], n
     for name in ("mlp_forward", "mlp_backward", "linears_forward", "linears_backward"):
-        function = getattr(found, name)
+        function = getattr(functions, name)
         function.argtypes, function.restype = [p], n
-    return found
+    return functions
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -208,9 +208,9 @@ def adamw(settings: AdamSettings, tensors: Sequence[tuple[Tensor, ...]]) -> None
 
 
 def _library() -> ctypes.CDLL:
-    found = library()
-    assert found is not None  # `takes` was asked
-    return found
+    functions = library()
+    assert functions is not None  # `takes` was asked
+    return functions
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -257,11 +257,11 @@ def takes_products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()
 ) -> bool:
     """Whether the functions here compute with these."""
-    given = [bias for bias in biases if bias is not None]
+    tensors = [bias for bias in biases if bias is not None]
     return (
         all(weight.shape[1] % STEP == 0 for weight in weights)
         and all(weight.numel() <= _LARGEST for weight in weights)
-        and takes(x, *weights, *given)
+        and takes(x, *weights, *tensors)
     )
 
 
@@ -278,8 +278,8 @@ def mlp(
     up(x)."""
     out = torch.empty_like(x)
     gated, raised = (x.new_empty(len(x), len(gate)) if keep else None for _ in range(2))
-    every = (x, gate, up, down, gated, raised, out, None, None, None, None, residual)
-    _call("mlp_forward", _mlp_of(every))
+    tensors = (x, gate, up, down, gated, raised, out, None, None, None, None, residual)
+    _call("mlp_forward", _mlp_of(tensors))
     return out, gated, raised
 
 
@@ -294,10 +294,10 @@ def mlp_gradients(
 ) -> list[Tensor | None]:
     """Gradients of x and, in float32, of the three `matrices`; `kept`: gate(x) and up(x)."""
     of_x = torch.empty_like(x) if to_x else None
-    found = [torch.empty_like(m, dtype=torch.float32) if to_weights else None for m in matrices]
-    every = [x, *matrices, *kept, of_x, above, *found, None]
-    _call("mlp_backward", _mlp_of(every))
-    return [of_x, *found]
+    gradients = [torch.empty_like(m, dtype=torch.float32) if to_weights else None for m in matrices]
+    tensors = [x, *matrices, *kept, of_x, above, *gradients, None]
+    _call("mlp_backward", _mlp_of(tensors))
+    return [of_x, *gradients]
 
 
 def linears(

@@ -173,10 +173,11 @@ def engine_options(config: RolloutConfig) -> dict[str, object]:
     """Keyword arguments of the configured engine besides `COMMON_OPTIONS`."""
     engine = _registry.get(config.engine)
     if engine.options is not None and config.options:
-        own = config.engine in RolloutConfig.model_fields
+        has_section = config.engine in RolloutConfig.model_fields
+        section = f"rollout.{config.engine}" if has_section else "those of rollout"
         raise ConfigError(
             f"rollout.options has no effect with rollout.engine={config.engine}, which has "
-            f"settings of its own; set {f'rollout.{config.engine}' if own else 'those of rollout'}"
+            f"settings of its own; set {section}"
         )
     for name in COMMON_OPTIONS:
         if name in config.options:

@@ -113,8 +113,8 @@ class SampleFolder:
         """The samples that are there, by step."""
         with _explained("read", self.uri):
             entries = self._files.entries()
-        found = (_NAME.fullmatch(entry["name"].rpartition("/")[2]) for entry in entries)
-        return sorted(SampleName(int(one[2]), one[1]) for one in found if one)
+        matches = (_NAME.fullmatch(entry["name"].rpartition("/")[2]) for entry in entries)
+        return sorted(SampleName(int(one[2]), one[1]) for one in matches if one)
 
     def read_bytes(self, name: str) -> bytes:
         """A file's content."""

@@ -98,8 +98,8 @@ class PageData:
 def _points(steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
     """Steps and values of a curve, the last one among them."""
     stride = math.ceil(len(steps) / MOST_POINTS)
-    kept = [*range(0, len(steps) - 1, stride), len(steps) - 1]
-    return [[steps[i] for i in kept], [_number(values[i]) for i in kept]]
+    points = [*range(0, len(steps) - 1, stride), len(steps) - 1]
+    return [[steps[i] for i in points], [_number(values[i]) for i in points]]
 
 
 def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:

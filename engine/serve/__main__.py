@@ -37,11 +37,11 @@ class _Terminated(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    split = given.index("--") if "--" in given else len(given)
-    options = parser.parse_args(given[:split])
-    options.vllm = given[split + 1 :]
+    split = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:split])
+    options.vllm = words[split + 1 :]
     quiet()
     before = signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -67,8 +67,8 @@ class _Request(BaseModel):
     @property
     def stops(self) -> list[str]:
         """Texts at which an answer ends."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in texts if text]
 
     @property
     def longest(self) -> int | None:
@@ -85,9 +85,9 @@ class CompletionRequest(_Request):
     @property
     def prompts(self) -> list[str] | list[Tokens]:
         """All prompts, as texts or as tokens."""
-        given: Any = self.prompt
-        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        return [given] if single else given
+        prompt: Any = self.prompt
+        single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        return [prompt] if single else prompt
 
     @property
     def longest(self) -> int | None:

@@ -183,8 +183,8 @@ class GenericDecoder(Decoder):
         self.routed_experts: Tensor | None = None
         self._model, self._device, self.static_batches = model, device, static_batches
         self.slots = slots
-        kept = (slots, 0 if static_batches else columns)
-        self._ids = torch.zeros(kept, dtype=torch.long, device=device)  # by slot and position
+        shape = (slots, 0 if static_batches else columns)
+        self._ids = torch.zeros(shape, dtype=torch.long, device=device)  # by slot and position
         self._prefilled: _PaddedBatch | None = None  # the latest prefill's, in static batches
         self._batch: _PaddedBatch | None = None  # None: to be computed again from `_ids`
         self._slots = torch.empty(0, dtype=torch.long, device=device)  # of the batch's sequences
@@ -254,13 +254,13 @@ class GenericDecoder(Decoder):
         else:
             self._keep(positions[self._slots].nonzero()[:, 0], self._batch)
             logits = self._batch.step(tokens[self._slots])
-        every = logits.new_zeros(len(tokens), logits.shape[1])
-        every[self._slots] = logits
+        all_logits = logits.new_zeros(len(tokens), logits.shape[1])
+        all_logits[self._slots] = logits
         if self._routed is not None:
             chosen = self._routed.latest(len(self._slots))[:, -1]
             self.routed_experts = chosen.new_zeros(len(tokens), chosen.shape[1])
             self.routed_experts[self._slots] = chosen
-        return every
+        return all_logits
 
     def _keep(self, index: Tensor, batch: _PaddedBatch) -> None:
         """Keep the batch's sequences at `index`, ascending."""

@@ -68,10 +68,10 @@ class TensorParallel:
 
         Collective. A rank without usable shards passes -1, and all ranks get -1.
         """
-        found = self._gather(torch.tensor([rows]))[:, 0].tolist()
-        if min(found) < 0:
+        widths = self._gather(torch.tensor([rows]))[:, 0].tolist()
+        if min(widths) < 0:
             return -1
-        self._widths = [found[rank] for rank in self._order]
+        self._widths = [widths[rank] for rank in self._order]
         self._start = sum(self._widths[: self.index])
         return sum(self._widths)
 
@@ -80,11 +80,11 @@ class TensorParallel:
         local, rows = ids - self._start, embedding.shape[0]
         mine = (local >= 0) & (local < rows)
         if rows == 0:
-            found = embedding.new_zeros(*ids.shape, embedding.shape[1])
+            rows_of_ids = embedding.new_zeros(*ids.shape, embedding.shape[1])
         else:
-            found = F.embedding(local.clamp(0, rows - 1), embedding)
-            found.masked_fill_(~mine[..., None], 0.0)
-        return self.all_reduce(found)
+            rows_of_ids = F.embedding(local.clamp(0, rows - 1), embedding)
+            rows_of_ids.masked_fill_(~mine[..., None], 0.0)
+        return self.all_reduce(rows_of_ids)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' `partial` tensors, in place."""
@@ -96,11 +96,11 @@ class TensorParallel:
         """All ranks' logits side by side: `[R, v]` each → `[R, V]`."""
         widest = max(self._widths)
         padded = F.pad(local, (0, widest - local.shape[1])).contiguous()
-        every = padded.new_empty(self.size, *padded.shape)
+        gathered = padded.new_empty(self.size, *padded.shape)
         with self._collective():
-            dist.all_gather_into_tensor(every.flatten(0, 1), padded, group=self._group)
+            dist.all_gather_into_tensor(gathered.flatten(0, 1), padded, group=self._group)
         parts = [
-            every[rank, :, :width] for rank, width in zip(self._order, self._widths, strict=True)
+            gathered[rank, :, :width] for rank, width in zip(self._order, self._widths, strict=True)
         ]
         return torch.cat(parts, dim=1)
 
@@ -128,21 +128,21 @@ class TensorParallel:
         """
         digest = zlib.crc32(repr((params, [list(map(int, p)) for p in prompts])).encode())
         mine = torch.tensor([int(problem is not None), version, digest])
-        every = self._gather(mine)
+        gathered = self._gather(mine)
         if problem is not None:
             raise problem
-        failed = every[:, 0].nonzero()[:, 0].tolist()
+        failed = gathered[:, 0].nonzero()[:, 0].tolist()
         if failed:
             raise RolloutError(
                 f"rank {failed[0]} of the tensor-parallel group of {self.size} can't serve; see "
                 "its own error"
             )
-        if len(every[:, 1].unique()) > 1:
+        if len(gathered[:, 1].unique()) > 1:
             raise RolloutError(
-                f"the ranks of a tensor-parallel group hold policy versions {every[:, 1].tolist()};"
-                " update the weights on all of them before the rollout"
+                "the ranks of a tensor-parallel group hold policy versions "
+                f"{gathered[:, 1].tolist()}; update the weights on all of them before the rollout"
             )
-        if len(every[:, 2].unique()) > 1:
+        if len(gathered[:, 2].unique()) > 1:
             raise RolloutError(
                 "the ranks of a tensor-parallel group were given different prompts or sampling "
                 "parameters; give every rank of the group the same request"
@@ -151,10 +151,10 @@ class TensorParallel:
     def _gather(self, mine: Tensor) -> Tensor:
         """All ranks' `mine` `[k]` (int64), `[size, k]` by group rank, on the CPU."""
         mine = mine.to(self._device)
-        every = mine.new_empty(self.size * len(mine))
+        gathered = mine.new_empty(self.size * len(mine))
         with self._collective():
-            dist.all_gather_into_tensor(every, mine, group=self._group)
-        return every.view(self.size, -1).cpu()
+            dist.all_gather_into_tensor(gathered, mine, group=self._group)
+        return gathered.view(self.size, -1).cpu()
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -378,11 +378,11 @@ class TPModelShard:
 
     def weights(self) -> LlamaWeights:
         """This rank's weights for the decoder, in the storage they were given in."""
-        whole = bind(self._skeleton)
+        weights = bind(self._skeleton)
         return dataclasses.replace(
-            whole,
-            heads=whole.heads // self.tp.size,
-            kv_heads=max(1, whole.kv_heads // self.tp.size),
+            weights,
+            heads=weights.heads // self.tp.size,
+            kv_heads=max(1, weights.kv_heads // self.tp.size),
             tp=self.tp,
         )
 
@@ -407,11 +407,11 @@ class TPModelShard:
                     f"{name!r} is {tensor.dtype} on {tensor.device}, others are {like.dtype} on "
                     f"{like.device}"
                 )
-            wanted = self._local_shape(name, tuple(whole.shape), tensor)
-            if tuple(tensor.shape) != wanted:
+            expected = self._local_shape(name, tuple(whole.shape), tensor)
+            if tuple(tensor.shape) != expected:
                 raise ModelError(
                     f"{name!r} is {tuple(tensor.shape)}, and shard {self.tp.index} of "
-                    f"{self.tp.size} is {wanted}"
+                    f"{self.tp.size} is {expected}"
                 )
             _set(skeleton, name, tensor)
         tied = self.config.tie_word_embeddings

@@ -81,8 +81,8 @@ class Prefix(NamedTuple):
         """The first `lengths` `[k]` tokens of prefixes `which` `[k]`, before `width` others."""
         columns = torch.arange(kv.shape[4], device=lengths.device)
         before = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
-        own = torch.ones(width, width, dtype=torch.bool, device=lengths.device).tril()
-        mask = torch.cat((before, own.expand(len(lengths), -1, -1)), dim=-1)[:, None]
+        causal = torch.ones(width, width, dtype=torch.bool, device=lengths.device).tril()
+        mask = torch.cat((before, causal.expand(len(lengths), -1, -1)), dim=-1)[:, None]
         return Prefix(kv, which, mask)
 
 

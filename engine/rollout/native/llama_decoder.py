@@ -64,16 +64,16 @@ class GraphedSteps:
         if shape not in self._captured and self._seen[shape] < _BEFORE_CAPTURE:
             self._seen[shape] += 1
             return self._step(tokens, positions, columns)
-        found = self._captured.get(shape)
+        captured = self._captured.get(shape)
         # A capture runs the step once more: its inputs must be this step's, which changes nothing.
-        into = (found.tokens, found.positions) if found else _two_like(padded, tokens)
+        into = (captured.tokens, captured.positions) if captured else _two_like(padded, tokens)
         for buffer, values in zip(into, (tokens, positions), strict=True):
             buffer[:rows] = values
             buffer[rows:] = 0
-        if found is None:
+        if captured is None:
             replay = self._capture(lambda: self._step(*into, columns))
-            found = self._captured[shape] = _Captured(*into, replay)
-        return found.replay()[:rows]
+            captured = self._captured[shape] = _Captured(*into, replay)
+        return captured.replay()[:rows]
 
     def clear(self) -> None:
         """Drop all graphs: weights or keys have another address now."""

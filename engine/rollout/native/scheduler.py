@@ -243,15 +243,15 @@ class Scheduler:
 
     def _next(self, slots: Slots, decoder: Decoder) -> Admitted:
         """The completions at the queue's front that the free slots are enough for."""
-        found: Admitted = []
+        admitted: Admitted = []
         free, prompts = slots.free, decoder.free_prompts(slots.running_slots())
         for request in self._queue:
             split = self._split_requests or free == slots.count
-            if not free or len(found) == prompts or (len(request.waiting) > free and not split):
+            if not free or len(admitted) == prompts or (len(request.waiting) > free and not split):
                 break
-            found.append((request, request.waiting[:free]))
-            free -= len(found[-1][1])
-        return found
+            admitted.append((request, request.waiting[:free]))
+            free -= len(admitted[-1][1])
+        return admitted
 
     def _admit(self, admitted: Admitted, slots: Slots, decoder: Decoder) -> None:
         """Move completions from the queue to slots; sample the first token of those without any."""
@@ -327,8 +327,8 @@ class Scheduler:
             start = 1
             yield 0, 1, self._carried[1]
         prompts = plan.prompts[start:]
-        whole = [(0, len(prompts))]
-        for low, high in whole if decoder.static_batches else prefill_spans(prompts):
+        single_run = [(0, len(prompts))]
+        for low, high in single_run if decoder.static_batches else prefill_spans(prompts):
             self._stats.prefill_tokens += sum(map(len, prompts[low:high]))
             yield start + low, start + high, decoder.prefill(prompts[low:high])
 

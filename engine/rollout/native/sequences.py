@@ -199,7 +199,7 @@ class SequenceTable:
         if not rows:
             return []
         stopped = self._stopped[torch.tensor(rows, device=self.device)].tolist()
-        found = []
+        finished = []
         for row, part, stop in zip(rows, self._take(rows), stopped, strict=True):
             request, index = self._owners.pop(row)
             request.unfinished -= 1
@@ -213,8 +213,8 @@ class SequenceTable:
                 token_versions=versions or None,
                 routed_experts=self._experts_of(row, len(part.token_ids)),
             )
-            found.append(FinishedSequence(request, index, completion))
-        return found
+            finished.append(FinishedSequence(request, index, completion))
+        return finished
 
     def preempt(self) -> list[Request]:
         """Take out the sequences that have not ended; they wait in their requests, oldest first."""
@@ -231,13 +231,13 @@ class SequenceTable:
     def partials(self) -> list[PartialRequest]:
         """Copies of the sequences that have not ended, by request, the oldest first."""
         rows = self._unended()
-        found: dict[int, tuple[Request, list[PartialCompletion]]] = {}
+        by_request: dict[int, tuple[Request, list[PartialCompletion]]] = {}
         for row, part in zip(rows, self._read(rows), strict=True):
             request, _ = self._owners[row]
-            found.setdefault(request.number, (request, []))[1].append(part)
+            by_request.setdefault(request.number, (request, []))[1].append(part)
         return [
             PartialRequest(r.key, r.prompt_ids, sorted(parts, key=lambda p: p.completion_index))
-            for _, (r, parts) in sorted(found.items())
+            for _, (r, parts) in sorted(by_request.items())
         ]
 
     def _unended(self) -> list[int]:
@@ -246,9 +246,9 @@ class SequenceTable:
 
     def _take(self, rows: list[int]) -> list[PartialCompletion]:
         """Read `rows` and free them."""
-        found = self._read(rows)
+        parts = self._read(rows)
         self._free += rows
-        return found
+        return parts
 
     def _read(self, rows: list[int]) -> list[PartialCompletion]:
         if not rows:

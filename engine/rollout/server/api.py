@@ -356,11 +356,11 @@ class PromptLogProbs:
             async with turn:
                 return await self._read_row(ids, start, top_k)
 
-        asked = [asyncio.ensure_future(one(*row)) for row in zip(rows, starts, strict=True)]
+        tasks = [asyncio.ensure_future(one(*row)) for row in zip(rows, starts, strict=True)]
         try:
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*tasks)
         except BaseException:
-            for task in asked:
+            for task in tasks:
                 task.cancel()
             raise
 
@@ -379,14 +379,14 @@ class PromptLogProbs:
                 f"{refused} (prompt_logprobs={top_k}: vLLM gives as many as its --max-logprobs "
                 "says, 20 by default)"
             ) from None
-        found = field(answer, "choices", 0, "prompt_logprobs")
-        if not isinstance(found, list) or len(found) != len(ids):
+        entries = field(answer, "choices", 0, "prompt_logprobs")
+        if not isinstance(entries, list) or len(entries) != len(ids):
             raise RolloutError(
                 f"{self._client.url} gave no log-probs of the {len(ids)} tokens it was sent; "
                 f"{self._section}.url needs a server that knows prompt_logprobs, as vLLM's and "
                 "engine.serve do"
             )
-        places = zip(found[start:], ids[start:], strict=True)
+        places = zip(entries[start:], ids[start:], strict=True)
         return [self._place(entry, int(token), top_k) for entry, token in places]
 
     def _place(self, entry: object, token: int, top_k: int) -> TokenLogProbs:
@@ -396,6 +396,6 @@ class PromptLogProbs:
                 f"and {top_k} tokens were asked for; it serves another vocabulary, or is no such "
                 "server"
             )
-        said = {int(name): number(field(one, "logprob")) for name, one in entry.items()}
-        best = sorted(said.items(), key=lambda item: -item[1])[:top_k]
-        return TokenLogProbs(said[token], tuple(best))
+        log_probs = {int(name): number(field(one, "logprob")) for name, one in entry.items()}
+        best = sorted(log_probs.items(), key=lambda item: -item[1])[:top_k]
+        return TokenLogProbs(log_probs[token], tuple(best))

@@ -137,14 +137,14 @@ class Client:
         Raises ConfigError for what is none.
         """
         try:
-            whole = urljoin(self.url + "/", value)
-            if httpx.URL(whole).scheme not in ("http", "https"):
+            address = urljoin(self.url + "/", value)
+            if httpx.URL(address).scheme not in ("http", "https"):
                 raise ValueError("it is neither http:// nor https://")
         except (httpx.InvalidURL, ValueError) as error:
             raise ConfigError(
                 f"{self.section}.{name}={value!r} is no address: {error}; {_ADDRESS}"
             ) from None
-        return whole
+        return address
 
     def run(self, work: Callable[[], Awaitable[T]], doing: str) -> T:
         """Run `work` on the loop and return its result; RolloutError after `timeout_s`."""
@@ -265,9 +265,9 @@ class Client:
 
     def _pause(self, attempt: int, answer: httpx.Response | None) -> float:
         """Seconds: what the server asks for, or exponential backoff with full jitter."""
-        asked = "" if answer is None else answer.headers.get("retry-after", "")
-        if asked.isdecimal():  # it may also be a date
-            return min(float(asked), _LONGEST_PAUSE_S)
+        retry_after = "" if answer is None else answer.headers.get("retry-after", "")
+        if retry_after.isdecimal():  # it may also be a date
+            return min(float(retry_after), _LONGEST_PAUSE_S)
         longest = min(_LONGEST_PAUSE_S, self._settings.backoff_s * 2.0**attempt)
         return self._jitter.uniform(0, longest)
 

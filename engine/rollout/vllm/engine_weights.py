@@ -101,9 +101,9 @@ class SharedBuffer:
 
 def bucket_entry(name: str, tensor: Tensor, dtype: torch.dtype, start: int) -> BucketEntry:
     """The entry of `tensor` from byte `start` on; floating-point tensors are cast to `dtype`."""
-    kept = dtype if tensor.is_floating_point() else tensor.dtype
+    sent_dtype = dtype if tensor.is_floating_point() else tensor.dtype
     aligned = -(-start // _ALIGN) * _ALIGN
-    return BucketEntry(name, tuple(tensor.shape), str(kept).removeprefix("torch."), aligned)
+    return BucketEntry(name, tuple(tensor.shape), str(sent_dtype).removeprefix("torch."), aligned)
 
 
 def unlink_group_names() -> None:

@@ -206,8 +206,8 @@ class Tuning:
                 "beside it in bfloat16 or float16; set rollout.vllm.dtype=bfloat16"
             )
         tokens = self.max_num_batched_tokens
-        whole = self.enable_chunked_prefill is False or not on_gpu
-        if tokens is not None and whole and tokens < max_model_len:
+        whole_prompts = self.enable_chunked_prefill is False or not on_gpu
+        if tokens is not None and whole_prompts and tokens < max_model_len:
             raise ConfigError(
                 f"rollout.vllm.max_num_batched_tokens={tokens} is less than a prompt and its "
                 f"completion ({max_model_len} tokens), and prompts aren't computed in chunks; "

@@ -250,8 +250,8 @@ def inspectable_objects() -> Iterator[None]:
 
 
 def _vars(value: object) -> Mapping[str, object]:
-    found: object = value.__dict__
-    return found if isinstance(found, Mapping) else {}
+    attributes: object = value.__dict__
+    return attributes if isinstance(attributes, Mapping) else {}
 
 
 def form_expert_groups() -> None:

@@ -76,13 +76,13 @@ class KvAdmission:
         expected = self._expected(rows)
         prompts: set[Hashable] = set()
         held = sum(self._need(row, expected, prompts) for row in rows)
-        found = 0
+        count = 0
         for row in waiting:
             held += self._need(row, expected, prompts)
-            if held > self.capacity and (rows or found):  # one alone always fits
+            if held > self.capacity and (rows or count):  # one alone always fits
                 break
-            found += 1
-        return found
+            count += 1
+        return count
 
     def _expected(self, running: list[Row]) -> float:
         """Mean length of a completion, in tokens; infinite before one has ended."""
@@ -94,8 +94,8 @@ class KvAdmission:
         """Tokens of cache for a completion, and for its prompt unless that is in `prompts`."""
         shared = row.prompt // self.block * self.block if self.shares_prompts else 0
         longest = min(row.limit, max(expected, row.tokens + self.block))
-        own = row.prompt - shared + int(longest)
-        need = -(-own // self.block) * self.block
+        unshared = row.prompt - shared + int(longest)
+        need = -(-unshared // self.block) * self.block
         if row.key not in prompts:
             prompts.add(row.key)
             need += shared
@@ -226,9 +226,9 @@ class VllmStream(RolloutStream):
             self._may_fit = True
             version = self.policy_version
             done = self._requests.completion(one.number, output, version, self.stats)
-            whole = _whole(one.before, done, token_versions(output))
-            self._room.end(len(whole.token_ids))
-            ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
+            completion = _whole(one.before, done, token_versions(output))
+            self._room.end(len(completion.token_ids))
+            ended.append(StreamedCompletion(one.key, one.before.completion_index, completion))
         return ended + (self._end_cut() if self._cut else [])
 
     def _end_cut(self) -> list[StreamedCompletion]:
@@ -248,8 +248,8 @@ class VllmStream(RolloutStream):
             done = Completion(
                 one.number, so_far.token_ids, so_far.log_probs, "length", oldest, so_far.versions
             )
-            whole = _whole(one.before, done, so_far.versions)
-            ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
+            completion = _whole(one.before, done, so_far.versions)
+            ended.append(StreamedCompletion(one.key, one.before.completion_index, completion))
         self._cut &= {one.key for one in self._unfinished()}
         return ended
 

@@ -92,8 +92,8 @@ class QuantizedLoad(WeightLoad):
         self._config = config
         self._target = target
         self._finalize()  # what an update that failed has left
-        every = dict(target.named_parameters(remove_duplicate=False))
-        tied = every.keys() - dict(target.named_parameters()).keys()  # tied again at the end
+        parameters = dict(target.named_parameters(remove_duplicate=False))
+        tied = parameters.keys() - dict(target.named_parameters()).keys()  # tied again at the end
         with self._at_work():
             reload.initialize_layerwise_reload(target)
         super().__init__(target, config)  # now by the names of what is loaded, without scales
