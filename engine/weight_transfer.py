@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from functools import cache
+from typing import Any, Self
 
 import numpy as np
-import pyarrow as pa
 import torch
 from blake3 import blake3
 from torch import Tensor
@@ -30,7 +30,6 @@ from engine.errors import WeightSyncError, WorkerError
 
 CHUNK = 1 << 19  # elements in a chunk: bounds the memory of a comparison
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ZSTD = pa.Codec("zstd", compression_level=1)  # higher levels cost time and gain nothing here
 _HEADER = np.dtype(
     [("tensor", "<u4"), ("start", "<u8"), ("count", "<u4"), ("itemsize", "u1"), ("size", "<u4")]
 )
@@ -45,6 +44,14 @@ class DeltaChunk:
     count: int  # 1 … CHUNK
     itemsize: int  # bytes of an element: 1, 2, 4 or 8
     content: np.ndarray  # uint8: the differences, compressed where that is smaller
+
+
+@cache
+def _zstd() -> Any:
+    """pyarrow's codec; higher levels cost time and gain nothing here."""
+    import pyarrow  # not in every worker process: 0.1 s, for deltas alone
+
+    return pyarrow.Codec("zstd", compression_level=1)
 
 
 def integer_view(tensor: Tensor) -> Tensor:
@@ -75,7 +82,7 @@ def _compressed(new: np.ndarray, old: np.ndarray) -> np.ndarray:
         difference = new - old
     zigzag = (difference << 1) ^ (difference >> (8 * new.itemsize - 1))
     planes = np.ascontiguousarray(_bytes(zigzag).reshape(-1, new.itemsize).T).reshape(-1)
-    packed = np.frombuffer(_ZSTD.compress(planes, asbytes=False), np.uint8)
+    packed = np.frombuffer(_zstd().compress(planes, asbytes=False), np.uint8)
     return packed if packed.size < planes.size else planes
 
 
@@ -83,7 +90,7 @@ def _difference(chunk: DeltaChunk) -> np.ndarray:
     """A chunk's differences, as a new array of signed integers."""
     planes, size = chunk.content, chunk.count * chunk.itemsize
     if planes.size < size:
-        planes = np.frombuffer(_ZSTD.decompress(planes, size), np.uint8)
+        planes = np.frombuffer(_zstd().decompress(planes, size), np.uint8)
     by_element = np.empty((chunk.count, chunk.itemsize), np.uint8)
     for index, plane in enumerate(planes.reshape(chunk.itemsize, -1)):
         by_element[:, index] = plane
