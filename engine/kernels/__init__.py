@@ -50,9 +50,9 @@ def compiled(source: Path) -> ctypes.CDLL | None:
             built = Path(own) / name
             command = [compiler, *_FLAGS, f"-I{_COMMON}", "-o", str(built), str(source), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILER_S)
-            found = ctypes.CDLL(str(built))  # stays usable once the file is gone
+            loaded = ctypes.CDLL(str(built))  # stays usable once the file is gone
             _keep(built, folder)
-            return found
+            return loaded
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("%s can't be compiled, and runs slower without: %s", source.name, error)
         return None

@@ -1,7 +1,10 @@
 """Causal attention over packed rows on a CPU: compiled, and as matrix products over padded batches.
 
-How rows are packed is in `engine.models.packing`, attention on other devices in
-`engine.models.packed_attention`.
+Compiled (`cpu/attention.h`) in bfloat16 on CPUs that multiply it (AVX512-BF16): each thread takes
+the rows that share a prompt or more, one key head at a time, and keeps their keys in its cache.
+Otherwise short rows of similar length are computed together in a few operations a layer. Few rows
+that share a prompt, such as a preference pair, are computed as one, with a mask that keeps them
+apart; of many with a short one, each has a copy of it.
 """
 
 from __future__ import annotations
@@ -22,15 +25,6 @@ from torch.autograd.function import once_differentiable
 
 from engine.algorithms.masked import at_least_float
 from engine.kernels.training_ops import library
-
-# Attention of short packed rows on a CPU, as matrix products over padded batches of them.
-#
-# Rows of similar length are computed together: a few operations a layer, where a pass over the
-# rows
-# (`packed_attention`) is some for each of them. Few rows that share a prompt, such as a preference
-# pair, are computed as one, with a mask that keeps them apart; of many with a short one, each has
-# a
-# copy of it.
 
 Run = tuple[int, ...]
 """First and last + 1 of each part of a segment's prefix (one, which may be empty, or those of a
@@ -90,28 +84,28 @@ class _Row:
 
 
 def _rows_of(runs: Sequence[Run]) -> list[_Row]:
-    found = []
+    rows = []
     for _, group in itertools.groupby(runs, lambda run: run[0] if run[0] < run[1] else run[2]):
         first, *others = group
         stop = others[-1][3] if others else first[3]
         together = _Row(first[2], stop, tuple(run[2] for run in others))
         if together.length <= _LONGEST and together.length**2 <= _MASKED * together.needed:
-            found.append(together)
+            rows.append(together)
             continue
-        found.append(_Row(first[2], others[0][3]) if others else together)
-        found += [_Row(run[2], run[3], prompt=(first[2], first[3])) for run in others[1:]]
-    return found
+        rows.append(_Row(first[2], others[0][3]) if others else together)
+        rows += [_Row(run[2], run[3], prompt=(first[2], first[3])) for run in others[1:]]
+    return rows
 
 
 def _unseen(rows: Sequence[_Row], longest: int) -> Tensor:
     """The mask of a batch; padding sees what is there, and nothing sees it."""
     behind = torch.ones(longest, longest, dtype=torch.bool).triu_(1)
     if any(row.cuts for row in rows):
-        own = np.zeros((len(rows), longest), dtype=np.int64)  # 0: prompt; 1, 2, …: rows
-        for numbers, row in zip(own, rows, strict=True):
+        row_numbers = np.zeros((len(rows), longest), dtype=np.int64)  # 0: prompt; 1, 2, …: rows
+        for numbers, row in zip(row_numbers, rows, strict=True):
             for cut in row.cuts:
                 numbers[cut - row.start :] += 1
-        number = torch.from_numpy(own)
+        number = torch.from_numpy(row_numbers)
         query, key = number[:, :, None], number[:, None, :]
         behind = behind | ((key > 0) & (key != query))
     mask = torch.zeros(behind.shape).masked_fill_(behind, -torch.inf)
@@ -144,8 +138,8 @@ def _plan(runs: tuple[Run, ...], device: torch.device) -> _Plan:
             )
         )
         first += index.size
-    found = (places, np.concatenate(copies), np.concatenate(copied))
-    return _Plan(batches, *(torch.from_numpy(each).to(device) for each in found))
+    index_arrays = (places, np.concatenate(copies), np.concatenate(copied))
+    return _Plan(batches, *(torch.from_numpy(each).to(device) for each in index_arrays))
 
 
 def _similar(every: Sequence[_Row]) -> Iterator[list[_Row]]:
@@ -241,8 +235,12 @@ class _Attention(torch.autograd.Function):
                 parts[1].append(_flat(batch, torch.bmm(scores.transpose(1, 2), q), kv_heads))
                 parts[2].append(_flat(batch, torch.bmm(weights.transpose(1, 2), g), kv_heads))
             totals = [_tokens(plan, parts[0]), *(_of_keys(plan, part) for part in parts[1:])]
-        given = zip(totals, (query, key, value), strict=True)
-        return *(t.transpose(0, 1)[None].to(like.dtype) for t, like in given), None, None
+        gradients_and_inputs = zip(totals, (query, key, value), strict=True)
+        return (
+            *(t.transpose(0, 1)[None].to(like.dtype) for t, like in gradients_and_inputs),
+            None,
+            None,
+        )
 
 
 def _weights(batch: _Batch, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -260,10 +258,10 @@ def _rows(batch: _Batch, tokens: Tensor, kv_heads: int, *, real: bool = False) -
 
     `real`: with 0 in place of padding.
     """
-    found = at_least_float(tokens[0].transpose(0, 1).index_select(0, batch.index))
+    values = at_least_float(tokens[0].transpose(0, 1).index_select(0, batch.index))
     if real:
-        found.mul_(batch.real)
-    rows = found.view(batch.rows, -1, kv_heads, tokens.shape[1] // kv_heads, tokens.shape[3])
+        values.mul_(batch.real)
+    rows = values.view(batch.rows, -1, kv_heads, tokens.shape[1] // kv_heads, tokens.shape[3])
     return rows.permute(0, 2, 3, 1, 4).reshape(batch.rows * kv_heads, -1, tokens.shape[3])
 
 
@@ -286,13 +284,6 @@ def _of_keys(plan: _Plan, parts: Sequence[Tensor]) -> Tensor:
         total.index_add_(0, plan.copied, flat.index_select(0, plan.copies))
     return total
 
-
-# Causal attention over packed rows as one compiled function: `cpu/attention.h`.
-#
-# In bfloat16 on CPUs that multiply it (AVX512-BF16): each thread takes the rows that share a
-# prompt
-# or more, one key head of them at a time, and keeps their keys in its cache. Scores and sums are
-# float32.
 
 _COMPILED_LONGEST = 1024  # keys of a token
 
@@ -363,10 +354,10 @@ def _laid_out(runs: tuple[Run, ...]) -> _CompiledPlan | None:
 
 def takes_compiled(query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...]) -> bool:
     """Whether `compiled_attention` computes this, and with all threads: see `packed_attention`."""
-    every = (query, key, value)
-    if not all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in every):
+    inputs = (query, key, value)
+    if not all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in inputs):
         return False
-    return all(map(_in_words, every)) and library() is not None and takes_runs(runs, key.shape[1])
+    return all(map(_in_words, inputs)) and library() is not None and takes_runs(runs, key.shape[1])
 
 
 def takes_runs(runs: tuple[Run, ...], kv_heads: int) -> bool:
@@ -402,10 +393,10 @@ def attention_gradients(
     scale: float,
 ) -> list[Tensor]:
     """Of query, key and value, the `inputs`, by that of the output: [1, T, heads, d] each."""
-    found = [_like(tensor) for tensor in inputs]
-    turned = [tensor.transpose(1, 2) for tensor in (above, *found)]
+    gradients = [_like(tensor) for tensor in inputs]
+    turned = [tensor.transpose(1, 2) for tensor in (above, *gradients)]
     _attend(runs, scale, softmax, [*inputs, *turned])
-    return found
+    return gradients
 
 
 class _CompiledAttention(torch.autograd.Function):

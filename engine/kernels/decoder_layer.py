@@ -1,6 +1,10 @@
-"""A decoder layer whose backward pass is written out: its pieces, and as one compiled function.
+"""Pieces of a decoder layer, and whole layers, whose backward pass is written out.
 
-`engine.models.fused` puts them in place of transformers' modules.
+All keep less than autograd would: a norm its input and one number a row, rotary nothing of its
+input, an MLP neither silu(gate) nor the product. Dtypes and rounding are transformers' own. Between
+its compiled functions a layer of a small model is Python, modules and autograd's nodes on one
+thread; as one autograd function it is one node, with the same numbers to the bit. `engine.models`
+puts these in place of transformers' modules.
 """
 
 from __future__ import annotations
@@ -17,11 +21,6 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from engine.kernels import training_ops
 from engine.kernels.attention import Run, attention_forward, attention_gradients, takes_runs
 from engine.kernels.training_ops import Rotary, RowsRead, input_gradient, linear, weight_gradient
-
-# Pieces of a decoder layer whose backward pass is written out; `fused` puts them in place.
-#
-# All keep less than autograd would: a norm its input and one number a row, rotary nothing of its
-# input, an MLP neither silu(gate) nor the product. Dtypes and rounding are transformers' own.
 
 _CHUNK_ELEMENTS = 1 << 18  # whose float32 intermediates stay in a core's cache
 
@@ -66,8 +65,12 @@ def rotated_linears(
     """x [B, L, in] through linear layers to [B, L, heads, d]; all but the last are then rotated."""
     weights, biases = zip(*affines, strict=True)
     shape = (*x.shape[:-1], -1, cos.shape[-1])
-    whole = all(len(weight) % training_ops.STEP == 0 for weight in weights)
-    if whole and training_ops.takes_products(x, weights, biases) and training_ops.takes(cos, sin):
+    divisible = all(len(weight) % training_ops.STEP == 0 for weight in weights)
+    if (
+        divisible
+        and training_ops.takes_products(x, weights, biases)
+        and training_ops.takes(cos, sin)
+    ):
         flat = [tensor for affine in affines for tensor in affine]
         rotary = training_ops.Rotary(cos, sin, len(affines) - 1)
         return tuple(out.view(shape) for out in _Linears.apply(x, rotary, *flat))
@@ -348,14 +351,6 @@ def _chunks(rows: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-# A decoder layer over packed rows as one autograd function, where all of it is compiled.
-#
-# Between its compiled functions a layer of a small model is Python, modules and autograd's nodes,
-# on
-# one thread; here it is one node. The numbers are those of the parts in `fused_functions`, to the
-# bit. `fused_forwards` calls it for layers without adapters and hooks.
-
-
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """A layer's trained tensors: norms [H], matrices [out, in], biases [out]."""
@@ -428,7 +423,7 @@ class _Layer(torch.autograd.Function):
         heads = _heads(projected, call)
         out, softmax = attention_forward(heads[0], heads[1], heads[2], call.runs, call.scale)
         attended = out.view(len(residual), -1)
-        kept = [residual, normed, scale, *projected, softmax]
+        saved = [residual, normed, scale, *projected, softmax]
         if read is not None:
             attended = attended.index_select(0, read.index)
             residual = residual.index_select(0, read.index)
@@ -437,7 +432,7 @@ class _Layer(torch.autograd.Function):
         result, *raised = training_ops.mlp(inner, gate, up, down, total, keep=call.keep)
         ctx.call = call
         ctx.save_for_backward(
-            *kept, attended, total, inner, last_scale, *raised,
+            *saved, attended, total, inner, last_scale, *raised,
             norm, last_norm, gate, up, down, *matrices, last,
         )  # fmt: skip
         return result[None]

@@ -1,96 +1,129 @@
 """The compiled loops of decoding, `cpu/step.c`: a whole decode step, and the draw of tokens.
 
-In other dtypes and without the library the native engine goes on with PyTorch's operations.
+A step of a small model is hundreds of short operations, and launching them takes longer than
+computing them. `cpu/step.c` computes what `rollout.native.llama_decoder` composes of PyTorch's
+operations, over the same weights and caches, and only for sequences that still run. In other dtypes
+and without the library the native engine goes on with those.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, c_double, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import compiled
-from engine.rollout.native.decoding_weights import LayerWeights, LlamaWeights, RMSNorm
-from engine.rollout.native.kv_cache import LiveCache
-from engine.rollout.protocol import SamplingParams
-from engine.rollout.sampling import sample, uniforms
 
-# The compiled loops of decoding, `cpu/step.c`: see `engine.compiled`.
+
+class LinearWeights(NamedTuple):
+    """A linear's parameters: weight `[out, in]`, bias `[out]` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class RMSNorm(NamedTuple):
+    """An RMSNorm's weight `[size]` and epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    q: LinearWeights
+    k: LinearWeights
+    v: LinearWeights
+    o: LinearWeights
+    gate: LinearWeights
+    up: LinearWeights
+    down: LinearWeights
+    input_norm: RMSNorm
+    post_norm: RMSNorm
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A Llama-shaped model: its parameters and the numbers that a decode step needs."""
+
+    layers: tuple[LayerWeights, ...]
+    embedding: Tensor  # [V, hidden]
+    head: LinearWeights
+    norm: RMSNorm
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float  # multiplies q·k
+    activation: Callable[[Tensor], Tensor]
+
+
+class LiveCache(NamedTuple):
+    """Where the keys and values of L slots are; the tensors of caches end in contiguous rows."""
+
+    completions: Tensor  # [layers, 2, slots, kv_heads, T, head_dim]
+    prompts: Tensor | None = None  # [layers, 2, groups, kv_heads, P, head_dim]
+    group: Tensor | None = None  # [L], int64: whose prompt a slot's sequence follows
+    prompt_lengths: Tensor | None = None  # [groups], int64
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """`cpu/step.c`, compiled; None where that can't be done or used."""
-    found = compiled(Path(__file__).parent / "cpu" / "step.c")
-    if found is None:
+    functions = compiled(Path(__file__).parent / "cpu" / "step.c")
+    if functions is None:
         return None
-    found.decode_step.argtypes = [c_void_p, c_void_p, c_int64]
-    found.decode_step.restype = None
-    found.scratch_bytes.argtypes = [c_void_p, c_int64, c_int64, c_int64]
-    found.scratch_bytes.restype = c_int64
-    found.sample_rows.argtypes = [
+    functions.decode_step.argtypes = [c_void_p, c_void_p, c_int64]
+    functions.decode_step.restype = None
+    functions.scratch_bytes.argtypes = [c_void_p, c_int64, c_int64, c_int64]
+    functions.scratch_bytes.restype = c_int64
+    functions.sample_rows.argtypes = [
         *(c_void_p, c_int64, c_int64, c_double),  # logits, rows, size, temperature
         *(c_void_p, c_void_p, c_int64),  # keys, columns, threads
         *(c_void_p, c_void_p, c_void_p),  # sums, tokens, log-probs
     ]
-    found.sample_rows.restype = None
-    return found
+    functions.sample_rows.restype = None
+    return functions
 
-
-# Drawing tokens from logits: by the compiled library where there is one, else by `sampling.py`.
 
 _BLOCK = 256  # as in cpu/sample.h
 _ROWS_OF_TWO = 1 << 18  # numbers from which more than one thread is worth waking
 
 
-def draw(
-    logits: Tensor, keys: Tensor, columns: Tensor, params: SamplingParams
-) -> tuple[Tensor, Tensor]:
+def draw_compiled(
+    logits: Tensor, keys: Tensor, columns: Tensor, temperature: float
+) -> tuple[Tensor, Tensor] | None:
     """Draw one token a row: tokens int64 `[R]` and their log-probs float32 `[R]`.
 
-    `logits` is `[R, V]`; the noise is that of `keys` at `columns`, both int64 `[R]`. What
-    `sampling.sample` returns, but for tokens within rounding of another one's share of [0, 1).
+    `logits` is `[R, V]`; the noise is that of `keys` at `columns`, both int64 `[R]`. None where
+    the library does not do it.
     """
-    found = None if _is_cut(params, logits.shape[1]) or logits.device.type != "cpu" else library()
-    if found is None or logits.dtype == torch.float64:
-        return sample(logits, uniforms(keys, columns), params)
+    compiled_library = library() if logits.device.type == "cpu" else None
+    if compiled_library is None or logits.dtype == torch.float64:
+        return None
     logits = logits.float().contiguous()
     keys, columns = keys.contiguous(), columns.contiguous()
     rows, size = logits.shape
     sums = torch.empty(rows, -(-size // _BLOCK), dtype=torch.float64)
     tokens, log_probs = torch.empty_like(keys), logits.new_empty(rows)
-    found.sample_rows(
-        logits.data_ptr(),
-        rows,
-        size,
-        params.temperature,
-        keys.data_ptr(),
-        columns.data_ptr(),
+    compiled_library.sample_rows(
+        logits.data_ptr(), rows, size, temperature, keys.data_ptr(), columns.data_ptr(),
         torch.get_num_threads() if logits.numel() >= _ROWS_OF_TWO else 1,
-        sums.data_ptr(),
-        tokens.data_ptr(),
-        log_probs.data_ptr(),
-    )
+        sums.data_ptr(), tokens.data_ptr(), log_probs.data_ptr(),
+    )  # fmt: skip
     return tokens, log_probs
 
-
-def _is_cut(params: SamplingParams, vocabulary: int) -> bool:
-    """Whether tokens are drawn from the most likely ones only."""
-    return params.temperature > 0 and (0 < params.top_k < vocabulary or params.top_p < 1)
-
-
-# A whole decode step in one call, on CPUs that multiply bfloat16 (AVX512-BF16).
-#
-# A step of a small model is hundreds of short operations, and launching them takes longer than
-# computing them. `cpu/step.c` computes what `LlamaDecoder` composes of PyTorch's operations, over
-# the
-# same weights and caches, and only for sequences that still run. In other dtypes, and without the
-# library (`cpu_library.py`), the decoder goes on with those.
 
 _SHARED_BYTES = 24 << 20  # of weights that stay in the cores' common cache
 _WORK_OF_A_THREAD = 10_000_000  # multiplications, about 50 µs
@@ -140,11 +173,11 @@ class CpuStep:
     """Decode steps over bound weights; see `cpu_step`, which makes it."""
 
     def __init__(
-        self, library: ctypes.CDLL, weights: LlamaWeights, cos: Tensor, sin: Tensor
+        self, library: ctypes.CDLL, weights: DecoderWeights, cos: Tensor, sin: Tensor
     ) -> None:
         """`cos` and `sin` are `[columns, head_dim]`, `sin` with the first half's sign turned."""
         w, self._library, self._columns = weights, library, len(cos)
-        self._kept = [*_tensors(w), cos, sin]  # C has their addresses
+        self._referenced = [*_tensors(w), cos, sin]  # C has their addresses
         self._layers = (_Layer * len(w.layers))(*map(_layer, w.layers))
         self._model = _Model(
             len(w.layers),
@@ -206,32 +239,32 @@ class CpuStep:
             self._logits = self._logits.new_empty(rows, self._logits.shape[1])
 
 
-def cpu_step(weights: LlamaWeights, cos: Tensor, sin: Tensor) -> CpuStep | None:
+def cpu_step(weights: DecoderWeights, cos: Tensor, sin: Tensor) -> CpuStep | None:
     """Steps over `weights`, or None where `cpu/step.c` does not compute them."""
-    if weights.tp is not None or weights.activation is not F.silu or weights.head_dim % 32:
+    if weights.activation is not F.silu or weights.head_dim % 32:
         return None
     if len({norm.eps for norm in _norms(weights)}) > 1:
         return None
-    every = [*_tensors(weights), cos, sin]
-    if any(t.device.type != "cpu" or t.dtype != torch.bfloat16 for t in every):
+    if not all(
+        t.device.type == "cpu" and t.dtype == torch.bfloat16 and t.is_contiguous()
+        for t in (*_tensors(weights), cos, sin)
+    ):
         return None
-    if not all(t.is_contiguous() for t in every):
-        return None
-    found = library()
-    return None if found is None else CpuStep(found, weights, cos, sin)
+    compiled_library = library()
+    return None if compiled_library is None else CpuStep(compiled_library, weights, cos, sin)
 
 
-def _tensors(w: LlamaWeights) -> list[Tensor]:
+def _tensors(w: DecoderWeights) -> list[Tensor]:
     """All parameters."""
     linears = [w.head, *(getattr(layer, name) for layer in w.layers for name in _LINEARS)]
-    found = [w.embedding, *(norm.weight for norm in _norms(w))]
-    found += [t for linear in linears for t in linear if t is not None]
-    return [t.detach() for t in found]
+    tensors = [w.embedding, *(norm.weight for norm in _norms(w))]
+    tensors += [t for linear in linears for t in linear if t is not None]
+    return [t.detach() for t in tensors]
 
 
-def _norms(w: LlamaWeights) -> list[RMSNorm]:
-    found = [w.norm, *(getattr(layer, name) for layer in w.layers for name in _NORMS)]
-    return [norm for norm in found if norm is not None]
+def _norms(w: DecoderWeights) -> list[RMSNorm]:
+    norms = [w.norm, *(getattr(layer, name) for layer in w.layers for name in _NORMS)]
+    return [norm for norm in norms if norm is not None]
 
 
 def _layer(layer: LayerWeights) -> _Layer:

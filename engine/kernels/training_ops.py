@@ -1,7 +1,14 @@
-"""The compiled loops of training, `cpu/train.c`: products, what lies between them, and AdamW.
+"""Compiled loops of training (`cpu/train.c`), and matrix products by the faster of two libraries.
 
-Linear layers and the gated MLP, norms, rotations and log-probs, AdamW of float32 masters, and
-which of two libraries multiplies. Attention is in `attention`.
+In bfloat16 on CPUs that multiply it (AVX512-BF16). A training pass of a small model is limited by
+operations that are short, or that go over memory once more; each of these goes over it once, a
+block of rows at a time through all that follows on each other while it is in a thread's cache. Sums
+and gradients of weights are float32, and results are rounded where transformers' modules round
+them, or less often. Functions here have no gradient; `decoder_layer` calls them.
+
+MKL computes float32 products on AMD processors at half of oneDNN's rate; elsewhere, and in
+bfloat16, torch's own choice is the faster one. The choice is a rule and not a timing, so that a run
+repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -24,41 +31,31 @@ from torch.autograd.graph import increment_version
 from engine.kernels import compiled
 from engine.parallel.module_shards import local_tensor
 
-# What lies between the matrix products of a layer in training, as compiled loops: `cpu/train.c`.
-#
-# In bfloat16 on CPUs that multiply it (AVX512-BF16). A training pass of a small model is limited
-# by
-# operations that are short, or that go over memory once more; each of these goes over it once.
-# Sums
-# are float32, and results are rounded where transformers' modules round them, or less often.
-# Nothing
-# here has a gradient: `fused_functions` calls these. Attention is in `compiled_attention`.
-
 _NUMBERS_OF_TWO = 1 << 14  # from which more than one thread is worth waking
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """`cpu/train.c`, compiled; None where that can't be done or used."""
-    found = compiled(Path(__file__).parent / "cpu" / "train.c")
-    if found is None:
+    functions = compiled(Path(__file__).parent / "cpu" / "train.c")
+    if functions is None:
         return None
     p, n = c_void_p, c_int64
-    found.norm_forward.argtypes = [p, p, p, n, n, c_double, n, p, p, p]
-    found.norm_backward.argtypes = [p, p, p, p, p, n, n, n, p, p]
-    found.scatter_rows.argtypes = [p, p, n, n, n, n, p]
-    found.column_sums.argtypes = [p, n, n, n, p]
-    found.adamw.argtypes = [p, p, n, n]
-    found.rotate.argtypes = [p, p, p, n, n, n, n, n, n, p]
-    found.silu_product.argtypes = [p, p, n, n, p]
-    found.silu_product_backward.argtypes = [p, p, p, n, n, p, p, p]
-    found.head_statistics.argtypes = [p, p, n, n, c_double, n, p, p, p, p]
-    found.head_gradients.argtypes = [p, p, p, p, p, p, n, n, c_double, n, p]
-    found.packed_attention.argtypes, found.packed_attention.restype = [p, n], n
+    functions.norm_forward.argtypes = [p, p, p, n, n, c_double, n, p, p, p]
+    functions.norm_backward.argtypes = [p, p, p, p, p, n, n, n, p, p]
+    functions.scatter_rows.argtypes = [p, p, n, n, n, n, p]
+    functions.column_sums.argtypes = [p, n, n, n, p]
+    functions.adamw.argtypes = [p, p, n, n]
+    functions.rotate.argtypes = [p, p, p, n, n, n, n, n, n, p]
+    functions.silu_product.argtypes = [p, p, n, n, p]
+    functions.silu_product_backward.argtypes = [p, p, p, n, n, p, p, p]
+    functions.head_statistics.argtypes = [p, p, n, n, c_double, n, p, p, p, p]
+    functions.head_gradients.argtypes = [p, p, p, p, p, p, n, n, c_double, n, p]
+    functions.packed_attention.argtypes, functions.packed_attention.restype = [p, n], n
     for name in ("mlp_forward", "mlp_backward", "linears_forward", "linears_backward"):
-        function = getattr(found, name)
+        function = getattr(functions, name)
         function.argtypes, function.restype = [p], n
-    return found
+    return functions
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -211,25 +208,14 @@ def adamw(settings: AdamSettings, tensors: Sequence[tuple[Tensor, ...]]) -> None
 
 
 def _library() -> ctypes.CDLL:
-    found = library()
-    assert found is not None  # `takes` was asked
-    return found
+    functions = library()
+    assert functions is not None  # `takes` was asked
+    return functions
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
-
-# Linear layers and the gated MLP in training as compiled functions: `cpu/products.h`.
-#
-# In bfloat16 on CPUs that multiply it (AVX512-BF16). A library computes one product after the
-# other,
-# and each goes over memory; here each thread takes a block of rows through all that follows on
-# each
-# other, while it is in the thread's cache. Gradients of weights are float32 sums, as optimizers
-# accumulate them. The outputs of a row don't depend on the other rows. Nothing here has a
-# gradient:
-# `fused_functions` calls these.
 
 STEP = 16  # widths of inputs are multiples of it; those of outputs that are rotated, too
 _LARGEST = 1 << 19  # elements of a matrix; beyond, oneDNN's products are the faster ones
@@ -271,11 +257,11 @@ def takes_products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()
 ) -> bool:
     """Whether the functions here compute with these."""
-    given = [bias for bias in biases if bias is not None]
+    tensors = [bias for bias in biases if bias is not None]
     return (
         all(weight.shape[1] % STEP == 0 for weight in weights)
         and all(weight.numel() <= _LARGEST for weight in weights)
-        and takes(x, *weights, *given)
+        and takes(x, *weights, *tensors)
     )
 
 
@@ -292,8 +278,8 @@ def mlp(
     up(x)."""
     out = torch.empty_like(x)
     gated, raised = (x.new_empty(len(x), len(gate)) if keep else None for _ in range(2))
-    every = (x, gate, up, down, gated, raised, out, None, None, None, None, residual)
-    _call("mlp_forward", _mlp_of(every))
+    tensors = (x, gate, up, down, gated, raised, out, None, None, None, None, residual)
+    _call("mlp_forward", _mlp_of(tensors))
     return out, gated, raised
 
 
@@ -308,10 +294,10 @@ def mlp_gradients(
 ) -> list[Tensor | None]:
     """Gradients of x and, in float32, of the three `matrices`; `kept`: gate(x) and up(x)."""
     of_x = torch.empty_like(x) if to_x else None
-    found = [torch.empty_like(m, dtype=torch.float32) if to_weights else None for m in matrices]
-    every = [x, *matrices, *kept, of_x, above, *found, None]
-    _call("mlp_backward", _mlp_of(every))
-    return [of_x, *found]
+    gradients = [torch.empty_like(m, dtype=torch.float32) if to_weights else None for m in matrices]
+    tensors = [x, *matrices, *kept, of_x, above, *gradients, None]
+    _call("mlp_backward", _mlp_of(tensors))
+    return [of_x, *gradients]
 
 
 def linears(
@@ -387,14 +373,6 @@ def _call(name: str, given: ctypes.Structure) -> None:
         raise MemoryError("no memory for a layer: give micro-batches fewer tokens")
 
 
-# Matrix products of a linear layer, forward and backward, by the faster of two libraries.
-#
-# MKL computes float32 on AMD processors at half of oneDNN's rate; elsewhere, and in bfloat16,
-# torch's
-# own choice is the faster one. The choice is a rule and not a timing, so that a run repeats bit
-# for
-# bit. Nothing here has a gradient: callers write their backward out.
-
 _LARGEST_STEP = 8  # log2 of what is between two sizes
 
 
@@ -402,6 +380,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] · weightᵀ [in, out] + bias [out]."""
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
+    return onednn_linear(x, weight, bias)
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by oneDNN, on plain weights."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
@@ -432,24 +415,18 @@ def recurring_size(count: int) -> int:
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
     same = left.dtype == right.dtype == torch.float32
-    return same and left.device.type == "cpu" and left.numel() > 0 and _mkl_is_slow()
+    return same and left.device.type == "cpu" and left.numel() > 0 and mkl_is_slow()
 
 
 @cache
-def _mkl_is_slow() -> bool:
+def mkl_is_slow() -> bool:
+    """Whether oneDNN multiplies float32 faster than MKL, which PyTorch chooses: on AMD's CPUs."""
     if not torch.backends.mkldnn.is_available():
         return False
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux: keep torch's own choice
         return False
-
-
-# Tokens of packed rows whose outputs are read, for a last layer that leaves the others out.
-#
-# What follows its attention, most of a layer, is computed for these alone: of prompt and response
-# the
-# response's. `fused` has the layer, `forward` says which tokens they are.
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,12 +469,6 @@ class _TakeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.read.scatter(gradients[0][0], ctx.tokens)[None], None
-
-
-# AdamW of float32 masters as one compiled pass over each: `cpu/adamw.h` of `engine.models`.
-#
-# The pass scales the gradient and writes the rounded weights, which are passes of their own
-# otherwise. Its state is that of torch's AdamW.
 
 
 class CompiledAdamW(torch.optim.AdamW):

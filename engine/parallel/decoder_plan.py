@@ -1,7 +1,7 @@
 """How a family's decoder is split over ranks, read from its transformers configuration.
 
 `base_model_tp_plan` names the matrices of a layer that `tensor_parallel` splits, and
-`base_model_pp_plan` what comes before and after the layers, for `pipeline_stages`. Values only.
+`base_model_pp_plan` what comes before and after the layers, for `pipeline_parallel`. Values only.
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ class Exchange:
             have = view(self._source[local.parameter], local.source, local.size)
             target = self._target[self._plan.storages[local.parameter]]
             want = view(target, local.target, local.size)
-            if _same_memory(have, want):
+            same_layout = (have.dtype, have.stride()) == (want.dtype, want.stride())
+            if have.data_ptr() == want.data_ptr() and same_layout:
                 shared += want.nbytes
             else:
                 want.copy_(have)
@@ -169,10 +170,6 @@ def view(tensor: Tensor, start: Index, size: Index) -> Tensor:
     return tensor[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and (a.dtype, a.stride()) == (b.dtype, b.stride())
-
-
 def _check_group(plan: RankPlan, group: dist.ProcessGroup | None) -> None:
     together = dist.is_initialized()
     size = dist.get_world_size(group) if together else 1
@@ -185,20 +182,16 @@ def _check_group(plan: RankPlan, group: dist.ProcessGroup | None) -> None:
 
 
 def _check_source(plan: RankPlan, source: Mapping[str, Tensor]) -> None:
-    needed = [(s.parameter, s.start, s.size) for s in plan.sends]
-    for name, start, size in [
-        *needed,
-        *((k.parameter, k.source, k.size) for k in plan.local_copies),
-    ]:
+    boxes = [(s.parameter, s.start, s.size) for s in plan.sends]
+    boxes += [(copy.parameter, copy.source, copy.size) for copy in plan.local_copies]
+    for name, start, size in boxes:
         _check_fit(source.get(name), "trainer", name, start, size)
 
 
 def _check_target(plan: RankPlan, target: Mapping[str, Tensor]) -> None:
-    wanted = [(s.parameter, s.start, s.size) for s in plan.receives]
-    for name, start, size in [
-        *wanted,
-        *((k.parameter, k.target, k.size) for k in plan.local_copies),
-    ]:
+    boxes = [(s.parameter, s.start, s.size) for s in plan.receives]
+    boxes += [(copy.parameter, copy.target, copy.size) for copy in plan.local_copies]
+    for name, start, size in boxes:
         storage, dtype = plan.storages[name], plan.dtypes[name]
         tensor = _check_fit(target.get(storage), "rollout engine", storage, start, size)
         if tensor.dtype != dtype:

@@ -4,7 +4,7 @@ Who sums what. A backward pass leaves on each rank the gradients of that rank's 
 - a layout that shares weights (fsdp, sp): FSDP sums over dp, fsdp and sp, in backward;
 - any other: `all_reduce_gradients` sums over dp, after the last backward of a step;
 - tp: DTensor sums inside a layer; what it leaves as partial sums, `redistribute_gradients` adds up;
-- pp: each stage has its own parameters; `pipeline_stages` sums the gradients of a tied embedding.
+- pp: each stage has its own parameters; `pipeline_parallel` sums the gradients of a tied embedding.
 Nothing divides: losses carry global denominators.
 
 Parameters may be plain or DTensors, on meshes of one or more dimensions named after the axes.

@@ -1,6 +1,8 @@
-"""Layouts: how ranks of training and rollout are arranged in axes, and which models they fit.
+"""Layouts: how ranks are arranged in axes, and which models they fit. Pure values, no torch.
 
-Pure values, no torch. This process's place in a layout is in `process_groups`.
+`Layout` is that of training; `RolloutLayout` that of generation by the same ranks. HybridFlow's
+grouping (arXiv:2409.19256, section 5.2) makes a rank's training shard a part of its rollout shard,
+so that a rank keeps what it has; `reshard` plans how the other shards are sent.
 """
 
 from __future__ import annotations
@@ -16,12 +18,6 @@ from engine.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
-# Layouts: how ranks are arranged in axes, and which models they fit. Pure values, no torch.
-#
-# `Layout` is that of training, `rollout_layout.RolloutLayout` that of generation by the same
-# ranks.
-# The other files of this room apply a layout to a model.
 
 AXES = ("pp", "dp", "fsdp", "sp", "tp")  # outermost first; the last one's neighbours are adjacent
 DATA_AXES = ("dp", "fsdp")  # training ranks with rows of their own
@@ -236,11 +232,6 @@ def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = Non
             f"pp={layout.pp} stages are more than the model's {shape.layers} layers; lower pp"
         )
 
-
-# The rollout's layout of the training ranks. Pure values, no torch.
-#
-# HybridFlow's grouping (arXiv:2409.19256, section 5.2) makes a rank's training shard a part of its
-# rollout shard, so that a rank keeps what it has. `reshard` plans how the other shards are sent.
 
 # Of the grid of training ranks, row-major. The axes named tp and pp are the rollout's.
 _TP_AXES = ("tp", "tp_shard", "tp_dp")  # the first counts most

@@ -1,6 +1,8 @@
-"""The shards of a module, read from its parameters, and full tensors from them and into them.
+"""The shards of a module, and full tensors from and into a model sharded over ranks.
 
-Right for any layout. Boxes and maps as values are in `shard_maps`.
+Shards are read from the module's parameters (DTensors or plain tensors), so they are right for any
+layout. Full tensors, one at a time, are for Hugging Face folders and checkpoints of other layouts;
+weights for a rollout engine go through `exchange`, which sends slices.
 """
 
 from __future__ import annotations
@@ -23,10 +25,6 @@ from engine.errors import CheckpointError, ConfigError
 from engine.parallel import fsdp
 from engine.parallel.process_groups import Ranks
 from engine.parallel.shard_maps import Box, Index, Shard, ShardedParameter, ShardMap, chunk
-
-# The shards of a module: read from its parameters, so right for any layout.
-#
-# A parameter is a DTensor (FSDP2, tensor parallel, both) or a plain tensor, full on its rank.
 
 # From a module's parameter name to its name in the whole model; None for what is left out.
 Rename = Callable[[str], str | None]
@@ -119,12 +117,6 @@ def local_box(parameter: Tensor) -> Box:
     return box
 
 
-# Full tensors from, and into, a model sharded over ranks: one at a time.
-#
-# For Hugging Face folders, and checkpoints of other layouts. Names are those of the plain
-# transformers model. Weights for a rollout engine go through `exchange`, which sends slices.
-
-
 @dataclass(frozen=True, slots=True)
 class _TensorInfo:
     """A tensor of the full model, and the pipeline stage that has it."""
@@ -207,21 +199,11 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
     Raises ValueError for placements other than those of FSDP and tensor parallelism.
     """
-    if not isinstance(like, DTensor):
-        return whole
-    where = like.device_mesh.get_coordinate()
-    assert where is not None, "this rank is not on the parameter's mesh"
-    cuts = list(zip(like.placements, like.device_mesh.shape, where, strict=True))
-    # FSDP cuts what tensor parallelism has left, though its mesh dimension comes before.
-    for placement, size, index in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
-        if isinstance(placement, DTensorShard | _StridedShard):
-            rows = whole.shape[placement.dim]
-            each = -(-rows // size)
-            start = min(index * each, rows)
-            whole = whole.narrow(placement.dim, start, min(each, rows - start))
-        elif not placement.is_replicate():
+    for placement in like.placements if isinstance(like, DTensor) else ():
+        if not isinstance(placement, DTensorShard | _StridedShard | Replicate):
             raise ValueError(f"a parameter can't be loaded into the placement {placement}")
-    return whole
+    box = local_box(like)
+    return whole[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:

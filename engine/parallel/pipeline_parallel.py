@@ -1,7 +1,11 @@
-"""Pipeline parallelism: the stages of a model, and the schedule of micro-batches (1F1B).
+"""Pipeline parallelism: which layers each stage has, and micro-batches through the stages (1F1B).
 
-Which layers a stage has, the module that has them, and forward and backward passes over one
-rank a stage.
+A stage is extracted from a full model; its parameters keep their names. A matrix that is both
+embedding and head is in the first stage and in the last: `sum_tied_gradients` adds their gradients.
+The order of passes and messages is torch.distributed.pipelining's: 1F1B (Narayanan et al.,
+arXiv:1806.03377; at most as many micro-batches' activations as there are stages), or GPipe for
+fewer micro-batches than stages. Each micro-batch travels in its own shape: nothing is padded to the
+widest, and a buffer lives only while its micro-batch is on this stage.
 """
 
 from __future__ import annotations
@@ -26,13 +30,6 @@ from engine.parallel.fsdp import reshard
 from engine.parallel.gradients import redistribute_gradients, zero_gradient
 from engine.parallel.layout import ModelShape
 from engine.parallel.process_groups import Ranks
-
-# Pipeline stages: which layers each has, and the module that has them.
-#
-# A stage is extracted from a full model; its parameters keep their names. A matrix that is both
-# embedding and head is in the first stage and in the last: `sum_tied_gradients` adds their
-# gradients.
-# Micro-batches are passed from stage to stage in `pipeline_schedule`.
 
 
 def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -303,17 +300,6 @@ def _swap(tensor: Tensor, ranks: Ranks) -> Tensor:
         work.wait()
     return received
 
-
-# Micro-batches through the stages of a model, one rank a stage, forward and backward (1F1B).
-#
-# The order of passes and messages is torch.distributed.pipelining's: 1F1B (Narayanan et al.,
-# arXiv:1806.03377; it keeps at most as many micro-batches' activations as there are stages), or
-# GPipe
-# for fewer micro-batches than stages. Each micro-batch travels in its own shape: nothing is padded
-# to
-# the widest, and a buffer lives only while its micro-batch is on this stage. Which layers a stage
-# has
-# is in `pipeline_stages`; the caller computes the loss from the last one's output.
 
 OnHidden = Callable[[int, Tensor], Tensor | None]
 

@@ -6,6 +6,7 @@ other files of this room apply a layout to a model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,10 +72,7 @@ class Ranks:
 
     def size(self, *axes: str) -> int:
         """Number of ranks that differ from this one in `axes` only, itself included."""
-        size = 1
-        for axis in axes:
-            size *= getattr(self.layout, axis)
-        return size
+        return math.prod(getattr(self.layout, axis) for axis in axes)
 
     def index(self, *axes: str) -> int:
         """This rank's number among those, as `Layout.groups` lists them."""
@@ -121,9 +119,6 @@ class Ranks:
 def _hurry(group: dist.ProcessGroup) -> None:
     """Give a group of a mesh the deadline that the ranks joined with: it has torch's 30 minutes."""
     whole = dist.distributed_c10d._get_default_group()
-    backend = whole._get_backend(torch.device("cpu") if _has_gloo(whole) else torch.device("cuda"))
+    device = "cpu" if "gloo" in str(dist.get_backend_config(whole)) else "cuda"
+    backend = whole._get_backend(torch.device(device))
     dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
-
-
-def _has_gloo(group: dist.ProcessGroup) -> bool:
-    return "gloo" in str(dist.get_backend_config(group))

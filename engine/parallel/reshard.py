@@ -1,6 +1,10 @@
-"""The resharding plan: which slices each rank copies, sends and receives, in bounded buckets.
+"""The resharding plan: which slices each rank copies, sends and receives. Pure functions.
 
-A pure function of two shard maps; `exchange` runs the plan.
+Every destination element has one source: the rank itself where it holds it, else one of its
+holders. So the bytes received are those that the rank lacks, and no plan can do with fewer.
+Parameters that are sharded alike are planned together, and a rank's plan is cut into all-to-alls of
+bounded size, which `exchange` runs; `layout` has the order of ranks that makes it cheap
+(HybridFlow, arXiv:2409.19256, section 5).
 """
 
 from __future__ import annotations
@@ -28,10 +32,6 @@ from engine.parallel.shard_maps import (
     flat_range,
     subtract_all,
 )
-
-# What ranks lack and who sends it to them: the parts of a resharding plan.
-#
-# Parameters that are sharded alike (the layers of a stage) are one group, planned together.
 
 RankArray = NDArray[np.int32]
 
@@ -175,14 +175,6 @@ def _assign_senders(
         senders[i] = sender
     return senders
 
-
-# The resharding plan: which slices each rank copies, sends and receives. A pure function.
-#
-# Every destination element has one source: the rank itself where it holds it, else one of its
-# holders. So the bytes received are those that the rank lacks, and no plan can do with fewer.
-# `exchange` runs a plan; the order of ranks that makes it cheap is in `rollout_layout`
-# (HybridFlow,
-# arXiv:2409.19256, section 5).
 
 ByteCounts = NDArray[np.int64]
 
@@ -376,9 +368,6 @@ def _max_traffic(matrix: NDArray[np.int64]) -> tuple[int, int]:
     most = max(matrix.sum(axis=0).max(), matrix.sum(axis=1).max())
     peers = max(used.sum(axis=0).max(), used.sum(axis=1).max())
     return int(most), int(peers)
-
-
-# A rank's plan cut into all-to-alls of bounded size. Pure values; `exchange` runs them.
 
 
 @dataclass(frozen=True, slots=True)

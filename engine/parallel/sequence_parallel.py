@@ -31,6 +31,7 @@ from engine.parallel.pipeline_parallel import PipelineStage
 from engine.parallel.process_groups import Ranks
 
 _NAME = "hybridflyte_ulysses"  # transformers' name of `_attention`
+_ATTENTION = ("is_causal", "layer_idx", "config")  # attributes that attention modules have
 _SHARE = "sequence_share"  # an attention module's attribute
 _LOCAL = "local_config"  # another: its configuration as it was, with what each rank computes
 
@@ -48,7 +49,7 @@ def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
     group = ranks.group("sp")
     if group is None:
         return
-    found = [module for module in model.modules() if _is_attention(module)]
+    found = [m for m in model.modules() if all(hasattr(m, name) for name in _ATTENTION)]
     _check_model(model, found, ranks)
     share = _Share(group, ranks.size("sp"), ranks.index("sp"))
     for attention in found:  # the model itself keeps its configuration: no mask is made differently
@@ -214,10 +215,6 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("is_causal", "layer_idx", "config"))
 
 
 def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:

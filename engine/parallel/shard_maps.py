@@ -1,7 +1,7 @@
-"""Shard maps: which rank has which box of each parameter, in training and in rollout.
+"""Shard maps: which rank has which box of each parameter, and where in its storage. Pure values.
 
-Pure values: boxes of indices, maps from parameters to boxes, and rollout's map from sizes
-alone. How they are moved is in `reshard`.
+A box is an index range in every dimension of a full tensor. `module_shards` makes a shard map of a
+module, `rollout_shard_map` one of a layout and sizes alone; `reshard` plans from one to another.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ import torch
 
 from engine.errors import ConfigError
 from engine.parallel.layout import ModelShape, RolloutLayout
-
-# Boxes: index ranges in every dimension of a tensor, their intersections and differences.
-#
-# A rank's shard of a parameter is a box in the full tensor. Pure values; no torch, no ranks.
 
 Index = tuple[int, ...]  # one number per dimension
 
@@ -166,12 +162,6 @@ def flat_range(size: Index, start: int, stop: int) -> list[Box]:
     ]
 
 
-# Shard maps: which rank has which box of each parameter, and where in its storage. Pure values.
-#
-# `sharding_specs` makes one of a layout, `module_shards` of a module; `reshard` plans from one to
-# another.
-
-
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A box that these ranks store; its first element is at index `start` of each one's tensor."""
@@ -214,12 +204,6 @@ class ShardMap:
         return {name: parameter.shape for name, parameter in self.parameters.items()}
 
 
-# How rollout shards a model's parameters: a shard map from sizes alone, without a model or ranks.
-#
-# Names are those of transformers' Llama, Mistral, Qwen2 and Qwen3 models. A tied head is not a
-# parameter of its own: "…embed_tokens.weight" is on the first stage and on the last. The shard map
-# of a real module is `module_shards`'.
-
 ROLLOUT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose shards `native` decodes with
 
 Shapes = Mapping[str, Index]
@@ -250,7 +234,13 @@ def rollout_shard_map(
     there are more ranks than key heads. Raises ConfigError where names or sizes do not fit.
     """
     _check_rollout(layout, model)
-    stage_of = _stage_of(shapes, _checked(stages, layout.pp, model.layers), model.tied)
+    stages = [range(model.layers)] if stages is None else stages
+    if len(stages) != layout.pp or sorted(n for s in stages for n in s) != [*range(model.layers)]:
+        raise ConfigError(
+            f"stages {[list(stage) for stage in stages]} are not {model.layers} layers over "
+            f"{layout.pp} stages; give each layer to one stage"
+        )
+    stage_of = _stage_of(shapes, stages, model.tied)
     places = [layout.place(rank) for rank in range(layout.world_size)]
     known: dict[tuple[object, ...], tuple[Shard, ...]] = {}
 
@@ -259,7 +249,9 @@ def rollout_shard_map(
         if module in _VOCABULARY:
             unit = _VLLM_PADDING if fused else 1
             width = math.ceil(math.ceil(shape[0] / unit) * unit / layout.tp)
-            return _rows(whole, tp * width, width)
+            start = min(tp * width, shape[0])
+            size = min(width, shape[0] - start)
+            return Box((start, *whole.offset[1:]), (size, *shape[1:]))
         if module in ("k_proj", "v_proj") and layout.tp > model.kv_heads:
             return chunk(whole, 0, model.kv_heads, tp * model.kv_heads // layout.tp)
         return chunk(whole, dim, layout.tp, tp)
@@ -327,21 +319,6 @@ def _fused_name(name: str) -> str:
         if module in parts:
             return name.replace(module, whole)
     return name
-
-
-def _rows(box: Box, start: int, count: int) -> Box:
-    start = min(start, box.size[0])
-    return Box((start, *box.offset[1:]), (min(count, box.size[0] - start), *box.size[1:]))
-
-
-def _checked(stages: Stages | None, count: int, layers: int) -> Stages:
-    stages = [range(layers)] if stages is None else stages
-    if len(stages) != count or sorted(n for stage in stages for n in stage) != list(range(layers)):
-        raise ConfigError(
-            f"stages {[list(stage) for stage in stages]} are not {layers} layers over {count} "
-            "stages; give each layer to one stage"
-        )
-    return stages
 
 
 def _stage_of(shapes: Iterable[str], stages: Stages, tied: bool) -> dict[str, tuple[int, ...]]:

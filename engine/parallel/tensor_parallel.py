@@ -1,7 +1,13 @@
 """Tensor parallelism (Shoeybi et al., arXiv:1909.08053): a transformers model over `tp` ranks.
 
-The styles that shard a module and change its forward pass, and their application to a model.
-Softmax over a split vocabulary is in `vocab_parallel`.
+Matrices that read the residual stream are split by rows of the weight (queries, keys, values, gate,
+up, the head), those that write it by columns (output, down), and the vocabulary by entries. With
+sequence parallelism (Korthikanti et al., arXiv:2205.05198) norms and residuals between them are on
+shards of the tokens. Parameters become DTensors, so that FSDP, checkpoints and optimizers know
+their full shape. The forward pass computes on local tensors (`module.forward` is replaced, the
+class stays), and DTensor's redistribution does the communication. torch's own styles need
+vocabularies and sequences that the ranks divide; these don't. The loss over a split vocabulary is
+in `vocab_parallel`.
 """
 
 from __future__ import annotations
@@ -30,14 +36,6 @@ from engine.errors import ConfigError
 from engine.parallel.decoder_plan import DecoderPlan, within_layer
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.parallel.vocab_parallel import vocabulary_bounds
-
-# Tensor parallel styles: how a module's parameters are sharded, and what its forward pass does.
-#
-# Parameters become DTensors, so that FSDP, checkpoints and optimizers know their full shape. The
-# forward pass computes on local tensors (`module.forward` is replaced, the class stays), and
-# DTensor's redistribution does the communication, in the forward and in the backward pass. torch's
-# own styles need vocabularies and sequences that the ranks divide; these don't. Which module gets
-# which style is in `tensor_parallel`.
 
 TOKENS = Shard(1)  # of activations [B, L, H]
 
@@ -310,16 +308,6 @@ def _length(kwargs: dict[str, Any]) -> int:
     """Sequence length: with token shards, only the rotary embedding's cosines have it."""
     return int(kwargs["position_embeddings"][0].shape[1])
 
-
-# Tensor parallelism (Shoeybi et al., arXiv:1909.08053): a transformers model over `tp` ranks.
-#
-# Matrices that read the residual stream are split by rows of the weight (queries, keys, values,
-# gate,
-# up, the head), those that write it by columns (output, down), and the vocabulary by entries. With
-# sequence parallelism (Korthikanti et al., arXiv:2205.05198) norms and residuals between them are
-# on
-# shards of the tokens. The styles are in `tp_styles`, the loss over a sharded vocabulary in
-# `vocab_parallel`.
 
 _HEAD = "lm_head"
 

@@ -1,8 +1,11 @@
-"""What every rollout engine takes and gives.
+"""What every rollout engine takes and gives: read this first, then an engine's folder.
 
 Requests, sampling parameters, completions, capabilities and the registry of engines; checks of
-requests, counters of work and weight versions that all engines share. The engines live in
-`native`, `vllm` and `server`, streams in `stream`.
+requests, counters of work and weight versions that all engines share. `native` decodes with the
+trainer's own weights; `vllm` runs a vLLM engine that shares them or is brought up to date; `server`
+uses one that was started elsewhere; streams are in `stream`. An engine is chosen by
+`rollout.engine`; a new one registers itself with `@register_engine("name")` in a module of its own,
+here or outside (`rollout.engine: my_module:MyEngine`), and says there what it can do.
 """
 
 from __future__ import annotations
@@ -19,14 +22,6 @@ from torch import Tensor
 from engine.config import RolloutConfig
 from engine.errors import ConfigError, RolloutError
 from engine.registry import Registry
-
-# What every rollout engine takes and gives; the engines themselves live beside this file.
-#
-# `native` decodes with the trainer's own weights; `vllm` runs a vLLM engine that shares them or is
-# brought up to date; `server` speaks to one that somebody else runs. An engine is chosen by
-# `rollout.engine`; a new one registers itself with `@register_engine("name")` in a module of its
-# own,
-# here or outside (`rollout.engine: my_module:MyEngine`), and says there what it can do.
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +173,11 @@ def engine_options(config: RolloutConfig) -> dict[str, object]:
     """Keyword arguments of the configured engine besides `COMMON_OPTIONS`."""
     engine = _registry.get(config.engine)
     if engine.options is not None and config.options:
-        own = config.engine in RolloutConfig.model_fields
+        has_section = config.engine in RolloutConfig.model_fields
+        section = f"rollout.{config.engine}" if has_section else "those of rollout"
         raise ConfigError(
             f"rollout.options has no effect with rollout.engine={config.engine}, which has "
-            f"settings of its own; set {f'rollout.{config.engine}' if own else 'those of rollout'}"
+            f"settings of its own; set {section}"
         )
     for name in COMMON_OPTIONS:
         if name in config.options:
@@ -207,9 +203,6 @@ def create_engine(name: str, model: torch.nn.Module, **options: object) -> Rollo
     prompt plus completion, in tokens). Raises ConfigError for an unknown name.
     """
     return _registry.get(name).factory(model, **options)
-
-
-# What all rollout engines share: checks of requests, counters of work, and weight versions.
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import triton_kernels
+from engine.kernels.decoding_ops import draw_compiled
 from engine.rollout.protocol import SamplingParams
 
 _BLOCK = triton_kernels.MASS_BLOCK  # tokens whose probabilities are summed first
@@ -38,6 +39,23 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """
     bits = _shift(_mix(keys + (positions + 1) * _signed(_GOLDEN)), 40)
     return bits.to(torch.float32) * 2.0**-24
+
+
+def draw(
+    logits: Tensor, keys: Tensor, columns: Tensor, params: SamplingParams
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row: tokens int64 `[R]` and their log-probs float32 `[R]`.
+
+    `logits` is `[R, V]`; the noise is that of `keys` at `columns`, both int64 `[R]`. What `sample`
+    returns, but for tokens within rounding of another one's share of [0, 1) where the compiled loop
+    of CPUs draws.
+    """
+    truncated = 0 < params.top_k < logits.shape[1] or params.top_p < 1
+    if not truncated or params.temperature == 0:
+        drawn = draw_compiled(logits, keys, columns, params.temperature)
+        if drawn is not None:
+            return drawn
+    return sample(logits, uniforms(keys, columns), params)
 
 
 def sample(logits: Tensor, noise: Tensor | None, params: SamplingParams) -> tuple[Tensor, Tensor]:

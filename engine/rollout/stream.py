@@ -1,13 +1,15 @@
 """Streaming rollout: requests are added and weights change while others are decoded.
 
-The interface of an engine's stream, and groups of completions that are not finished, in a form
-that outlives the process decoding them. Each engine has its stream in its own folder.
+The protocol of an engine's stream, and groups of completions that are not finished in a form that
+outlives the process decoding them. The scheme is PipelineRL's (arXiv:2509.19128) in-flight weight
+update and AReaL's (arXiv:2505.24298) interruptible rollout: a completion may be the work of several
+policy versions, and says so token by token.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, Protocol, TypedDict
@@ -17,13 +19,6 @@ import torch
 from engine.batch import Batch
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
-
-# Streaming rollout: requests are added and weights change while others are decoded.
-#
-# This is the protocol; the native engine's stream is `native/stream.py`. The scheme is
-# PipelineRL's (arXiv:2509.19128) in-flight weight update and AReaL's (arXiv:2505.24298)
-# interruptible
-# rollout: a completion may be the work of several policy versions, and says so token by token.
 
 KvOnUpdate = Literal["keep", "recompute"]
 
@@ -63,8 +58,12 @@ class RolloutStream(Protocol):
     order, slots, preemption and resumption change no token while the weights stay the same.
     """
 
+    _closed: bool = False
+
     @property
-    def policy_version(self) -> int: ...
+    def policy_version(self) -> int:
+        """Version of the tokens to come."""
+        ...
 
     @property
     def in_flight(self) -> int:
@@ -96,14 +95,14 @@ class RolloutStream(Protocol):
 
     def forget(self, key: Hashable) -> None:
         """No request goes on from that of `key`, which has ended: it needn't be kept."""
-        ...
+        return
 
     def cut(self, key: Hashable) -> None:
         """End the completions of an open request with their next token, as at a length limit.
 
-        Only of engines with the capability `cuts`.
+        Only of engines with the capability `cuts`; others answer whole completions.
         """
-        ...
+        return
 
     def step(self) -> list[StreamedCompletion]:
         """Admit waiting completions, decode one token of each; return what ended. Never waits."""
@@ -117,7 +116,22 @@ class RolloutStream(Protocol):
         """Copies of all that is unfinished, the oldest request first; decoding is not affected."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Drop all that is unfinished; the engine still serves."""
+        ...
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the stream was closed; open another one by engine.stream")
+
+
+def check_unused(key: Hashable, unfinished: Container[Hashable]) -> None:
+    """Raise RolloutError if `key` is among the keys of `unfinished` requests."""
+    if key in unfinished:
+        raise RolloutError(
+            f"stream key {key!r} is in use by an unfinished request; give each request a key of "
+            f"its own, such as (epoch, row)"
+        )
 
 
 def open_stream(engine: RolloutEngine, params: SamplingParams, **options: object) -> RolloutStream:
@@ -200,12 +214,6 @@ def check_partial(
         if set(part.token_ids) & set(stop_token_ids):
             raise RolloutError(f"{name} holds a stop token, so it has ended; don't resume it")
 
-
-# Groups of completions that are not finished, in a form that outlives the process decoding them.
-#
-# `PartialGroup` goes into checkpoints and back, and travels in a column of prompts. Decoding is
-# continued from it by `engine.workers.group_stream`; `engine.controller.staleness` decides whether
-# that is still allowed.
 
 PARTIAL_GROUP = "partial_group"  # a column of prompts: what was begun of each, or None
 

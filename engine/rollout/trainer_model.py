@@ -1,7 +1,8 @@
-"""What rollout engines read of a trainer's model.
+"""What rollout engines read of a trainer's model, a transformers causal LM.
 
-Its causal language model in evaluation mode, its weights as whole plain tensors by their names
-in files, and the kernel that multiplies activations with those weights unpacked.
+Its evaluation mode; its weights as whole plain tensors by their names in files, gathered one at a
+time, with LoRA adapters merged in (W + α/r · B·A, arXiv:2106.09685); and the kernel that multiplies
+activations with those weights where the trainer keeps them.
 """
 
 from __future__ import annotations
@@ -9,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.kernels.training_ops import mkl_is_slow, onednn_linear
 from engine.storage.weight_files import file_tensors
-
-# What engines read of a trainer's model, a transformers causal LM, and its evaluation mode.
 
 
 class CausalLM(Protocol):
@@ -55,41 +53,17 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-# The kernel that multiplies activations with unpacked weights, for engines that share storage.
-#
-# Both kernels read a weight where the trainer keeps it, without a copy.
-
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def linear_function(weight: Tensor) -> LinearFunction:
     """Return the faster `(x, weight, bias) → x·weightᵀ + bias` for a weight's device and dtype.
 
-    MKL's float32 product runs on AMD processors at half of oneDNN's rate; on Intel's it is the
-    faster one. The choice is a rule and not a timing, so that a run repeats bit for bit.
+    Both read a weight where the trainer keeps it, without a copy; neither has a gradient.
     """
-    slow_mkl = weight.device.type == "cpu" and weight.dtype == torch.float32 and _is_amd()
-    return _onednn_linear if slow_mkl and torch.backends.mkldnn.is_available() else F.linear
+    slow = weight.device.type == "cpu" and weight.dtype == torch.float32 and mkl_is_slow()
+    return onednn_linear if slow else F.linear
 
-
-def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """oneDNN's linear on plain weights; it has no gradient."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-@cache
-def _is_amd() -> bool:
-    try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux: keep PyTorch's own choice
-        return False
-
-
-# A trainer's weights as whole plain tensors, by the names that files of the model have for them.
-#
-# Sharded parameters are gathered one at a time. An adapted matrix comes with its adapter merged
-# in:
-# W + α/r · B·A (Hu et al., arXiv:2106.09685).
 
 _ADAPTER = "default"  # peft's name of the only one
 _PARTS = (".lora_A.", ".lora_B.")

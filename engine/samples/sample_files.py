@@ -1,6 +1,7 @@
 """The Parquet files of a run's samples, one a step and split, in a folder or at an s3:// address.
 
-Also their columns: a row is a completion, with one value a token in its lists. Loads no torch.
+A row is a completion, with one value a token in its lists. A file's metadata has the metrics of the
+steps since the file before it, so that the folder alone has the run's curves. Loads no torch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ import pyarrow.parquet as pq
 
 from engine.errors import DataError, StorageError
 from engine.storage.filesystem import PATIENT, Files, translated
-
-# The columns of a sample: a row is a completion, with one value a token in its lists.
 
 TRAIN, VALIDATION = "train", "validation"
 COMPONENT = "reward."  # before the name of a reward's component, in the name of its column
@@ -81,11 +80,6 @@ SCHEMA = pa.schema(
 """Beside these, `reward.NAME` (float32) for each component of the reward."""
 
 
-# The Parquet files of a run's samples, one a step and split, in a folder or at an s3:// address.
-#
-# A file's metadata has the metrics of the steps since the file before it, so that the folder alone
-# has the run's curves.
-
 FOLDER = "rollouts"  # of a run, below what it leaves
 PAGE = "rollouts.html"
 _NAME = re.compile(rf"({TRAIN}|{VALIDATION})_(\d+)\.parquet")
@@ -119,8 +113,8 @@ class SampleFolder:
         """The samples that are there, by step."""
         with _explained("read", self.uri):
             entries = self._files.entries()
-        found = (_NAME.fullmatch(entry["name"].rpartition("/")[2]) for entry in entries)
-        return sorted(SampleName(int(one[2]), one[1]) for one in found if one)
+        matches = (_NAME.fullmatch(entry["name"].rpartition("/")[2]) for entry in entries)
+        return sorted(SampleName(int(one[2]), one[1]) for one in matches if one)
 
     def read_bytes(self, name: str) -> bytes:
         """A file's content."""

@@ -1,11 +1,13 @@
 """The samples of a run as one HTML page that needs nothing else, for a browser or a Flyte Deck.
 
-What the page shows as JSON, and the page from `templates/`. Loads no torch.
+The page's data is bounded whatever the run's length: of too many steps every second one is left
+out, of a long completion the end. Completions are hostile text. They are data in the page, not
+markup: its script puts them into text nodes alone, and a content security policy permits this
+script and style and no address at all. Loads no torch.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from array import array
@@ -16,18 +18,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jinja2 import Environment
 from markupsafe import Markup
 
 from engine import html_templates
 from engine.html_templates import printable
 from engine.samples.sample_files import COMPONENT, TOKEN_VALUES, Metrics, SampleFolder, SampleName
 
-# What the page of a run shows, as JSON: samples in a compact form, and the run's curves.
-#
-# Bounded whatever the run's length: of too many steps every second one is left out, of a long
-# completion the end.
-
+_TEMPLATES = html_templates.environment(__package__)
 MOST_TOKENS = 300_000  # of a page
 MOST_TOKENS_A_ROW = 1024
 MOST_TOKENS_AN_EPISODE = 4096
@@ -101,8 +98,8 @@ class PageData:
 def _points(steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
     """Steps and values of a curve, the last one among them."""
     stride = math.ceil(len(steps) / MOST_POINTS)
-    kept = [*range(0, len(steps) - 1, stride), len(steps) - 1]
-    return [[steps[i] for i in kept], [_number(values[i]) for i in kept]]
+    points = [*range(0, len(steps) - 1, stride), len(steps) - 1]
+    return [[steps[i] for i in points], [_number(values[i]) for i in points]]
 
 
 def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
@@ -205,13 +202,6 @@ def _json(value: object) -> str:
     return text.translate(_ESCAPES)
 
 
-# The samples of a run as one HTML page that needs nothing else, for a browser or a Flyte Deck.
-#
-# Completions are hostile text. They are data in the page, not markup: its script puts them into
-# text
-# nodes alone, and a content security policy permits this script and style and no address at all.
-
-
 def render_page(data: PageData, title: str) -> str:
     """Return the page; title: which run it is of."""
     css = html_templates.asset(__package__, "rollouts.css")
@@ -219,30 +209,21 @@ def render_page(data: PageData, title: str) -> str:
         html_templates.asset(__package__, name)
         for name in ("curves.js", "episodes.js", "rollouts.js")
     )
-    return (
-        _templates()
-        .get_template("rollouts.html.j2")
-        .render(
-            css=css,
-            data=Markup(data.as_json()),
-            policy=html_templates.content_policy(css, script),
-            script=script,
-            title=title,
-        )
+    return _TEMPLATES.get_template("rollouts.html.j2").render(
+        css=css,
+        data=Markup(data.as_json()),
+        policy=html_templates.content_policy(css, script),
+        script=script,
+        title=title,
     )
-
-
-def read_page_data(folder: SampleFolder) -> PageData:
-    """All samples of a folder."""
-    data = PageData()
-    for name in folder.names():
-        data.add(name, *folder.read(name))
-    return data
 
 
 def page_of(folder: SampleFolder) -> str:
     """The page of all samples in a folder."""
-    return render_page(read_page_data(folder), run_name(folder.uri))
+    data = PageData()
+    for name in folder.names():
+        data.add(name, *folder.read(name))
+    return render_page(data, run_name(folder.uri))
 
 
 def run_name(uri: str) -> str:
@@ -250,8 +231,3 @@ def run_name(uri: str) -> str:
     parts = [part for part in uri.split("/") if part]
     above = parts[:-1] if parts[-1:] == ["rollouts"] else parts
     return "/".join(above[-2:]) or str(Path(uri))
-
-
-@functools.cache
-def _templates() -> Environment:
-    return html_templates.environment(__package__)

@@ -1,7 +1,7 @@
-"""Samples of a run's rollouts, written beside training: Parquet and the page.
+"""Samples of a run's rollouts, written beside training: Parquet, the page, and whoever wants them.
 
-Which groups of a batch are picked, what is recorded of them, what single tokens read as, and
-the thread that writes.
+`pick` runs in the training loop and copies a few groups of a step's batch; a thread decodes, writes
+and renders. What goes wrong there costs the sample and a sentence in the log, never the run.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ from engine.samples.viewer import PageData, render_page, run_name
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# What single tokens read as, so that those of a completion one after the other are its text.
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 4  # bytes of a UTF-8 character, and so at most its tokens
@@ -90,46 +88,19 @@ class TokenTexts:
         return f" {text}" if spaced and not text.startswith(" ") else text
 
 
-# A sample of a step's rollouts: some groups of completions, and what is recorded of them.
-#
-# `pick` runs in the training loop and copies a few rows; `as_table` runs elsewhere.
-
 LONGEST_PROMPT = 20_000  # characters of it that are recorded
 _TENSORS = (
-    "attention_mask",
-    "first_turn",
-    "environment_rewards",
-    "group_ids",
-    "policy_version",
-    "responses",
-    "reward_components",
-    "token_level_rewards",
-    "token_level_scores",
-    "token_versions",
-    "truncated",
-    *TOKEN_VALUES,
+    *("attention_mask", "first_turn", "environment_rewards", "group_ids", "policy_version"),
+    *("responses", "reward_components", "token_level_rewards", "token_level_scores"),
+    *("token_versions", "truncated", *TOKEN_VALUES),
 )
+_SPANS = "episode_turn_spans"
 _OF_EPISODES = ("prompts", "response_mask")
 _COLUMNS = (
-    "completion",
-    "data_source",
-    "environment_seconds",
-    "episode_end",
-    "episode_error",
-    "episode_info",
-    "episode_reward",
-    "episode_turn_spans",
-    "episode_turns",
-    "ground_truth",
-    "has_format",
-    "prompt",
-    "reward_component_names",
-    "reward_correct",
-    "reward_error_cause",
+    *("completion", "data_source", "environment_seconds", "episode_end", "episode_error"),
+    *("episode_info", "episode_reward", "episode_turns", "ground_truth", "has_format", "prompt"),
+    *("reward_component_names", "reward_correct", "reward_error_cause", _SPANS),
 )
-
-
-_SPANS = "episode_turn_spans"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,22 +118,23 @@ def pick(batch: Batch, step: int, split: str, most: int) -> Sample:
     Groups are chosen by a digest of their prompt, so that one which comes again in a later step is
     likely to be in that sample too, and can be compared.
     """
-    ids: list[int] = batch["group_ids"].tolist()
-    first: dict[int, int] = {}
-    for row, group in enumerate(ids):
-        first.setdefault(group, row)
-    prompts = batch.columns["prompt"]
-    ranks = {group: (_rank(prompts[row]), row) for group, row in first.items()}
-    order = sorted(range(len(ids)), key=lambda row: (ranks[ids[row]], row))
-    wanted = (*_TENSORS, *_COLUMNS, *(_OF_EPISODES if _SPANS in batch else ()))
-    names = [name for name in wanted if name in batch]
-    return Sample(step, split, batch.select(names).rows(order[:most]))
+    groups: list[int] = batch["group_ids"].tolist()
+    ranks: dict[int, tuple[bytes, int]] = {}  # by group: digest of its prompt, its first row
+    for row, group in enumerate(groups):
+        if group not in ranks:
+            prompt = str(batch.columns["prompt"][row][-1]["content"])[-4096:]
+            digest = hashlib.blake2b(prompt.encode("utf-8", "replace"), digest_size=8).digest()
+            ranks[group] = digest, row
+    order = sorted(range(len(groups)), key=lambda row: (ranks[groups[row]], row))
+    names = (*_TENSORS, *_COLUMNS, *(_OF_EPISODES if _SPANS in batch else ()))
+    rows = batch.select([name for name in names if name in batch]).rows(order[:most])
+    return Sample(step, split, rows)
 
 
 def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
     """The sample as a table of `SCHEMA`, and a column `reward.NAME` for each component."""
     rows, count = sample.rows, len(sample.rows)
-    width = rows["responses"].shape[1]
+    missing, width = [None] * count, rows["responses"].shape[1]
     lengths: list[int] = rows["attention_mask"][:, -width:].sum(1).tolist()
     ids = _ragged(rows["responses"].numpy(), lengths)
     columns: dict[str, Sequence[object]] = {
@@ -177,20 +149,25 @@ def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
         "shaped_reward": _sums(rows, "token_level_rewards"),
         "correct": _flags(rows, "reward_correct"),
         "has_format": _flags(rows, "has_format"),
-        "truncated": rows["truncated"].tolist() if "truncated" in rows else [None] * count,
+        "truncated": rows["truncated"].tolist() if "truncated" in rows else missing,
         "reward_error": _texts(rows, "reward_error_cause"),
         "policy_version": _sums(rows, "policy_version"),
         "token_ids": ids,
-        "tokens": [[_text(text) for text in texts(one)] for one in ids],
+        "tokens": [[_text(text) for text in texts(row)] for row in ids],
     }
     for name in TOKEN_VALUES:
-        known = name in rows
-        columns[name] = _ragged(rows[name].numpy(), lengths) if known else [None] * count
-    columns["token_versions"] = _mixed_versions(rows, lengths)
-    columns |= _episode_columns(rows, lengths)
-    table = pa.table(columns, schema=SCHEMA)
-    for name, values in _components(rows):
-        table = table.append_column(COMPONENT + name, pa.array(values, pa.float32()))
+        columns[name] = _ragged(rows[name].numpy(), lengths) if name in rows else missing
+    if "token_versions" in rows:  # of rows that have more than one
+        versions = _ragged(rows["token_versions"].numpy(), lengths)
+        columns["token_versions"] = [v if len(set(v)) > 1 else None for v in versions]
+    if _SPANS in rows:
+        columns |= _episode_columns(rows, lengths)
+    table = pa.table({name: columns.get(name, missing) for name in SCHEMA.names}, schema=SCHEMA)
+    if "reward_components" in rows and count:
+        names = rows.columns["reward_component_names"][0]
+        for name, values in zip(names, rows["reward_components"].unbind(1), strict=True):
+            column = pa.array(values.tolist(), pa.float32())
+            table = table.append_column(COMPONENT + _text(name), column)
     return table
 
 
@@ -201,40 +178,30 @@ def _prompts(rows: Batch, texts: TokenTexts) -> list[str]:
     """
     if _SPANS not in rows:
         return [prompt_text(messages) for messages in rows.columns["prompt"]]
-    prompts, mask = rows["prompts"], rows["attention_mask"].bool()
-    kept = mask[:, : prompts.shape[1]]
+    prompts = rows["prompts"]
+    present = rows["attention_mask"][:, : prompts.shape[1]].bool()
     return [
-        _text("".join(texts(ids[own].tolist()))) for ids, own in zip(prompts, kept, strict=True)
+        _text("".join(texts(ids[mask].tolist())))
+        for ids, mask in zip(prompts, present, strict=True)
     ]
 
 
-def _mixed_versions(rows: Batch, lengths: Sequence[int]) -> list[list[int] | None]:
-    """Policy versions by token of the rows that have more than one."""
-    if "token_versions" not in rows:
-        return [None] * len(rows)
-    each = _ragged(rows["token_versions"].numpy(), lengths)
-    return [one if len(set(one)) > 1 else None for one in each]
-
-
 def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[object]]:
-    """The columns of rows of episodes; null for those of single completions."""
-    names = ("trained", "turns", "first_turn", "episode_turns", "episode_reward", "end",
-             "episode_error", "episode_info", "environment_seconds")  # fmt: skip
-    if _SPANS not in rows:
-        return {name: [None] * len(rows) for name in names}
-    given, own = rows["environment_rewards"], rows.columns
+    """The columns of rows of episodes."""
+    rewards, columns = rows["environment_rewards"], rows.columns
     return {
         "trained": _ragged(rows["response_mask"].bool().numpy(), lengths),
         "turns": [
-            [_turn(turn, given[row]) for turn in turns] for row, turns in enumerate(own[_SPANS])
+            [_turn(turn, rewards[row]) for turn in turns]
+            for row, turns in enumerate(columns[_SPANS])
         ],
         "first_turn": rows["first_turn"].tolist() if "first_turn" in rows else [0] * len(rows),
-        "episode_turns": [int(value) for value in own["episode_turns"]],
-        "episode_reward": [float(value) for value in own["episode_reward"]],
+        "episode_turns": [int(value) for value in columns["episode_turns"]],
+        "episode_reward": [float(value) for value in columns["episode_reward"]],
         "end": _texts(rows, "episode_end"),
         "episode_error": _texts(rows, "episode_error"),
         "episode_info": _texts(rows, "episode_info"),
-        "environment_seconds": [float(value) for value in own["environment_seconds"]],
+        "environment_seconds": [float(value) for value in columns["environment_seconds"]],
     }
 
 
@@ -258,21 +225,6 @@ def prompt_text(messages: Sequence[dict[str, object]]) -> str:
     if len(messages) == 1 and messages[0]["role"] == "user":
         return _text(messages[0]["content"])
     return "\n\n".join(f"[{_text(m['role'])}]\n{_text(m['content'])}" for m in messages)
-
-
-def _rank(messages: Sequence[dict[str, object]]) -> bytes:
-    """Of a prompt among others: by chance, but always the same."""
-    last = str(messages[-1]["content"])
-    digest = hashlib.blake2b(last[-4096:].encode("utf-8", "replace"), digest_size=8)
-    return digest.digest()
-
-
-def _components(rows: Batch) -> list[tuple[str, list[float]]]:
-    if "reward_components" not in rows or not len(rows):
-        return []
-    names = rows.columns["reward_component_names"][0]
-    values = rows["reward_components"].unbind(1)
-    return [(_text(name), one.tolist()) for name, one in zip(names, values, strict=True)]
 
 
 def _sums(rows: Batch, name: str) -> list[float | None]:
@@ -305,11 +257,6 @@ def _text(value: object) -> str:
 def _ragged(values: np.ndarray, lengths: Sequence[int]) -> list[list[Any]]:
     return [row[:length].tolist() for row, length in zip(values, lengths, strict=True)]
 
-
-# Samples of a run's rollouts, written beside training: Parquet, the page, and whoever wants them.
-#
-# The training loop copies a few rows and goes on; a thread decodes, writes and renders. What goes
-# wrong there costs the sample and a sentence in the log, never the run.
 
 PAGE_SECONDS = 10.0  # between two renderings of the page, while samples come
 CLOSE_SECONDS = 60.0  # for what is still to be written when the run ends
@@ -421,7 +368,7 @@ class _Worker:
 
     def write(self, samples: Sequence[Sample], history: Sequence[Metrics]) -> None:
         """Write the samples of a step, with the metrics since the last ones, and the page."""
-        folder, written = self._folder(), dict[str, bytes]()
+        folder, written = SampleFolder(self._uri), dict[str, bytes]()
         if self._texts is None:
             self._texts = TokenTexts(self._load_tokenizer())
         for sample in samples:
@@ -437,7 +384,7 @@ class _Worker:
 
     def resume(self, step: int) -> None:
         """Remove samples of later steps; read those that stay."""
-        folder = self._folder()
+        folder = SampleFolder(self._uri)
         for name in folder.names():
             if name.step > step:
                 folder.remove(name)
@@ -451,7 +398,7 @@ class _Worker:
     def write_last_page(self) -> None:
         """Write the page of all samples."""
         if len(self._data):
-            page = self._write_page(self._folder())
+            page = self._write_page(SampleFolder(self._uri))
             self._hand_over({PAGE: page.encode()})
 
     def _add(self, name: SampleName, table: pa.Table, metrics: Sequence[Metrics]) -> None:
@@ -464,9 +411,6 @@ class _Worker:
         if self._on_page is not None:
             self._on_page(page)
         return page
-
-    def _folder(self) -> SampleFolder:
-        return SampleFolder(self._uri)
 
     def _hand_over(self, files: Mapping[str, bytes]) -> None:
         if self._on_file is None:
@@ -482,15 +426,11 @@ class _Worker:
             try:
                 job()
             except Exception as error:  # whatever it is, training goes on
-                self._warn(error)
+                known = isinstance(error, EngineError | OSError)
+                fault = str(error) if known else f"{type(error).__name__}: {error}"
+                kind = re.sub(r"\d+", "", fault)  # sentences name the step's file
+                if kind != self._fault:  # not again for each step that has it
+                    log.warning("no sample of rollouts: %s; training continues", fault)
+                self._fault = kind
             else:
                 self._fault = ""
-
-    def _warn(self, error: Exception) -> None:
-        """Log a fault, but not again for each step that has it."""
-        known = isinstance(error, EngineError | OSError)
-        fault = str(error) if known else f"{type(error).__name__}: {error}"
-        kind = re.sub(r"\d+", "", fault)  # sentences name the step's file
-        if kind != self._fault:
-            log.warning("no sample of rollouts: %s; training continues", fault)
-        self._fault = kind

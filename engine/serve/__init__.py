@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 
-# Middleware in vLLM's server: its `/health` says which model it serves.
-#
-# vLLM imports it by name (`--middleware engine.serve.health.identify`); what to say is in the
-# environment.
-
 IDENTITY_VARIABLE = "HYBRIDFLYTE_SERVED_MODEL"
 IDENTIFY = f"{__name__}.identify"
 
@@ -42,9 +37,6 @@ async def identify(request: Request, call_next: RequestResponseEndpoint) -> Resp
 
     model = json.loads(os.environ[IDENTITY_VARIABLE])
     return JSONResponse({"status": "ok", "engine": "vllm", "model": model})
-
-
-# The model that is served: where its files are, and the version and digest that it is known by.
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,11 @@ class _Terminated(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    split = given.index("--") if "--" in given else len(given)
-    options = parser.parse_args(given[:split])
-    options.vllm = given[split + 1 :]
+    split = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:split])
+    options.vllm = words[split + 1 :]
     quiet()
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -65,27 +65,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.vllm_server import is_installed
 
-    engine = options.engine
-    if engine == "auto":
-        engine = "vllm" if is_installed() else "native"
-    if options.vllm and engine != "vllm":
-        raise RolloutError(f"{' '.join(options.vllm)} is for vLLM, which is not the engine here")
-    if engine == "vllm":
+    if options.engine == "vllm" or (options.engine == "auto" and is_installed()):
         _with_vllm(options, scratch)
+    if options.vllm:
+        raise RolloutError(f"{' '.join(options.vllm)} is for vLLM, which is not the engine here")
     _with_native(options, scratch)
 
 
 def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
-    from engine.serve.native_server import Backend, NativeServer
+    from engine.serve.api_server import ApiServer
 
     # The port first: a model that can't be served there need not be hashed and loaded.
-    server = NativeServer(options.host, options.port, options.request_timeout)
+    server = ApiServer(options.host, options.port, options.request_timeout)
     started = time.monotonic()
 
     def load() -> Identity:
         folder, identity = resolve(options.model, scratch, options.name)
         server.start(identity)
-        server.backend = Backend.load(folder, options.max_model_len)
+        from engine.serve.native_backend import NativeBackend  # loads torch
+
+        server.backend = NativeBackend.load(folder, options.max_model_len)
         return identity
 
     try:

@@ -19,7 +19,7 @@ import httpx
 from engine.data.tokenizer import tokenizer_alone
 from engine.errors import ConfigError, RolloutError
 from engine.serve import IDENTIFY, IDENTITY_VARIABLE, Identity
-from engine.serve.native_server import listen
+from engine.serve.api_server import listen
 from engine.storage.digests import project_root
 
 POLL_S, ANSWER_S, PROBE_S = 0.3, 5.0, 60.0
@@ -98,8 +98,8 @@ def log_end(scratch: Path) -> str:
 def check_port(host: str, port: int) -> int:
     """The port, or a free one for 0; ConfigError where another process has it."""
     with listen(host, port) as probe:
-        found: int = probe.getsockname()[1]
-        return found
+        free_port: int = probe.getsockname()[1]
+        return free_port
 
 
 def _await_answer(
@@ -141,10 +141,10 @@ def _probe(url: str, name: str, log: Path) -> None:
 def _environment(identity: Identity) -> dict[str, str]:
     defaults = _ENVIRONMENT | ({} if _has_gpu() else _ON_CPU)
     path = os.pathsep.join(filter(None, (str(project_root()), os.environ.get("PYTHONPATH"))))
-    own = {IDENTITY_VARIABLE: json.dumps(identity.to_dict()), "PYTHONPATH": path}
+    of_server = {IDENTITY_VARIABLE: json.dumps(identity.to_dict()), "PYTHONPATH": path}
     # `quiet` has silenced this process; why a server ends must be in its log.
-    given = {k: v for k, v in os.environ.items() if k != "VLLM_LOGGING_LEVEL"}
-    return defaults | given | own
+    inherited = {k: v for k, v in os.environ.items() if k != "VLLM_LOGGING_LEVEL"}
+    return defaults | inherited | of_server
 
 
 def _has_gpu() -> bool:

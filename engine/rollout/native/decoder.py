@@ -1,8 +1,10 @@
-"""What the scheduler needs of a model, and a decoder for any causal language model.
+"""What the scheduler needs of a model (`Decoder`), and a decoder for any causal language model.
 
-Prefill, insertion into slots and single-token steps; the generic decoder uses the model's own
-forward pass and records the experts that routers choose. The faster one of the Llama family is
-`llama_decoder`.
+`GenericDecoder` uses the model's own forward pass over one left-padded batch: correct for all,
+slower than `llama_decoder`. A model that keeps transformers' key/value caches reuses them; one that
+takes only `(input_ids, attention_mask)` is run over the whole sequence for each token. It can
+record the experts that routers choose, for training to repeat them: rollout routing replay (R3,
+arXiv:2510.11370).
 """
 
 from __future__ import annotations
@@ -19,8 +21,6 @@ from transformers import DynamicCache
 
 from engine.errors import ConfigError
 from engine.rollout.trainer_model import eval_mode
-
-# What the scheduler needs of a model: prefill, insertion into slots and single-token steps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,13 @@ class Decoder(Protocol):
     slots: int  # sequences decoded at once
     routed_experts: Tensor | None  # [L, layers · k] int16 of the latest `decode`'s tokens
 
+    static_batches: bool  # insert sequences only while none is running, all by one prefill
+
     @property
     def shares_prompts(self) -> bool:
         """Whether completions of a prompt share its keys and values, so that a resumed one is
         inserted by `insert` (its prompt) and `extend` (its own tokens)."""
-        ...
-
-    @property
-    def static_batches(self) -> bool:
-        """Whether sequences are inserted only while no other is running, all of them by one
-        prefill."""
-        ...
+        return False
 
     def free_prompts(self, running: Tensor) -> int:
         """Prompts whose completions may be inserted beside the sequences in the slots `running`
@@ -85,20 +81,20 @@ class Decoder(Protocol):
         Sequence i follows prompt `which[i]` in slot `slots[i]`, both int64 `[k]`. Called only if
         `shares_prompts`.
         """
-        ...
+        raise AssertionError("completions share no prompt here")
 
     def keep(self, slot: int, length: int) -> Tensor | None:
         """A copy of what `resume` needs of a slot's first `length` tokens; None if it can't."""
-        ...
+        return None
 
     def resume(
         self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> Tensor:
         """Give k kept sequences, followed by their lists of `tokens`, to `slots` `[k]`.
 
-        Returns the logits `[k, V]` after the last token of each.
+        Returns the logits `[k, V]` after the last token of each. Called only if `keep` kept them.
         """
-        ...
+        raise AssertionError("nothing was kept")
 
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
         """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
@@ -114,19 +110,14 @@ class Decoder(Protocol):
 
     def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Make the sampled tokens `[R]` the same on all ranks that decode together, in place."""
-        ...
+        return
 
     def rebind(self, model: nn.Module) -> bool:
         """Continue with `model`'s weights over the keys and values that are cached.
 
         False, with nothing changed, if they would not fit.
         """
-        ...
-
-
-# Which experts a mixture's routers choose while `GenericDecoder` decodes, for training to repeat.
-#
-# Rollout routing replay (R3, arXiv:2510.11370). Only the choice is recorded, not its weights.
+        return False
 
 
 class RoutedExperts:
@@ -167,21 +158,12 @@ class RoutedExperts:
         return record
 
 
-# Decoding with any causal LM by its own forward pass: correct for all, slower than the Llama path.
-#
-# Sequences are one left-padded batch. A model that keeps transformers' key/value caches reuses
-# them;
-# one that takes only `(input_ids, attention_mask)` is run over the whole sequence for each token.
-
-
-class GenericDecoder:
+class GenericDecoder(Decoder):
     """A `Decoder` over the model's own forward pass.
 
     In static batches a prefill's cache is decoded on. Otherwise sequences may enter while others
     run: each slot's tokens are kept, and whenever some enter, all are computed again.
     """
-
-    shares_prompts = False  # resumed sequences are prefilled whole
 
     def __init__(
         self,
@@ -201,8 +183,8 @@ class GenericDecoder:
         self.routed_experts: Tensor | None = None
         self._model, self._device, self.static_batches = model, device, static_batches
         self.slots = slots
-        kept = (slots, 0 if static_batches else columns)
-        self._ids = torch.zeros(kept, dtype=torch.long, device=device)  # by slot and position
+        shape = (slots, 0 if static_batches else columns)
+        self._ids = torch.zeros(shape, dtype=torch.long, device=device)  # by slot and position
         self._prefilled: _PaddedBatch | None = None  # the latest prefill's, in static batches
         self._batch: _PaddedBatch | None = None  # None: to be computed again from `_ids`
         self._slots = torch.empty(0, dtype=torch.long, device=device)  # of the batch's sequences
@@ -240,21 +222,6 @@ class GenericDecoder:
         self._ids[slots, : prefilled.state.shape[1]] = prefilled.state[which]
         self._batch = None
 
-    def extend(
-        self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
-    ) -> None:
-        """Never called, as `insert` gets whole sequences."""
-        raise AssertionError("GenericDecoder shares no prompts")
-
-    def keep(self, slot: int, length: int) -> None:
-        """Nothing: the model's cache can't be cut into sequences."""
-
-    def resume(
-        self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
-    ) -> Tensor:
-        """Never called, as `keep` keeps nothing."""
-        raise AssertionError("GenericDecoder keeps no sequences")
-
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
         """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
         self._ids[target] = self._ids[source]
@@ -287,20 +254,13 @@ class GenericDecoder:
         else:
             self._keep(positions[self._slots].nonzero()[:, 0], self._batch)
             logits = self._batch.step(tokens[self._slots])
-        every = logits.new_zeros(len(tokens), logits.shape[1])
-        every[self._slots] = logits
+        all_logits = logits.new_zeros(len(tokens), logits.shape[1])
+        all_logits[self._slots] = logits
         if self._routed is not None:
             chosen = self._routed.latest(len(self._slots))[:, -1]
             self.routed_experts = chosen.new_zeros(len(tokens), chosen.shape[1])
             self.routed_experts[self._slots] = chosen
-        return every
-
-    def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Nothing: no other rank decodes the same sequences."""
-
-    def rebind(self, model: nn.Module) -> bool:
-        """False: the model's cache can't be kept apart from it."""
-        return False
+        return all_logits
 
     def _keep(self, index: Tensor, batch: _PaddedBatch) -> None:
         """Keep the batch's sequences at `index`, ascending."""

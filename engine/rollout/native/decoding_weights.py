@@ -1,7 +1,10 @@
 """The trainer's own parameters, looked up for decoding without a copy.
 
-Whole ones of the Llama family, the shard of a tensor-parallel rank, and the collectives that
-decoding with shards needs.
+`bind` reads a transformers model of the Llama family into plain tuples of its parameters and
+refuses what it does not know exactly. Only a matrix with a LoRA adapter is computed, W + α/r · B·A,
+once a binding. `TPModelShard` is a tensor-parallel rank's shard in the caller's storage. Every rank
+of its group runs the same rollout in step: hidden states are whole on all ranks after each block,
+and so are the gathered logits, so that all draw the same tokens (`TensorParallel`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,14 +33,9 @@ from transformers import (
 )
 
 from engine.errors import ModelError, RolloutError
+from engine.kernels.decoding_ops import DecoderWeights, LayerWeights, LinearWeights, RMSNorm
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.trainer_model import LinearFunction, linear_function
-
-# The collectives of tensor-parallel decoding: sums, embeddings, logits and samples.
-#
-# Every rank of the group runs the same rollout in step, on its shards of the matrices
-# (`tp_shards.py`). The hidden state is whole on all ranks after each block, and so are the logits
-# `[sequences, V]`, which are gathered: every rank draws the same tokens by the same rule.
 
 
 class TensorParallel:
@@ -70,10 +68,10 @@ class TensorParallel:
 
         Collective. A rank without usable shards passes -1, and all ranks get -1.
         """
-        found = self._gather(torch.tensor([rows]))[:, 0].tolist()
-        if min(found) < 0:
+        widths = self._gather(torch.tensor([rows]))[:, 0].tolist()
+        if min(widths) < 0:
             return -1
-        self._widths = [found[rank] for rank in self._order]
+        self._widths = [widths[rank] for rank in self._order]
         self._start = sum(self._widths[: self.index])
         return sum(self._widths)
 
@@ -82,11 +80,11 @@ class TensorParallel:
         local, rows = ids - self._start, embedding.shape[0]
         mine = (local >= 0) & (local < rows)
         if rows == 0:
-            found = embedding.new_zeros(*ids.shape, embedding.shape[1])
+            rows_of_ids = embedding.new_zeros(*ids.shape, embedding.shape[1])
         else:
-            found = F.embedding(local.clamp(0, rows - 1), embedding)
-            found.masked_fill_(~mine[..., None], 0.0)
-        return self.all_reduce(found)
+            rows_of_ids = F.embedding(local.clamp(0, rows - 1), embedding)
+            rows_of_ids.masked_fill_(~mine[..., None], 0.0)
+        return self.all_reduce(rows_of_ids)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' `partial` tensors, in place."""
@@ -98,11 +96,11 @@ class TensorParallel:
         """All ranks' logits side by side: `[R, v]` each → `[R, V]`."""
         widest = max(self._widths)
         padded = F.pad(local, (0, widest - local.shape[1])).contiguous()
-        every = padded.new_empty(self.size, *padded.shape)
+        gathered = padded.new_empty(self.size, *padded.shape)
         with self._collective():
-            dist.all_gather_into_tensor(every.flatten(0, 1), padded, group=self._group)
+            dist.all_gather_into_tensor(gathered.flatten(0, 1), padded, group=self._group)
         parts = [
-            every[rank, :, :width] for rank, width in zip(self._order, self._widths, strict=True)
+            gathered[rank, :, :width] for rank, width in zip(self._order, self._widths, strict=True)
         ]
         return torch.cat(parts, dim=1)
 
@@ -130,21 +128,21 @@ class TensorParallel:
         """
         digest = zlib.crc32(repr((params, [list(map(int, p)) for p in prompts])).encode())
         mine = torch.tensor([int(problem is not None), version, digest])
-        every = self._gather(mine)
+        gathered = self._gather(mine)
         if problem is not None:
             raise problem
-        failed = every[:, 0].nonzero()[:, 0].tolist()
+        failed = gathered[:, 0].nonzero()[:, 0].tolist()
         if failed:
             raise RolloutError(
                 f"rank {failed[0]} of the tensor-parallel group of {self.size} can't serve; see "
                 "its own error"
             )
-        if len(every[:, 1].unique()) > 1:
+        if len(gathered[:, 1].unique()) > 1:
             raise RolloutError(
-                f"the ranks of a tensor-parallel group hold policy versions {every[:, 1].tolist()};"
-                " update the weights on all of them before the rollout"
+                "the ranks of a tensor-parallel group hold policy versions "
+                f"{gathered[:, 1].tolist()}; update the weights on all of them before the rollout"
             )
-        if len(every[:, 2].unique()) > 1:
+        if len(gathered[:, 2].unique()) > 1:
             raise RolloutError(
                 "the ranks of a tensor-parallel group were given different prompts or sampling "
                 "parameters; give every rank of the group the same request"
@@ -153,10 +151,10 @@ class TensorParallel:
     def _gather(self, mine: Tensor) -> Tensor:
         """All ranks' `mine` `[k]` (int64), `[size, k]` by group rank, on the CPU."""
         mine = mine.to(self._device)
-        every = mine.new_empty(self.size * len(mine))
+        gathered = mine.new_empty(self.size * len(mine))
         with self._collective():
-            dist.all_gather_into_tensor(every, mine, group=self._group)
-        return every.view(self.size, -1).cpu()
+            dist.all_gather_into_tensor(gathered, mine, group=self._group)
+        return gathered.view(self.size, -1).cpu()
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -172,64 +170,14 @@ class TensorParallel:
             raise RolloutError(self._lost) from error
 
 
-# The trainer's own parameters, looked up for decoding: no copies, checked to be a known shape.
-#
-# Only a matrix with a LoRA adapter is computed, W + α/r · B·A, so that decoding costs what it
-# costs
-# without; the result lives as long as the binding.
-#
-# `bind` reads a transformers model of the Llama family (Llama, Mistral, Qwen2, Qwen3) into plain
-# tuples of its parameters. Anything it does not know exactly, it refuses with the reason; such a
-# model is decoded by `generic_decoder.py`.
-
 _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 
 
-class LinearWeights(NamedTuple):
-    """A linear's parameters: weight `[out, in]`, bias `[out]` or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class RMSNorm(NamedTuple):
-    """An RMSNorm's weight `[size]` and epsilon."""
-
-    weight: Tensor
-    eps: float
-
-
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer."""
-
-    q: LinearWeights
-    k: LinearWeights
-    v: LinearWeights
-    o: LinearWeights
-    gate: LinearWeights
-    up: LinearWeights
-    down: LinearWeights
-    input_norm: RMSNorm
-    post_norm: RMSNorm
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaWeights:
+class LlamaWeights(DecoderWeights):
     """A Llama-shaped model: its parameters and the numbers its forward pass needs."""
 
-    layers: tuple[LayerWeights, ...]
-    embedding: Tensor  # [V, hidden]
-    head: LinearWeights
-    norm: RMSNorm
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scaling: float  # multiplies q·k
-    activation: Callable[[Tensor], Tensor]
     rotary: nn.Module
     linear: LinearFunction
     tp: TensorParallel | None = None  # set: these are one rank's shards, and heads are its own
@@ -346,13 +294,6 @@ def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return F.silu if type(module).__name__ in {"SiLUActivation", "SiLU"} else module
 
 
-# A tensor-parallel rank's shard of a model: local tensors by name, checked, to decode with.
-#
-# The tensors are the caller's storage: a trainer's own (the local parts of DTensors), or buffers
-# that
-# a resharding step fills. None is copied. How the ranks compute together is in
-# `tensor_parallel.py`.
-
 _ROWS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}  # outputs are split
 _COLUMNS = {"o_proj", "down_proj"}  # inputs are split, results are to be summed
 _VOCABULARY = {"embed_tokens", "lm_head"}
@@ -437,11 +378,11 @@ class TPModelShard:
 
     def weights(self) -> LlamaWeights:
         """This rank's weights for the decoder, in the storage they were given in."""
-        whole = bind(self._skeleton)
+        weights = bind(self._skeleton)
         return dataclasses.replace(
-            whole,
-            heads=whole.heads // self.tp.size,
-            kv_heads=max(1, whole.kv_heads // self.tp.size),
+            weights,
+            heads=weights.heads // self.tp.size,
+            kv_heads=max(1, weights.kv_heads // self.tp.size),
             tp=self.tp,
         )
 
@@ -466,11 +407,11 @@ class TPModelShard:
                     f"{name!r} is {tensor.dtype} on {tensor.device}, others are {like.dtype} on "
                     f"{like.device}"
                 )
-            wanted = self._local_shape(name, tuple(whole.shape), tensor)
-            if tuple(tensor.shape) != wanted:
+            expected = self._local_shape(name, tuple(whole.shape), tensor)
+            if tuple(tensor.shape) != expected:
                 raise ModelError(
                     f"{name!r} is {tuple(tensor.shape)}, and shard {self.tp.index} of "
-                    f"{self.tp.size} is {wanted}"
+                    f"{self.tp.size} is {expected}"
                 )
             _set(skeleton, name, tensor)
         tied = self.config.tie_word_embeddings

@@ -1,7 +1,7 @@
 """The rollout engine `native`: decodes with the trainer's own parameters, copying none of them.
 
 An optimizer step is seen by the next rollout as it is; `update_weights` only records the version.
-Models of the Llama family take the fast path of `llama_decoder.py`, others `generic_decoder.py`.
+Models of the Llama family take the fast path of `llama_decoder.py`, others `decoder.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Key/value caches of the running sequences, and attention of one new token each over them.
 
-Also how many sequences a bounded cache holds, prefixes that sequences share, and prefixes that
-are kept for a next turn.
+`KVCache` stores a whole sequence in its slot. `SharedPromptCache`, for groups of completions,
+stores each prompt once and only the completions by slot: all queries of a group meet the prompt's
+keys in one product, which reads them once and not once a sequence. Both give the same numbers but
+for rounding. A cache is a rectangle, so a bound on its memory (`KvBudget`) is one on slots and on
+the prompts that are kept at once; `KeptPrefixes` holds sequences that ended for a next turn.
 """
 
 from __future__ import annotations
@@ -15,13 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import RolloutError
-
-# How many sequences a bounded KV cache holds, known before anything is decoded.
-#
-# The cache is a rectangle: each slot has room for the longest sequence. So the bound is one on
-# slots,
-# and, where completions share their prompt's keys, on the prompts that are kept at once. Sequences
-# beyond it wait for a slot.
+from engine.kernels.decoding_ops import LiveCache
 
 
 class KvRoom(NamedTuple):
@@ -72,9 +69,6 @@ class KvBudget:
         return KvRoom(shared, columns, min(shared, left // longest_prompt))
 
 
-# Keys and values that sequences attend to before themselves, and what each token sees of them.
-
-
 class Prefix(NamedTuple):
     """What k sequences of T tokens follow."""
 
@@ -87,12 +81,9 @@ class Prefix(NamedTuple):
         """The first `lengths` `[k]` tokens of prefixes `which` `[k]`, before `width` others."""
         columns = torch.arange(kv.shape[4], device=lengths.device)
         before = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
-        own = torch.ones(width, width, dtype=torch.bool, device=lengths.device).tril()
-        mask = torch.cat((before, own.expand(len(lengths), -1, -1)), dim=-1)[:, None]
+        causal = torch.ones(width, width, dtype=torch.bool, device=lengths.device).tril()
+        mask = torch.cat((before, causal.expand(len(lengths), -1, -1)), dim=-1)[:, None]
         return Prefix(kv, which, mask)
-
-
-# Keys and values of sequences that ended, for requests that go on from them (a next turn).
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +132,6 @@ class KeptPrefixes:
         self.tokens = 0
 
 
-# Key/value caches of the running sequences, and attention of one new token each over them.
-#
-# `KVCache` stores a whole sequence in its slot. `SharedPromptCache`, for groups of completions,
-# stores each prompt once and only the completions by slot: all queries of a group meet the
-# prompt's
-# keys in one product, which reads them once and not once a sequence. Both give the same numbers
-# but
-# for rounding.
-
 _COLUMN_STEP = 32  # columns that storage grows by at least
 
 
@@ -161,15 +143,6 @@ class CacheShape(NamedTuple):
     head_dim: int
     queries_per_key: int  # query heads that share a key head
     scaling: float  # multiplies q·k
-
-
-class LiveCache(NamedTuple):
-    """Where the keys and values of L slots are; the tensors of caches end in contiguous rows."""
-
-    completions: Tensor  # [layers, 2, slots, kv_heads, T, head_dim]
-    prompts: Tensor | None = None  # [layers, 2, groups, kv_heads, P, head_dim]
-    group: Tensor | None = None  # [L], int64: whose prompt a slot's sequence follows
-    prompt_lengths: Tensor | None = None  # [groups], int64
 
 
 class KVCache:

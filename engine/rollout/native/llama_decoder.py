@@ -1,7 +1,10 @@
 """Decoding of the Llama family with the trainer's parameters.
 
-Forward passes for prefill and for single tokens, and decode steps in a few fixed shapes that a
-GPU replays as CUDA graphs.
+`LlamaDecoder` computes what the transformers modules compute, in fewer and larger operations, over
+the caches of `kv_cache`. On a GPU, where launching a step's hundreds of short kernels takes longer
+than running them, `GraphedSteps` replays CUDA graphs. A graph has one shape and fixed addresses, so
+the batch is padded to a power of two and columns to a multiple of 128, and a shape is captured
+after it has come up a few times.
 """
 
 from __future__ import annotations
@@ -17,26 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.kernels import triton_kernels
-from engine.kernels.decoding_ops import cpu_step
+from engine.kernels.decoding_ops import LayerWeights, LinearWeights, RMSNorm, cpu_step
 from engine.rollout.native.decoder import Prefilled
-from engine.rollout.native.decoding_weights import (
-    LayerWeights,
-    LinearWeights,
-    LlamaWeights,
-    RMSNorm,
-    UnsupportedModel,
-    bind,
-)
+from engine.rollout.native.decoding_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.native.kv_cache import CacheShape, KVCache, KvRoom, Prefix, SharedPromptCache
-
-# Decode steps in a few fixed shapes, so that a GPU can replay them as CUDA graphs.
-#
-# A step of a small model is hundreds of short kernels, and launching them takes longer than
-# running
-# them. A graph launches them at once, but it has one shape and fixed addresses. So the batch is
-# padded to a power of two and columns to a multiple of 128, and a shape is captured after it has
-# come
-# up a few times. What a step computes is `llama_decoder.py`'s; on CPUs nothing is gained.
 
 Step = Callable[[Tensor, Tensor, int], Tensor]  # tokens [R], positions [R], columns → logits [R, V]
 Replay = Callable[[], Tensor]
@@ -79,16 +66,16 @@ class GraphedSteps:
         if shape not in self._captured and self._seen[shape] < _BEFORE_CAPTURE:
             self._seen[shape] += 1
             return self._step(tokens, positions, columns)
-        found = self._captured.get(shape)
+        captured = self._captured.get(shape)
         # A capture runs the step once more: its inputs must be this step's, which changes nothing.
-        into = (found.tokens, found.positions) if found else _two_like(padded, tokens)
+        into = (captured.tokens, captured.positions) if captured else _two_like(padded, tokens)
         for buffer, values in zip(into, (tokens, positions), strict=True):
             buffer[:rows] = values
             buffer[rows:] = 0
-        if found is None:
+        if captured is None:
             replay = self._capture(lambda: self._step(*into, columns))
-            found = self._captured[shape] = _Captured(*into, replay)
-        return found.replay()[:rows]
+            captured = self._captured[shape] = _Captured(*into, replay)
+        return captured.replay()[:rows]
 
     def clear(self) -> None:
         """Drop all graphs: weights or keys have another address now."""
@@ -135,11 +122,6 @@ class CudaGraphs:
             output = function()
         return graph, output
 
-
-# Forward passes for decoding with the trainer's parameters.
-#
-# `LlamaDecoder` computes what the transformers modules of the Llama family compute, in fewer and
-# larger operations, over the caches of `kv_cache.py`.
 
 _RECOUNT = 64  # steps after which a graph's columns are counted again
 
@@ -367,7 +349,7 @@ class LlamaDecoder:
         # rotate_half(x) * sin == roll(x, head_dim / 2) * sin with the first half's sign turned
         half = w.head_dim // 2
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-        self._cpu_step = cpu_step(w, self._cos, self._sin)
+        self._cpu_step = cpu_step(w, self._cos, self._sin) if w.tp is None else None
         on_device = w.embedding.is_cuda and triton_kernels.takes(w.embedding)
         self._fuses = on_device and w.activation is F.silu
 

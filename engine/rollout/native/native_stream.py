@@ -1,6 +1,8 @@
 """The native engine's stream: open-ended continuous batching over the trainer's own storage.
 
-Also the sizes of a stream, and what fits them.
+It adds to the scheduler what changes from step to step: requests with keys of their own, and
+weights. An update that recomputes, or an error, preempts the running sequences with their tokens,
+and they are admitted again later: no failure loses or repeats a token.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from engine.rollout.stream import (
     KvOnUpdate,
     PartialCompletion,
     PartialRequest,
+    RolloutStream,
     StreamedCompletion,
     check_partial,
+    check_unused,
     noise_index,
     request_limit,
 )
-
-# The sizes of a native stream, and what fits them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +74,8 @@ class StreamLimits:
         return min(self.max_new_tokens, self.max_model_len - len(prompt_ids))
 
 
-# The native engine's stream: open-ended continuous batching over the trainer's own storage.
-#
-# It adds to the scheduler what changes from step to step: requests with keys of their own, and
-# weights. An update that recomputes, or an error, preempts the running sequences with their
-# tokens,
-# and they are admitted again later: no failure loses or repeats a token.
-
-
-class NativeStream:
-    """A `RolloutStream`; made by `NativeEngine.stream`, whose weights it serves.
+class NativeStream(RolloutStream):
+    """A stream that `NativeEngine.stream` makes, whose weights it serves.
 
     >>> stream = engine.stream(SamplingParams(n=8, max_new_tokens=512), max_num_seqs=256)
     >>> stream.submit("row 17", [5, 6, 7])
@@ -142,21 +136,17 @@ class NativeStream:
         self._open: dict[Hashable, Request] = {}  # all that is unfinished
         self._submitted = 0
         self._finished: list[StreamedCompletion] = []  # not returned, as a step failed after them
-        self._closed = False
 
     @property
     def policy_version(self) -> int:
-        """Version of the tokens to come."""
         return self._table.version
 
     @property
     def in_flight(self) -> int:
-        """Completions being decoded."""
         return self._table.running
 
     @property
     def waiting(self) -> int:
-        """Completions waiting for a slot."""
         return self._scheduler.waiting
 
     def submit(
@@ -176,11 +166,7 @@ class NativeStream:
         """
         self._check_open()
         self._handle.check()
-        if key in self._open:
-            raise RolloutError(
-                f"stream key {key!r} is in use by an unfinished request; give each request a key "
-                f"of its own, such as (epoch, row)"
-            )
+        check_unused(key, self._open)
         vocab_size = self._handle.vocab_size()
         index, max_tokens = noise_index(key), self._limits.check_prompt(key, prompt_ids, vocab_size)
         max_tokens = request_limit(max_new_tokens, max_tokens, key)
@@ -202,12 +188,10 @@ class NativeStream:
         self._scheduler.add(request)
 
     def forget(self, key: Hashable) -> None:
-        """Free what is kept of an ended request."""
         if self._kept is not None:
             self._kept.drop(key)
 
     def cut(self, key: Hashable) -> None:
-        """End the completions of an open request with their next token, as at a length limit."""
         request = self._open.get(key)
         if request is not None:
             request.cut = True
@@ -256,10 +240,7 @@ class NativeStream:
         self._fingerprint = self._handle.fingerprint()
 
     def partials(self) -> list[PartialRequest]:
-        """Copies of all that is unfinished, the oldest request first; decoding is not affected.
-
-        Works while the stream can't serve, too.
-        """
+        """As in `RolloutStream`; works while the stream can't serve, too."""
         self._check_open()
         return self._scheduler.partials()
 
@@ -306,21 +287,17 @@ class NativeStream:
             raise
 
     def _take_finished(self) -> list[StreamedCompletion]:
-        found = []
+        finished = []
         for request, index, completion in self._table.take_finished():
             self.stats.generated_tokens += len(completion.token_ids)
             kv = self._scheduler.take_kept(request.number)
             if self._kept is not None and kv is not None:
                 ids = request.prompt_ids + completion.token_ids[:-1]
                 self._kept.add(request.key, KeptPrefix(ids, kv))
-            found.append(StreamedCompletion(request.key, index, completion))
+            finished.append(StreamedCompletion(request.key, index, completion))
             if not request.unfinished:
                 self._open.pop(request.key, None)  # two may have ended at once
-        return found
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RolloutError("the stream was closed; open another one by engine.stream")
+        return finished
 
     def _check_unchanged(self) -> None:
         if self._handle.fingerprint() != self._fingerprint:

@@ -1,6 +1,10 @@
 """Continuous batching: requests wait in a queue, and their completions are admitted to free slots.
 
-The slots are the sequences that are decoded together, and what a step does for them.
+A batch of prompts (`NativeEngine.generate`) and a stream (`NativeStream`) run on `Scheduler`.
+`Slots` are the sequences that are decoded together. All their state is in tensors with one entry a
+slot; Python sees a step only as a few counts. A finished sequence stays in its slot until another
+one takes it, or until enough have finished to be worth closing the gaps. Few numbers of slots are
+ever computed: oneDNN compiles a kernel for each new shape of a product, which takes a millisecond.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.decoding_ops import draw
 from engine.rollout.native.decoder import Decoder, Prefilled
 from engine.rollout.native.kv_cache import KeptPrefix, KeptPrefixes
 from engine.rollout.native.sequences import (
@@ -24,15 +27,8 @@ from engine.rollout.native.sequences import (
     prefill_spans,
 )
 from engine.rollout.protocol import RolloutStats, SamplingParams
+from engine.rollout.sampling import draw
 from engine.rollout.stream import PartialRequest
-
-# Slots: the sequences that are decoded together, and what a step does for them.
-#
-# All state is in tensors with one entry a slot; Python sees a step only as a few counts. A
-# finished
-# sequence stays in its slot until another one takes it, or until enough have finished to be worth
-# closing the gaps. Few numbers of slots are ever computed: oneDNN compiles a kernel for each new
-# shape of a product, which takes a millisecond. Which sequences come next is `scheduler.py`'s.
 
 OnEnd = Callable[[Tensor, Tensor, Tensor], None]  # rows, slots and fed tokens [k] of what ended
 
@@ -150,13 +146,6 @@ def _slots_for(running: int) -> int:
     return -(-running // step) * step
 
 
-# Continuous batching: requests wait in a queue, and their completions are admitted to free slots.
-#
-# A batch of prompts (`NativeEngine.generate`) and a stream (`NativeStream`) run on this scheduler.
-# Admission computes the prompts, each once for all its completions that enter together, and the
-# tokens that resumed completions already have; what all slots do in a step is `slots.py`'s.
-
-
 class Scheduler:
     """A queue of requests and the batch that they are decoded in."""
 
@@ -254,15 +243,15 @@ class Scheduler:
 
     def _next(self, slots: Slots, decoder: Decoder) -> Admitted:
         """The completions at the queue's front that the free slots are enough for."""
-        found: Admitted = []
+        admitted: Admitted = []
         free, prompts = slots.free, decoder.free_prompts(slots.running_slots())
         for request in self._queue:
             split = self._split_requests or free == slots.count
-            if not free or len(found) == prompts or (len(request.waiting) > free and not split):
+            if not free or len(admitted) == prompts or (len(request.waiting) > free and not split):
                 break
-            found.append((request, request.waiting[:free]))
-            free -= len(found[-1][1])
-        return found
+            admitted.append((request, request.waiting[:free]))
+            free -= len(admitted[-1][1])
+        return admitted
 
     def _admit(self, admitted: Admitted, slots: Slots, decoder: Decoder) -> None:
         """Move completions from the queue to slots; sample the first token of those without any."""
@@ -338,8 +327,8 @@ class Scheduler:
             start = 1
             yield 0, 1, self._carried[1]
         prompts = plan.prompts[start:]
-        whole = [(0, len(prompts))]
-        for low, high in whole if decoder.static_batches else prefill_spans(prompts):
+        single_run = [(0, len(prompts))]
+        for low, high in single_run if decoder.static_batches else prefill_spans(prompts):
             self._stats.prefill_tokens += sum(map(len, prompts[low:high]))
             yield start + low, start + high, decoder.prefill(prompts[low:high])
 

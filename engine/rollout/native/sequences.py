@@ -1,7 +1,8 @@
 """Requests, and a table with the sampled tokens of the sequences that are decoded for them.
 
-Also what is computed to admit completions: whole prompts, each once, in runs of one forward
-pass.
+A request is a prompt and its completions; a sequence is one completion from its admission to its
+end or preemption. The table lies on the model's device, one row a sequence, and becomes Python
+lists when sequences leave it. `plan_prefill` says what is computed to admit completions.
 """
 
 from __future__ import annotations
@@ -17,12 +18,6 @@ from engine.errors import DivergedRolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.sampling import noise_keys
 from engine.rollout.stream import PartialCompletion, PartialRequest
-
-# Requests, and a table with the sampled tokens of the sequences that are decoded for them.
-#
-# A request is a prompt and its completions; a sequence is one completion from its admission to its
-# end or preemption. The table lies on the model's device, one row a sequence, and becomes Python
-# lists when sequences leave it. Rows are used again. Slots and batches are not known here.
 
 
 @dataclass(slots=True)
@@ -204,7 +199,7 @@ class SequenceTable:
         if not rows:
             return []
         stopped = self._stopped[torch.tensor(rows, device=self.device)].tolist()
-        found = []
+        finished = []
         for row, part, stop in zip(rows, self._take(rows), stopped, strict=True):
             request, index = self._owners.pop(row)
             request.unfinished -= 1
@@ -218,8 +213,8 @@ class SequenceTable:
                 token_versions=versions or None,
                 routed_experts=self._experts_of(row, len(part.token_ids)),
             )
-            found.append(FinishedSequence(request, index, completion))
-        return found
+            finished.append(FinishedSequence(request, index, completion))
+        return finished
 
     def preempt(self) -> list[Request]:
         """Take out the sequences that have not ended; they wait in their requests, oldest first."""
@@ -236,13 +231,13 @@ class SequenceTable:
     def partials(self) -> list[PartialRequest]:
         """Copies of the sequences that have not ended, by request, the oldest first."""
         rows = self._unended()
-        found: dict[int, tuple[Request, list[PartialCompletion]]] = {}
+        by_request: dict[int, tuple[Request, list[PartialCompletion]]] = {}
         for row, part in zip(rows, self._read(rows), strict=True):
             request, _ = self._owners[row]
-            found.setdefault(request.number, (request, []))[1].append(part)
+            by_request.setdefault(request.number, (request, []))[1].append(part)
         return [
             PartialRequest(r.key, r.prompt_ids, sorted(parts, key=lambda p: p.completion_index))
-            for _, (r, parts) in sorted(found.items())
+            for _, (r, parts) in sorted(by_request.items())
         ]
 
     def _unended(self) -> list[int]:
@@ -251,9 +246,9 @@ class SequenceTable:
 
     def _take(self, rows: list[int]) -> list[PartialCompletion]:
         """Read `rows` and free them."""
-        found = self._read(rows)
+        parts = self._read(rows)
         self._free += rows
-        return found
+        return parts
 
     def _read(self, rows: list[int]) -> list[PartialCompletion]:
         if not rows:
@@ -275,8 +270,6 @@ class SequenceTable:
             )
         ]
 
-
-# What is computed to admit completions: whole prompts, each once, in runs of one forward pass.
 
 _PREFILL_TOKENS = 16384  # padded tokens of one forward pass
 

@@ -1,7 +1,10 @@
-"""The APIs of rollout servers as the engine uses them.
+"""The APIs of rollout servers as the engine uses them, and log-probs of given tokens for teachers.
 
-The interface; `/v1/completions` with token ids (vLLM and others); Text Generation Inference's
-`/generate`; and log-probs of given tokens, for teachers.
+`OpenAIAPI` is `/v1/completions` with token ids in and out, as vLLM (0.10 and later) and others
+serve it. It sends every sampling parameter: what a request leaves out, vLLM fills from the model's
+generation_config.json. `TGIAPI` is Text Generation Inference's `/generate`, which takes no token
+ids: a prompt travels as text, and TGI's own `/tokenize` must make the very same ids of it. It knows
+no stop tokens but the model's end tokens either: others are cut off by the engine.
 """
 
 from __future__ import annotations
@@ -21,8 +24,6 @@ from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server.client import Client, Refused
 from engine.storage.filesystem import loading_error, split_revision
-
-# The API of a rollout server as the engine uses it; each kind of API is a file of its own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,6 @@ def number(value: float | str | None) -> float:
     """A log-prob of a JSON answer; servers write NaN, which JSON lacks, as null."""
     return float("nan") if value is None else float(value)
 
-
-# `/v1/completions` with token ids in and out, as vLLM (0.10 and later) and others serve it.
-#
-# Every sampling parameter is sent: what a request leaves out, vLLM fills from the model's
-# generation_config.json, and then tokens are drawn from another distribution than was asked for.
 
 _NAN = "float values are not JSON compliant"  # how vLLM fails on NaN log-probs
 _TOKEN = "token_id:"  # how vLLM names tokens under return_tokens_as_token_ids
@@ -203,12 +199,6 @@ def _computed(usage: dict[str, Any], prompt: int) -> int:
     return int(usage.get("prompt_tokens", prompt)) - int(details.get("cached_tokens") or 0)
 
 
-# Text Generation Inference's `/generate`: text in, tokens with ids and log-probs out.
-#
-# TGI takes no token ids, so a prompt travels as text, and TGI's own `/tokenize` must make the very
-# same ids of it. It knows no stop tokens but the model's end tokens either: others are cut off by
-# the engine. Its log-probs are those of the distribution that it drew from.
-
 _REMEMBERED = 4096  # prompts whose text is kept; the completions of a group share one
 _TGI_NAN = re.compile(
     r"\bnan\b", re.IGNORECASE
@@ -273,7 +263,8 @@ class TGIAPI:
         read: list[int] = []
         for ids in (key[1:], key) if key[0] == self._tokenizer.bos_token_id else (key,):
             text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            read = await self._tokenize(text)
+            answer = await self._client.post("/tokenize", {"inputs": text})
+            read = [int(field(token, "id")) for token in answer]
             if tuple(read) == key:
                 if len(self._texts) >= _REMEMBERED:
                     self._texts.clear()
@@ -284,10 +275,6 @@ class TGIAPI:
             f"tokens ({read[:12]} …), so its completions would not be the policy's; use "
             f"rollout.server.api=openai, which takes token ids, or the server's own tokenizer"
         )
-
-    async def _tokenize(self, text: str) -> list[int]:
-        answer = await self._client.post("/tokenize", {"inputs": text})
-        return [int(field(token, "id")) for token in answer]
 
 
 def _parameters(request: CompletionRequest) -> dict[str, object]:
@@ -304,13 +291,6 @@ def _parameters(request: CompletionRequest) -> dict[str, object]:
         "top_p": params.top_p if drawn and params.top_p < 1 else None,
         "seed": request.seed or 1,
     }
-
-
-# A server's log-probs of given tokens: each token's own, and the likeliest at its place.
-#
-# `/v1/completions` with vLLM's `prompt_logprobs`, which `engine.serve` answers too. They are of
-# the
-# model's own distribution, at temperature 1.
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,11 +356,11 @@ class PromptLogProbs:
             async with turn:
                 return await self._read_row(ids, start, top_k)
 
-        asked = [asyncio.ensure_future(one(*row)) for row in zip(rows, starts, strict=True)]
+        tasks = [asyncio.ensure_future(one(*row)) for row in zip(rows, starts, strict=True)]
         try:
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*tasks)
         except BaseException:
-            for task in asked:
+            for task in tasks:
                 task.cancel()
             raise
 
@@ -399,14 +379,14 @@ class PromptLogProbs:
                 f"{refused} (prompt_logprobs={top_k}: vLLM gives as many as its --max-logprobs "
                 "says, 20 by default)"
             ) from None
-        found = field(answer, "choices", 0, "prompt_logprobs")
-        if not isinstance(found, list) or len(found) != len(ids):
+        entries = field(answer, "choices", 0, "prompt_logprobs")
+        if not isinstance(entries, list) or len(entries) != len(ids):
             raise RolloutError(
                 f"{self._client.url} gave no log-probs of the {len(ids)} tokens it was sent; "
                 f"{self._section}.url needs a server that knows prompt_logprobs, as vLLM's and "
                 "engine.serve do"
             )
-        places = zip(found[start:], ids[start:], strict=True)
+        places = zip(entries[start:], ids[start:], strict=True)
         return [self._place(entry, int(token), top_k) for entry, token in places]
 
     def _place(self, entry: object, token: int, top_k: int) -> TokenLogProbs:
@@ -416,6 +396,6 @@ class PromptLogProbs:
                 f"and {top_k} tokens were asked for; it serves another vocabulary, or is no such "
                 "server"
             )
-        said = {int(name): number(field(one, "logprob")) for name, one in entry.items()}
-        best = sorted(said.items(), key=lambda item: -item[1])[:top_k]
-        return TokenLogProbs(said[token], tuple(best))
+        log_probs = {int(name): number(field(one, "logprob")) for name, one in entry.items()}
+        best = sorted(log_probs.items(), key=lambda item: -item[1])[:top_k]
+        return TokenLogProbs(log_probs[token], tuple(best))

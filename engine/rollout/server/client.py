@@ -1,6 +1,8 @@
-"""HTTP with deadlines and retries: all requests to a rollout server go through here.
+"""HTTP with deadlines and retries: all requests to rollout servers go through `Client`.
 
-With the thread of the event loop that sends them.
+A request is tried again when its connection fails, its deadline passes, the server answers 429 or
+5xx, or what should be JSON is not; every other answer that is not 2xx is final. All requests must
+be safe to repeat.
 """
 
 from __future__ import annotations
@@ -22,8 +24,6 @@ import httpx
 from engine.config.rollout_engines import ServerConfig
 from engine.errors import ConfigError, RolloutError
 
-# The life of an event loop in a thread of its own.
-
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop until it is stopped, end what is under way then, and close it."""
@@ -35,17 +35,11 @@ def serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _end_tasks() -> None:
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
-
-# HTTP with deadlines and retries: what a rollout server is asked goes through here.
-#
-# Knows nothing of tokens or weights. A request is tried again when its connection fails, its
-# deadline passes, the server answers 429 or 5xx, or what should be JSON is not; every other answer
-# that is not 2xx is the caller's mistake and final. All requests must be safe to repeat.
 
 T = TypeVar("T")
 
@@ -143,14 +137,14 @@ class Client:
         Raises ConfigError for what is none.
         """
         try:
-            whole = urljoin(self.url + "/", value)
-            if httpx.URL(whole).scheme not in ("http", "https"):
+            address = urljoin(self.url + "/", value)
+            if httpx.URL(address).scheme not in ("http", "https"):
                 raise ValueError("it is neither http:// nor https://")
         except (httpx.InvalidURL, ValueError) as error:
             raise ConfigError(
                 f"{self.section}.{name}={value!r} is no address: {error}; {_ADDRESS}"
             ) from None
-        return whole
+        return address
 
     def run(self, work: Callable[[], Awaitable[T]], doing: str) -> T:
         """Run `work` on the loop and return its result; RolloutError after `timeout_s`."""
@@ -271,9 +265,9 @@ class Client:
 
     def _pause(self, attempt: int, answer: httpx.Response | None) -> float:
         """Seconds: what the server asks for, or exponential backoff with full jitter."""
-        asked = "" if answer is None else answer.headers.get("retry-after", "")
-        if asked.isdecimal():  # it may also be a date
-            return min(float(asked), _LONGEST_PAUSE_S)
+        retry_after = "" if answer is None else answer.headers.get("retry-after", "")
+        if retry_after.isdecimal():  # it may also be a date
+            return min(float(retry_after), _LONGEST_PAUSE_S)
         longest = min(_LONGEST_PAUSE_S, self._settings.backoff_s * 2.0**attempt)
         return self._jitter.uniform(0, longest)
 

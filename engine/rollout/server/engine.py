@@ -1,7 +1,10 @@
-"""The rollout engine `server`: inference servers started by somebody else, over HTTP.
+"""The rollout engine `server`: inference servers that were started elsewhere, over HTTP.
 
-Checks of its settings, requests and their answers as whole completions, and the comparison of a
-server's log-probs with the trainer's model.
+A rollout is split into requests, and their answers are put together again. Nothing is returned
+unless the server that gave it said before and after that it serves the weights that were delivered.
+`servers` settles which server is asked, `api` writes requests and reads answers, and `weights`
+delivers weights. A comparison of log-probs with the trainer's model finds what no version tag can:
+a server of another model, log-probs of another distribution, or half of the new weights.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +39,9 @@ from engine.rollout.protocol import (
 from engine.rollout.sampling import noise_keys
 from engine.rollout.server.api import CompletionRequest, SampledCompletion, check_token_ids
 from engine.rollout.server.server_stream import ServerStream
-from engine.rollout.server.servers import Server, Servers
-from engine.rollout.server.weights import RankZeroDelivery, check_hook
+from engine.rollout.server.servers import RankZeroDelivery, Server, Servers
+from engine.rollout.server.weights import check_hook
 from engine.rollout.trainer_model import embedding_weight, eval_mode
-
-# Whether a server's settings make sense together; nothing is asked of the server.
 
 
 def check_rollout(config: RolloutConfig) -> None:
@@ -89,17 +91,13 @@ def check_settings(settings: ServerConfig) -> None:
             "rollout.server.weights=folder needs rollout.server.reload_url, which has to load "
             "a folder; or set weights=vllm, or none"
         )
-    for name in ("reload_url", "allow_fixed_policy"):
-        read = {"reload_url": "folder", "allow_fixed_policy": "none"}[name]
+    for name, read in (("reload_url", "folder"), ("allow_fixed_policy", "none")):
         value = getattr(settings, name)
         if value and settings.weights != read:
             raise ConfigError(
                 f"rollout.server.{name}={value} has no effect with weights={settings.weights}; "
                 f"remove it, or set rollout.server.weights={read}"
             )
-
-
-# Requests of a rollout to a server, and their answers as whole completions.
 
 
 def split_requests(
@@ -162,12 +160,6 @@ def whole_completion(
     return Completion(index, tokens, log_probs, reason, version)
 
 
-# Compares a server's log-probs of a few tokens with the trainer's model.
-#
-# It finds what no version tag can: a server of another model, one whose log-probs are not those of
-# the distribution it samples from, or half of the new weights. It can't distinguish two policies a
-# small step apart, as the tags do.
-
 _TOKENS = 16
 _PARAMS = SamplingParams(temperature=0.7)  # other than 1, so that raw log-probs show
 
@@ -186,14 +178,14 @@ def check_log_probs(
     A model whose own log-probs are not finite passes: decoding reports that.
     """
     logits = _logits(model, request.prompt, drawn.token_ids)
-    said = torch.tensor(drawn.log_probs)
-    ours = _log_probs(logits / request.params.temperature, drawn.token_ids)
-    if not len(said) or not bool(ours.isfinite().all()):
+    server_log_probs = torch.tensor(drawn.log_probs)
+    model_log_probs = _log_probs(logits / request.params.temperature, drawn.token_ids)
+    if not len(server_log_probs) or not bool(model_log_probs.isfinite().all()):
         return
-    distance = float((said - ours).abs().mean())
+    distance = float((server_log_probs - model_log_probs).abs().mean())
     if distance < tolerance:
         return
-    raw = float((said - _log_probs(logits, drawn.token_ids)).abs().mean())
+    raw = float((server_log_probs - _log_probs(logits, drawn.token_ids)).abs().mean())
     if raw < tolerance:
         raise RolloutError(
             "the rollout server's log-probs are those of the model before temperature, top-k and "
@@ -202,8 +194,8 @@ def check_log_probs(
         )
     raise RolloutError(
         f"the rollout server's log-probs are {distance:.3f} from the policy's on average over "
-        f"{len(said)} tokens: it serves another model or other weights; start it with the "
-        f"policy's folder, or raise rollout.server.probe_tolerance={tolerance:g}"
+        f"{len(server_log_probs)} tokens: it serves another model or other weights; start it with "
+        f"the policy's folder, or raise rollout.server.probe_tolerance={tolerance:g}"
     )
 
 
@@ -220,14 +212,6 @@ def _logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> T
 def _log_probs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
-
-# The rollout engine `server`: inference servers started by somebody else, over HTTP.
-#
-# A rollout is split into requests, and their answers are put together again. Nothing is returned
-# unless the server that gave it said before and after that it serves the weights that were
-# delivered.
-# Which server is asked is settled in `servers.py`; requests are written and answers read by
-# `openai_api.py` and `tgi_api.py`, weights are delivered by `weights.py`.
 
 Answers = dict[int, tuple[Server, list[SampledCompletion]]]  # by number of request
 
@@ -320,7 +304,7 @@ class ServerEngine:
         for server in self._servers.serving:
             request = probe_request(server.api.probe_prompt(self._vocabulary), self._max_model_len)
             try:
-                drawn = self._ask_for_probe(server, request)
+                [drawn] = self._servers.run(partial(server.api.sample, request), "a probe")
                 check_token_ids(drawn.token_ids, self._vocabulary)
                 check_log_probs(model, request, drawn, self._settings.probe_tolerance)
             except RolloutError as error:
@@ -328,9 +312,6 @@ class ServerEngine:
                     raise
                 server.wrong = True
                 self._servers.lose(server, error)
-
-    def _ask_for_probe(self, server: Server, request: CompletionRequest) -> SampledCompletion:
-        return self._servers.run(lambda: server.api.sample(request), "a probe")[0]
 
     def generate(
         self,
@@ -354,12 +335,14 @@ class ServerEngine:
         started = time.perf_counter()
         numbers = [params.first_prompt + index for index in range(len(prompts))]
         requests = self._requests(prompts, numbers, params)
-        asked = [request for _, _, request in requests]
-        answers = self._servers.run(lambda: self._rollout(asked, on_progress), "a rollout")
-        completions = []
-        for number, (index, _, request) in enumerate(requests):
-            for drawn in answers[number][1]:
-                completions.append(self.completion(index, drawn, request))
+        answers = self._servers.run(
+            lambda: self._rollout([request for _, _, request in requests], on_progress), "a rollout"
+        )
+        completions = [
+            self.completion(index, drawn, request)
+            for number, (index, _, request) in enumerate(requests)
+            for drawn in answers[number][1]
+        ]
         self.stats.seconds = time.perf_counter() - started
         return completions
 

@@ -23,7 +23,9 @@ from engine.rollout.server.servers import Server, Servers
 from engine.rollout.stream import (
     PartialCompletion,
     PartialRequest,
+    RolloutStream,
     StreamedCompletion,
+    check_unused,
     noise_index,
     request_limit,
 )
@@ -56,7 +58,7 @@ class _Request:
     number: int  # of its prompt among those of this stream
     prompt: list[int]
     first: int  # index of its first completion
-    wanted: frozenset[int]  # indices of those that are returned
+    unfinished: frozenset[int]  # indices of those that are returned
     request: CompletionRequest
     sent: float = 0.0  # when
 
@@ -64,8 +66,8 @@ class _Request:
 Answer = tuple[Server, list[SampledCompletion]]
 
 
-class ServerStream:
-    """A `RolloutStream`; made by `ServerEngine.stream`."""
+class ServerStream(RolloutStream):
+    """A stream that `ServerEngine.stream` makes."""
 
     def __init__(
         self, engine: Engine, servers: Servers, params: SamplingParams, settings: ServerConfig
@@ -77,7 +79,6 @@ class ServerStream:
         self._answers: SimpleQueue[Future[Answer]] = SimpleQueue()  # filled by the loop's thread
         self._done: list[StreamedCompletion] = []  # answered, not returned
         self._submitted = 0
-        self._closed = False
 
     @property
     def policy_version(self) -> int:
@@ -86,12 +87,12 @@ class ServerStream:
     @property
     def in_flight(self) -> int:
         """Completions that a server was asked for, and answered ones that `step` returns next."""
-        return sum(one.request.count for one in self._sent.values()) + len(self._done)
+        return sum(part.request.count for part in self._sent.values()) + len(self._done)
 
     @property
     def waiting(self) -> int:
         """Completions that no server was asked for yet."""
-        return sum(one.request.count for one in self._queue)
+        return sum(part.request.count for part in self._queue)
 
     @property
     def room(self) -> int:
@@ -112,31 +113,21 @@ class ServerStream:
         sampled from their beginning. Servers find by themselves what they have of a prompt; `after`
         says nothing to them."""
         self._check_open()
-        if any(one.key == key for one in (*self._queue, *self._sent.values())):
-            raise RolloutError(
-                f"stream key {key!r} is in use by an unfinished request; give each request a key "
-                f"of its own, such as (epoch, row)"
-            )
-        prompt, every = list(prompt_ids), frozenset(range(self._params.n))
+        check_unused(key, {part.key for part in (*self._queue, *self._sent.values())})
+        prompt, indices = list(prompt_ids), frozenset(range(self._params.n))
         if resume is not None:
-            every = frozenset(part.completion_index for part in resume.completions)
+            indices = frozenset(part.completion_index for part in resume.completions)
         most = request_limit(max_new_tokens, self._params.max_new_tokens, key)
         params = replace(self._params, max_new_tokens=most)
         requests = self._engine.stream_requests(noise_index(key), prompt, params)
         for _, first, request in requests:
-            # A request is asked for as a whole: its completions have one seed.
-            wanted = every.intersection(range(first, first + request.count))
-            if wanted:
-                one = _Request(key, self._submitted, prompt, first, wanted, request)
-                self._queue.append(one)
+            # A request is asked for as a whole: its completions have a single seed.
+            unfinished = indices.intersection(range(first, first + request.count))
+            if unfinished:
+                part = _Request(key, self._submitted, prompt, first, unfinished, request)
+                self._queue.append(part)
         self._submitted += 1
         self._send()
-
-    def forget(self, key: Hashable) -> None:
-        """Nothing: servers drop what they keep when its room is needed."""
-
-    def cut(self, key: Hashable) -> None:
-        """Nothing: a server answers whole completions."""
 
     def step(self) -> list[StreamedCompletion]:
         """Send what there is room for; return what was answered, after a moment at most."""
@@ -162,17 +153,16 @@ class ServerStream:
     def partials(self) -> list[PartialRequest]:
         """All that is unfinished, without tokens: no server tells what it has so far."""
         self._check_open()
-        found: dict[Hashable, PartialRequest] = {}
-        every = sorted((*self._sent.values(), *self._queue), key=lambda one: one.number)
-        for one in every:
-            partial = found.setdefault(one.key, PartialRequest(one.key, one.prompt, []))
+        partials: dict[Hashable, PartialRequest] = {}
+        parts = sorted((*self._sent.values(), *self._queue), key=lambda part: part.number)
+        for part in parts:
+            partial = partials.setdefault(part.key, PartialRequest(part.key, part.prompt, []))
             partial.completions.extend(
-                PartialCompletion(index, [], [], []) for index in sorted(one.wanted)
+                PartialCompletion(index, [], [], []) for index in sorted(part.unfinished)
             )
-        return list(found.values())
+        return list(partials.values())
 
     def close(self) -> None:
-        """Drop all that is unfinished; the engine still serves."""
         self._closed = True
         self._queue.clear()
         for future in self._sent:
@@ -184,11 +174,11 @@ class ServerStream:
         """Ask for what is queued, `concurrency` requests a server at most."""
         most = self._settings.concurrency * len(self._servers.serving)
         while self._queue and len(self._sent) < most:
-            one = self._queue.popleft()
-            one.sent = time.monotonic()
+            part = self._queue.popleft()
+            part.sent = time.monotonic()
             client = self._servers.all[0].client
-            future = client.start(self._servers.sample(one.request, verify=True))
-            self._sent[future] = one
+            future = client.start(self._servers.sample(part.request, verify=True))
+            self._sent[future] = part
             future.add_done_callback(self._answers.put)
 
     def _collect(self, seconds: float) -> None:
@@ -201,23 +191,23 @@ class ServerStream:
             self._check_deadline()
 
     def _take(self, future: Future[Answer]) -> None:
-        one = self._sent.pop(future, None)
-        if one is None:
+        part = self._sent.pop(future, None)
+        if part is None:
             return
         try:
             _, drawn = future.result()
-            whole = [self._engine.completion(one.number, d, one.request) for d in drawn]
+            whole = [self._engine.completion(part.number, d, part.request) for d in drawn]
         except Exception:
-            self._queue.appendleft(one)  # not lost: a later step asks again
+            self._queue.appendleft(part)  # not lost: a later step asks again
             raise
-        for index, completion in enumerate(whole, one.first):
-            if index in one.wanted:
+        for index, completion in enumerate(whole, part.first):
+            if index in part.unfinished:
                 versions = [completion.policy_version] * len(completion.token_ids)
                 done = replace(completion, token_versions=versions)
-                self._done.append(StreamedCompletion(one.key, index, done))
+                self._done.append(StreamedCompletion(part.key, index, done))
 
     def _check_deadline(self) -> None:
-        oldest = min((one.sent for one in self._sent.values()), default=time.monotonic())
+        oldest = min((part.sent for part in self._sent.values()), default=time.monotonic())
         if time.monotonic() - oldest > self._settings.timeout_s:
             names = ", ".join(server.client.url for server in self._servers.serving)
             raise RolloutError(
@@ -225,7 +215,3 @@ class ServerStream:
                 f"rollout.server.timeout_s={self._settings.timeout_s:g}; look at their logs, or "
                 "raise the deadline"
             )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RolloutError("the stream was closed; open another one by engine.stream")

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from engine.config.rollout_engines import ServerConfig
@@ -28,6 +30,7 @@ from engine.rollout.server.api import (
 )
 from engine.rollout.server.client import Client, Unreachable
 from engine.rollout.server.weights import FolderWeights, WeightHook, Weights, create_hook
+from engine.rollout.trainer_model import merged_weights
 
 T = TypeVar("T")
 
@@ -91,11 +94,11 @@ class Servers:
     @property
     def serving(self) -> list[Server]:
         """Those that are asked; RolloutError where none is left."""
-        found = [server for server in self.all if not server.out]
-        if not found:
+        serving = [server for server in self.all if not server.out]
+        if not serving:
             causes = "; ".join(f"{server.client.url}: {server.out}" for server in self.all)
             raise RolloutError(f"none of {len(self.all)} rollout servers can be used: {causes}")
-        return found
+        return serving
 
     @property
     def tag(self) -> str | None:
@@ -134,7 +137,7 @@ class Servers:
         With `verify` it has to say afterwards that it serves the weights that were delivered.
         """
         while True:
-            server = min(self.serving, key=lambda one: one.busy)
+            server = min(self.serving, key=lambda server: server.busy)
             server.busy += request.count
             try:
                 drawn = await server.api.sample(request)
@@ -161,7 +164,7 @@ class Servers:
         When a rollout begins, those that were left out and now do are back.
         """
 
-        async def one(server: Server) -> RolloutError | None:
+        async def check(server: Server) -> RolloutError | None:
             away = bool(server.out)
             if away and (moment == "ends" or server.wrong or not await server.client.is_up()):
                 return None
@@ -174,7 +177,7 @@ class Servers:
                 server.out = ""
             return None if away else problem
 
-        problems = await asyncio.gather(*map(one, self.all))
+        problems = await asyncio.gather(*map(check, self.all))
         for server, problem in zip(self.all, problems, strict=True):
             if problem is not None and len(self.all) == 1:
                 raise problem
@@ -186,11 +189,11 @@ class Servers:
         """What is wrong with the weights that a server says it serves."""
         if self.fixed:
             return None
-        said = await server.hook.served()
-        if said == self.tag:
+        tag = await server.hook.served()
+        if tag == self.tag:
             return None
         return RolloutError(
-            f"the rollout server {server.client.url} says that it serves {said or 'no tag'} "
+            f"the rollout server {server.client.url} says that it serves {tag or 'no tag'} "
             f"when a rollout of {self.tag} {moment}: it was restarted, or somebody else "
             f"brought it weights; its completions are dropped. Call update_weights to bring "
             f"it the policy again"
@@ -210,7 +213,7 @@ class Servers:
     async def _load(self, path: Path, version: int) -> None:
         seconds = _LOADING * self._settings.timeout_s
 
-        async def one(server: Server) -> None:
+        async def load(server: Server) -> None:
             assert isinstance(server.hook, FolderWeights)
             if server.out and not await server.client.is_up():
                 return
@@ -224,7 +227,7 @@ class Servers:
             else:
                 server.out, server.wrong = "", False
 
-        await asyncio.gather(*map(one, self.all))
+        await asyncio.gather(*map(load, self.all))
         _ = self.serving
 
     async def describe(self) -> None:
@@ -255,3 +258,53 @@ class Servers:
         if not server.out:
             _log.warning("the rollout server %s is left out: %s", server.client.url, why)
         server.out = why
+
+
+class RankZeroDelivery:
+    """Delivers on rank 0 of the default process group, or in this process if there is none.
+
+    All ranks create it together and deliver together.
+    """
+
+    def __init__(self, servers: Servers, timeout_s: float) -> None:
+        self._servers = servers
+        self._closed = False
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # A group of its own: loading may outlast the deadline of the trainer's, and rank 0's
+            # deadline passes first.
+            wait = timedelta(seconds=2 * timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=wait)
+
+    def deliver(self, model: nn.Module, version: int) -> None:
+        """Return when `model`'s weights are served; RolloutError otherwise.
+
+        A sharded model is gathered, parameter by parameter.
+        """
+        if self._closed:
+            raise RolloutError("the engine was closed; create a new one")
+        weights = merged_weights(model)
+        if self._group is None:
+            self._servers.deliver(weights, model, version)
+            return
+        outcome: list[Any] = [None, ""]  # of each server, or what went wrong
+        if dist.get_rank() == 0:
+            try:
+                self._servers.deliver(weights, model, version)
+                outcome[0] = self._servers.outcome()
+            except Exception as error:  # of any kind: the other ranks wait for the outcome
+                outcome[1] = f"{error}" or type(error).__name__
+        for _ in weights:
+            pass  # takes part in the remaining gathers
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is None:
+            raise RolloutError(outcome[1])
+        self._servers.adopt(outcome[0])
+
+    def close(self) -> None:
+        """Destroy the group, if there is one; safe to call twice."""
+        self._closed = True
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(ValueError):  # it ended with the default group
+                dist.destroy_process_group(group)

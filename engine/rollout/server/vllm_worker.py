@@ -54,20 +54,20 @@ class WeightReceiver:
             return (
                 "there is no such folder on the server's machine; share rollout.server.weights_dir"
             )
-        found = shapes(path)
+        file_shapes = shapes(path)
         if self._hybridflyte_shapes is None and Path(served).is_dir():
             self._hybridflyte_shapes = shapes(Path(served))
-        expected = self._hybridflyte_shapes or found
+        expected = self._hybridflyte_shapes or file_shapes
         wrong = sorted(
             name
-            for name in expected.keys() | found.keys()
-            if expected.get(name) != found.get(name) and not name.startswith("lm_head.")
+            for name in expected.keys() | file_shapes.keys()
+            if expected.get(name) != file_shapes.get(name) and not name.startswith("lm_head.")
         )
         if wrong:
             name = wrong[0]
             return (
                 f"{len(wrong)} tensors differ in name or shape from the served model's, {name} "
-                f"for one: {found.get(name)} against {expected.get(name)}"
+                f"for one: {file_shapes.get(name)} against {expected.get(name)}"
             )
         sum_ = checksum(path)
         if not path.name.endswith(sum_):

@@ -1,7 +1,9 @@
-"""Weight updates of a server: one hook a kind of server, called on one rank of the trainer.
+"""Delivery of new weights to rollout servers: hooks, and the folders they write.
 
-Folders on a disk that trainer and server share, the registry of hooks, and the hook of vLLM's
-server. What runs inside vLLM's workers is `vllm_worker`.
+One hook a kind of server, called on one rank of the trainer, delivers a policy and returns once the
+server says that it serves it. The policy is a folder on a disk that trainer and server share, named
+by its content: `policy-v12-1a2b3c4d` holds policy version 12 and weights whose checksum is
+1a2b3c4d, so that two runs never share a tag.
 """
 
 from __future__ import annotations
@@ -12,28 +14,19 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.config.rollout_engines import ServerConfig
-from engine.errors import ConfigError, RolloutError
+from engine.errors import RolloutError
+from engine.registry import Registry
 from engine.rollout.server.client import Client
-from engine.rollout.trainer_model import merged_weights
 from engine.storage.weight_files import write_weights
-
-# The policy as a folder on a disk that trainer and server share, named by its content.
-#
-# `policy-v12-1a2b3c4d` holds policy version 12 and weights whose checksum is 1a2b3c4d: two runs,
-# or
-# one resumed with other weights, never share a tag. The server's workers check the name.
 
 _TAG = re.compile(r"policy-v\d+-[0-9a-f]{8}")
 _UNFINISHED = re.compile(r"\.writing-[0-9a-z_]{8}")  # what `mkdtemp` makes
@@ -109,8 +102,8 @@ class WeightFolders:
 
 def find_tag(text: str) -> str | None:
     """The one tag in a server's answer; None if it has none, or more than one."""
-    found = {match.group() for match in _TAG.finditer(text)}
-    return found.pop() if len(found) == 1 else None
+    tags = {match.group() for match in _TAG.finditer(text)}
+    return tags.pop() if len(tags) == 1 else None
 
 
 def _left_by_an_earlier_run(root: Path) -> list[Path]:
@@ -138,11 +131,11 @@ def checksum(folder: Path) -> str:
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in `folder`'s weight files, read from their headers."""
-    found: dict[str, tuple[int, ...]] = {}
+    by_name: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return found
+            by_name |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return by_name
 
 
 def _save_configuration(model: nn.Module, folder: Path) -> None:
@@ -158,23 +151,18 @@ def _save_configuration(model: nn.Module, folder: Path) -> None:
             shutil.copy(path, folder)
 
 
-# Weight updates of a server: one hook a kind of server, called on one rank of the trainer.
-#
-# A hook delivers a policy and returns once the server says that it serves it. `folder` calls any
-# server at a configured URL; `vllm_weights.py` uses vLLM's own endpoints.
-
 _ASK_AGAIN_S = 0.2  # while a server is loading
 
 
 class WeightHook(Protocol):
     """Brings weights to a server. `tag` names the latest that it delivered, None for none."""
 
-    tag: str | None
-    fixed: bool  # the server keeps the weights that it was started with
+    tag: str | None = None
+    fixed: bool = False  # the server keeps the weights that it was started with
 
     def check(self) -> None:
         """Raise RolloutError if the server lacks what the hook needs."""
-        ...
+        return
 
     def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
         """Return when the server says that it serves `weights`; RolloutError otherwise.
@@ -185,20 +173,24 @@ class WeightHook(Protocol):
 
     async def served(self) -> str | None:
         """The tag of what the server says it serves; None if it says none."""
-        ...
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Remove what was written for the server."""
+        return
 
 
 HookFactory = Callable[[Client, ServerConfig], WeightHook]
-_HOOKS: dict[str, HookFactory] = {}
+_hooks: Registry[HookFactory] = Registry(
+    "weight hook", "rollout.server.weights", decorator="@register_hook(name)"
+)
 
 
 def register_hook(name: str) -> Callable[[HookFactory], HookFactory]:
     """Class decorator: make a hook selectable as `rollout.server.weights=<name>`."""
 
     def add(factory: HookFactory) -> HookFactory:
-        _HOOKS[name] = factory
+        _hooks.add(name, factory)
         return factory
 
     return add
@@ -206,30 +198,22 @@ def register_hook(name: str) -> Callable[[HookFactory], HookFactory]:
 
 def check_hook(name: str) -> None:
     """Raise ConfigError unless `name` is a registered hook."""
-    if name not in _HOOKS:
-        raise ConfigError(
-            f"rollout.server.weights={name!r} is unknown; choose one of {sorted(_HOOKS)}"
-        )
+    _hooks.get(name)
 
 
 def create_hook(client: Client, settings: ServerConfig) -> WeightHook:
     """Build the hook that the settings name, or raise ConfigError."""
-    check_hook(settings.weights)
-    return _HOOKS[settings.weights](client, settings)
+    return _hooks.get(settings.weights)(client, settings)
 
 
 @register_hook("none")
-class FixedPolicy:
+class FixedPolicy(WeightHook):
     """The server keeps its weights: rollouts of a fixed policy."""
 
-    tag: str | None = None
-    fixed: bool = True
+    fixed = True
 
     def __init__(self, client: Client, settings: ServerConfig) -> None:
         self._allowed = settings.allow_fixed_policy
-
-    def check(self) -> None:
-        return None
 
     def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
         if not self._allowed:
@@ -239,20 +223,11 @@ class FixedPolicy:
                 f"or set rollout.server.allow_fixed_policy=true to sample from the old ones"
             )
 
-    async def served(self) -> str | None:
-        return None
 
-    def close(self) -> None:
-        return None
-
-
-class FolderWeights(ABC):
+class FolderWeights(WeightHook):
     """A hook whose server loads a folder: written once, whatever the number of servers."""
 
-    fixed: bool = False
-
     def __init__(self, client: Client, settings: ServerConfig) -> None:
-        self.tag: str | None = None
         self._client = client
         self.folders = WeightFolders(settings.weights_dir)
 
@@ -300,72 +275,6 @@ class FolderHook(FolderWeights):
             await asyncio.sleep(_ASK_AGAIN_S)
 
 
-class Deliverer(Protocol):
-    """Brings weights to one or more servers, and can tell other ranks how that went."""
-
-    def deliver(self, weights: Weights, model: nn.Module, version: int) -> None: ...
-
-    def outcome(self) -> list[tuple[str | None, str]]: ...
-
-    def adopt(self, outcome: list[tuple[str | None, str]]) -> None: ...
-
-
-class RankZeroDelivery:
-    """Delivers on rank 0 of the default process group, or in this process if there is none.
-
-    All ranks create it together and deliver together.
-    """
-
-    def __init__(self, deliverer: Deliverer, timeout_s: float) -> None:
-        self._deliverer = deliverer
-        self._closed = False
-        self._group: dist.ProcessGroup | None = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # A group of its own: loading may outlast the deadline of the trainer's, and rank 0's
-            # deadline passes first.
-            wait = timedelta(seconds=2 * timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=wait)
-
-    def deliver(self, model: nn.Module, version: int) -> None:
-        """Return when `model`'s weights are served; RolloutError otherwise.
-
-        A sharded model is gathered, parameter by parameter.
-        """
-        if self._closed:
-            raise RolloutError("the engine was closed; create a new one")
-        weights = merged_weights(model)
-        if self._group is None:
-            self._deliverer.deliver(weights, model, version)
-            return
-        said: list[Any] = [None, ""]  # how it went, or what went wrong
-        if dist.get_rank() == 0:
-            try:
-                self._deliverer.deliver(weights, model, version)
-                said[0] = self._deliverer.outcome()
-            except Exception as error:  # of any kind: the other ranks wait for the outcome
-                said[1] = f"{error}" or type(error).__name__
-        for _ in weights:
-            pass  # takes part in the remaining gathers
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        if said[0] is None:
-            raise RolloutError(said[1])
-        self._deliverer.adopt(said[0])
-
-    def close(self) -> None:
-        """Destroy the group, if there is one; safe to call twice."""
-        self._closed = True
-        group, self._group = self._group, None
-        if group is not None:
-            with suppress(ValueError):  # it ended with the default group
-                dist.destroy_process_group(group)
-
-
-# New weights for a vLLM server (0.32), through its development endpoints and our extension.
-#
-# Start the server with `VLLM_SERVER_DEV_MODE=1` in its environment and
-# `--worker-extension-cls engine.rollout.server.vllm_worker.WeightReceiver
-# --logprobs-mode processed_logprobs`.
-
 EXTENSION = "engine.rollout.server.vllm_worker.WeightReceiver"
 
 
@@ -374,7 +283,7 @@ class VllmHook(FolderWeights):
     """Pauses the server, has its workers load a folder, and tags what they then serve.
 
     The old tag is withdrawn before anything is touched. If loading fails, the server stays
-    paused, so that it serves no mixture to anybody; the next delivery ends the pause.
+    paused, so that it serves mixed weights to nobody; the next delivery ends the pause.
     """
 
     def check(self) -> None:
@@ -409,13 +318,13 @@ class VllmHook(FolderWeights):
             raise RolloutError("vLLM kept its prefix cache, as requests are still running")
         await self._client.post("/resume")
         await self._client.post("/update_weight_version", {"new_version": tag})
-        said = await self.served()
-        if said != tag:
-            raise RolloutError(f"vLLM loaded {tag} and says that it serves {said}")
+        served = await self.served()
+        if served != tag:
+            raise RolloutError(f"vLLM loaded {tag} and says that it serves {served}")
 
     async def served(self) -> str | None:
-        said = str((await self._client.get("/weight_info")).get("weight_version"))
-        return find_tag(said) if said == find_tag(said) else None
+        version = str((await self._client.get("/weight_info")).get("weight_version"))
+        return version if version == find_tag(version) else None
 
     async def _rpc(self, method: str, **arguments: str) -> list[dict[str, str]]:
         answer = await self._client.post("/collective_rpc", {"method": method, "kwargs": arguments})

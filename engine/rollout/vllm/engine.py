@@ -1,7 +1,14 @@
 """The rollout engine `vllm`: a vLLM engine on the trainer's weights.
 
-Also which of its memory is allocated over sleep and wake calls. Importing this does not import
-vLLM.
+The model runs in this process, in vLLM's worker processes, or over the trainer's ranks. This file
+keeps the policy version and the order of calls; `engine_launch` starts vLLM, `engine_weights`
+brings weights, `llm_requests` sends requests. On a device shared with a trainer, weights and KV
+cache must not be allocated while the trainer's memory is at its peak, so `SleepMode` knows one
+order:
+
+    serving --sleep--> asleep --wake_weights--> weights --(update)--> weights --wake_kv--> serving
+
+Importing this does not import vLLM.
 """
 
 from __future__ import annotations
@@ -30,20 +37,13 @@ from engine.rollout.vllm.options import DTYPES, Tuning, capabilities, check, eng
 from engine.rollout.vllm.vllm_stream import VllmStream
 from engine.rollout.vllm.vllm_types import LLM, LLMEngine
 
-# Which memory of a rollout engine is allocated: a pure state machine over sleep and wake calls.
-#
-# On a device shared with a trainer, weights and KV cache must not be allocated while the trainer's
-# memory is at its peak, so calls have one order:
-#
-#     serving --sleep--> asleep --wake_weights--> weights --(update)--> weights --wake_kv-->
-# serving
-
 Phase = Literal["serving", "asleep", "weights"]
 
-_WAY_OUT = {
-    "serving": "call sleep first",
-    "asleep": "call wake_weights first",
-    "weights": "call wake_kv first",
+# Of each phase: how it is named, what vLLM does to come to it, and the way out of it.
+_PHASES = {
+    "serving": ("serving", "waking its KV cache", "call sleep first"),
+    "asleep": ("asleep", "going to sleep", "call wake_weights first"),
+    "weights": ("only weights are awake", "waking its weights", "call wake_kv first"),
 }
 
 
@@ -91,26 +91,14 @@ class SleepMode:
         return self
 
     @property
-    def arriving(self) -> str:
+    def transition(self) -> str:
         """What vLLM does to come to this state, for messages."""
-        moves = {"serving": "waking its KV cache", "asleep": "going to sleep"}
-        return moves.get(self.phase, "waking its weights")
+        return _PHASES[self.phase][1]
 
     def _require(self, call: str, phase: Phase) -> None:
+        name, _, way_out = _PHASES[self.phase]
         if self.phase != phase:
-            raise RolloutError(f"{call} while {self._text()}: {_WAY_OUT[self.phase]}")
-
-    def _text(self) -> str:
-        names = {"serving": "serving", "asleep": "asleep", "weights": "only weights are awake"}
-        return names[self.phase]
-
-
-# The rollout engine `vllm`: a vLLM engine on the trainer's weights.
-#
-# The model runs in this process, in vLLM's worker processes, or over the trainer's ranks. This
-# file
-# keeps the policy version and the order of calls; see `launch.py` for starting vLLM,
-# `engine_weights.py` for weights and `llm_requests.py` for requests.
+            raise RolloutError(f"{call} while {name}: {way_out}")
 
 
 @register_engine("vllm", capabilities, options=engine_options, check=check)
@@ -182,7 +170,8 @@ class VllmEngine:
         llm = engine_launch.start(model, options)
         self._llm: LLM | None = llm
         try:
-            self._weights: EngineWeights = self._create_weights(llm)
+            weights = WorkerWeights if options.mode == "workers" else InProcessWeights
+            self._weights: EngineWeights = weights(llm, options)
             request = weight_load.lora_request() if options.adapter_rank else None
             self._requests = LLMRequests(llm, options.max_model_len, seed, request)
             self._guard.refuse("it was given no weights yet")
@@ -191,10 +180,6 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
-
-    def _create_weights(self, llm: LLM) -> EngineWeights:
-        weights = WorkerWeights if self._options.mode == "workers" else InProcessWeights
-        return weights(llm, self._options)
 
     @property
     def policy_version(self) -> int:
@@ -385,7 +370,7 @@ class VllmEngine:
         try:
             call(engine)
         except Exception as error:
-            raise self.failed(after.arriving, error) from error
+            raise self.failed(after.transition, error) from error
         self._sleep_mode = after
 
     def close(self) -> None:

@@ -1,7 +1,10 @@
 """Starting and ending vLLM engines: in this process, in worker processes, or over ranks.
 
-With the launcher over the trainer's own ranks, and the restoration of this process's state
-after vLLM has started in it.
+Over the trainer's own ranks (vLLM's external launcher) every rank of a group makes the same engine
+and gives it the same requests; schedules and draws are deterministic, so all get the same tokens.
+In process, vLLM replaces `torch.set_num_threads`, reseeds every global generator, writes
+environment variables that children would inherit, and logs thousands of lines: all that is
+restored.
 """
 
 from __future__ import annotations
@@ -14,11 +17,9 @@ import os
 import random
 import sys
 import tempfile
-import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -32,13 +33,6 @@ from engine.rollout.vllm import patches
 from engine.rollout.vllm.options import VllmOptions, engine_arguments
 from engine.rollout.vllm.vllm_types import LLM
 
-# vLLM over the trainer's own ranks (its external launcher): each runs one shard of the model.
-#
-# Every rank of a group makes the same engine and gives it the same requests; schedules and draws
-# are
-# deterministic, so all get the same tokens. A rank that dies leaves its peers waiting in a
-# collective: the controller must then end the group.
-
 
 def check_ranks(groups: Sequence[Sequence[int]]) -> None:
     """Raise ConfigError unless the default process group has just the ranks of `groups`."""
@@ -50,51 +44,6 @@ def check_ranks(groups: Sequence[Sequence[int]]) -> None:
             f"process group has {there}; create it first (torch.distributed.init_process_group)"
         )
 
-
-@contextmanager
-def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Let vLLM's external launcher find this process's rank, and make `groups` its own.
-
-    vLLM takes adjacent ranks for a group, and torch sorts them, where a rank's place in its group
-    is the index of its shard. vLLM also names its shared memory after the launcher's address, which
-    is a constant: two jobs on a machine would share it.
-    """
-    from vllm.distributed import parallel_state
-    from vllm.v1.executor import uniproc_executor
-
-    check_ranks(groups)
-    rank, order = dist.get_rank(), [rank for group in groups for rank in group]
-    names = [uuid.uuid4().hex]
-    dist.broadcast_object_list(names, src=0)
-    executor = uniproc_executor.ExecutorWithExternalLauncher
-    arguments, form = executor._distributed_args, parallel_state.init_model_parallel_group
-    new_group = dist.new_group
-
-    def init_in_order(group_ranks: list[list[int]], *rest: object, **options: object) -> object:
-        return form([[order[at] for at in group] for group in group_ranks], *rest, **options)
-
-    dist.new_group = partial(new_group, sort_ranks=False)
-    executor._distributed_args = lambda _: (f"file:///{names[0]}", rank, _device_index(rank))
-    parallel_state.init_model_parallel_group = init_in_order
-    try:
-        yield
-    finally:
-        dist.new_group = new_group
-        executor._distributed_args = arguments
-        parallel_state.init_model_parallel_group = form
-
-
-def _device_index(rank: int) -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.current_device()
-    return int(os.environ.get("LOCAL_RANK", rank))
-
-
-# Restoring this process's state after vLLM has started in it; its children don't run `__main__`.
-#
-# vLLM in process replaces `torch.set_num_threads`, reseeds every global generator, writes
-# environment
-# variables that children would inherit, and logs thousands of lines.
 
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process
@@ -111,11 +60,6 @@ _WORKER_SETTINGS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
-
-
-def set_for_workers(threads: int) -> None:
-    """Set the environment that worker processes inherit; call it in a block of `unchanged`."""
-    os.environ.update(_WORKER_SETTINGS | {"OMP_NUM_THREADS": str(threads)})
 
 
 @contextmanager
@@ -179,27 +123,6 @@ def no_request_proxies() -> Iterator[None]:
 
 
 @contextmanager
-def inspectable_objects() -> Iterator[None]:
-    """Let vLLM's inspection pass objects whose `__dict__` is no dictionary, such as llvmlite's.
-
-    llvmlite comes with numba, which speculation with n-grams loads: no engine could start after it.
-    """
-    from vllm.triton_utils import dispatcher
-
-    names = vars(dispatcher)
-    names["vars"] = _vars
-    try:
-        yield
-    finally:
-        del names["vars"]
-
-
-def _vars(value: object) -> Mapping[str, object]:
-    found: object = value.__dict__
-    return found if isinstance(found, Mapping) else {}
-
-
-@contextmanager
 def frozen_gc() -> Iterator[None]:
     """No garbage collection, which would walk over vLLM's many imported objects."""
     enabled = gc.isenabled()
@@ -224,10 +147,6 @@ def hidden_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-# Starting and ending vLLM engines: in this process, in worker processes, or over ranks.
-#
-# What a start must not change in this process is restored by `process_state.py`.
-
 _live: dict[int, LLM] = {}  # engines whose model is in this process: they share vLLM's groups
 _made_group = False  # whether vLLM made the default process group
 
@@ -249,14 +168,16 @@ def start(model: nn.Module, options: VllmOptions) -> LLM:
     with ExitStack() as stack:
         stack.enter_context(unchanged())
         _check_head_size(model)
-        if options.mode != "workers":
-            _check_own_classes(model)
         if options.mode == "workers":
-            set_for_workers(max(1, torch.get_num_threads() // options.tensor_parallel_size))
+            threads = max(1, torch.get_num_threads() // options.tensor_parallel_size)
+            os.environ.update(_WORKER_SETTINGS | {"OMP_NUM_THREADS": str(threads)})
+        else:
+            _check_own_classes(model)
         if options.mode == "ranks":
-            stack.enter_context(launched_by_trainer(options.rank_groups))
+            check_ranks(options.rank_groups)
+            stack.enter_context(patches.launched_by_trainer(options.rank_groups))
         if _live and options.mode != "workers":
-            _form_expert_groups()
+            patches.form_expert_groups()
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybridflyte-vllm-"))
         _save_config(model, folder)
         try:
@@ -281,32 +202,6 @@ def stop(llm: LLM) -> None:
     llm.llm_engine.engine_core.shutdown()
     if _live.pop(id(llm), None) is not None:
         _end_groups()
-
-
-def _form_expert_groups() -> None:
-    """Form the groups of experts, which vLLM leaves out where a model without experts came first.
-
-    Engines of one process share their groups; one of experts can then start beside one without.
-    """
-    from vllm.distributed import parallel_state
-
-    if parallel_state._EP is not None:
-        return
-    world, size = parallel_state.get_world_group(), parallel_state.get_tp_group().world_size
-    ranks = range(torch.distributed.get_world_size())
-    parallel_state._EP = parallel_state.init_model_parallel_group(
-        [list(ranks[at : at + size]) for at in ranks[::size]],
-        world.local_rank,
-        torch.distributed.get_backend(world.device_group),
-        group_name="ep",
-    )
-
-
-def _free_memory() -> None:
-    """Free the device memory of an engine that ended."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
 
 
 def _end_groups() -> None:
@@ -364,10 +259,8 @@ def _check_own_classes(model: nn.Module) -> None:
 def _launch(folder: str, options: VllmOptions) -> LLM:
     import vllm
     from vllm.platforms import current_platform
-    from vllm.v1.engine import core
 
-    # The original ends all process groups, those of other engines and the trainer's too.
-    vars(core)["cleanup_dist_env_and_memory"] = _free_memory
+    patches.keep_process_groups()
     arguments = engine_arguments(options)
     if options.mode == "workers":
         arguments["worker_extension_cls"] = "engine.rollout.vllm.worker_extension.WorkerExtension"
@@ -378,7 +271,7 @@ def _launch(folder: str, options: VllmOptions) -> LLM:
         patches.unpacked_weights(),
         frozen_gc(),
         no_request_proxies(),
-        inspectable_objects(),
+        patches.inspectable_objects(),
         hidden_main(),
     ):
         llm: LLM = vllm.LLM(

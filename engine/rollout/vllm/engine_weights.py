@@ -1,11 +1,15 @@
 """The weights of a vLLM engine, in this process or in worker processes, and their updates.
 
-Shared memory that weights travel in, the trainer's side of vLLM's worker processes, and the
-updates on top. What runs inside the workers is `worker_extension`.
+They are loaded from a trainer's model (shared, copied, with adapters merged or separate) or from a
+stream of tensors. Worker processes get them in buckets of whole tensors, in the two halves of one
+mapped file: one is filled while the workers load from the other; `worker_extension` is their side.
+vLLM leaves named shared memory behind on every exit, so names are unlinked once all its processes
+have mapped it: memory without a name ends with its last process.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import signal
@@ -31,13 +35,6 @@ from engine.rollout.vllm.options import DTYPES, VllmOptions
 from engine.rollout.vllm.vllm_types import LLM, Executor, Worker
 from engine.rollout.vllm.weight_load import begin_load
 
-# Shared memory: mapped files that weights travel in, and the names of vLLM's own.
-#
-# A bucket holds as many whole tensors as fit; one process writes it and others read it. vLLM
-# leaves
-# named memory behind on every exit, and all of it when a process is killed, so names are unlinked
-# once all its processes have mapped it: memory without a name ends with its last process.
-
 _ALIGN = 64  # bytes
 
 
@@ -52,7 +49,8 @@ class BucketEntry:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.shape, getattr(torch, self.dtype))
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
 
 
 class SharedBuffer:
@@ -103,16 +101,9 @@ class SharedBuffer:
 
 def bucket_entry(name: str, tensor: Tensor, dtype: torch.dtype, start: int) -> BucketEntry:
     """The entry of `tensor` from byte `start` on; floating-point tensors are cast to `dtype`."""
-    kept = dtype if tensor.is_floating_point() else tensor.dtype
+    sent_dtype = dtype if tensor.is_floating_point() else tensor.dtype
     aligned = -(-start // _ALIGN) * _ALIGN
-    return BucketEntry(name, tuple(tensor.shape), str(kept).removeprefix("torch."), aligned)
-
-
-def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count * dtype.itemsize
+    return BucketEntry(name, tuple(tensor.shape), str(sent_dtype).removeprefix("torch."), aligned)
 
 
 def unlink_group_names() -> None:
@@ -137,12 +128,6 @@ def unlink_queue_name(queue: object) -> None:
             buffer.shared_memory.unlink()
         buffer.is_creator = False  # vLLM would unlink it once more
 
-
-# The trainer's side of vLLM's worker processes: sending weights, and monitoring for deaths.
-#
-# Whole tensors are sent in two halves of one mapped file: one is filled while the workers load
-# from
-# the other. The workers' side is `worker_extension.py`.
 
 T = TypeVar("T")
 _END_S = 10.0  # for a killed process to be gone
@@ -222,6 +207,9 @@ class WeightChannel:
         self._executor, self._monitor, self._dtype = executor, monitor, dtype
         self._half = bucket_bytes
         self._buffer: SharedBuffer | None = None
+        self._entries: list[BucketEntry] = []  # written and not sent yet
+        self._side, self._at = 0, 0  # the half that is filled, and its next free byte
+        self._reading: Callable[[], list[str | None]] | None = None  # the workers, the other half
 
     def unlink_names(self) -> None:
         """Unlink vLLM's shared memory, which a killed process would leave behind."""
@@ -236,12 +224,42 @@ class WeightChannel:
         can't load them.
         """
         self._open(self._half)
+        self._entries, self._side, self._at, self._reading = [], 0, 0, None
         self._call(f"{kind}_begin")
-        sender = _Sender(self, f"{kind}_load")
         for name, tensor in named:
-            sender.add(name, tensor)
-        sender.flush()
+            self._add(name, tensor, f"{kind}_load")
+        self._flush(f"{kind}_load")
+        self._finish_reading()
         self._call(f"{kind}_finish", *finish)
+
+    def _add(self, name: str, tensor: Tensor, method: str) -> None:
+        """Write a tensor; where its half is full, have the workers read that."""
+        buffer = self._open(self._half)
+        entry = bucket_entry(name, tensor, self._dtype, self._at)
+        if entry.start + entry.nbytes > (self._side + 1) * self._half:
+            self._flush(method)
+            entry = bucket_entry(name, tensor, self._dtype, self._at)
+            if entry.nbytes > self._half:
+                self._finish_reading()
+                buffer = self._open(-(-entry.nbytes // 4096) * 4096)
+                self._side = self._at = 0
+                entry = bucket_entry(name, tensor, self._dtype, 0)
+        buffer.write(entry, tensor)
+        self._entries.append(entry)
+        self._at = entry.start + entry.nbytes
+
+    def _flush(self, method: str) -> None:
+        """Have the workers read what was written, while the other half is filled."""
+        if self._entries:
+            self._finish_reading()  # then that half may be written
+            self._reading = self.start(method, self._entries)
+            self._side = 1 - self._side
+            self._at, self._entries = self._side * self._half, []
+
+    def _finish_reading(self) -> None:
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            self.result(reading)
 
     def _open(self, half: int) -> SharedBuffer:
         if self._buffer is None or half > self._half:
@@ -283,53 +301,6 @@ class WeightChannel:
             cause = self._monitor.died()
             raise WorkerDied(cause or f"vLLM's workers can't be reached: {error}") from error
 
-
-class _Sender:
-    """Fills one half of the file while the workers read the other."""
-
-    def __init__(self, channel: WeightChannel, method: str) -> None:
-        self._channel, self._method = channel, method
-        self._entries: list[BucketEntry] = []
-        self._side, self._at = 0, 0
-        self._reading: Callable[[], list[str | None]] | None = None
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        channel = self._channel
-        assert channel._buffer is not None
-        entry = bucket_entry(name, tensor, channel._dtype, self._at)
-        if entry.start + entry.nbytes > (self._side + 1) * channel._half:
-            self.flush(last=False)
-            entry = bucket_entry(name, tensor, channel._dtype, self._at)
-            if entry.nbytes > channel._half:
-                self._finish_reading()
-                channel._open(-(-entry.nbytes // 4096) * 4096)
-                self._side = self._at = 0
-                entry = bucket_entry(name, tensor, channel._dtype, 0)
-        channel._buffer.write(entry, tensor)
-        self._entries.append(entry)
-        self._at = entry.start + entry.nbytes
-
-    def flush(self, last: bool = True) -> None:
-        """Have the workers read what was written; with `last`, wait until they have."""
-        if self._entries:
-            self._finish_reading()  # then that half may be written
-            self._reading = self._channel.start(self._method, self._entries)
-            self._side = 1 - self._side
-            self._at, self._entries = self._side * self._channel._half, []
-        if last:
-            self._finish_reading()
-
-    def _finish_reading(self) -> None:
-        if self._reading is not None:
-            reading, self._reading = self._reading, None
-            self._channel.result(reading)
-
-
-# The weights of a vLLM engine, in this process or in worker processes, and their updates.
-#
-# They are loaded from a trainer's model (shared, copied, with adapters merged or separate) or from
-# a
-# stream of tensors.
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -416,7 +387,7 @@ class InProcessWeights(EngineWeights):
         super().__init__(options)
         # `apply_model` would return one shard's answer for all ranks and not wait for the others.
         unlink_group_names()
-        self._worker: Worker = llm.collective_rpc(_unwrapped)[0]
+        self._worker: Worker = llm.collective_rpc(lambda w: getattr(w, "worker", w))[0]
         self.target: nn.Module = self._worker.model_runner.get_model()
         # Weights that sleep would take away can't be the trainer's.
         sleeps = bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
@@ -455,11 +426,8 @@ class InProcessWeights(EngineWeights):
             self._not_shareable = model
             return
         weight_load.share(model, views)
-        self._views, self._shared, self._snapshot = (
-            views,
-            model,
-            weight_load.ParameterSnapshot(model),
-        )
+        self._views, self._shared = views, model
+        self._snapshot = weight_load.ParameterSnapshot(model)
 
     def _load(self, named: Named, whole: bool) -> None:
         if self._snapshot is not None and not self._snapshot.is_current():
@@ -500,8 +468,3 @@ class WorkerWeights(EngineWeights):
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None:
         with torch.no_grad():
             self._channel.send("adapter", named, config)
-
-
-def _unwrapped(worker: Worker) -> Worker:
-    inner: Worker = getattr(worker, "worker", worker)
-    return inner

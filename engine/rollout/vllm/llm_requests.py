@@ -41,23 +41,11 @@ class LLMRequests:
         """Queue a request for each completion, with a seed of its own; return their ids."""
         row = torch.arange(len(prompts) * params.n)
         numbers = params.first_prompt + row // params.n
-        keys = noise_keys(params.seed + self._seed, numbers, row % params.n)
+        keys = noise_keys(params.seed + self._seed, numbers, row % params.n).tolist()
         ids: list[str] = []
         try:
             for index, prompt in enumerate(prompts):
-                self._add(prompt, keys[index * params.n :][: params.n].tolist(), params, ids)
-        except BaseException:
-            self.abort(ids)
-            raise
-        return ids
-
-    def submit_keyed(
-        self, prompt: Sequence[int], keys: list[int], params: SamplingParams
-    ) -> list[str]:
-        """Queue one prompt's completions, one for each seed in `keys`; return their ids."""
-        ids: list[str] = []
-        try:
-            self._add(prompt, keys, params, ids)
+                ids += self.submit_keyed(prompt, keys[index * params.n :][: params.n], params)
         except BaseException:
             self.abort(ids)
             raise
@@ -68,33 +56,39 @@ class LLMRequests:
         indices = torch.tensor(completions)
         return noise_keys(seed + self._seed, torch.full_like(indices, prompt), indices).tolist()
 
-    def _add(
-        self, prompt: Sequence[int], keys: list[int], params: SamplingParams, ids: list[str]
-    ) -> None:
-        """Queue one prompt's completions, a seed each, and note their ids."""
+    def submit_keyed(
+        self, prompt: Sequence[int], keys: list[int], params: SamplingParams
+    ) -> list[str]:
+        """Queue one prompt's completions, one for each seed in `keys`; return their ids."""
         import vllm
 
         room = self._max_model_len - len(prompt)
         request = vllm.TokensPrompt(prompt_token_ids=[int(token) for token in prompt])
-        for key in keys:
-            ids.append(f"rollout-{self._requests}")
-            self._requests += 1
-            sampling = vllm.SamplingParams(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                max_tokens=min(params.max_new_tokens, room),
-                stop_token_ids=list(params.stop_token_ids),
-                ignore_eos=True,
-                seed=key & (2**63 - 1),
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-            )
-            self._llm.llm_engine.add_request(
-                ids[-1], request, sampling, lora_request=self._lora_request
-            )
+        ids: list[str] = []
+        try:
+            for key in keys:
+                ids.append(f"rollout-{self._requests}")
+                self._requests += 1
+                sampling = vllm.SamplingParams(
+                    temperature=params.temperature,
+                    top_k=params.top_k,
+                    top_p=params.top_p,
+                    max_tokens=min(params.max_new_tokens, room),
+                    stop_token_ids=list(params.stop_token_ids),
+                    ignore_eos=True,
+                    seed=key & (2**63 - 1),
+                    logprobs=0,
+                    flat_logprobs=True,
+                    detokenize=False,
+                    output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+                )
+                self._llm.llm_engine.add_request(
+                    ids[-1], request, sampling, lora_request=self._lora_request
+                )
+        except BaseException:
+            self.abort(ids)
+            raise
+        return ids
 
     def collect(
         self,

@@ -1,7 +1,10 @@
-"""The settings of a vLLM engine, checked before anything is started.
+"""The settings of a vLLM engine, checked before anything is started, and `vllm.LLM`'s arguments.
 
-This engine's options, what of vLLM's own arguments a run may pass through
-(`rollout.vllm.engine_kwargs`), and the arguments of `vllm.LLM` on a CPU and on a GPU.
+On a GPU vLLM does what its users expect: a KV cache in the memory that its share leaves, compiled
+forward passes and CUDA graphs, prompts in chunks. On a CPU compiling takes 12-38 s and gains
+nothing, and a prompt goes whole: a part of one rewinds its request's generator, which a CPU's
+can't. `rollout.vllm.engine_kwargs` passes some of vLLM's own arguments through; they are checked
+without importing vLLM, which takes seconds and changes the process.
 """
 
 from __future__ import annotations
@@ -23,23 +26,14 @@ from engine.errors import ConfigError
 from engine.rollout import trainer_model
 from engine.rollout.protocol import EngineCapabilities, resolve_max_model_len
 
-# `rollout.vllm.engine_kwargs`: what of vLLM's own arguments a run may pass through, and what not.
-#
-# Checked without importing vLLM, which takes seconds and changes the process.
-
 WHERE = "rollout.vllm.engine_kwargs"
 
-_OWN = {  # arguments that have a setting: two places would contradict each other
+_SETTINGS = {  # arguments that have a setting: two places would contradict each other
     **{
         name: f"rollout.vllm.{name}"
         for name in (
-            "dtype",
-            "gpu_memory_utilization",
-            "enforce_eager",
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
-            "max_num_batched_tokens",
-            "quantization",
+            *("dtype", "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill"),
+            *("enable_prefix_caching", "max_num_batched_tokens", "quantization"),
         )
     },
     "quantization_config": "rollout.vllm.quantization",
@@ -52,66 +46,43 @@ _OWN = {  # arguments that have a setting: two places would contradict each othe
     "max_model_len": "data.max_prompt_length and data.max_response_length",
     "seed": "seed",
 }
-_GIVEN = (  # by this engine, which relies on them
-    "model",
-    "tokenizer",
-    "tokenizer_mode",
-    "skip_tokenizer_init",
-    "trust_remote_code",
-    "runner",
-    "convert",
-    "load_format",
-    "moe_backend",
-    "model_loader_extra_config",
-    "distributed_executor_backend",
-    "worker_cls",
-    "worker_extension_cls",
-    "weight_transfer_config",
-    "logprobs_mode",
-    "generation_config",
-    "override_generation_config",
-    "pooler_config",
+_SET_BY_ENGINE = (  # which relies on them
+    *("model", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "trust_remote_code", "runner"),
+    *("convert", "load_format", "moe_backend", "model_loader_extra_config", "worker_cls"),
+    *("distributed_executor_backend", "worker_extension_cls", "weight_transfer_config"),
+    *("logprobs_mode", "generation_config", "override_generation_config", "pooler_config"),
 )
 _ONE_REPLICA = "each vLLM engine is one replica on rollout.tensor_parallel_size ranks"
 _OFFLOADED = "weights that vLLM keeps on the host can't be the policy's, nor be updated in place"
+_SPECULATION = "write speculative_config, with model, method and num_speculative_tokens"
 _REFUSED = {
     **dict.fromkeys(
         (
-            "cpu_offload_gb",
-            "cpu_offload_params",
-            "offload_backend",
-            "offload_group_size",
-            "offload_num_in_group",
-            "offload_prefetch_step",
-            "offload_params",
+            *("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size"),
+            *("offload_num_in_group", "offload_prefetch_step", "offload_params"),
         ),
         _OFFLOADED,
     ),
     **dict.fromkeys(
         (
-            "pipeline_parallel_size",
-            "data_parallel_size",
-            "prefill_context_parallel_size",
-            "decode_context_parallel_size",
-            "nnodes",
+            *("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
+            *("decode_context_parallel_size", "nnodes"),
         ),
         _ONE_REPLICA,
     ),
     "enable_eplb": "experts that move between ranks can't be updated in place",
-    "spec_model": "write speculative_config, with model, method and num_speculative_tokens",
-    "spec_method": "write speculative_config, with model, method and num_speculative_tokens",
-    "spec_tokens": "write speculative_config, with model, method and num_speculative_tokens",
+    **dict.fromkeys(("spec_model", "spec_method", "spec_tokens"), _SPECULATION),
 }
 _WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")  # methods that draft with no model
 _WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
 
 
-def check_engine_kwargs(given: Mapping[str, object], *, in_process: bool) -> None:
+def check_engine_kwargs(engine_kwargs: Mapping[str, object], *, in_process: bool) -> None:
     """Raise ConfigError for the first argument that can't be passed through, with the way out."""
-    for name, value in given.items():
-        if name in _OWN:
-            raise ConfigError(f"{WHERE}.{name} is a setting of its own; set {_OWN[name]}")
-        if name in _GIVEN:
+    for name, value in engine_kwargs.items():
+        if name in _SETTINGS:
+            raise ConfigError(f"{WHERE}.{name} is a setting of its own; set {_SETTINGS[name]}")
+        if name in _SET_BY_ENGINE:
             raise ConfigError(f"{WHERE}.{name} is given by the run; remove it")
         if name in _REFUSED:
             raise ConfigError(f"{WHERE}.{name}={value!r}: {_REFUSED[name]}; remove it")
@@ -151,9 +122,9 @@ def _check_speculation(value: object) -> None:
         )
 
 
-def passed_through(given: Mapping[str, Any]) -> dict[str, Any]:
+def passed_through(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments for vLLM: those that are null keep its default; a draft brings its weights."""
-    arguments = {name: value for name, value in given.items() if value is not None}
+    arguments = {name: value for name, value in engine_kwargs.items() if value is not None}
     draft = arguments.get("speculative_config")
     if draft is not None and draft.get("model") is not None:
         # The policy's own weights are dummies until the first update, and lost in sleep of level 2.
@@ -179,14 +150,6 @@ def argument_names() -> frozenset[str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     )
 
-
-# The arguments of `vllm.LLM` from this engine's options: those of a CPU, and those of a GPU.
-#
-# On a GPU vLLM does what its users expect: a KV cache in the memory that its share leaves,
-# compiled
-# forward passes and CUDA graphs, prompts in chunks. On a CPU compiling takes 12-38 s and gains
-# nothing, and a prompt goes whole: a part of one rewinds its request's generator, which a CPU's
-# can't.
 
 CPU_KV_CACHE_MB = 256
 _STEP_TOKENS = 8192  # of one forward pass, at least a whole prompt's
@@ -243,8 +206,8 @@ class Tuning:
                 "beside it in bfloat16 or float16; set rollout.vllm.dtype=bfloat16"
             )
         tokens = self.max_num_batched_tokens
-        whole = self.enable_chunked_prefill is False or not on_gpu
-        if tokens is not None and whole and tokens < max_model_len:
+        whole_prompts = self.enable_chunked_prefill is False or not on_gpu
+        if tokens is not None and whole_prompts and tokens < max_model_len:
             raise ConfigError(
                 f"rollout.vllm.max_num_batched_tokens={tokens} is less than a prompt and its "
                 f"completion ({max_model_len} tokens), and prompts aren't computed in chunks; "
@@ -279,50 +242,29 @@ def engine_arguments(options: VllmOptions) -> dict[str, object]:
         arguments["quantization"] = _QUANTIZATIONS.get(name, name)
     if options.adapter_rank:
         arguments |= {"enable_lora": True, "max_loras": 1}
-    arguments |= _on_gpu(options) if options.on_gpu else _on_cpu(options)
+    step_tokens = max(_STEP_TOKENS, options.max_num_seqs, options.max_model_len)
+    chunked = options.on_gpu and tuning.enable_chunked_prefill is not False
+    arguments |= {
+        "enforce_eager": tuning.enforce_eager or not options.on_gpu,
+        "enable_chunked_prefill": chunked,
+        "max_num_batched_tokens": tuning.max_num_batched_tokens
+        or (None if chunked else step_tokens),
+    }
+    if options.on_gpu:
+        # Other kernels shuffle experts' weights, where updates don't fit.
+        arguments["moe_backend"] = "triton"
+    else:
+        arguments["block_size"] = _BLOCK
+    if options.kv_cache_memory_mb is None:
+        arguments["gpu_memory_utilization"] = tuning.gpu_memory_utilization
+    else:
+        size = (options.kv_cache_memory_mb << 20) // options.tensor_parallel_size  # of each rank
+        arguments |= {"kv_cache_memory_bytes": size, "gpu_memory_utilization": _CHECKED_ONLY}
     return arguments | passed_through(tuning.engine_kwargs)
 
 
-def _on_gpu(options: VllmOptions) -> dict[str, object]:
-    tuning = options.tuning
-    chunked = tuning.enable_chunked_prefill is not False
-    return {
-        "enforce_eager": tuning.enforce_eager,
-        "enable_chunked_prefill": chunked,
-        "moe_backend": "triton",  # others shuffle experts' weights, where updates don't fit
-        "max_num_batched_tokens": tuning.max_num_batched_tokens
-        or (None if chunked else _step_tokens(options)),
-        **_kv_cache(options),
-    }
-
-
-def _on_cpu(options: VllmOptions) -> dict[str, object]:
-    return {
-        "enforce_eager": True,
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": options.tuning.max_num_batched_tokens or _step_tokens(options),
-        "block_size": _BLOCK,
-        **_kv_cache(options),
-    }
-
-
-def _kv_cache(options: VllmOptions) -> dict[str, object]:
-    """The cache's size: given in bytes of each rank, or what vLLM's share of memory leaves."""
-    if options.kv_cache_memory_mb is None:
-        return {"gpu_memory_utilization": options.tuning.gpu_memory_utilization}
-    size = (options.kv_cache_memory_mb << 20) // options.tensor_parallel_size
-    return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": _CHECKED_ONLY}
-
-
-def _step_tokens(options: VllmOptions) -> int:
-    return max(_STEP_TOKENS, options.max_num_seqs, options.max_model_len)
-
-
-# The settings of a vLLM engine, checked before anything is started.
-
 Mode = Literal["in_process", "workers", "ranks"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_TUNING = tuple(Tuning.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,17 +310,17 @@ def on_gpu() -> bool:
 
 def engine_options(config: RolloutConfig) -> dict[str, object]:
     """The engine's arguments from `rollout.vllm`."""
-    own = {name: value for name, value in dict(config.vllm).items() if name != "sleep"}
-    own["dtype"] = own["dtype"] or None
-    return own | {"tensor_parallel_size": config.tensor_parallel_size}
+    settings = {name: value for name, value in dict(config.vllm).items() if name != "sleep"}
+    settings["dtype"] = settings["dtype"] or None
+    return settings | {"tensor_parallel_size": config.tensor_parallel_size}
 
 
 def check(config: RolloutConfig) -> None:
     """Raise ConfigError for settings that can't be, whatever the model and the machine."""
-    own = config.vllm
-    tuning = Tuning(**{name: value for name, value in dict(own).items() if name in _TUNING})
+    vllm = config.vllm
+    tuning = Tuning(**{name: getattr(vllm, name) for name in Tuning.__dataclass_fields__})
     tuning.check(
-        in_process=own.in_process, kv_cache_memory_mb=config.kv_cache_memory_mb, lora=own.lora
+        in_process=vllm.in_process, kv_cache_memory_mb=config.kv_cache_memory_mb, lora=vllm.lora
     )
 
 
@@ -415,11 +357,13 @@ def resolve(
     if not groups and (tensor_parallel_size > 1 or not in_process):
         mode = "workers"
     _check_parallel(config, tensor_parallel_size, groups)
-    known_dtype, gpu = _dtype(model, dtype), on_gpu()
+    if dtype is None:
+        dtype = str(trainer_model.model_dtype(model)).removeprefix("torch.")
+    elif dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    gpu = on_gpu()
     length = resolve_max_model_len(max_model_len, getattr(config, "max_position_embeddings", None))
-    tuning.check_here(
-        on_gpu=gpu, dtype=known_dtype, max_model_len=length, max_num_seqs=max_num_seqs
-    )
+    tuning.check_here(on_gpu=gpu, dtype=dtype, max_model_len=length, max_num_seqs=max_num_seqs)
     shareable = mode == "in_process" and not tuning.quantization
     return VllmOptions(
         mode=mode,
@@ -428,22 +372,14 @@ def resolve(
         max_model_len=length,
         kv_cache_memory_mb=kv_cache_memory_mb or (None if gpu else CPU_KV_CACHE_MB),
         seed=seed,
-        dtype=known_dtype,
+        dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
         rank_groups=groups,
         adapter_rank=trainer_model.adapter_rank(model) if lora == "adapter" else 0,
         bucket_mb=bucket_mb,
-        share=shareable and trainer_model.can_be_shared(model, DTYPES[known_dtype]),
+        share=shareable and trainer_model.can_be_shared(model, DTYPES[dtype]),
         tuning=tuning,
     )
-
-
-def _dtype(model: nn.Module, asked: str | None) -> str:
-    if asked is None:
-        return str(trainer_model.model_dtype(model)).removeprefix("torch.")
-    if asked not in DTYPES:
-        raise ConfigError(f"dtype={asked!r} is unknown; choose one of {', '.join(DTYPES)}")
-    return asked
 
 
 def _check_parallel(config: object, size: int, groups: tuple[tuple[int, ...], ...]) -> None:

@@ -1,29 +1,44 @@
-"""Patches of vLLM that keep its weights unpacked: readable, writable, shareable.
+"""All patches of vLLM's private code (vLLM 0.32), and what each is for.
 
-With the experts of a mixture-of-experts model on a CPU, computed from unpacked weights.
+- `keep_weights_unpacked` (`layers.utils.dispatch_cpu_unquantized_gemm`): on a CPU vLLM packs
+  matrices for its kernels, and packed ones can't be shared with the trainer or updated.
+- `keep_experts_unpacked` (`CPUUnquantizedExperts.process_weights_after_loading`): the same of
+  experts, which vLLM packs once, when the engine starts; each expert becomes two plain products.
+- `weights_outside_pool` (`gpu_worker.Worker._maybe_get_memory_pool_context`): vLLM's sleep mode
+  would free the weights that the trainer shares.
+- `inspect_in_this_process` (`ModelRegistry`): a start without vLLM's cache waits ten seconds for
+  the process that vLLM asks what a model class can do.
+- `skip_compilation` (`sampler.batched_count_greater_than`, `get_masked_input_and_mask`): two small
+  functions that vLLM compiles at their first call, for many seconds.
+- `launched_by_trainer` (`ExecutorWithExternalLauncher._distributed_args`,
+  `parallel_state.init_model_parallel_group`): vLLM takes adjacent ranks for a group.
+- `inspectable_objects` (`triton_utils.dispatcher.vars`): inspection fails at llvmlite's objects.
+- `form_expert_groups` (`parallel_state._EP`): missing where a model without experts came first.
+- `keep_process_groups` (`engine.core.cleanup_dist_env_and_memory`): the end of one engine would end
+  all process groups, those of other engines and the trainer's too.
+
+The first five are active in the trainer's process while an engine starts, and always in vLLM's
+workers; the others are of the process that starts the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import RolloutError
 from engine.rollout.trainer_model import linear_function
-
-# A mixture's experts on a CPU, computed from unpacked weights.
-#
-# vLLM packs them for its grouped kernel once, when the engine starts, so that no update could
-# reach
-# them: its loaders would write unpacked numbers into a packed tensor. Here each expert is two
-# plain
-# products, from weights as the policy has them.
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -91,23 +106,16 @@ def apply_experts(
         rows, slots = (ids == expert).nonzero(as_tuple=True)
         first, second = (bias[expert] if bias is not None else None for bias in biases)
         gate, up = linear(hidden_states[rows], w1[expert], first).chunk(2, dim=-1)
-        found = linear(act(gate) * up, w2[expert], second)
+        outputs = linear(act(gate) * up, w2[expert], second)
         if not apply_router_weight_on_input:  # else the input has it already
-            found = found * topk_weights[rows, slots, None]
-        output.index_add_(0, rows, found.to(output.dtype))
-
-
-# Patches of vLLM that keep its weights unpacked: readable, writable, shareable.
-#
-# They are active in the trainer's process while an engine starts, and always in vLLM's workers.
+            outputs = outputs * topk_weights[rows, slots, None]
+        output.index_add_(0, rows, outputs.to(output.dtype))
 
 
 def keep_weights_unpacked() -> Callable[[], None]:
-    """Replace vLLM's choice of CPU kernels, for matrices and for a mixture's experts.
+    """Replace vLLM's choice of CPU kernels, for matrices and for MoE experts.
 
     The function returned restores it.
-
-    vLLM's own choice packs matrices, and packed ones can't be shared with the trainer or updated.
     """
     from vllm.model_executor.layers import utils
 
@@ -163,8 +171,7 @@ def weights_outside_pool() -> Iterator[None]:
 def inspect_in_this_process(architecture: str) -> None:
     """Tell vLLM what its class for `architecture` can do, which it asks of a process of its own.
 
-    That process, on whose ten seconds each start without vLLM's cache waits, is to keep CUDA out of
-    this one.
+    That process is to keep CUDA out of this one.
     """
     from vllm import ModelRegistry
 
@@ -173,7 +180,7 @@ def inspect_in_this_process(architecture: str) -> None:
 
 
 def skip_compilation() -> None:
-    """Replace two small functions that vLLM compiles at their first call, for many seconds."""
+    """Replace the two small functions by ones that are not compiled."""
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
 
@@ -186,3 +193,94 @@ def skip_compilation() -> None:
 def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
     """Rank of each token: entries of x `[B, V]` that are `values` `[B, 1]` or more, `[B]`."""
     return (x >= values).sum(-1)
+
+
+@contextmanager
+def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Let vLLM's external launcher find this process's rank, and make `groups` its own.
+
+    vLLM takes adjacent ranks for a group, and torch sorts them, where a rank's place in its group
+    is the index of its shard. vLLM also names its shared memory after the launcher's address, which
+    is a constant: two jobs on a machine would share it.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.v1.executor import uniproc_executor
+
+    rank, order = dist.get_rank(), [rank for group in groups for rank in group]
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, src=0)
+    executor = uniproc_executor.ExecutorWithExternalLauncher
+    arguments, form = executor._distributed_args, parallel_state.init_model_parallel_group
+    new_group = dist.new_group
+
+    def init_in_order(group_ranks: list[list[int]], *rest: object, **options: object) -> object:
+        return form([[order[at] for at in group] for group in group_ranks], *rest, **options)
+
+    dist.new_group = partial(new_group, sort_ranks=False)
+    executor._distributed_args = lambda _: (f"file:///{names[0]}", rank, _device_index(rank))
+    parallel_state.init_model_parallel_group = init_in_order
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+        executor._distributed_args = arguments
+        parallel_state.init_model_parallel_group = form
+
+
+def _device_index(rank: int) -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.current_device()
+    return int(os.environ.get("LOCAL_RANK", rank))
+
+
+@contextmanager
+def inspectable_objects() -> Iterator[None]:
+    """Let vLLM's inspection pass objects whose `__dict__` is no dictionary, such as llvmlite's.
+
+    llvmlite comes with numba, which speculation with n-grams loads: no engine could start after it.
+    """
+    from vllm.triton_utils import dispatcher
+
+    names = vars(dispatcher)
+    names["vars"] = _vars
+    try:
+        yield
+    finally:
+        del names["vars"]
+
+
+def _vars(value: object) -> Mapping[str, object]:
+    attributes: object = value.__dict__
+    return attributes if isinstance(attributes, Mapping) else {}
+
+
+def form_expert_groups() -> None:
+    """Form the groups of experts, which vLLM leaves out where a model without experts came first.
+
+    Engines of one process share their groups; one of experts can then start beside one without.
+    """
+    from vllm.distributed import parallel_state
+
+    if parallel_state._EP is not None:
+        return
+    world, size = parallel_state.get_world_group(), parallel_state.get_tp_group().world_size
+    ranks = range(torch.distributed.get_world_size())
+    parallel_state._EP = parallel_state.init_model_parallel_group(
+        [list(ranks[at : at + size]) for at in ranks[::size]],
+        world.local_rank,
+        torch.distributed.get_backend(world.device_group),
+        group_name="ep",
+    )
+
+
+def keep_process_groups() -> None:
+    """Let an engine that ends free its device memory alone."""
+    from vllm.v1.engine import core
+
+    vars(core)["cleanup_dist_env_and_memory"] = _free_memory
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

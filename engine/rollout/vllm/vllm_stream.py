@@ -1,6 +1,15 @@
 """A stream over a vLLM engine: requests are added, and weights change, while others are decoded.
 
-Also which completions vLLM is given: those that its KV cache has room for.
+An update preempts what is running; vLLM computes its keys and values again under the new weights.
+So each log-prob is that of its version's weights over the whole sequence, as with the native
+engine. vLLM itself notes which version drew which tokens.
+
+vLLM takes a request when there is room for its prompt, and preempts where running ones outgrow the
+cache. Here (`KvAdmission`) a completion waits until its keys and values will fit beside those of
+the running ones. Each is taken for `expected` tokens long, the mean of a stream that hasn't ended:
+tokens sampled / completions ended, the estimate of an exponential lifetime under censoring. Of N
+completions that begin together the share still running after t tokens is at most mean / t (Markov's
+inequality), so together they hold N · mean tokens at most, and the rest is vLLM's preemption.
 """
 
 from __future__ import annotations
@@ -26,24 +35,15 @@ from engine.rollout.protocol import (
 from engine.rollout.stream import (
     PartialCompletion,
     PartialRequest,
+    RolloutStream,
     StreamedCompletion,
     check_partial,
+    check_unused,
     noise_index,
     request_limit,
 )
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed, token_versions
 from engine.rollout.vllm.options import VllmOptions
-
-# Which completions of a stream vLLM is given: those that its KV cache has room for.
-#
-# vLLM takes a request when there is room for its prompt, and where running ones then outgrow the
-# cache it preempts some and computes them again. Here a completion waits until its keys and values
-# will fit beside those of the running ones. Nobody knows how long these get; each is taken for
-# `expected` tokens long, the mean of a stream that hasn't ended: tokens sampled / completions
-# ended,
-# the estimate of an exponential lifetime under censoring. Of N completions that begin together the
-# share that is still running after t tokens is at most mean / t (Markov's inequality), so together
-# they hold N · mean tokens at most, and the rest is vLLM's preemption.
 
 
 class Row(NamedTuple):
@@ -76,13 +76,13 @@ class KvAdmission:
         expected = self._expected(rows)
         prompts: set[Hashable] = set()
         held = sum(self._need(row, expected, prompts) for row in rows)
-        found = 0
+        count = 0
         for row in waiting:
             held += self._need(row, expected, prompts)
-            if held > self.capacity and (rows or found):  # one alone always fits
+            if held > self.capacity and (rows or count):  # one alone always fits
                 break
-            found += 1
-        return found
+            count += 1
+        return count
 
     def _expected(self, running: list[Row]) -> float:
         """Mean length of a completion, in tokens; infinite before one has ended."""
@@ -94,23 +94,12 @@ class KvAdmission:
         """Tokens of cache for a completion, and for its prompt unless that is in `prompts`."""
         shared = row.prompt // self.block * self.block if self.shares_prompts else 0
         longest = min(row.limit, max(expected, row.tokens + self.block))
-        own = row.prompt - shared + int(longest)
-        need = -(-own // self.block) * self.block
+        unshared = row.prompt - shared + int(longest)
+        need = -(-unshared // self.block) * self.block
         if row.key not in prompts:
             prompts.add(row.key)
             need += shared
         return need
-
-
-# A stream over a vLLM engine: requests are added, and weights change, while others are decoded.
-#
-# An update preempts what is running; vLLM computes its keys and values again under the new weights
-# and drops what was under way under the old ones. So each log-prob is that of its version's
-# weights
-# over the whole sequence, as with the native engine. vLLM itself notes which version drew which
-# tokens. Completions that its KV cache has no room for wait here (`kv_admission`). The noise of a
-# completion depends on (seed, key, completion index), and, where it was resumed, on its length
-# then.
 
 
 class Engine(Protocol):
@@ -141,8 +130,8 @@ class _Open:
         return Row(self.key, len(self.prompt), self.limit, len(self.before.token_ids) + sampled)
 
 
-class VllmStream:
-    """A `RolloutStream`; made by `VllmEngine.stream`, whose weights it serves."""
+class VllmStream(RolloutStream):
+    """A stream that `VllmEngine.stream` makes, whose weights it serves."""
 
     def __init__(
         self,
@@ -164,7 +153,6 @@ class VllmStream:
         self._may_fit = False  # whether room or held ones have come since the last look
         self._cut: set[Hashable] = set()  # keys of requests that end with their next token
         self._submitted = 0
-        self._closed = False
 
     @property
     def policy_version(self) -> int:
@@ -172,7 +160,6 @@ class VllmStream:
 
     @property
     def in_flight(self) -> int:
-        """Completions being decoded."""
         return min(len(self._open), self._options.max_num_seqs)
 
     @property
@@ -195,11 +182,7 @@ class VllmStream:
         """
         self._check_open()
         self._engine.require_serving()
-        if any(one.key == key for one in self._unfinished()):
-            raise RolloutError(
-                f"stream key {key!r} is in use by an unfinished request; give each request a key "
-                f"of its own, such as (epoch, row)"
-            )
+        check_unused(key, {one.key for one in self._unfinished()})
         prompt, params, name = list(prompt_ids), self._params, f"the prompt of request {key!r}"
         check_prompt(name, prompt, self._options.max_model_len, self._vocabulary)
         most = min(params.max_new_tokens, self._options.max_model_len - len(prompt))
@@ -218,11 +201,7 @@ class VllmStream:
         self.stats.prompt_tokens += len(prompt)
         self._admit()
 
-    def forget(self, key: Hashable) -> None:
-        """Nothing: vLLM drops what it keeps when its room is needed."""
-
     def cut(self, key: Hashable) -> None:
-        """End the completions of an open request with their next token, as at a length limit."""
         if any(one.key == key for one in self._unfinished()):
             self._cut.add(key)
 
@@ -247,9 +226,9 @@ class VllmStream:
             self._may_fit = True
             version = self.policy_version
             done = self._requests.completion(one.number, output, version, self.stats)
-            whole = _whole(one.before, done, token_versions(output))
-            self._room.end(len(whole.token_ids))
-            ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
+            completion = _whole(one.before, done, token_versions(output))
+            self._room.end(len(completion.token_ids))
+            ended.append(StreamedCompletion(one.key, one.before.completion_index, completion))
         return ended + (self._end_cut() if self._cut else [])
 
     def _end_cut(self) -> list[StreamedCompletion]:
@@ -269,8 +248,8 @@ class VllmStream:
             done = Completion(
                 one.number, so_far.token_ids, so_far.log_probs, "length", oldest, so_far.versions
             )
-            whole = _whole(one.before, done, so_far.versions)
-            ended.append(StreamedCompletion(one.key, one.before.completion_index, whole))
+            completion = _whole(one.before, done, so_far.versions)
+            ended.append(StreamedCompletion(one.key, one.before.completion_index, completion))
         self._cut &= {one.key for one in self._unfinished()}
         return ended
 
@@ -284,7 +263,6 @@ class VllmStream:
         self._engine.update_weights(self._model, version)
 
     def partials(self) -> list[PartialRequest]:
-        """Copies of all that is unfinished, the oldest request first; decoding is not affected."""
         self._check_open()
         now, found = self._requests.unfinished(), dict[Hashable, PartialRequest]()
         ids = [*self._open, *(None for _ in self._held)]
@@ -305,7 +283,6 @@ class VllmStream:
         return list(found.values())
 
     def close(self) -> None:
-        """Drop all that is unfinished; the engine still serves."""
         with suppress(RolloutError):  # of an engine that has ended, and its requests with it
             self._engine.require_serving()
             self._requests.abort(list(self._open))
@@ -334,10 +311,6 @@ class VllmStream:
             noise = self._requests.noise(params.seed, noise_index(one.key), [place])
             [id] = self._requests.submit_keyed([*one.prompt, *one.before.token_ids], noise, left)
             self._open[id] = self._held.popleft()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RolloutError("the stream was closed; open another one by engine.stream")
 
 
 def _whole(before: PartialCompletion, done: Completion, versions: list[int]) -> Completion:

@@ -1,7 +1,12 @@
-"""Updates of a live vLLM model by vLLM's own loaders: whole tensors in, this rank's shards kept.
+"""An update of a live vLLM model by vLLM's own loaders: whole tensors in, this rank's shards kept.
 
-Also LoRA adapters as vLLM's own, and one storage for a trainer's model and vLLM's where the
-layouts allow it.
+Plain weights are copied in place. Weights that vLLM quantises are loaded layer by layer and copied
+to where the old ones were, so that CUDA graphs stay valid. LoRA adapters can be vLLM's own.
+
+One storage is shared with the trainer's model where layouts allow it. vLLM fuses some matrices (q,
+k and v; gate and up) by stacking rows and pads vocabularies with rows, so each trainer parameter
+can be a run of rows of a vLLM parameter: `share` makes it point there, and optimizer steps in place
+then need no copy at all.
 """
 
 from __future__ import annotations
@@ -16,13 +21,6 @@ from torch import Tensor, nn
 from engine.errors import RolloutError
 from engine.rollout.vllm import patches
 from engine.rollout.vllm.vllm_types import ModelRunner, VllmConfig
-
-# An update of a live vLLM model by vLLM's own loaders: whole tensors in, this rank's shards kept.
-#
-# Plain weights are copied in place. Weights that vLLM quantises are loaded layer by layer: once a
-# layer has all of its tensors, vLLM quantises it again, packs it as its kernels want it, and
-# copies
-# the result to where the old one was, so that CUDA graphs stay valid.
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -94,8 +92,8 @@ class QuantizedLoad(WeightLoad):
         self._config = config
         self._target = target
         self._finalize()  # what an update that failed has left
-        every = dict(target.named_parameters(remove_duplicate=False))
-        tied = every.keys() - dict(target.named_parameters()).keys()  # tied again at the end
+        parameters = dict(target.named_parameters(remove_duplicate=False))
+        tied = parameters.keys() - dict(target.named_parameters()).keys()  # tied again at the end
         with self._at_work():
             reload.initialize_layerwise_reload(target)
         super().__init__(target, config)  # now by the names of what is loaded, without scales
@@ -135,8 +133,6 @@ def _plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-# LoRA adapters as vLLM's own, replaced in memory in the process of vLLM's model.
-
 ADAPTER_ID = 1
 
 
@@ -174,7 +170,12 @@ def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, obje
             f"vLLM can't take the adapter: {error}; set the engine's option lora=merged"
         ) from error
     inner = manager._adapter_manager
-    unknown = [name for name in lora.loras if not _adaptable(inner, name)]
+    unknown = []
+    for name in lora.loras:
+        owner, _, last = name.rpartition(".")
+        fused = [whole for whole, parts in inner.packed_modules_mapping.items() if last in parts]
+        if not any(f"{owner}.{piece}".lstrip(".") in inner.modules for piece in (last, *fused)):
+            unknown.append(name)
     if unknown:
         raise RolloutError(
             f"vLLM can't adapt the modules {sorted(unknown)[:3]}; set the engine's option "
@@ -185,40 +186,26 @@ def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, obje
     inner.activate_adapter(ADAPTER_ID)
 
 
-def _adaptable(manager: Any, name: str) -> bool:
-    """Whether vLLM's model has an adaptable module for `name`, on its own or in a fused one."""
-    owner, _, last = name.rpartition(".")
-    fused = [whole for whole, parts in manager.packed_modules_mapping.items() if last in parts]
-    return any(f"{owner}.{piece}".lstrip(".") in manager.modules for piece in (last, *fused))
-
-
-# Sharing one storage between a trainer's model and vLLM's, where the layouts allow it.
-#
-# vLLM fuses some matrices (q, k and v; gate and up) by stacking rows and pads vocabularies with
-# rows.
-# So each trainer parameter can BE a run of rows of a vLLM parameter: `share` makes it point there,
-# and optimizer steps in place then need no copy at all. Where dtypes, devices or layouts differ,
-# weights are copied (`weight_load.py`).
-
-
 def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | None:
     """Map each trainer parameter to the rows of vLLM's parameter that it can be; None if any can't.
 
     Call it after an update: a run of rows counts only if vLLM's own loader has put the very same
     numbers there. Every row of every vLLM parameter must have one owner, but for padding.
     """
-    fused = _fused_names(target)
+    packed: dict[str, list[str]] = getattr(target, "packed_modules_mapping", {})
+    fused = {part: whole for whole, parts in packed.items() for part in parts}
     parameters = dict(target.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        home = _fused_name(name, fused)
-        if home not in parameters or type(parameter.data) is not Tensor:
+        home, data = ".".join(fused.get(piece, piece) for piece in name.split(".")), parameter.data
+        if home not in parameters or type(data) is not Tensor:
             return None
         start = filled[home]
-        filled[home] = start + parameter.shape[0]
+        filled[home] = start + data.shape[0]
         view = parameters[home].data[start : filled[home]]
-        if not _same(view, parameter.data):
+        alike = (view.shape, view.dtype, view.device) == (data.shape, data.dtype, data.device)
+        if not alike or not torch.equal(view, data):
             return None
         views[name] = view
     for home, whole in parameters.items():
@@ -226,11 +213,6 @@ def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | Non
         if filled[home] != whole.shape[0] and not (padded and filled[home]):
             return None
     return views
-
-
-def _same(view: Tensor, data: Tensor) -> bool:
-    layout = (view.shape, view.dtype, view.device) == (data.shape, data.dtype, data.device)
-    return layout and torch.equal(view, data)
 
 
 def share(model: nn.Module, views: dict[str, Tensor]) -> None:
@@ -251,14 +233,14 @@ class ParameterSnapshot:
             table for module in model.modules() for table in (module._parameters, module._modules)
         ]
         self._sizes = [(table, len(table)) for table in tables]
-        self._objects = [(table, name, one) for table in tables for name, one in table.items()]
+        self._objects = [(table, name, value) for table in tables for name, value in table.items()]
         self._storage = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
 
     def is_current(self) -> bool:
         """Whether all are the same objects, no more and no fewer, on the same storage."""
         return (
             all(len(table) == size for table, size in self._sizes)
-            and all(table.get(name) is one for table, name, one in self._objects)
+            and all(table.get(name) is value for table, name, value in self._objects)
             and all(parameter.data_ptr() == address for parameter, address in self._storage)
         )
 
@@ -268,13 +250,3 @@ def release(model: nn.Module, views: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         if name in views and parameter.data_ptr() == views[name].data_ptr():
             parameter.data = parameter.data.clone()
-
-
-def _fused_names(target: nn.Module) -> dict[str, str]:
-    packed: dict[str, list[str]] = getattr(target, "packed_modules_mapping", {})
-    return {part: whole for whole, parts in packed.items() for part in parts}
-
-
-def _fused_name(name: str, fused: dict[str, str]) -> str:
-    """The vLLM parameter that contains the trainer's `name`."""
-    return ".".join(fused.get(piece, piece) for piece in name.split("."))

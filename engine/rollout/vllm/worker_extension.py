@@ -19,7 +19,7 @@ from engine.rollout.vllm.engine_weights import BucketEntry, SharedBuffer
 from engine.rollout.vllm.vllm_types import ModelRunner
 from engine.rollout.vllm.weight_load import WeightLoad, begin_load
 
-if os.environ.get(engine_launch.WORKER_MARK):  # set for the workers alone, by `launch.py`
+if os.environ.get(engine_launch.WORKER_MARK):  # set for the workers alone, by `engine_launch`
     patches.keep_weights_unpacked()
     patches.skip_compilation()
 

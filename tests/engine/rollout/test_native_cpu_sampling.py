@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels import decoding_ops
-from engine.kernels.decoding_ops import draw, library
+from engine.kernels.decoding_ops import library
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.sampling import noise_keys, sample, uniforms
+from engine.rollout.sampling import draw, noise_keys, sample, uniforms
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no AVX512-BF16, or no C compiler")
 ROWS = 400

@@ -189,7 +189,6 @@ def test_a_compiler_that_fails_is_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "false")
     assert library.__wrapped__() is None
-    for module in (decoding_ops, decoding_ops):
-        monkeypatch.setattr(module, "library", lambda: None)
+    monkeypatch.setattr(decoding_ops, "library", lambda: None)
     done = NativeEngine(build("qwen2").bfloat16()).generate([[5, 6]], SAMPLED)
     assert [len(c.token_ids) > 0 for c in done] == [True] * 3

@@ -225,13 +225,11 @@ def test_one_with_a_short_context_is_a_mistake_that_is_named(fakes: list[FakeSer
         connect_all(fakes, build("qwen2"))
 
 
-def test_a_hook_that_knows_one_server_is_refused_for_several(
-    fakes: list[FakeServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hook_that_knows_one_server_is_refused_for_several(fakes: list[FakeServer]) -> None:
+    @weights.register_hook("of one server")
     class Own(FixedPolicy):
         fixed = False
 
-    monkeypatch.setitem(weights._HOOKS, "of one server", Own)
     with pytest.raises(ConfigError, match=r"names 3 servers.*FolderWeights"):
         connect_all(fakes, build("qwen2"), weights="of one server", reload_url="")
 

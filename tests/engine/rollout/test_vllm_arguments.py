@@ -145,7 +145,7 @@ def test_names_are_those_of_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) 
 
     names = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
     assert argument_names() == names
-    ours = {*engine_kwargs._OWN, *engine_kwargs._GIVEN, *engine_kwargs._REFUSED}
+    ours = {*engine_kwargs._SETTINGS, *engine_kwargs._SET_BY_ENGINE, *engine_kwargs._REFUSED}
     assert ours <= names, "a refusal of what no longer exists"
     assert set(arguments(True, monkeypatch)) | set(arguments(False, monkeypatch)) <= names
     config = {"engine": "vllm", "vllm": {"engine_kwargs": {"block_sise": 32}}}

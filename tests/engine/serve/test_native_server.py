@@ -20,23 +20,24 @@ from transformers import AutoModelForCausalLM
 from engine.data.tokenizer import load_tokenizer
 from engine.serve import Identity
 from engine.serve.__main__ import main
-from engine.serve.native_server import LARGEST, Backend, NativeServer
+from engine.serve.api_server import LARGEST, ApiServer
+from engine.serve.native_backend import NativeBackend
 
 IDENTITY = Identity("tiny", "models:/tiny@champion", "3", "d" * 64, "e" * 64)
 PROMPT = "3+4="
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: Path) -> Iterator[NativeServer]:
-    running = NativeServer("127.0.0.1", 0, request_timeout=120)
-    running.backend = Backend.load(model_folder, None)
+def server(model_folder: Path) -> Iterator[ApiServer]:
+    running = ApiServer("127.0.0.1", 0, request_timeout=120)
+    running.backend = NativeBackend.load(model_folder, None)
     running.start(IDENTITY)
     yield running
     running.stop()
 
 
 @pytest.fixture
-def url(server: NativeServer) -> str:
+def url(server: ApiServer) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
@@ -229,7 +230,7 @@ def test_wrong_chats_paths_and_bodies_are_refused(url: str) -> None:
     assert httpx.post(f"{url}/v1/completions", content=parts, timeout=120).status_code == 200
 
 
-def test_a_request_that_takes_too_long_is_given_up(server: NativeServer, url: str) -> None:
+def test_a_request_that_takes_too_long_is_given_up(server: ApiServer, url: str) -> None:
     before, server.request_timeout = server.request_timeout, 0.0
     try:
         status, message = refused(url, {"prompt": PROMPT, "max_tokens": 100})
@@ -255,19 +256,19 @@ class Stuck:
 
 
 @pytest.fixture
-def stuck(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeServer]:
-    monkeypatch.setattr("engine.serve.native_server.STOP_S", 1)
+def stuck(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    monkeypatch.setattr("engine.serve.api_server.STOP_S", 1)
     engine: Any = Stuck()
-    running = NativeServer("127.0.0.1", 0, request_timeout=60)
-    running.backend = Backend(engine, load_tokenizer(model_folder), (), 128, 1 << 20)
+    running = ApiServer("127.0.0.1", 0, request_timeout=60)
+    running.backend = NativeBackend(engine, load_tokenizer(model_folder), (), 128, 1 << 20)
     running.start(IDENTITY)
     yield running
     engine.let_go.set()
     running.stop()
 
 
-def test_a_request_under_way_is_told_that_the_server_stops(stuck: NativeServer) -> None:
-    url, engine = f"http://127.0.0.1:{stuck.server_port}", backend_of(stuck)._engine
+def test_a_request_under_way_is_told_that_the_server_stops(stuck: ApiServer) -> None:
+    url, engine = f"http://127.0.0.1:{stuck.server_port}", backend_of(stuck)._batcher._engine
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(refused, url, {"prompt": PROMPT})
         assert engine.entered.wait(30)
@@ -279,22 +280,22 @@ def test_a_request_under_way_is_told_that_the_server_stops(stuck: NativeServer) 
         httpx.get(f"{url}/health", timeout=5)
 
 
-def test_an_engine_that_fails_is_a_500_and_the_server_goes_on(stuck: NativeServer) -> None:
+def test_an_engine_that_fails_is_a_500_and_the_server_goes_on(stuck: ApiServer) -> None:
     url = f"http://127.0.0.1:{stuck.server_port}"
-    backend_of(stuck)._engine.let_go.set()
+    backend_of(stuck)._batcher._engine.let_go.set()
     for _ in range(2):
         status, message = refused(url, {"prompt": PROMPT})
         assert (status, "its log says why" in message) == (500, True)
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-def backend_of(server: NativeServer) -> Any:
+def backend_of(server: ApiServer) -> Any:
     assert server.backend is not None
     return server.backend
 
 
 def test_before_the_model_is_loaded_it_says_so() -> None:
-    server = NativeServer("127.0.0.1", 0, request_timeout=1)
+    server = ApiServer("127.0.0.1", 0, request_timeout=1)
     server.start(IDENTITY)
     try:
         url = f"http://127.0.0.1:{server.server_port}"

@@ -10,7 +10,8 @@ import torch
 from served import SHAPE
 from tiny_engine import write_tiny_folder
 
-from engine.serve.native_server import Backend, CompletionRequest
+from engine.serve.api_server import CompletionRequest
+from engine.serve.native_backend import NativeBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,7 @@ pytestmark = [
 
 def test_a_served_model_is_on_the_device(tmp_path: Path) -> None:
     wide = SHAPE.model_copy(update={"hidden_size": 128, "num_attention_heads": 4})
-    backend = Backend.load(write_tiny_folder(tmp_path / "model", wide), None)
+    backend = NativeBackend.load(write_tiny_folder(tmp_path / "model", wide), None)
     model = backend._engine._handle.get()  # type: ignore[attr-defined]
     assert {p.device.type for p in model.parameters()} == {"cuda"}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -28,4 +29,4 @@ def test_a_served_model_is_on_the_device(tmp_path: Path) -> None:
     answers, tokens, _ = asyncio.run(asyncio.wait_for(backend.complete(request), 60))
     assert len(answers) == 2
     assert tokens > 0
-    backend.batcher.close()
+    backend.close()

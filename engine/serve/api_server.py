@@ -1,7 +1,7 @@
-"""The native rollout engine behind a small HTTP server (Starlette on uvicorn).
+"""The native rollout engine behind an HTTP server of OpenAI's API (Starlette on uvicorn).
 
-The requests and answers of OpenAI's API, and the server, which listens before the model (and
-torch) is loaded.
+It listens before the model (and torch) is loaded; until then `/health` and requests answer 503.
+What is asked for and not offered is refused by name, never left out in silence.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -27,20 +25,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.errors import ConfigError, DataError, EngineError, ModelError, RolloutError
+from engine.errors import ConfigError, EngineError
 from engine.serve import Identity
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from engine.rollout.protocol import Completion, RolloutEngine
-
-
-# The requests of OpenAI's API that the native server answers, and what it answers.
-#
-# Pure: text and tokens become each other elsewhere. What is asked for and not offered is refused
-# by
-# name, never left out in silence.
 
 # Fields of the API that change the answer, and the values that ask for nothing.
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
@@ -81,8 +67,8 @@ class _Request(BaseModel):
     @property
     def stops(self) -> list[str]:
         """Texts at which an answer ends."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in texts if text]
 
     @property
     def longest(self) -> int | None:
@@ -99,9 +85,9 @@ class CompletionRequest(_Request):
     @property
     def prompts(self) -> list[str] | list[Tokens]:
         """All prompts, as texts or as tokens."""
-        given: Any = self.prompt
-        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        return [given] if single else given
+        prompt: Any = self.prompt
+        single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        return [prompt] if single else prompt
 
     @property
     def longest(self) -> int | None:
@@ -149,11 +135,6 @@ class Answer:
     tokens: int
     finish_reason: str  # "stop" or "length"
 
-    def stopped_at(self, stops: Sequence[str]) -> Answer:
-        """It, up to the first of the texts at which it should end."""
-        ends = [at for at in (self.text.find(stop) for stop in stops) if at >= 0]
-        return Answer(self.text[: min(ends)], self.tokens, "stop") if ends else self
-
 
 def parse(kind: type[_R], values: object, served: str) -> _R:
     """Read a request of one kind; RequestError for what is wrong or not offered.
@@ -194,14 +175,20 @@ def response(
     chat = isinstance(request, ChatRequest)
     generated = sum(answer.tokens for answer in answers)
     choices = []
-    for index, one in enumerate(answers):
-        said: dict[str, object] = {"index": index, "finish_reason": one.finish_reason}
-        said |= {"message": _message(one)} if chat else {"text": one.text}
+    for index, answer in enumerate(answers):
+        choice: dict[str, object] = {"index": index, "finish_reason": answer.finish_reason}
+        if chat:
+            choice["message"] = {"role": "assistant", "content": answer.text}
+        else:
+            choice["text"] = answer.text
         if prompt_logprobs:
-            said["prompt_logprobs"] = prompt_logprobs[index // (request.n or 1)]
-        choices.append(said | {"logprobs": None})
+            choice["prompt_logprobs"] = prompt_logprobs[index // (request.n or 1)]
+        choices.append(choice | {"logprobs": None})
     return {
-        **_head(chat, "chat.completion" if chat else "text_completion", model),
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
         "choices": choices,
         "usage": {
             "prompt_tokens": prompt_tokens,
@@ -217,38 +204,14 @@ def chunks(whole: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     head = {key: whole[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if chat else "text_completion"
     for choice in whole["choices"]:
-        said = {"index": choice["index"], "finish_reason": None}
-        ended = {"index": choice["index"], "finish_reason": choice["finish_reason"]}
-        piece = {"delta": choice["message"]} if chat else {"text": choice["text"]}
-        yield head | {"choices": [said | piece]}
-        rest: dict[str, object] = {"delta": {}} if chat else {"text": ""}
-        yield head | {"choices": [ended | rest]}
+        pieces: list[tuple[str | None, dict[str, object]]] = [
+            (None, {"delta": choice["message"]} if chat else {"text": choice["text"]}),
+            (choice["finish_reason"], {"delta": {}} if chat else {"text": ""}),
+        ]
+        for reason, piece in pieces:
+            event = {"index": choice["index"], "finish_reason": reason} | piece
+            yield head | {"choices": [event]}
 
-
-def models(name: str, started: int, context: int | None) -> dict[str, object]:
-    """The answer to `GET /v1/models`."""
-    one = {"id": name, "object": "model", "created": started, "owned_by": "hybridflyte"}
-    return {"object": "list", "data": [one | {"max_model_len": context}]}
-
-
-def error_body(message: str, status: int) -> dict[str, object]:
-    """An error as OpenAI's clients read it."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-def _message(one: Answer) -> dict[str, str]:
-    return {"role": "assistant", "content": one.text}
-
-
-def _head(chat: bool, kind: str, model: str) -> dict[str, object]:
-    name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
-
-
-# The native rollout engine behind a small HTTP server (Starlette on uvicorn).
-#
-# It listens before the model is loaded; until it is, `/health` and requests answer 503.
 
 LARGEST = 8 << 20  # bytes of a request
 BODY_S = 60.0  # for a client to send its request
@@ -260,50 +223,10 @@ KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
 }
 
 
-class Backend:
-    """A loaded model: texts in, texts out."""
+class Backend(Protocol):
+    """A loaded model that answers requests: texts in, texts out."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        stops: tuple[int, ...],
-        context: int,
-        vocabulary: int,
-        model: Any = None,
-    ) -> None:
-        """`model` is the engine's, for log-probs of prompts."""
-        from engine.serve.batching import Batcher
-
-        self.context, self._model = context, model
-        self._tokenizer, self._stops, self._vocabulary = tokenizer, stops, vocabulary
-        self._texts = ThreadPoolExecutor(1)  # a tokenizer is not safe for use by two threads
-        self._engine, self.batcher = engine, Batcher(engine)
-
-    @staticmethod
-    def load(folder: Path, max_model_len: int | None) -> Backend:
-        """Load a model's folder onto this process's device.
-
-        Its weights are bfloat16 where the hardware computes in it, else float32. Raises ModelError
-        for a folder that can't be loaded and ConfigError for a length beyond the model's context.
-        """
-        import torch
-
-        from engine.data.templates import stop_token_ids
-        from engine.data.tokenizer import load_tokenizer
-        from engine.models import load_model, resolve_dtype, text_config
-        from engine.rollout.protocol import create_engine, resolve_max_model_len
-        from engine.rollout.trainer_model import context_length
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        tokenizer = load_tokenizer(folder)
-        shape = text_config(folder)
-        model = load_model(folder, resolve_dtype("auto", shape.hidden_size)).eval()
-        torch.nn.Module.to(model, torch.device(device))  # in place
-        context = resolve_max_model_len(max_model_len, context_length(model))
-        engine = create_engine("native", model, max_model_len=context)
-        stops = stop_token_ids(tokenizer, model.generation_config)
-        return Backend(engine, tokenizer, stops, context, int(shape.vocab_size), model)
+    context: int  # longest prompt plus completion, in tokens
 
     async def complete(self, request: Completions) -> tuple[list[Answer], int, list[object]]:
         """All answers to a request in order, its prompts' tokens, and log-probs where asked for.
@@ -311,75 +234,14 @@ class Backend:
         Raises RequestError for a prompt that can't be completed. Where it is cancelled, so are
         those of its prompts that still wait.
         """
-        from engine.rollout.protocol import SamplingParams
+        ...
 
-        loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(self._texts, self._encode, request)
-        temperature = 1.0 if request.temperature is None else request.temperature
-        jobs = [
-            self.batcher.submit(
-                prompt,
-                SamplingParams(
-                    n=request.n or 1,
-                    max_new_tokens=min(request.longest or self.context, self.context - len(prompt)),
-                    temperature=temperature,
-                    top_k=max(request.top_k or 0, 0),
-                    top_p=request.top_p or 1.0,
-                    seed=(request.seed or 0) & (2**62 - 1),
-                    stop_token_ids=self._stops,
-                    first_prompt=i,
-                ),
-                request.seed is not None,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-        done = await asyncio.gather(*map(asyncio.wrap_future, jobs))
-        answers = await loop.run_in_executor(
-            self._texts, self._answers, [one for own in done for one in own], request.stops
-        )
-        said = await loop.run_in_executor(self._texts, self._prompt_log_probs, request, prompts)
-        return answers, sum(map(len, prompts)), said
-
-    def _prompt_log_probs(self, request: object, prompts: list[list[int]]) -> list[object]:
-        from engine.serve.batching import prompt_log_probs
-
-        top_k = getattr(request, "prompt_logprobs", None)
-        return [] if top_k is None else [prompt_log_probs(self._model, p, top_k) for p in prompts]
-
-    def _encode(self, request: Completions) -> list[list[int]]:
-        from engine.data.templates import encode_prompts, encode_text
-        from engine.rollout.protocol import check_prompt
-
-        try:
-            if isinstance(request, ChatRequest):
-                chat = [message.plain() for message in request.messages]
-                prompts = encode_prompts(self._tokenizer, [chat], "messages")
-            else:
-                prompts = [
-                    encode_text(self._tokenizer, one) if isinstance(one, str) else one
-                    for one in request.prompts
-                ]
-            for i, prompt in enumerate(prompts):
-                check_prompt(f"prompt {i}", prompt, self.context, self._vocabulary)
-        except (DataError, ModelError, RolloutError) as error:
-            raise RequestError(str(error)) from None
-        if not prompts:
-            raise RequestError("prompt is empty; give a text or token ids")
-        return prompts
-
-    def _answers(self, done: list[Completion], stops: list[str]) -> list[Answer]:
-        return [self._answer(one).stopped_at(stops) for one in done]
-
-    def _answer(self, one: Completion) -> Answer:
-        from engine.data.templates import decode_response
-
-        ids = one.token_ids
-        ended = bool(ids) and ids[-1] in self._stops
-        text = decode_response(self._tokenizer, ids[:-1] if ended else ids)
-        return Answer(text, len(ids), one.finish_reason)
+    def close(self) -> None:
+        """Answer nothing more."""
+        ...
 
 
-class NativeServer:
+class ApiServer:
     """The endpoint; it answers from `start` on, and with completions once it has a backend."""
 
     identity: Identity
@@ -424,7 +286,7 @@ class NativeServer:
             self._thread.join(STOP_S + 1)
         self._socket.close()
         if self.backend is not None:
-            self.backend.batcher.close()
+            self.backend.close()
 
     async def _health(self, request: Request) -> Response:
         state, status = ("loading", 503) if self.backend is None else ("ok", 200)
@@ -432,8 +294,10 @@ class NativeServer:
         return _json(values, status)
 
     async def _models(self, request: Request) -> Response:
-        context = self.backend.context if self.backend is not None else None
-        return _json(models(self.identity.name, self.created, context))
+        context = None if self.backend is None else self.backend.context
+        model = {"id": self.identity.name, "object": "model", "created": self.created}
+        model |= {"owned_by": "hybridflyte", "max_model_len": context}
+        return _json({"object": "list", "data": [model]})
 
     async def _complete(self, request: Request) -> Response:
         try:
@@ -443,22 +307,22 @@ class NativeServer:
 
     async def _answer(self, request: Request) -> Response:
         name, values = self.identity.name, await _body(request)
-        asked = parse(KINDS[request.scope["path"]], values, name)
+        completions = parse(KINDS[request.scope["path"]], values, name)
         if self.backend is None:
             raise RequestError("the model is being loaded", 503)
         try:
             async with asyncio.timeout(self.request_timeout):
-                answers, prompt_tokens, said = await self.backend.complete(asked)
+                answers, tokens, log_probs = await self.backend.complete(completions)
         except TimeoutError:
             raise RequestError(
                 "the answer took longer than --request-timeout; ask for fewer tokens, or when "
                 "fewer others ask",
                 504,
             ) from None
-        whole = response(asked, answers, prompt_tokens, name, said)
-        if not asked.stream:
-            return _json(whole)
-        events = [*map(json.dumps, chunks(whole)), "[DONE]"]
+        answer = response(completions, answers, tokens, name, log_probs)
+        if not completions.stream:
+            return _json(answer)
+        events = [*map(json.dumps, chunks(answer)), "[DONE]"]
         data = "".join(f"data: {event}\n\n" for event in events)
         return Response(data, headers={"content-type": "text/event-stream"})
 
@@ -501,7 +365,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
         message = f"there is no {request.method} {request.url.path}; POST to {' or '.join(KINDS)}"
     elif isinstance(error, EngineError):
         status, message = getattr(error, "status", 500), str(error)
-    return _json(error_body(message, status), status)
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    body = {"message": message, "type": kind, "param": None, "code": status}
+    return _json({"error": body}, status)
 
 
 def _json(values: object, status: int = 200) -> Response:

@@ -1,0 +1,277 @@
+"""The native rollout engine behind `api_server`: texts become tokens, and requests batches.
+
+Requests that wait and draw tokens in the same way are decoded together, up to `BATCH` sequences at
+once; one with a seed of its own is decoded alone, so that it gives the same tokens whoever else
+asks. Loads torch, so it is imported once the server listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.data.templates import decode_response, encode_prompts, encode_text, stop_token_ids
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import DataError, ModelError, RolloutError
+from engine.models import load_model, resolve_dtype, text_config
+from engine.rollout.protocol import (
+    Completion,
+    RolloutEngine,
+    SamplingParams,
+    check_prompt,
+    create_engine,
+    resolve_max_model_len,
+)
+from engine.rollout.trainer_model import context_length
+from engine.serve.api_server import Answer, ChatRequest, Completions, RequestError
+
+BATCH = 64  # sequences
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt of a request."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    has_seed: bool  # whether params.seed is the client's
+    result: Future[list[Completion]] = field(default_factory=Future)  # params.n completions
+
+    @property
+    def batch_key(self) -> object:
+        """Equal for jobs that can be decoded in one call; lengths are rounded up together."""
+        params = self.params
+        if self.has_seed:
+            return id(self)
+        longest = 1 << (params.max_new_tokens - 1).bit_length()
+        return params.n, params.temperature, params.top_k, params.top_p, longest
+
+
+class Batcher:
+    """Decodes jobs until it is closed.
+
+    >>> batcher = Batcher(engine)
+    >>> batcher.submit([5, 6, 7], SamplingParams(max_new_tokens=8)).result(timeout=60)
+    [Completion(prompt_index=0, …)]
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._later: list[Job] = []  # taken from the queue, of another kind than what is decoded
+        self._random = random.Random()
+        self.failed = ""  # why it decodes nothing any more
+        threading.Thread(target=self._run, name="decode", daemon=True).start()
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, has_seed: bool = False
+    ) -> Future[list[Completion]]:
+        """Queue a prompt's completions; the prompt must have been checked."""
+        job = Job(prompt, params, has_seed)
+        if self.failed:
+            job.result.set_exception(RolloutError(self.failed))
+        else:
+            self._waiting.put(job)
+        return job.result
+
+    def close(self) -> None:
+        """Take no more jobs; those that wait are cancelled, one that is decoded ends by itself."""
+        self.failed = self.failed or "the server is stopping"
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            try:
+                self._decode(batch)
+            except Exception as error:  # its clients are told, and the next batch is tried
+                _log.exception("a batch of %d requests failed", len(batch))
+                for job in batch:
+                    if not job.result.done():
+                        job.result.set_exception(error)
+        for job in self._later:
+            job.result.cancel()
+
+    def _next_batch(self) -> list[Job]:
+        """Wait for a job; return it with all others of its kind that fit, none when closed."""
+        batch: list[Job] = []
+        while not batch:
+            if not self._take():
+                break
+            first, rest, size = self._later[0].batch_key, [], 0
+            for job in self._later:
+                if job.batch_key != first or (batch and size + job.params.n > BATCH):
+                    rest.append(job)
+                elif job.result.set_running_or_notify_cancel():  # else its client has gone
+                    batch.append(job)
+                    size += job.params.n
+            self._later = rest
+        return batch
+
+    def _take(self) -> bool:
+        """Move what waits to `_later`, one at least; False when closed."""
+        while True:
+            try:
+                job = self._waiting.get(block=not self._later)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            self._later.append(job)
+
+    def _decode(self, batch: list[Job]) -> None:
+        first = batch[0].params
+        seed = first.seed if batch[0].has_seed else self._random.getrandbits(62)
+        longest = max(job.params.max_new_tokens for job in batch)
+        params = replace(first, max_new_tokens=longest, seed=seed)
+        done = self._engine.generate([job.prompt for job in batch], params)
+        for i, job in enumerate(batch):
+            group = done[i * params.n : (i + 1) * params.n]
+            job.result.set_result([_shortened(c, job.params.max_new_tokens) for c in group])
+
+
+def _shortened(completion: Completion, limit: int) -> Completion:
+    """A completion as it would have ended at its own limit."""
+    ids, log_probs = completion.token_ids[:limit], completion.log_probs[:limit]
+    if len(ids) == len(completion.token_ids):
+        return completion
+    return replace(completion, token_ids=ids, log_probs=log_probs, finish_reason="length")
+
+
+class NativeBackend:
+    """A loaded model: texts in, texts out."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: tuple[int, ...],
+        context: int,
+        vocabulary: int,
+        model: Any = None,
+    ) -> None:
+        """`model` is the engine's, for log-probs of prompts."""
+        self.context, self._model = context, model
+        self._tokenizer, self._stops, self._vocabulary = tokenizer, stops, vocabulary
+        self._texts = ThreadPoolExecutor(1)  # a tokenizer is not safe for use by two threads
+        self._batcher = Batcher(engine)
+
+    @staticmethod
+    def load(folder: Path, max_model_len: int | None) -> NativeBackend:
+        """Load a model's folder onto this process's device.
+
+        Its weights are bfloat16 where the hardware computes in it, else float32. Raises ModelError
+        for a folder that can't be loaded and ConfigError for a length beyond the model's context.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        tokenizer = load_tokenizer(folder)
+        shape = text_config(folder)
+        model = load_model(folder, resolve_dtype("auto", shape.hidden_size)).eval()
+        torch.nn.Module.to(model, torch.device(device))  # in place
+        context = resolve_max_model_len(max_model_len, context_length(model))
+        engine = create_engine("native", model, max_model_len=context)
+        stops = stop_token_ids(tokenizer, model.generation_config)
+        return NativeBackend(engine, tokenizer, stops, context, int(shape.vocab_size), model)
+
+    async def complete(self, request: Completions) -> tuple[list[Answer], int, list[object]]:
+        """As in `Backend`."""
+        loop = asyncio.get_running_loop()
+        prompts = await loop.run_in_executor(self._texts, self._encode, request)
+        temperature = 1.0 if request.temperature is None else request.temperature
+        jobs = [
+            self._batcher.submit(
+                prompt,
+                SamplingParams(
+                    n=request.n or 1,
+                    max_new_tokens=min(request.longest or self.context, self.context - len(prompt)),
+                    temperature=temperature,
+                    top_k=max(request.top_k or 0, 0),
+                    top_p=request.top_p or 1.0,
+                    seed=(request.seed or 0) & (2**62 - 1),
+                    stop_token_ids=self._stops,
+                    first_prompt=i,
+                ),
+                request.seed is not None,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        decoded = await asyncio.gather(*map(asyncio.wrap_future, jobs))
+
+        def answer() -> tuple[list[Answer], list[object]]:
+            answers = [self._answer(c, request.stops) for group in decoded for c in group]
+            top_k = getattr(request, "prompt_logprobs", None)
+            if top_k is None:
+                return answers, []
+            return answers, [prompt_log_probs(self._model, prompt, top_k) for prompt in prompts]
+
+        answers, log_probs = await loop.run_in_executor(self._texts, answer)
+        return answers, sum(map(len, prompts)), log_probs
+
+    def close(self) -> None:
+        """Decode nothing more."""
+        self._batcher.close()
+
+    def _encode(self, request: Completions) -> list[list[int]]:
+        try:
+            if isinstance(request, ChatRequest):
+                chat = [message.plain() for message in request.messages]
+                prompts = encode_prompts(self._tokenizer, [chat], "messages")
+            else:
+                prompts = [
+                    encode_text(self._tokenizer, prompt) if isinstance(prompt, str) else prompt
+                    for prompt in request.prompts
+                ]
+            for i, prompt in enumerate(prompts):
+                check_prompt(f"prompt {i}", prompt, self.context, self._vocabulary)
+        except (DataError, ModelError, RolloutError) as error:
+            raise RequestError(str(error)) from None
+        if not prompts:
+            raise RequestError("prompt is empty; give a text or token ids")
+        return prompts
+
+    def _answer(self, completion: Completion, stops: Sequence[str]) -> Answer:
+        """A completion as text, up to the first of `stops`."""
+        ids = completion.token_ids
+        ended = bool(ids) and ids[-1] in self._stops
+        text = decode_response(self._tokenizer, ids[:-1] if ended else ids)
+        ends = [at for at in map(text.find, stops) if at >= 0]
+        if ends:
+            return Answer(text[: min(ends)], len(ids), "stop")
+        return Answer(text, len(ids), completion.finish_reason)
+
+
+LogProbs = dict[str, dict[str, float]]
+
+
+@torch.inference_mode()
+def prompt_log_probs(
+    model: PreTrainedModel, ids: Sequence[int], top_k: int
+) -> list[LogProbs | None]:
+    """For each token: None for the first; then the likeliest tokens' ids, and its own, each with
+    `logprob` (at temperature 1) and `rank` (from 1, of equals the highest)."""
+    tokens = torch.tensor(ids, device=model.device)
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+    log_probs = logits.log_softmax(-1)
+    of_tokens = log_probs.gather(1, tokens[1:, None])
+    ranks = (log_probs > of_tokens).sum(1) + 1
+    top_log_probs, likeliest = log_probs.topk(min(top_k, log_probs.shape[1]))
+    rows: list[LogProbs | None] = [None]
+    columns = (x.tolist() for x in (tokens[1:], of_tokens[:, 0], ranks, likeliest, top_log_probs))
+    for token, log_prob, rank, top, values in zip(*columns, strict=True):
+        row = {
+            str(other): {"logprob": value, "rank": place}
+            for place, (other, value) in enumerate(zip(top, values, strict=True), 1)
+        }
+        rows.append(row | {str(token): {"logprob": log_prob, "rank": rank}})
+    return rows
