@@ -198,6 +198,22 @@ class ModelRegistry(Connection):
             raise TrackingError(f"MLflow {self.uri} has no model {model_name!r}; check the name")
         return model
 
+    def set_model_tag(self, model_name: str, key: str, value: str) -> None:
+        """Set a tag of a registered model."""
+        with self.translated("tag a model"):
+            self.client.set_registered_model_tag(model_name, key, value)
+
+    def delete_model_tag(self, model_name: str, key: str) -> None:
+        """Delete a tag of a registered model; it may be gone already."""
+        from mlflow.exceptions import MlflowException
+
+        with self.translated("delete a model's tag"):
+            try:
+                self.client.delete_registered_model_tag(model_name, key)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+
     def _ensure_model(self, model_name: str) -> None:
         from mlflow.exceptions import MlflowException
 
