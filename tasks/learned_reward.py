@@ -249,7 +249,7 @@ def write_rows(case: Case, champion: np.ndarray | None) -> None:
 
 def publish_decision(case: Case, decision: Decision, former: ModelVersion | None) -> FlyteDirectory:
     """Write the decision with the champion that it was made against, and publish the artifact."""
-    from engine.promotion.gate import version_parent
+    from engine.tracking.model_versions import version_parent
 
     this, version = case.this, case.version
     parent = version_parent(former, "champion") if former else None

@@ -269,8 +269,8 @@ def publish_decision(
     case: PromotionCase, version: ModelVersion, comparison: Comparison
 ) -> FlyteDirectory:
     """Write the decision with the champion that it was made against, and publish the artifact."""
-    from engine.promotion.gate import version_parent
     from engine.storage.artifacts import read_manifest
+    from engine.tracking.model_versions import version_parent
 
     this, former, decision = case.this, comparison.former, comparison.decision
     parents = [comparison.recorded, version_parent(former, "champion") if former else None]
@@ -375,7 +375,7 @@ def rollback(
 def parent_of_version(tracker: Tracker, model: str, version: str, name: str) -> list[Parent]:
     """The artifact of a version as a parent; empty when the version or its tags are gone."""
     from engine.errors import TrackingError
-    from engine.promotion.gate import version_parent
+    from engine.tracking.model_versions import version_parent
 
     try:
         parent = version_parent(tracker.model_version(f"models:/{model}/{version}"), name)

@@ -263,20 +263,6 @@ def champion_to_compare(
     return tracker.model_version(f"models:/{champions.model_name}/{move.replaced}")
 
 
-def version_parent(version: ModelVersion, name: str) -> Parent | None:
-    """The artifact that a version was registered from, as a parent; None when it has no tags."""
-    tags = version.tags
-    if not tags.get("artifact_digest"):
-        return None
-    return Parent(
-        name=name,
-        kind=tags.get("artifact_kind") or "model",
-        digest=tags["artifact_digest"],
-        uri=tags.get("artifact_uri", ""),
-        manifest=tags.get("manifest_digest", ""),
-    )
-
-
 def champion_evaluation(
     tracker: Tracker,
     champion: ModelVersion,

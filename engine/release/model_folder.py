@@ -1,4 +1,8 @@
-"""A model's folder for others, with its card, and its repository on the hub."""
+"""A model's folder for others, with its card, and its repository on the hub.
+
+The card's front matter is Hugging Face's (`model-index` with the results). Its digests are whole;
+folders of this machine are left out.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +30,22 @@ from engine.storage.digests import FileEntry, hash_files
 from engine.storage.filesystem import fsync_tree, is_hub_id
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, ModelInfo
-
-
-# Tables and lines of Markdown whose cells may hold anything.
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts."""
+    """Return a table of texts in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(line, cells)) + " |" for cells in lines)
 
 
 def line(text: str) -> str:
-    """A text that neither ends a line, nor a cell, nor begins HTML."""
+    """Return a text that neither ends a line, nor a cell, nor begins HTML."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-# A model's scores in its card: as results of the front matter, and as tables.
-
-
 def results(model: ReleasedModel, source: str) -> list[EvalResult]:
-    """One result a metric, with the ends of its interval as the metric's arguments."""
+    """Return one result a metric, with the ends of its interval or its standard error."""
     from huggingface_hub import EvalResult
 
     found, evaluation = model.comparison, model.evaluation
@@ -71,30 +69,23 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
             },
         )
         for kind, name, value in _rates(found, found.after)
-    ] + _harness_results(model)
-
-
-def _harness_results(model: ReleasedModel) -> list[EvalResult]:
-    """One result a metric of the lm-evaluation-harness."""
-    from huggingface_hub import EvalResult
-
-    return [
+    ] + [
         EvalResult(
             task_type="text-generation",
-            dataset_type=one.task,
-            dataset_name=f"{one.task} (lm-evaluation-harness)",
-            dataset_args={"version": one.version, "documents": one.documents},
-            metric_type=one.metric,
-            metric_name=one.metric,
-            metric_value=round(one.value, 6),
-            metric_args={"stderr": one.stderr} if one.stderr is not None else None,
+            dataset_type=score.task,
+            dataset_name=f"{score.task} (lm-evaluation-harness)",
+            dataset_args={"version": score.version, "documents": score.documents},
+            metric_type=score.metric,
+            metric_name=score.metric,
+            metric_value=round(score.value, 6),
+            metric_args={"stderr": score.stderr} if score.stderr is not None else None,
         )
-        for one in model.harness
+        for score in model.harness
     ]
 
 
 def _rates(found: EvaluationComparison, side: ModelSummary) -> list[tuple[str, str, Interval]]:
-    """Type, name and value of each rate."""
+    """Return type, name and value of each rate."""
     return [
         ("pass@1", "pass@1 (greedy)", side.pass_at_1),
         (f"pass@{found.k}", f"pass@{found.k} (of {found.samples} samples)", side.pass_at_k),
@@ -104,52 +95,37 @@ def _rates(found: EvaluationComparison, side: ModelSummary) -> list[tuple[str, s
 
 
 def score_sections(model: ReleasedModel) -> list[str]:
+    """Return the card's sections of scores: two models with intervals, gain, and the harness."""
     found, evaluation = model.comparison, model.evaluation
     if found is None or evaluation is None:
         return ["## Scores\n\nThis model was not evaluated."]
     kinds = {parent.name: parent.kind for parent in evaluation.parents}
     start = "start_model" if kinds.get("warm_start") == "start_model" else found.before.model
-    head = ("", start.replace("_", " "), "this model")
-    rows: list[tuple[str, ...]] = [
-        (name, _percent(before), _percent(after))
-        for (_, name, before), (_, _, after) in zip(
-            _rates(found, found.before), _rates(found, found.after), strict=True
-        )
+    sides = (found.before, found.after)
+    rows = [
+        (name, *(f"{rate.mean:.1%} [{rate.low:.1%}, {rate.high:.1%}]" for rate in (before, after)))
+        for (_, name, before), (_, _, after) in zip(*(_rates(found, s) for s in sides), strict=True)
     ]
-    lengths = [f"{side.response_length.mean:.1f}" for side in (found.before, found.after)]
-    rows.append(("mean response, tokens", *lengths))
-    return [
+    rows.append(("mean response, tokens", *(f"{s.response_length.mean:.1f}" for s in sides)))
+    sections = [
         f"## Scores\n\n{found.problems} held-out problems, the same for both models, with "
         f"{found.confidence:.0%} intervals; evaluation `{evaluation.digest}`, seed {found.seed}.",
-        table(head, rows),
+        table(("", start.replace("_", " "), "this model"), rows),
         f"Paired gain in greedy pass@1: {points(found.gain.mean, found.gain.low, found.gain.high)}"
         f"; {found.fixed} problems became right and {found.broken} wrong.",
-        *_harness_table(model),
     ]
+    scores = []
+    for score in model.harness:
+        ends = score.interval(found.confidence)
+        shown = f"{score.value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
+        scores.append((score.task, score.version, score.metric, shown))
+    if scores:
+        sections += [
+            "lm-evaluation-harness, intervals by its standard errors:",
+            table(("task", "version", "metric", "this model"), scores),
+        ]
+    return sections
 
-
-def _harness_table(model: ReleasedModel) -> list[str]:
-    if model.comparison is None or not model.harness:
-        return []
-    rows = []
-    for one in model.harness:
-        ends = one.interval(model.comparison.confidence)
-        shown = f"{one.value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
-        rows.append((one.task, one.version, one.metric, shown))
-    return [
-        "lm-evaluation-harness, intervals by its standard errors:",
-        table(("task", "version", "metric", "this model"), rows),
-    ]
-
-
-def _percent(value: Interval) -> str:
-    return f"{value.mean:.1%} [{value.low:.1%}, {value.high:.1%}]"
-
-
-# A model's card: what it is, its scores with intervals, data, settings and lineage, as Markdown.
-#
-# The front matter is Hugging Face's (`model-index` with the results). Digests are whole; folders
-# of this machine are left out.
 
 # The nearest stage of each kind.
 SETTINGS_OF = (
@@ -157,8 +133,6 @@ SETTINGS_OF = (
 )
 _PLACE = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
 _HUB_DATASET = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)")
-UNKNOWN = "unknown: no card of the base says it"
-OWNERS = "the owner's to choose"
 
 USE = """```python
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -171,43 +145,86 @@ tokenizer = PreTrainedTokenizerFast.from_pretrained("{name}")
 def model_card(
     model: ReleasedModel, base: Base | None, licence: Licence | None, repository: str
 ) -> str:
-    """The whole README.md. `repository` is what a reader loads the model by."""
+    """Return the whole README.md. `repository` is what a reader loads the model by."""
+    line_of_models = [model.graph.nodes[model.key], *model.ancestors]
+    data = [
+        (
+            _name(node),
+            f"`{node.digest}`",
+            ", ".join(f"{k} {v:,.6g}" for k, v in node.metrics.items() if k != "seconds"),
+        )
+        for node in model.ancestors
+        if node.kind in ("dataset", "pairs", SOURCE)
+    ]
+    nearest: dict[str, ArtifactNode] = {}
+    lineage = []
+    for node in line_of_models:
+        if node.kind in SETTINGS_OF and node.config:
+            nearest.setdefault(node.kind, node)
+        own = node.manifest
+        made = (f"`{own.own_digest}`", f"`{own.code_version}`") if own else ("", "")
+        lineage.append((_name(node), f"`{node.digest}`", *made))
+    settings = "\n\n".join(map(_settings, nearest.values()))
     sections = [
         f"# {line(model.name)}",
         _facts(model, base, licence),
         *score_sections(model),
-        "## Data\n\n" + _data(model),
-        "## Settings\n\n" + _settings(model),
-        "## Lineage\n\n" + _lineage(model),
+        "## Data\n\n"
+        + (table(("", "content digest", ""), data) if data else "No data are recorded."),
+        "## Settings\n\n" + (settings or "None are recorded."),
+        "## Lineage\n\nAll that it was made from, nearest first; `lineage.json` has it for "
+        "programs.\n\n" + table(("", "content digest", "manifest digest", "code"), lineage),
         "## Use\n\n" + USE.format(name=repository),
     ]
     body = presentable("\n\n".join(sections))
     return f"---\n{_front_matter(model, base, licence)}\n---\n\n{body}\n"
 
 
+def _settings(node: ArtifactNode) -> str:
+    """Return what a stage was made by, as YAML that is folded away."""
+    text = yaml.safe_dump(public_values(node.config), sort_keys=False, allow_unicode=True)
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or ["``"]))
+    title = f"{node.kind} <code>{node.digest[:12]}</code>"
+    return f"<details><summary>{title}</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
+
+
 def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | None) -> str:
     from huggingface_hub import ModelCardData
 
     kinds = [node.kind for node in (model.graph.nodes[model.key], *model.ancestors)]
-    said = licence or Licence("")
-    found = results(model, _source_name(model))
+    datasets = _hub_datasets(model)
+    sources = [data.get("source") for node in model.ancestors if (data := _data_settings(node))]
+    problems = datasets[0] if datasets else str((sources or [""])[0] or "unknown")
+    scores = results(model, problems)
+    known = licence or Licence("")
     data = ModelCardData(
         base_model=(base.hub_id or None) if base else None,
-        datasets=_hub_datasets(model) or None,
+        datasets=datasets or None,
         library_name="transformers",
-        license=said.id or None,
-        license_name=said.name or None,
-        license_link=said.link or None,
-        model_name=model.name if found else None,
-        eval_results=found or None,
+        license=known.id or None,
+        license_name=known.name or None,
+        license_link=known.link or None,
+        model_name=model.name if scores else None,
+        eval_results=scores or None,
         pipeline_tag="text-generation",
         tags=["hybridflyte", *(kind for kind in ("sft", "preference", "rl") if kind in kinds)],
     )
     return str(data.to_yaml())
 
 
+def _data_settings(node: ArtifactNode) -> dict[str, object]:
+    data = node.config.get("data") if node.kind == "dataset" else None
+    return data if isinstance(data, dict) else {}
+
+
 def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> str:
     manifest, rows = model.manifest, []
+    if licence is None:
+        from_scratch = base is not None and not base.path
+        terms = "the owner's to choose" if from_scratch else "unknown: no card of the base says it"
+    else:
+        terms = " ".join(filter(None, (licence.id, licence.name, licence.link)))
+        terms += f" ({licence.source})" if licence.source else ""
     if model.version is not None:
         facts = model.version.facts
         if facts.get("aliases"):
@@ -219,57 +236,15 @@ def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> 
         ("content digest (SHA-256)", f"`{manifest.digest}`"),
         ("manifest digest", f"`{manifest.own_digest}`"),
         ("trained from", base.sentence() if base else "not recorded"),
-        ("licence", _licence(base, licence)),
+        ("licence", terms),
         ("made by", f"stage `{manifest.kind}`, code `{manifest.code_version}`"),
         ("made at", f"{manifest.created_at:%Y-%m-%d %H:%M} UTC"),
     ]
     return table(("", ""), rows)
 
 
-def _licence(base: Base | None, licence: Licence | None) -> str:
-    if licence is None:
-        return OWNERS if base is not None and not base.path else UNKNOWN
-    named = " ".join(filter(None, (licence.id, licence.name, licence.link)))
-    return f"{named} ({licence.source})" if licence.source else named
-
-
-def _data(model: ReleasedModel) -> str:
-    nodes = [node for node in model.ancestors if node.kind in ("dataset", "pairs", SOURCE)]
-    rows = [(_name(node), f"`{node.digest}`", _counts(node)) for node in nodes]
-    return table(("", "content digest", ""), rows) if rows else "No data are recorded."
-
-
-def _settings(model: ReleasedModel) -> str:
-    """What each stage was made by, the model's own first."""
-    stages = [model.graph.nodes[model.key], *model.ancestors]
-    nearest: dict[str, ArtifactNode] = {}
-    for node in stages:
-        if node.kind in SETTINGS_OF and node.config:
-            nearest.setdefault(node.kind, node)
-    return "\n\n".join(_block(node) for node in nearest.values()) or "None are recorded."
-
-
-def _block(node: ArtifactNode) -> str:
-    text = yaml.safe_dump(public_values(node.config), sort_keys=False, allow_unicode=True)
-    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or ["``"]))
-    title = f"{node.kind} <code>{node.digest[:12]}</code>"
-    return f"<details><summary>{title}</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
-
-
-def _lineage(model: ReleasedModel) -> str:
-    rows = []
-    for node in (model.graph.nodes[model.key], *model.ancestors):
-        own = node.manifest
-        made = (f"`{own.own_digest}`", f"`{own.code_version}`") if own else ("", "")
-        rows.append((_name(node), f"`{node.digest}`", *made))
-    return (
-        "All that it was made from, nearest first; `lineage.json` has it for programs.\n\n"
-        + table(("", "content digest", "manifest digest", "code"), rows)
-    )
-
-
 def public_values(value: object) -> object:
-    """JSON values in which a folder or address is its last part alone.
+    """Return JSON values in which a folder or address is its last part alone.
 
     >>> public_values({"path": "/home/me/models/base", "lr": 0.1})
     {'path': '…/base', 'lr': 0.1}
@@ -283,17 +258,8 @@ def public_values(value: object) -> object:
     return value
 
 
-def _source_name(model: ReleasedModel) -> str:
-    """Where the problems are from: a dataset of the hub, or the name of their source."""
-    found = _hub_datasets(model)
-    if found:
-        return found[0]
-    data = next((_data_settings(node) for node in model.ancestors if _data_settings(node)), {})
-    return str(data.get("source") or "unknown")
-
-
 def _hub_datasets(model: ReleasedModel) -> list[str]:
-    """The ids of the hub's datasets among the data."""
+    """Return the ids of the hub's datasets among the data."""
     found = []
     for node in model.ancestors:
         data = _data_settings(node)
@@ -305,25 +271,10 @@ def _hub_datasets(model: ReleasedModel) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _data_settings(node: ArtifactNode) -> dict[str, object]:
-    data = node.config.get("data") if node.kind == "dataset" else None
-    return data if isinstance(data, dict) else {}
-
-
-def _counts(node: ArtifactNode) -> str:
-    """Rows of a dataset's splits, as its stage measured them."""
-    found = {name: value for name, value in node.metrics.items() if name != "seconds"}
-    return ", ".join(f"{name} {value:,.6g}" for name, value in found.items())
-
-
 def _name(node: ArtifactNode) -> str:
-    """Kind, and of a source the last part of where it came from."""
+    """Return the kind, and of a source the last part of where it came from."""
     return f"{node.kind} {public_values(node.label)}" if node.kind == SOURCE else node.kind
 
-
-# A model's folder for others: its files, its card, and its lineage for programs.
-#
-# It appears whole or not at all.
 
 CARD, LINEAGE = "README.md", "lineage.json"
 # What a stage leaves beside a model and nobody loads it by; the rollouts are pieces of its data.
@@ -331,7 +282,7 @@ LEFT_OUT, ROLLOUTS = (".parquet", "timeline.json"), "rollouts/"
 
 
 def released_files(model: ReleasedModel) -> dict[str, FileEntry]:
-    """The files of the artifact that leave with the model, by name."""
+    """Return the files of the artifact that leave with the model, by name."""
     return {
         name: entry
         for name, entry in model.manifest.files.items()
@@ -342,7 +293,7 @@ def released_files(model: ReleasedModel) -> dict[str, FileEntry]:
 
 
 def lineage_json(model: ReleasedModel) -> str:
-    """The model and all that it was made from, with digests; no folder of this machine."""
+    """Return the model and all that it was made from, with digests; no folder of this machine."""
     graph = model.graph
     line = [graph.nodes[model.key], *model.ancestors]
     keys = {node.key for node in line}
@@ -412,10 +363,6 @@ def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
     return target
 
 
-# A model in a repository of the Hugging Face hub, in one commit.
-#
-# The token is that of `hf auth login` or $HF_TOKEN, the hub $HF_ENDPOINT's.
-
 PREFIX = "hf://"
 SECONDS = 60.0  # without a byte, before a request is given up; the hub's own client waits for ever
 _ADDRESS = re.compile(r"hf://(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<branch>[\w./-]+))?")
@@ -451,7 +398,12 @@ def push(
     one. Raises StorageError for whatever the hub refuses or doesn't answer; nothing is committed
     then.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, set_client_factory
+    from huggingface_hub import (
+        CommitOperationAdd,
+        CommitOperationDelete,
+        HfApi,
+        set_client_factory,
+    )
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     set_client_factory(_client)
@@ -464,7 +416,11 @@ def push(
         there = api.model_info(name, revision=branch, timeout=SECONDS)
         new = {*files, *texts}
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            *_removed(there, new),
+            *(
+                CommitOperationDelete(name)
+                for name in (entry.rfilename for entry in there.siblings or ())
+                if name not in new and _WEIGHTS.fullmatch(name)
+            ),
             *(CommitOperationAdd(file, str(model.folder / file)) for file in files),
             *(CommitOperationAdd(file, text.encode()) for file, text in texts.items()),
         ]
@@ -481,14 +437,6 @@ def push(
             "the name, the network and the token (hf auth login, or HF_TOKEN with write access)"
         ) from error
     return str(done.commit_url)
-
-
-def _removed(there: ModelInfo, new: set[str]) -> list[CommitOperationDelete]:
-    from huggingface_hub import CommitOperationDelete
-
-    names = [entry.rfilename for entry in there.siblings or ()]
-    stale = [name for name in names if name not in new and _WEIGHTS.fullmatch(name)]
-    return [CommitOperationDelete(name) for name in stale]
 
 
 def _client() -> Any:

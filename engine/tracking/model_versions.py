@@ -1,4 +1,8 @@
-"""Model versions, their aliases and their files in MLflow's registry."""
+"""Model versions, their aliases and their files in MLflow's registry.
+
+A version is a folder logged to a run, whatever is inside, with tags that lead back to the artifact
+it came from. `engine.promotion` decides when an alias moves, and that two don't move it at once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import LineageError, StorageError, TrackingError
-from engine.storage.artifacts import verify
+from engine.storage.artifacts import Parent, verify
 from engine.storage.digests import MANIFEST, tree_digest
 from engine.storage.filesystem import shared_address
 from engine.tracking import connection
@@ -22,12 +26,6 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import RegisteredModel
     from mlflow.store.entities import PagedList
 
-
-# Model versions and aliases in MLflow's registry.
-#
-# A version is a folder logged to a run, whatever is inside, with tags that lead back to the
-# artifact it came from. When an alias may move, and that two don't move it at once, is seen to in
-# `engine.promotion`.
 
 T = TypeVar("T")
 
@@ -59,6 +57,20 @@ class ModelVersion:
             tags=dict(found.tags),
             aliases=tuple(found.aliases if aliases is None else aliases),
         )
+
+
+def version_parent(version: ModelVersion, name: str) -> Parent | None:
+    """Return the artifact that a version was registered from, as a parent; None without tags."""
+    tags = version.tags
+    if not tags.get(ARTIFACT_TAG):
+        return None
+    return Parent(
+        name=name,
+        kind=tags.get("artifact_kind") or "model",
+        digest=tags[ARTIFACT_TAG],
+        uri=tags.get("artifact_uri", ""),
+        manifest=tags.get(MANIFEST_TAG, ""),
+    )
 
 
 class ModelRegistry(Connection):
@@ -291,9 +303,6 @@ def _parse(reference: str) -> tuple[str, str, str]:
     raise TrackingError(
         f"{reference!r} is no model reference; write models:/NAME@ALIAS or models:/NAME/VERSION"
     )
-
-
-# The registry's own files of a version, which are what is used: on this machine, and checked.
 
 
 def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -> Path:
