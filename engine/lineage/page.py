@@ -143,7 +143,8 @@ def _with_bends(
             if bend not in above:
                 layers[bend.layer].append(bend)
                 above[bend], below[bend] = {}, {}
-        for left, right in pairwise([parent, *bends, child]):
+        stops: list[_Item] = [parent, *bends, child]
+        for left, right in pairwise(stops):
             below[left][right] = above[right][left] = None
     return layers, above, below
 
