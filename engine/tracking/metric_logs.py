@@ -221,7 +221,6 @@ class WandbLog:
         thread.start()
         thread.join(FINISH_SECONDS)
         if thread.is_alive():
-            warning = (
-                "Weights & Biases did not take the last metrics in %g s; `wandb sync %s` sends"
-            )
-            _log.warning(f"{warning} them", FINISH_SECONDS, self.folder)
+            way_out = f"`wandb sync {self.folder}` sends them"
+            warning = "Weights & Biases did not take the last metrics in %g s; %s"
+            _log.warning(warning, FINISH_SECONDS, way_out)
