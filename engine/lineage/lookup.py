@@ -203,7 +203,8 @@ def review(
         roots |= dict.fromkeys(root for place in places for root in default_roots(place))
     index = scan(roots or default_roots())
     notes: list[str] = []
-    tracker, versions = None, ()
+    tracker: Tracker | None = None
+    versions: tuple[ArtifactNode, ...] = ()
     if registry:
         with suppress(TrackingError):
             tracker = open_registry()

@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +98,7 @@ class StageRun:
 
         source = redact(uri) or ("" if hasattr(data, "columns") else redact(str(data)))
         profile: dict[str, object] = {"digest": digest}
-        columns: dict[str, object] = {}
+        columns: dict[Hashable, object] = {}
         if not isinstance(data, str | Path):
             columns, profile["num_rows"] = dict(data.dtypes.items()), len(data)
         elif str(data).endswith(".parquet") and Path(data).is_file():
