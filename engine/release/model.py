@@ -76,6 +76,7 @@ def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
                 f"-m engine.lineage verify {reference}`"
             )
     assert model.manifest is not None
+    comparison, harness = _scores(evaluation) if evaluation else (None, ())
     return ReleasedModel(
         local_path(model.uri),
         model.manifest,
@@ -83,7 +84,8 @@ def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
         whole.graph,
         model.key,
         evaluation.manifest if evaluation else None,
-        *(_scores(evaluation) if evaluation else (None, ())),
+        comparison,
+        harness,
         tuple(note.text for note in checked.notes),
     )
 

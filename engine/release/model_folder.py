@@ -193,8 +193,9 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
 
     kinds = [node.kind for node in (model.graph.nodes[model.key], *model.ancestors)]
     datasets = _hub_datasets(model)
-    sources = [data.get("source") for node in model.ancestors if (data := _data_settings(node))]
-    problems = datasets[0] if datasets else str((sources or [""])[0] or "unknown")
+    settings = filter(None, map(_data_settings, model.ancestors))
+    source = next((found.get("source") for found in settings), None)
+    problems = datasets[0] if datasets else str(source or "unknown")
     scores = results(model, problems)
     known = licence or Licence("")
     data = ModelCardData(
