@@ -1,6 +1,6 @@
 """What two evaluations must share to be comparable: settings, seed, scorer and code.
 
-The problems themselves are compared by `rows.prompt_digest`.
+The problems themselves are compared by `results.prompt_digest`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Settings = dict[str, object]  # JSON values by key
 
 
 def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> Settings:
-    """The settings that two evaluations must share to be comparable, as manifests record them.
+    """Return the settings that two evaluations must share, as manifests record them.
 
     Of `data` only the token budgets count: the response's, and of episodes the prompt's, if set.
     """
@@ -68,7 +68,7 @@ def require_same_settings(
 
 
 def incomparable(one: Manifest, other: Manifest) -> list[str]:
-    """What two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
+    """Return what two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
 
     Code is compared by its sources, which tell apart what one commit with edits has in common.
     """
@@ -77,17 +77,16 @@ def incomparable(one: Manifest, other: Manifest) -> list[str]:
 
 
 def _differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
-    """The settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
-    first, second = _flat(one), _flat(other)
+    """Return the settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
+    first, second = (
+        {
+            f"{key}.{name}".rstrip("."): entry
+            for key, value in settings.items()
+            for name, entry in (value if isinstance(value, Mapping) else {"": value}).items()
+        }
+        for settings in (one, other)
+    )
     keys = sorted(first.keys() | second.keys())
     return {
         key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)
     }
-
-
-def _flat(settings: Settings) -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in settings.items():
-        below = value if isinstance(value, Mapping) else {"": value}
-        flat |= {f"{key}.{name}".rstrip("."): entry for name, entry in below.items()}
-    return flat

@@ -209,8 +209,8 @@ def sizes(shape: ModelShape) -> Sizes:
 def kept_of_mlp(shape: ModelShape) -> float:
     """Return what a token's MLP keeps for the backward pass, in elements, in a mean layer.
 
-    That is four products of its width, and of experts also the tokens given to each, what each makes
-    of them, and that weighted.
+    That is four products of its width, and of experts also the tokens given to each, what each
+    makes of them, and that weighted.
     """
     moe = shape.experts
     if moe is None:
