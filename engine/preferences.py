@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -73,8 +74,8 @@ def reward_of(folder: str) -> str:
 def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
     """Return whether each of N pairs' chosen response has the higher score, `[N]` bool.
 
-    pairs: rows with `prompt` (messages), `chosen` and `rejected`. They are scored as RL's reward would
-    do it; equal scores are no right ranking. Raises RewardError for a folder that is no reward model.
+    pairs: rows with `prompt` (messages), `chosen` and `rejected`, scored as in RL.
+    Equal scores are no right ranking. Raises RewardError for a folder that is no reward model.
     """
     reward: Callable[..., object] = resolve_reward(reward_of(str(folder)), {"model": str(folder)})
     messages = [[dict(one) for one in prompt] for prompt in pairs["prompt"]]
@@ -121,12 +122,11 @@ def read_preference_tables(
     if len(kept) < len(rows):
         left_out = len(rows) - len(kept)
         notes.append(f"{left_out} rows have prompts of a test set, and are left out")
-    apart = _prompts_apart(
-        [prompt_text(row["prompt"]) for row in kept], config.validation_size, seed
-    )
+    prompts = [normalise(prompt_text(row["prompt"])) for row in kept]
+    apart = _held_out_prompts(prompts, config.validation_size, seed)
     sides: tuple[list[object], list[object]] = ([], [])
-    for row in kept:
-        sides[normalise(prompt_text(row["prompt"])) in apart].append(row)
+    for prompt, row in zip(prompts, kept, strict=True):
+        sides[prompt in apart].append(row)
     if not sides[0]:
         raise DataError(
             f"pairs.path={config.path!r} leaves no row to learn from: {len(rows)} rows, "
@@ -136,20 +136,19 @@ def read_preference_tables(
     return PreferenceTables(pd.DataFrame(sides[0]), pd.DataFrame(sides[1]), tuple(notes))
 
 
-def _prompts_apart(prompts: list[str], size: int, seed: int) -> set[str]:
-    """Prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
-    rows: dict[str, int] = {}
-    for prompt in map(normalise, prompts):
-        rows[prompt] = rows.get(prompt, 0) + 1
+def _held_out_prompts(prompts: Iterable[str], size: int, seed: int) -> set[str]:
+    """Return prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
+    rows = Counter(prompts)
+
+    def draw(prompt: str) -> bytes:
+        return hashlib.blake2b(f"{seed}/{prompt}".encode(), digest_size=8).digest()
+
     apart: set[str] = set()
-    left = size
-    for prompt in sorted(
-        rows, key=lambda one: hashlib.blake2b(f"{seed}/{one}".encode(), digest_size=8).digest()
-    ):
-        if left <= 0:
+    for prompt in sorted(rows, key=draw):
+        if size <= 0:
             break
         apart.add(prompt)
-        left -= rows[prompt]
+        size -= rows[prompt]
     return apart
 
 
