@@ -63,26 +63,18 @@ def require_lm_eval(config: LMEvalConfig) -> None:
             f"evaluate.lm_eval.include_path={config.include_path!r} is no folder; name one with "
             "task files (YAML), or leave it empty"
         )
+    there = not config.python and importlib.util.find_spec("lm_eval") is not None
     if config.python:
-        missing = _lacks_lm_eval(config.python)
-    else:
-        missing = importlib.util.find_spec("lm_eval") is None
-    if missing:
+        command = [config.python, "-c", "import lm_eval"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, timeout=STARTS_S, check=False)
+            there = done.returncode == 0
+    if not there:
         raise ConfigError(
             f"evaluate.lm_eval.tasks={list(config.tasks)} needs the lm-evaluation-harness, which "
             f"{config.python or 'this environment'} does not have; pip install lm-eval, set "
             "evaluate.lm_eval.python to one that has it, or leave the tasks out"
         )
-
-
-def _lacks_lm_eval(python: str) -> bool:
-    try:
-        done = subprocess.run(
-            [python, "-c", "import lm_eval"], capture_output=True, timeout=STARTS_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return True
-    return done.returncode != 0
 
 
 def run_lm_eval(

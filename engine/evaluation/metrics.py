@@ -1,7 +1,7 @@
 """Numbers of an evaluation and their intervals: pass@k, majority vote, bootstrap, lengths.
 
 Pure NumPy on plain arrays; N is the number of problems. What does not live here: tables of
-completions (`rows`) and the comparison of two models (`summary`).
+completions (`results`) and the comparison of two models (`summary`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LengthSummary:
 
 
 def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
-    """Chance that at least one of k samples is right, estimated without bias from n ≥ k samples.
+    """Return the chance that one of k samples is right, estimated without bias from n ≥ k samples.
 
     Chen et al. 2021 (arXiv:2107.03374), eq. 1: 1 − C(n−c, k) / C(n, k), as the product
     1 − ∏_{i=n−c+1}^{n} (1 − k/i), in which no factorial can overflow.
@@ -66,15 +66,10 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
     result = np.empty(right.shape)
     for n in np.unique(total):
         here = total == n
-        result[here] = _pass_at_k_by_count(int(n), k)[right[here]]
+        factors = 1.0 - k / np.arange(n, 0, -1)  # i = n, n−1, …, 1; exactly 0 at i = k
+        all_wrong = np.concatenate(([1.0], np.cumprod(factors)))  # for c = 0 … n right samples
+        result[here] = (1.0 - all_wrong)[right[here]]
     return result
-
-
-def _pass_at_k_by_count(n: int, k: int) -> FloatArray:
-    """Return pass@k for c = 0 … n right samples, `[n+1]`."""
-    factors = 1.0 - k / np.arange(n, 0, -1)  # i = n, n−1, …, 1; exactly 0 at i = k
-    all_wrong = np.concatenate(([1.0], np.cumprod(factors)))
-    return 1.0 - all_wrong
 
 
 def majority_vote(answers: Sequence[str | None]) -> str | None:
@@ -111,7 +106,12 @@ def mean_interval(values: ArrayLike, confidence: float, samples: int, seed: int)
     checked = _checked(values, confidence)
     if samples < 1:
         raise DataError(f"bootstrap_samples={samples} must be at least 1")
-    means = _resampled_means(checked, samples, seed)
+    generator, n, means = np.random.default_rng(seed), checked.size, np.empty(samples)
+    at_once = max(1, _RESAMPLED_AT_ONCE // n)
+    for start in range(0, samples, at_once):
+        stop = min(start + at_once, samples)
+        picks = generator.integers(0, n, size=(stop - start, n))
+        means[start:stop] = checked[picks].mean(axis=1)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(checked.mean()), float(low), float(high))
@@ -150,19 +150,6 @@ def paired_bootstrap(
     if first.size < 2:
         raise DataError("one problem can't show a gain; evaluate on at least 2 problems")
     return mean_interval(second - first, confidence, samples, seed)
-
-
-def _resampled_means(values: FloatArray, samples: int, seed: int) -> FloatArray:
-    """Return the means of `samples` draws of N values with replacement, `[samples]`."""
-    generator = np.random.default_rng(seed)
-    n = values.size
-    at_once = max(1, _RESAMPLED_AT_ONCE // n)
-    means = np.empty(samples)
-    for start in range(0, samples, at_once):
-        stop = min(start + at_once, samples)
-        picks = generator.integers(0, n, size=(stop - start, n))
-        means[start:stop] = values[picks].mean(axis=1)
-    return means
 
 
 def length_summary(lengths: ArrayLike) -> LengthSummary:

@@ -142,8 +142,8 @@ def evaluate_model(
     if not sets or any(rows.empty for rows in sets.values()):
         raise DataError("there are no problems to evaluate on; check data.test_size")
     frame = pd.concat(list(sets.values()), ignore_index=True)
-    extra = list(frame["extra_info"]) if "extra_info" in frame else [None] * len(frame)
-    extra = [row if isinstance(row, Mapping) else {} for row in extra]
+    infos = list(frame["extra_info"]) if "extra_info" in frame else [None] * len(frame)
+    extra: list[Mapping[str, object]] = [x if isinstance(x, Mapping) else {} for x in infos]
     if len(sets) > 1 and "extra_info" in frame:  # no row lacks a column that another set has
         frame["extra_info"] = pd.Series(extra, dtype=object)
     import_plugins(config.plugins)

@@ -60,11 +60,11 @@ def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:
 
     Raises LineageError when it is not the content that the version's tags name, or has none.
     """
-    try:
-        with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
+        try:
             intact_copy(registry, version, Path(scratch))
-    except LineageError as error:
-        raise LineageError(f"{error}; nothing was moved") from error
+        except LineageError as error:
+            raise LineageError(f"{error}; nothing was moved") from error
 
 
 def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
@@ -338,11 +338,26 @@ class Champions:
             moves = self._reconcile(lock)
             if (done := _find(moves, request)) is not None:
                 return done
-            current = moves[-1].version if moves else None
-            if current != expected:
-                raise ChampionChangedError(self._conflict(moves, version, expected))
-            return self._apply(
-                lock, moves, "promote", version, reason, by=by, request=request, agreed=approved_by
+            last = moves[-1] if moves else None
+            if (last.version if last else None) == expected:
+                return self._apply(
+                    lock,
+                    moves,
+                    "promote",
+                    version,
+                    reason,
+                    by=by,
+                    request=request,
+                    agreed=approved_by,
+                )
+            where = f"version {expected} was compared with" if expected else "there was none before"
+            place, way_out = f"points to no version where {where}", "promote again"
+            if last is not None:
+                place = f"is on version {last.version} now, where {where} ({last.sentence()})"
+                way_out = "evaluate against the present champion and promote again"
+            raise ChampionChangedError(
+                f"alias {self.alias!r} of {self.model_name!r} {place}; version {version} was not "
+                f"promoted; {way_out}"
             )
 
     def rollback(
@@ -372,12 +387,12 @@ class Champions:
             moves = self._reconcile(lock)
             if (done := _find(moves, request)) is not None:
                 return done
-            if not moves or moves[-1].version is None:
+            alias = f"alias {self.alias!r} of {self.model_name!r}"
+            last = moves[-1] if moves else None
+            if last is None or last.version is None:
                 raise TrackingError(
-                    f"alias {self.alias!r} of {self.model_name!r} points to no version, so there "
-                    "is nothing to roll back; check the names"
+                    f"{alias} points to no version, so there is nothing to roll back; check the names"
                 )
-            last = moves[-1]
             if to and last.version == to:
                 return last
             if expected and last.version != expected:
@@ -385,8 +400,8 @@ class Champions:
                 if last.action == "rollback" and last.replaced == expected and not to:
                     return last
                 raise TrackingError(
-                    f"alias {self.alias!r} of {self.model_name!r} is on version {last.version}, "
-                    f"not on {expected}: {last.sentence()}; nothing was moved"
+                    f"{alias} is on version {last.version}, not on {expected}: {last.sentence()}; "
+                    "nothing was moved"
                 )
             target = to or previous_version(moves)
             if target is None:
@@ -395,43 +410,37 @@ class Champions:
                     "there is no previous one; name a version to go to"
                 )
             found = self.registry.model_version(f"models:/{self.model_name}/{target}")
-            action = self._allowed(moves, target, force, approved_by)
+            former = list(dict.fromkeys(move.version for move in moves if move.version))
+            if target not in former and not force:
+                raise TrackingError(
+                    f"version {target} of {self.model_name!r} never was {self.alias}, so that this "
+                    "is no rollback; nothing was moved; name one that was "
+                    f"({', '.join(former)}), promote it through the gate, or force it (--force)"
+                )
+            agreed = approved_by.strip()
+            consents = [move.approved_by for move in moves if move.version == target]
+            if self._approval_rule() != "none" and not any(consents) and not agreed:
+                raise TrackingError(
+                    f"{self.model_name!r} has promote.approval=required, and nobody approved of "
+                    f"version {target}; nothing was moved; say who does (--approved-by NAME)"
+                )
             if verify:
                 require_intact_copy(self.registry, found)
-            agreed = approved_by.strip()
+            action: Action = "rollback" if target in former else "forced"
             return self._apply(
                 lock, moves, action, target, reason.strip(), by=by, request=request, agreed=agreed
             )
 
     def record_approval_rule(self, rule: str) -> None:
         """Note on the model whether its champions need approval, which `rollback` holds to."""
-        if self.registry.require_model(self.model_name).tags.get(self._approval_tag) != rule:
-            self.registry.set_model_tag(self.model_name, self._approval_tag, rule)
+        if self._approval_rule("") != rule:
+            key = connection.name(f"approval.{self.alias}")
+            self.registry.set_model_tag(self.model_name, key, rule)
 
-    @property
-    def _approval_tag(self) -> str:
-        return connection.name(f"approval.{self.alias}")
-
-    def _allowed(
-        self, moves: Sequence[AliasMove], version: str, force: bool, approved_by: str
-    ) -> Action:
-        """What a move to `version` is; TrackingError where it may not be made."""
-        was = list(dict.fromkeys(move.version for move in moves if move.version))
-        if version not in was and not force:
-            raise TrackingError(
-                f"version {version} of {self.model_name!r} never was {self.alias}, so that this is "
-                f"no rollback; nothing was moved; name one that was ({', '.join(was)}), "
-                "promote it through the gate, or force it (--force)"
-            )
-        agreed = [move.approved_by for move in moves if move.version == version]
+    def _approval_rule(self, otherwise: str = "none") -> str:
         # A rule that can't be read counts as the stricter one.
-        rule = self.registry.require_model(self.model_name).tags.get(self._approval_tag, "none")
-        if rule != "none" and not any(agreed) and not approved_by.strip():
-            raise TrackingError(
-                f"{self.model_name!r} has promote.approval=required, and nobody approved of "
-                f"version {version}; nothing was moved; say who does (--approved-by NAME)"
-            )
-        return "rollback" if version in was else "forced"
+        tags = self.registry.require_model(self.model_name).tags
+        return tags.get(connection.name(f"approval.{self.alias}"), otherwise)
 
     def _read(self) -> tuple[list[AliasMove], str | None]:
         """The record as it is written, and the version that the alias points to."""
@@ -485,19 +494,6 @@ class Champions:
     def _record(self, lock: ModelLock, move: AliasMove) -> None:
         lock.check()
         self.registry.set_model_tag(self.model_name, tag_key(self.alias, move), tag_value(move))
-
-    def _conflict(self, moves: Sequence[AliasMove], version: str, expected: str | None) -> str:
-        """Return the error of a promotion whose champion was replaced meanwhile."""
-        compared = f"version {expected} was compared with" if expected else "there was none before"
-        place, way_out = f"points to no version where {compared}", "promote again"
-        if moves:
-            last = moves[-1]
-            place = f"is on version {last.version} now, where {compared} ({last.sentence()})"
-            way_out = "evaluate against the present champion and promote again"
-        return (
-            f"alias {self.alias!r} of {self.model_name!r} {place}; version {version} was not "
-            f"promoted; {way_out}"
-        )
 
 
 def _find(moves: Sequence[AliasMove], request: str) -> AliasMove | None:

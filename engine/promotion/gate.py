@@ -117,8 +117,8 @@ def measure(
     before, after = rows_of_set(before, dataset), rows_of_set(after, dataset)
     ratio = None
     if rules.max_length_ratio is not None:
-        lengths = (rows["response_length"].to_numpy(float) for rows in (before, after))
-        ratio = length_ratio(*lengths, evaluate.confidence, evaluate.bootstrap_samples, seed)
+        old, new = (rows["response_length"].to_numpy(float) for rows in (before, after))
+        ratio = length_ratio(old, new, evaluate.confidence, evaluate.bootstrap_samples, seed)
     old, new = (rows["greedy_correct"].to_numpy(float) for rows in (before, after))
     return Measurements(
         against=against,

@@ -6,7 +6,9 @@ it came from. `engine.promotion` decides when an alias moves, and that two don't
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -103,7 +105,9 @@ class ModelRegistry(Connection):
                 return known
             self.client.log_artifacts(run_id, str(folder), place)
             root = self.client.get_run(run_id).info.artifact_uri.rstrip("/")
-            self._ensure_model(model_name)
+            if self.find_model(model_name) is None:
+                with _tolerated("RESOURCE_ALREADY_EXISTS"):
+                    self.client.create_registered_model(model_name)
             made = self.client.create_model_version(
                 model_name,
                 f"{root}/{place}",
@@ -131,13 +135,18 @@ class ModelRegistry(Connection):
 
     def model_version(self, reference: str) -> ModelVersion:
         """Return what `models:/NAME@ALIAS` or `models:/NAME/VERSION` means; else TrackingError."""
-        name, alias, number = _parse(reference)
-        if alias:
-            found = self.champion(name, alias)
+        parts = re.fullmatch(r"(?:models:/)?(?:(.+)@([^@]+)|(.+)/(\d+))", reference, re.DOTALL)
+        if parts is None:
+            raise TrackingError(
+                f"{reference!r} is no model reference; write models:/NAME@ALIAS or "
+                "models:/NAME/VERSION"
+            )
+        if parts[1]:
+            found = self.champion(parts[1], parts[2])
         else:
             with self.translated("look up a model"):
-                matches = self.client.search_model_versions(_by_name(name))
-            found = next((ModelVersion.of(v) for v in matches if str(v.version) == number), None)
+                versions = self._versions(parts[3])
+            found = next((ModelVersion.of(v) for v in versions if str(v.version) == parts[4]), None)
         if found is None:
             raise TrackingError(f"MLflow {self.uri} has no {reference}; check the name")
         return found
@@ -193,14 +202,9 @@ class ModelRegistry(Connection):
 
     def find_model(self, model_name: str) -> RegisteredModel | None:
         """Return MLflow's registered model, None when there is none of that name."""
-        from mlflow.exceptions import MlflowException
-
-        try:
+        with _tolerated("RESOURCE_DOES_NOT_EXIST"):
             return self.client.get_registered_model(model_name)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
+        return None
 
     def require_model(self, model_name: str) -> RegisteredModel:
         """Return MLflow's registered model; TrackingError when there is none of that name."""
@@ -217,30 +221,30 @@ class ModelRegistry(Connection):
 
     def delete_model_tag(self, model_name: str, key: str) -> None:
         """Delete a tag of a registered model; it may be gone already."""
-        from mlflow.exceptions import MlflowException
+        with self.translated("delete a model's tag"), _tolerated("RESOURCE_DOES_NOT_EXIST"):
+            self.client.delete_registered_model_tag(model_name, key)
 
-        with self.translated("delete a model's tag"):
-            try:
-                self.client.delete_registered_model_tag(model_name, key)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-
-    def _ensure_model(self, model_name: str) -> None:
-        from mlflow.exceptions import MlflowException
-
-        if self.find_model(model_name) is None:
-            try:
-                self.client.create_registered_model(model_name)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
+    def _versions(self, model_name: str) -> Iterable[MlflowVersion]:
+        quoted = model_name.replace("'", "''")
+        return self.client.search_model_versions(f"name='{quoted}'")
 
     def _version_of(self, model_name: str, digest: str) -> str | None:
         """Return the first version that holds this content, if one does."""
-        found = self.client.search_model_versions(_by_name(model_name))
-        same = [int(v.version) for v in found if v.tags.get(ARTIFACT_TAG) == digest]
+        versions = self._versions(model_name)
+        same = [int(v.version) for v in versions if v.tags.get(ARTIFACT_TAG) == digest]
         return str(min(same)) if same else None
+
+
+@contextlib.contextmanager
+def _tolerated(code: str) -> Iterator[None]:
+    """Let MLflow's error of this code pass in silence."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code != code:
+            raise
 
 
 def require_tagged_content(folder: Path, version: ModelVersion) -> None:
@@ -285,24 +289,6 @@ def all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
     while page.token:
         page = search(page.token)
         yield from page
-
-
-def _by_name(model_name: str) -> str:
-    return "name='" + model_name.replace("'", "''") + "'"
-
-
-def _parse(reference: str) -> tuple[str, str, str]:
-    """Split `models:/NAME@ALIAS` or `models:/NAME/VERSION` into name, alias and version."""
-    rest = reference.removeprefix("models:/")
-    name, at, alias = rest.rpartition("@")
-    if at and name and alias:
-        return name, alias, ""
-    name, slash, number = rest.rpartition("/")
-    if slash and name and number.isdigit():
-        return name, "", number
-    raise TrackingError(
-        f"{reference!r} is no model reference; write models:/NAME@ALIAS or models:/NAME/VERSION"
-    )
 
 
 def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -> Path:
