@@ -340,16 +340,8 @@ class Champions:
                 return done
             last = moves[-1] if moves else None
             if (last.version if last else None) == expected:
-                return self._apply(
-                    lock,
-                    moves,
-                    "promote",
-                    version,
-                    reason,
-                    by=by,
-                    request=request,
-                    agreed=approved_by,
-                )
+                who = {"by": by, "request": request, "agreed": approved_by}
+                return self._apply(lock, moves, "promote", version, reason, **who)
             where = f"version {expected} was compared with" if expected else "there was none before"
             place, way_out = f"points to no version where {where}", "promote again"
             if last is not None:
@@ -391,7 +383,7 @@ class Champions:
             last = moves[-1] if moves else None
             if last is None or last.version is None:
                 raise TrackingError(
-                    f"{alias} points to no version, so there is nothing to roll back; check the names"
+                    f"{alias} points to no version, so there is nothing to roll back; check names"
                 )
             if to and last.version == to:
                 return last

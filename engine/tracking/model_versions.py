@@ -135,7 +135,7 @@ class ModelRegistry(Connection):
 
     def model_version(self, reference: str) -> ModelVersion:
         """Return what `models:/NAME@ALIAS` or `models:/NAME/VERSION` means; else TrackingError."""
-        parts = re.fullmatch(r"(?:models:/)?(?:(.+)@([^@]+)|(.+)/(\d+))", reference, re.DOTALL)
+        parts = re.fullmatch(r"(.+)@([^@]+)|(.+)/(\d+)", reference.removeprefix("models:/"))
         if parts is None:
             raise TrackingError(
                 f"{reference!r} is no model reference; write models:/NAME@ALIAS or "
