@@ -23,13 +23,13 @@ from engine.data.preference_rows import (
     read_preference_rows,
 )
 from engine.data.rows import has_words, is_utf8, normalise, prompt_text
-from engine.data.templates import decode_response, encode_prompts
+from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
 from engine.errors import DataError, ModelError
 from engine.evaluation.decode import decode_passes
 from engine.evaluation.policy_steps import MODEL_REWARD
-from engine.evaluation.scoring import judge, repeated, scorer_inputs
+from engine.evaluation.scoring import judge_answers, scorer_inputs
 from engine.models.loading import load_model_config
 from engine.registry import import_plugins
 from engine.rewards import Scorer, resolve_reward
@@ -217,14 +217,7 @@ def rank_rollouts(
         (answers,) = decode_passes(
             folder, prompts, (params,), layout_of(config), on_progress=on_progress
         )
-        judged = judge(
-            scorer,
-            [decode_response(tokenizer, one.token_ids) for one in answers],
-            [len(one.token_ids) for one in answers],
-            [one.truncated for one in answers],
-            repeated(questions, n),
-            {name: repeated(values, n) for name, values in columns.items()},
-        )
+        judged = judge_answers(scorer, tokenizer, answers, questions, columns, n)
     scored = []
     for one in judged:
         # Whether a file of rows can hold it: it has words, and no NUL or half of a character.

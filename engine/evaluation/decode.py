@@ -29,7 +29,7 @@ from engine.errors import ConfigError, PlacementError
 from engine.models import text_config
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
-from engine.rollout.protocol import EngineCapabilities, SamplingParams, engine_capabilities
+from engine.rollout.protocol import SamplingParams, engine_capabilities
 from engine.workers.evaluator import EpisodeEvaluationWorker, EvaluationWorker
 from engine.workers.role import WorkerContext
 
@@ -67,7 +67,8 @@ def check_evaluation_layout(
     config: EvaluateConfig, model_config: PretrainedConfig | None = None
 ) -> None:
     """Raise ConfigError for a layout that the settings, or the model, don't allow."""
-    if config.plays_episodes and not _engine(config).streams:
+    engine = engine_capabilities(RolloutConfig(engine=config.engine))
+    if config.plays_episodes and not engine.streams:
         raise ConfigError(
             f"evaluate.engine={config.engine} with evaluate.multi_turn: it decodes whole batches, "
             "and turns are decoded in a stream; set evaluate.engine to native or vllm"
@@ -88,7 +89,7 @@ def check_evaluation_layout(
             f"evaluate.parallel.tp={layout.tp} with evaluate.multi_turn: turns are decoded on one "
             "rank each; set tp=1, and dp for copies"
         )
-    if not _splits(config):
+    if not (engine.decodes_shards or engine.loads_shards):
         raise ConfigError(
             f"evaluate.parallel.tp={layout.tp} with evaluate.engine={config.engine}, which decodes "
             "whole models only; set engine to native or vllm, or tp=1"
@@ -106,7 +107,7 @@ def check_evaluation_layout(
 def gpus_of_copy(
     config: EvaluateConfig, model_config: PretrainedConfig, gpu_memory: int, gpus: int
 ) -> int:
-    """GPUs of a machine that one copy takes: the fewest on which its weights fill at most half.
+    """Return the fewest GPUs of a machine on which a copy's weights fill at most half the memory.
 
     The other half is for keys and values. `gpu_memory`: bytes of one. A model whose sizes nobody
     knows takes one. Raises PlacementError where weights alone are more than the GPUs hold.
@@ -146,31 +147,19 @@ def check_evaluation_memory(
         )
 
 
-def _engine(config: EvaluateConfig) -> EngineCapabilities:
-    return engine_capabilities(RolloutConfig(engine=config.engine))
-
-
-def _splits(config: EvaluateConfig) -> bool:
-    return _engine(config).decodes_shards or _engine(config).loads_shards
-
-
 def _allowed(config: EvaluateConfig, model_config: PretrainedConfig, tp: int) -> bool:
     """Whether a copy can be on so many ranks."""
-    if tp == 1:
-        return True
-    if config.plays_episodes:  # turns are decoded on one rank each
-        return False
-    if model_config.model_type not in ROLLOUT_FAMILIES or not _splits(config):
-        return False
-    try:
-        check_layout(Layout(tp=tp), tp, ModelShape.of(model_config))
-    except ConfigError:
-        return False
+    split = config.model_copy(update={"parallel": ParallelConfig(tp=tp)})
+    if tp > 1:
+        try:
+            check_evaluation_layout(split, model_config)
+        except ConfigError:
+            return False
     return True
 
 
 def _weight_bytes(model_config: PretrainedConfig) -> int:
-    """Of all weights in bfloat16; 0 for a model that transformers can't build."""
+    """Return bytes of all weights in bfloat16; 0 for a model that transformers can't build."""
     try:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -28,6 +28,9 @@ from engine.registry import import_plugins
 from engine.rewards import Scorer
 from engine.rewards.formats import NAME as ENVIRONMENT
 from engine.rollout.protocol import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = 256  # completions in one call of the scorer, which has a deadline
 
@@ -113,9 +116,6 @@ def judge_episodes(
     return found
 
 
-T = TypeVar("T")
-
-
 def evaluate_model(
     folder: str | Path,
     problems: pd.DataFrame | Mapping[str, pd.DataFrame],
@@ -184,23 +184,8 @@ def evaluate_model(
             longest_prompt=longest,
             on_progress=on_progress,
         )
-
-        def judged(completions: Sequence[Answer], n: int) -> list[Judged]:
-            prompts = repeated(questions, n)
-            columns = {key: repeated(values, n) for key, values in scored.items()}
-            if config.plays_episodes:
-                played = [one.episode for one in completions if one.episode]
-                return judge_episodes(scorer, played, prompts, columns)
-            return judge(
-                scorer,
-                [decode_response(tokenizer, one.token_ids) for one in completions],
-                [len(one.token_ids) for one in completions],
-                [one.truncated for one in completions],
-                prompts,
-                columns,
-            )
-
-        first, each = judged(greedy, 1), judged(sampled, config.samples)
+        first = judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
+        each = judge_answers(scorer, tokenizer, sampled, questions, scored, config.samples)
     groups = [each[i : i + config.samples] for i in range(0, len(each), config.samples)]
     return build_rows(name, table.rows(share), first, groups)
 
@@ -227,6 +212,25 @@ def scorer_inputs(
     return [prompt[-1]["content"] for prompt in frame["prompt"]], scored
 
 
-def repeated(values: Sequence[T], n: int) -> list[T]:
-    """Return each value n times, one after the other."""
-    return [value for value in values for _ in range(n)]
+def judge_answers(
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[Answer],
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[object]],
+    n: int,
+) -> list[Judged]:
+    """Judge n completions, or episodes, of each of P prompts, in order; see `judge`."""
+    prompts = [prompt for prompt in prompts for _ in range(n)]
+    repeated = {name: [v for v in values for _ in range(n)] for name, values in columns.items()}
+    episodes = [one.episode for one in answers if one.episode]
+    if episodes:
+        return judge_episodes(scorer, episodes, prompts, repeated)
+    return judge(
+        scorer,
+        [decode_response(tokenizer, one.token_ids) for one in answers],
+        [len(one.token_ids) for one in answers],
+        [one.truncated for one in answers],
+        prompts,
+        repeated,
+    )

@@ -132,19 +132,13 @@ def _check_version(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFin
         return _check_copy(node, node.uri)
     if tracker is None:
         return [AuditFinding(node.key, f"not checked: MLflow's copy of {node.label}", False)]
-    import mlflow.artifacts
-
+    name, _, number = node.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
     with tempfile.TemporaryDirectory(prefix="hybridflyte-lineage-") as scratch:
         try:
-            with tracker.translated("download a model"):
-                name, _, number = node.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
-                address = tracker.client.get_model_version_download_uri(name, number)
-                copy = mlflow.artifacts.download_artifacts(
-                    address, dst_path=scratch, tracking_uri=tracker.uri
-                )
+            copy = tracker.download_files(name, number, scratch)
         except TrackingError as error:
             return [AuditFinding(node.key, str(error))]
-        return _check_copy(node, copy)
+        return _check_copy(node, str(copy))
 
 
 def _check_copy(node: ArtifactNode, copy: str) -> list[AuditFinding]:

@@ -12,8 +12,7 @@ style and script are in `templates/`.
 from __future__ import annotations
 
 import functools
-import os
-import uuid
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,9 @@ from engine import html_templates
 from engine.errors import StorageError
 from engine.lineage.audit import Audit
 from engine.lineage.compare import ArtifactComparison, as_text, data_line, metric, row_lines, signed
-from engine.lineage.graph import MODEL_VERSION, ArtifactNode, Edge, Graph
+from engine.lineage.graph import MODEL_VERSION, ArtifactNode, Edge
 from engine.lineage.lookup import Review
+from engine.storage.filesystem import write_atomically
 from engine.tracking.connection import flatten, shorten
 
 BOX_WIDTH, BOX_HEIGHT = 206, 52  # pixels
@@ -239,19 +239,6 @@ def _box_texts(node: ArtifactNode) -> tuple[str, str]:
 
 
 MOST_FILES = 200  # files of one artifact that the page lists
-# Kinds with a colour of their own in page.css; the others share one.
-KINDS = (
-    "source",
-    "dataset",
-    "sft",
-    "rl",
-    "preference",
-    "reward_model",
-    "evaluation",
-    "promotion",
-    "checkpoint",
-    "model_version",
-)
 
 
 def render_page(
@@ -266,7 +253,13 @@ def render_page(
         parents[edge.child].append(edge)
         children[edge.parent].append(edge)
         names.setdefault((edge.parent, edge.child), []).append(edge.name)
-    faults, notes = _findings(graph, audit)
+    faults: dict[str, list[str]] = defaultdict(list)
+    notes: dict[str, list[str]] = defaultdict(list)
+    for finding in audit.findings if audit else ():
+        (faults if finding.is_fault else notes)[finding.key].append(finding.text)
+    for key, node in graph.nodes.items():
+        if node.missing and node.missing not in faults[key]:
+            faults[key].append(node.missing)
     faulty = {finding.key for finding in audit.faults} if audit else set()
     marks = {
         key: "missing" if node.missing else "fault" if key in faulty else ""
@@ -306,13 +299,8 @@ def render_page(
 def write_page(target: str | Path, page: str) -> None:
     """Write a page whole or not at all; StorageError when the file system does not permit it."""
     path = Path(target).expanduser()
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        try:
-            draft.write_text(page, encoding="utf-8")
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_atomically(path, [page.encode()])
     except OSError as error:
         raise StorageError(
             f"can't write {path}: {error.strerror or error}; choose another file"
@@ -322,10 +310,12 @@ def write_page(target: str | Path, page: str) -> None:
 @functools.cache
 def _templates() -> Environment:
     environment = html_templates.environment(__package__)
+    # Other kinds than those of page.css share a colour.
+    coloured = re.findall(r"\.k-(\w+)", html_templates.asset(__package__, "page.css"))
     environment.filters |= {
         "as_text": as_text,
         "data_line": data_line,
-        "kind_class": lambda kind: f"k-{kind}" if kind in KINDS else "k-other",
+        "kind_class": lambda kind: f"k-{kind}" if kind in coloured else "k-other",
         "metric": metric,
         "row_lines": row_lines,
         "signed": signed,
@@ -343,20 +333,6 @@ def _title(review: Review, comparison: ArtifactComparison | None) -> str:
     return (
         f"Lineage of {', '.join(names)}" if names else f"Lineage: {', '.join(review.index.roots)}"
     )
-
-
-def _findings(
-    graph: Graph, audit: Audit | None
-) -> tuple[defaultdict[str, list[str]], defaultdict[str, list[str]]]:
-    """Return the faults and the notes of each node, by key."""
-    faults: defaultdict[str, list[str]] = defaultdict(list)
-    notes: defaultdict[str, list[str]] = defaultdict(list)
-    for finding in audit.findings if audit else ():
-        (faults if finding.is_fault else notes)[finding.key].append(finding.text)
-    for key, node in graph.nodes.items():
-        if node.missing and node.missing not in faults[key]:
-            faults[key].append(node.missing)
-    return faults, notes
 
 
 def _facts(node: ArtifactNode) -> dict[str, str]:

@@ -51,8 +51,9 @@ class PricedCandidate:
     @cached_property
     def memory(self) -> Memory:
         """What a rank needs."""
-        gpu = self.allocation.memory if self.allocation.gpus else 0
-        return estimate(self.work, self.candidate, gpu=gpu > 0, there=gpu)
+        allocation = self.allocation
+        there = allocation.memory if allocation.gpus else 0
+        return estimate(self.work, self.candidate, gpu=there > 0, there=there)
 
     @cached_property
     def price(self) -> Price:
@@ -81,22 +82,15 @@ class PricedCandidate:
     @property
     def order(self) -> tuple[float | int, ...]:
         """Cheapest first; of equals the one with larger micro-batches, then the plainest."""
-        c = self.candidate
+        c, price = self.candidate, self.price
         flags = c.offload_params + c.offload_optimizer + c.activation_checkpointing
-        return (
-            self.price.total,
-            self.price.own,
-            -c.tokens,
-            flags,
-            c.rollout_tp,
-            *c.layout.sizes.values(),
-        )
+        return price.total, price.own, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()
 
 
 def _options(
     work: Workload, layout: Layout, rollout_tp: int, allocation: Allocation, fixed: FixedSettings
 ) -> Iterator[PricedCandidate]:
-    """What can be kept, recomputed or put away under a layout: first all kept, the fastest.
+    """Yield what can be kept, recomputed or put away under a layout: first all kept, the fastest.
 
     Larger micro-batches never cost more without a pipeline, and nothing is cheaper than to keep
     all; what follows one that fits is left out then. Smaller ones never need more memory: where
@@ -197,7 +191,7 @@ def _offloads(
 
 
 def _budgets(work: Workload, layout: Layout, fixed: FixedSettings) -> list[int]:
-    """Tokens of a micro-batch: halves of the largest, down to one row; each makes a difference."""
+    """Return tokens of a micro-batch: halves of the largest, down to one row, that differ."""
     if fixed.tokens:
         return [fixed.tokens]
     most = -(-work.rows // layout.data_ranks) * work.length
@@ -208,7 +202,7 @@ def _budgets(work: Workload, layout: Layout, fixed: FixedSettings) -> list[int]:
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ordered ways to write `number` as a product of `count` factors."""
+    """Yield all ordered ways to write `number` as a product of `count` factors."""
     if count == 1:
         yield (number,)
         return
@@ -311,45 +305,43 @@ def _first(
     ranked: list[PricedCandidate], refusal: Refusal, refused: list[str], count: int = KEPT
 ) -> list[PricedCandidate]:
     """Return the first `count` that the trainer takes, each layout and rollout once."""
-    found: dict[tuple[Layout, int], PricedCandidate] = {}
-    asked: dict[tuple[Layout, int], str] = {}
+    first: dict[tuple[Layout, int], PricedCandidate] = {}
+    reasons: dict[tuple[Layout, int], str] = {}
     for one in ranked:
         key = (one.candidate.layout, one.candidate.rollout_tp)
-        if key not in asked:
-            asked[key] = refusal(one.candidate, one.allocation)
-            refused += [asked[key]] if asked[key] else []
-        if not asked[key]:
-            found.setdefault(key, one)
-        if len(found) == count:
+        if key not in reasons:
+            reasons[key] = refusal(one.candidate, one.allocation)
+            if not reasons[key]:
+                first[key] = one
+        if len(first) == count:
             break
-    return list(found.values())
+    refused += filter(None, reasons.values())
+    return list(first.values())
 
 
 def _nothing(
     smallest: list[PricedCandidate], refused: list[str], cluster: Cluster, fixed: FixedSettings
 ) -> ConfigError | PlacementError:
     """Return the error that says why there is no plan."""
-    with_fixed = f" with {fixed}" if str(fixed) else ""
+    on_what = f"on {cluster}" + (f" with {fixed}" if str(fixed) else "")
     if not smallest:
         why = f": {refused[0]}" if refused else "; set fewer of them, or other ones"
-        return ConfigError(
-            f"trainer.placement=auto finds no valid layout on {cluster}{with_fixed}{why}"
-        )
+        return ConfigError(f"trainer.placement=auto finds no valid layout {on_what}{why}")
     one = smallest[0]
-    on_host = one.lacks not in _SMALLER
+    work, when, on_host = one.work, one.memory.when, one.lacks not in _SMALLER
     where = "machine" if on_host or not one.allocation.gpus else "device"
     there = one.allocation.host_memory if on_host else one.allocation.memory
     need = there + one.excess_bytes / USABLE
-    smaller = _SMALLER[one.memory.when]
-    if one.work.quantized:
+    smaller = _SMALLER[when]
+    if work.quantized:
         smaller += "; the base of model.lora.quantize is whole on each rank"
-    if one.memory.when == "rollout" and one.work.memory_share and not one.work.runs_ahead:
-        smaller = f"lower rollout.vllm.gpu_memory_utilization={one.work.memory_share}"
+    if when == "rollout" and work.memory_share and not work.runs_ahead:
+        smaller = f"lower rollout.vllm.gpu_memory_utilization={work.memory_share}"
     return PlacementError(
-        f"trainer.placement=auto finds no layout that fits on {cluster}{with_fixed}: the smallest, "
-        f"{one.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank "
-        f"and there are {there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few, "
-        f"most in {one.memory.when}; add workers or larger ones, or {smaller}"
+        f"trainer.placement=auto finds no layout that fits {on_what}: the smallest, "
+        f"{one.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank and there are "
+        f"{there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few, most in {when}; add "
+        f"workers or larger ones, or {smaller}"
     )
 
 

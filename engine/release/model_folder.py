@@ -132,7 +132,6 @@ SETTINGS_OF = (
     *("dataset", "model", "start_model", "sft", "pairs", "reward_model", "preference", "rl"),
 )
 _PLACE = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
-_HUB_DATASET = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)")
 
 USE = """```python
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -261,15 +260,14 @@ def public_values(value: object) -> object:
 
 def _hub_datasets(model: ReleasedModel) -> list[str]:
     """Return the ids of the hub's datasets among the data."""
-    found = []
-    for node in model.ancestors:
-        data = _data_settings(node)
+    ids: dict[str, None] = {}
+    for data in map(_data_settings, model.ancestors):
         path = str(data.get("path") or "")
-        if match := _HUB_DATASET.match(path):
-            found.append(match[1])
+        if match := re.match(r"hf://([\w.-]+(?:/[\w.-]+)?)", path):
+            ids[match[1]] = None
         elif data.get("source") == "gsm8k" and is_hub_id(path):
-            found.append(path)
-    return list(dict.fromkeys(found))
+            ids[path] = None
+    return list(ids)
 
 
 def _name(node: ArtifactNode) -> str:
@@ -295,30 +293,29 @@ def released_files(model: ReleasedModel) -> dict[str, FileEntry]:
 
 def lineage_json(model: ReleasedModel) -> str:
     """Return the model and all that it was made from, with digests; no folder of this machine."""
-    graph = model.graph
-    line = [graph.nodes[model.key], *model.ancestors]
-    keys = {node.key for node in line}
-    values = {
-        "model": {"name": model.name, "key": model.key, "digest": model.manifest.digest},
-        "evaluation": model.evaluation.digest if model.evaluation else None,
-        "nodes": [
+    graph, nodes = model.graph, list[dict[str, object]]()
+    for node in (graph.nodes[model.key], *model.ancestors):
+        own, record = node.manifest, None
+        if own is not None:
+            record = public_values(own.model_dump(mode="json", exclude={"files", "parents"}))
+        nodes.append(
             {
                 "key": node.key,
                 "kind": node.kind,
                 "digest": node.digest,
-                "manifest_digest": node.manifest.own_digest if node.manifest else "",
-                "manifest": public_values(
-                    node.manifest.model_dump(mode="json", exclude={"files", "parents"})
-                )
-                if node.manifest
-                else None,
+                "manifest_digest": own.own_digest if own else "",
+                "manifest": record,
             }
-            for node in line
-        ],
+        )
+    keys = {node["key"] for node in nodes}
+    values = {
+        "model": {"name": model.name, "key": model.key, "digest": model.manifest.digest},
+        "evaluation": model.evaluation.digest if model.evaluation else None,
+        "nodes": nodes,
         "edges": [
             {"parent": edge.parent, "child": edge.child, "name": edge.name}
             for edge in graph.edges.values()
-            if edge.child in keys and edge.parent in keys
+            if {edge.child, edge.parent} <= keys
         ],
         "files": {name: entry.sha256 for name, entry in released_files(model).items()},
     }
@@ -326,7 +323,7 @@ def lineage_json(model: ReleasedModel) -> str:
 
 
 def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
-    """Write the model to a folder that must not exist; return it.
+    """Write the model to a folder that must not exist, whole or not at all; return it.
 
     What was copied is hashed again. Raises StorageError where the folder is there already or can't
     be written, LineageError for a file that changed on the way.
@@ -335,32 +332,27 @@ def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
     if target.exists():
         raise StorageError(f"{target} is there already; delete it, or name another folder")
     files = released_files(model)
-    draft: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        whole = draft / "model"  # with the usual permissions, which mkdtemp's own folder hasn't
-        whole.mkdir()
-        for name in files:
-            (whole / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(model.folder / name, whole / name)
-        copied = hash_files(whole)
-        if copied != files:
-            changed = sorted(name for name in files if copied.get(name) != files[name])
-            raise LineageError(
-                f"{model.folder}: {changed[0]} changed while it was copied; nothing was written"
-            )
-        (whole / LINEAGE).write_text(lineage_json(model), encoding="utf-8")
-        (whole / CARD).write_text(card, encoding="utf-8")
-        fsync_tree(whole)
-        os.rename(whole, target)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as draft:
+            folder = Path(draft) / "model"  # with the usual permissions, unlike the draft
+            for name in files:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(model.folder / name, folder / name)
+            copied = hash_files(folder)
+            if copied != files:
+                changed = sorted(name for name in files if copied.get(name) != files[name])
+                raise LineageError(
+                    f"{model.folder}: {changed[0]} changed while it was copied; nothing was written"
+                )
+            (folder / LINEAGE).write_text(lineage_json(model), encoding="utf-8")
+            (folder / CARD).write_text(card, encoding="utf-8")
+            fsync_tree(folder)
+            os.rename(folder, target)
     except OSError as error:
         raise StorageError(
             f"can't write {target}: {error.strerror or error}; free space, or name another folder"
         ) from error
-    finally:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
     return target
 
 
@@ -406,8 +398,14 @@ def push(
         set_client_factory,
     )
     from huggingface_hub.errors import HFValidationError, HTTPError
+    from huggingface_hub.utils._http import default_client_factory
 
-    set_client_factory(_client)
+    def client() -> Any:
+        made = default_client_factory()
+        made.timeout = SECONDS
+        return made
+
+    set_client_factory(client)
     api, name, branch = HfApi(), repository.id, repository.branch
     files = released_files(model)
     try:
@@ -433,24 +431,13 @@ def push(
             parent_commit=there.sha,
         )
     except (OSError, ValueError, RuntimeError, HTTPError, HFValidationError) as error:
+        # Uploads wrap what went wrong in a RuntimeError.
+        wrapped = isinstance(error, RuntimeError) and error.__cause__ is not None
+        source = error.__cause__ if wrapped else error
+        lines = [text.strip() for text in str(source).splitlines() if text.strip()]
+        reason = lines[0] if lines else type(source).__name__
         raise StorageError(
-            f"{PREFIX}{name} could not be written: {_reason(error)}; nothing was committed; check "
+            f"{PREFIX}{name} could not be written: {reason}; nothing was committed; check "
             "the name, the network and the token (hf auth login, or HF_TOKEN with write access)"
         ) from error
     return str(done.commit_url)
-
-
-def _client() -> Any:
-    from huggingface_hub.utils._http import default_client_factory
-
-    client = default_client_factory()
-    client.timeout = SECONDS
-    return client
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error, or of what caused it: uploads wrap theirs."""
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

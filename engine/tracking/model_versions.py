@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -175,8 +174,6 @@ class ModelRegistry(Connection):
 
         Digits mean a version, anything else an alias. `dest` must not exist.
         """
-        import mlflow.artifacts
-
         dest = Path(dest).absolute()
         if dest.exists():
             raise StorageError(f"{dest} is already there; choose another folder for the model")
@@ -184,21 +181,24 @@ class ModelRegistry(Connection):
         sign = "/" if label.isdigit() else "@"
         version = self.model_version(f"models:/{model_name}{sign}{label}")
         dest.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
-        try:
-            with self.translated("download a model"):
-                # A models:/ address would be looked up in MLflow's global store, not in this one.
-                files = self.client.get_model_version_download_uri(model_name, version.version)
-                got = Path(
-                    mlflow.artifacts.download_artifacts(
-                        files, dst_path=str(draft), tracking_uri=self.uri
-                    )
-                )
-            require_tagged_content(got, version)
-            os.rename(got, dest)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as draft:
+            folder = self.download_files(model_name, version.version, draft)
+            require_tagged_content(folder, version)
+            os.rename(folder, dest)
         return dest
+
+    def download_files(self, model_name: str, version: str, folder: str | Path) -> Path:
+        """Fetch a version's files, as they are, to below `folder`; return where they are."""
+        import mlflow.artifacts
+
+        with self.translated("download a model"):
+            # A models:/ address would be looked up in MLflow's global store, not in this one.
+            files = self.client.get_model_version_download_uri(model_name, version)
+            return Path(
+                mlflow.artifacts.download_artifacts(
+                    files, dst_path=str(folder), tracking_uri=self.uri
+                )
+            )
 
     def find_model(self, model_name: str) -> RegisteredModel | None:
         """Return MLflow's registered model, None when there is none of that name."""
