@@ -44,7 +44,7 @@ test-slow: env  ## run the tests that take minutes, and each property on many ex
 	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -n 2 --dist loadgroup -m "(slow or hypothesis) and not gpu" --timeout=1800
 
 gpu-check: env  ## on a machine with a GPU: measure and check what needs one, below 10 minutes (gpu-report.json, gpu-report.md)
-	@$(BIN)/python benchmarks/gpu_check.py $(OPTIONS)
+	@$(BIN)/python benchmarks/gpu_proof.py $(OPTIONS)
 
 bench-quick: env  ## compare speed ratios to TRL and transformers with the stored ones (below 3 minutes)
 	@$(BIN)/python benchmarks/quick.py

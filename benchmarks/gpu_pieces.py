@@ -1,9 +1,10 @@
-"""The pieces of `gpu_check.py`, each a process of its own.
+"""The pieces of `gpu_proof.py`, each a process of its own.
 
-    python benchmarks/gpu_pieces.py switch --sizes 0.5B,1.5B --out figures.json
+    python benchmarks/gpu_pieces.py switch --sizes 0.5B,1.5B --out figures.jsonl
 
-A piece ends with its figures in a file; one that can't be measured ends with its cause as the last
-line of its errors. `gpu_step.py` has the pieces that train.
+A piece adds each figure to a file as soon as it has it; one that can't be measured ends with its
+cause as the last line of its errors. `gpu_training.py` has the pieces that train. `--tiny` runs
+them with shapes for a CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import json
 import math
 import os
 import re
@@ -19,14 +21,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
-import gpu_step
+import gpu_training
 import nccl_round_trip
 import rollout
 import switch
 import torch
-from gpu_report import Figure, write_figures
+from gpu_proof import Figure
+from gpu_training import timed
 
 from engine.cli.commands.health import check, expectation
 from engine.console import quiet
@@ -42,6 +46,33 @@ RELOAD = "a reload"
 
 class PieceFailed(Exception):
     """A piece that could not be measured; the message says why."""
+
+
+def ceilings(args: argparse.Namespace) -> Iterator[Figure]:
+    """Matrix products in bfloat16 at the largest model's shapes, copies, and the bus."""
+    hidden, inner, *_, vocabulary = rollout.SHAPES[args.sizes[-1]]
+    rows, wide = (64, 256) if args.tiny else (16384, 8192)
+    products = {
+        "up": (rows, hidden, inner),
+        "down": (rows, inner, hidden),
+        "o": (rows, hidden, hidden),
+        "head": (rows // 4, hidden, vocabulary),
+        "large": (wide, wide, wide),
+    }
+    for name, (m, k, n) in products.items():
+        a, b = (torch.randn(s, k, device=args.device, dtype=torch.bfloat16) for s in (m, n))
+        seconds, _ = timed(lambda a=a, b=b: [a @ b.t() for _ in range(5)])
+        rate = 5 * 2 * m * k * n / seconds / 1e12
+        yield Figure(f"matrix product {name}, {m} × {k} × {n}", rate, "Tflop/s")
+    count = 1 << (20 if args.tiny else 31)
+    source = torch.empty(count, dtype=torch.uint8, device=args.device)
+    target = torch.empty_like(source)
+    seconds, _ = timed(lambda: target.copy_(source))
+    yield Figure("copy, read and written", 2 * count / seconds / 1e12, "TB/s")
+    if args.device == "cuda":
+        host = torch.empty(count // 8, dtype=torch.uint8, pin_memory=True)
+        seconds, _ = timed(lambda: target[: count // 8].copy_(host, non_blocking=True))
+        yield Figure("host to device", count / 8 / seconds / 1e9, "GB/s")
 
 
 def health(args: argparse.Namespace) -> Iterator[Figure]:
@@ -72,7 +103,7 @@ def switching(args: argparse.Namespace) -> Iterator[Figure]:
             reloads = 3 if engine == "native" else 0  # starting vLLM again takes minutes
             case = argparse.Namespace(
                 dtype="bfloat16",
-                device="cuda",
+                device=args.device,
                 repeats=9,
                 reloads=reloads,
                 kv_cache_memory_mb=256,
@@ -88,24 +119,30 @@ def switching(args: argparse.Namespace) -> Iterator[Figure]:
                 yield Figure(f"{size} {engine}, {RELOAD}", row["reload_ms"][0], "ms")
                 times = row["ratio"]
                 yield Figure(f"{size} {engine}, switch to reload", times, "x", "> 1", times > 1)
-            torch.cuda.empty_cache()
+            gpu_training.empty_cache()
 
 
 def decoding(args: argparse.Namespace) -> Iterator[Figure]:
-    """Tokens a second of the native engine, with and without graphs, and of vLLM."""
-    engines = [name for own in args.engines for name in _variants(own)]
-    case = rollout.parse_args(
-        [
-            *("--size", args.sizes[0], "--dtype", "bfloat16", "--mix", "fixed"),
-            *("--device", "cuda", "--prompts", str(args.prompts), "--n", str(args.n)),
-            *("--prompt-length", str(args.prompt_length)),
-            *("--max-new-tokens", str(args.new_tokens), "--max-num-seqs", "512"),
-            *("--kv-cache-memory-mb", str(KV_MB), "--repeats", "2", "--limit-s", "60"),
-            *("--engines", *engines),
-        ]
-    )
-    for name, rates in rollout.run(case).items():
-        yield Figure(f"{case.size} {name}, {args.prompts} × {args.n}", rates["wall"], "tokens/s")
+    """Tokens a second of the native engine, with and without graphs, of vLLM and transformers."""
+    for size in args.sizes:
+        for name in [*(name for own in args.engines for name in _variants(own)), "transformers"]:
+            if name in ("native", "transformers") and size != args.sizes[0]:
+                continue  # they take long
+            case = rollout.parse_args(
+                [
+                    *("--size", size, "--dtype", "bfloat16", "--mix", "fixed"),
+                    *("--device", args.device, "--prompts", str(args.prompts), "--n", str(args.n)),
+                    *("--prompt-length", str(args.prompt_length)),
+                    *("--max-new-tokens", str(args.new_tokens), "--max-num-seqs", "512"),
+                    *("--kv-cache-memory-mb", str(4 * KV_MB), "--repeats", "1"),
+                    *("--limit-s", "60", "--engines", name),
+                ]
+            )
+            rates = rollout.run(case)[name]
+            step = 1e3 * min(512, args.prompts * args.n) / rates["wall"]
+            what = f"{size} {name}, {args.prompts} × {args.n}"
+            yield Figure(what, rates["wall"], "tokens/s")
+            yield Figure(f"{what}, a step", step, "ms")
 
 
 def sleeping(args: argparse.Namespace) -> Iterator[Figure]:
@@ -148,7 +185,7 @@ def _taken() -> float:
 
 
 def _variants(engine: str) -> list[str]:
-    return ["native", "native-graphs"] if engine == "native" else [engine]
+    return ["native-graphs", "native"] if engine == "native" else [engine]
 
 
 def tests(args: argparse.Namespace) -> Iterator[Figure]:
@@ -171,52 +208,72 @@ def tests(args: argparse.Namespace) -> Iterator[Figure]:
 
 Piece = Callable[[argparse.Namespace], Iterator[Figure]]
 PIECES: dict[str, Piece] = {
-    "health": health,
-    "nccl": nccl,
+    "ceilings": ceilings,
+    "update": gpu_training.update,
+    "step": gpu_training.step,
+    "decode": decoding,
     "switch": switching,
-    "memory": gpu_step.memory,
-    "step": gpu_step.step,
-    "rollout": decoding,
+    "sharded": gpu_training.sharded,
+    "qlora": gpu_training.qlora,
     "sleep": sleeping,
+    "memory": gpu_training.memory,
+    "nccl": nccl,
+    "health": health,
     "tests": tests,
 }
+TINY = {
+    "sizes": ["1M"], "prompts": 2, "n": 4, "prompt_length": 16, "new_tokens": 6, "longest": 12,
+    "mean_length": 6, "step_prompts": 2, "micro_tokens": 256, "megabytes": 1,
+}  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the pieces are run with; the defaults are for one device of 16 GB or more."""
+def parse_args() -> argparse.Namespace:
+    """What the pieces are run with; the defaults are for one device of 80 GB or more."""
 
     def names(text: str) -> list[str]:
         return text.split(",")
 
     engines = ["native"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("piece", choices=PIECES)
     add = parser.add_argument
-    add("--sizes", type=names, default=["0.5B", "1.5B"], help="shapes; the first also trains")
+    add("--out", type=Path, required=True, help="file for the figures, a line of JSON each")
+    add("--sizes", type=names, default=["0.5B", "1.5B"], help="shapes, the last of which trains")
     add("--engines", type=names, default=engines, help="that decode")
-    add("--prompts", type=int, default=64, help="of a rollout; a step takes a quarter")
+    add("--prompts", type=int, default=64, help="of a rollout")
     add("--n", type=int, default=8, help="completions a prompt")
     add("--prompt-length", type=int, default=128)
-    add("--new-tokens", type=int, default=256)
+    add("--new-tokens", type=int, default=256, help="of a rollout")
+    add("--longest", type=int, default=1024, help="completion of a step and of an update")
+    add("--mean-length", type=int, default=540, help="of completions, were there no longest")
+    add("--step-prompts", type=int, default=32, help="of a GRPO step")
+    add("--micro-tokens", type=int, default=16384, help="of a forward and backward pass")
     add("--megabytes", type=int, default=256, help="of a collective")
     add("--tests", type=names, default=["tests"], help="files with tests marked gpu")
+    add("--trl-cold", action="store_true", help="time TRL's first step, with nothing before it")
+    add("--tiny", action="store_true", help="the smallest shapes, also without a GPU")
+    early, _ = parser.parse_known_args()
+    if early.tiny:
+        parser.set_defaults(**TINY)
+    args = parser.parse_args()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("piece", choices=PIECES)
-    parser.add_argument("--out", type=Path, required=True, help="file for the figures")
-    add_arguments(parser)
-    args = parser.parse_args()
+    args = parse_args()
     quiet()
     torch.set_num_threads(os.cpu_count() or 1)
-    figures: list[Figure] = []
+    memory = Path("/dev/shm")
+    place = memory if memory.is_dir() and args.device == "cuda" else None
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=place) as folder, args.out.open("a") as out:
             args.folder = Path(folder)
-            figures.extend(f for f in PIECES[args.piece](args) if math.isfinite(f.value))
+            for figure in PIECES[args.piece](args):
+                if math.isfinite(figure.value):
+                    print(json.dumps(asdict(figure)), file=out, flush=True)
     except (PieceFailed, EngineError) as error:
         sys.exit(f"{error}")
-    finally:  # also what was measured before a failure
-        write_figures(args.out, figures)
 
 
 if __name__ == "__main__":

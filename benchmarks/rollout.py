@@ -35,6 +35,7 @@ SIZES = {
 LARGE = {  # for a GPU: Qwen2.5's
     "0.5B": (896, 4864, 24, 14, 2, 151936),
     "1.5B": (1536, 8960, 28, 12, 2, 151936),
+    "7B": (3584, 18944, 28, 28, 4, 152064),
 }
 SHAPES = SIZES | LARGE
 DTYPES = ("float32", "bfloat16")
@@ -149,11 +150,17 @@ def build_model(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
+        tie_word_embeddings=size != "7B",
         initializer_range=std,
     )
-    with torch.device(device):  # filled there
-        return Qwen2ForCausalLM(config).to(getattr(torch, dtype)).eval()
+    default = torch.get_default_dtype()
+    try:
+        if device == "cuda":  # where float32 weights may not fit
+            torch.set_default_dtype(getattr(torch, dtype))
+        with torch.device(device):  # filled there
+            return Qwen2ForCausalLM(config).to(getattr(torch, dtype)).eval()
+    finally:
+        torch.set_default_dtype(default)
 
 
 def make_case(

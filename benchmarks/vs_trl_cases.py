@@ -192,11 +192,16 @@ def build_model(
         if shape.family == "llama"
         else Qwen2ForCausalLM(Qwen2Config(**common))
     )
-    embeddings = model.get_input_embeddings().weight
-    with torch.no_grad():
-        embeddings[:, 0] = 1.0
-        embeddings[tokenizer.eos_token_id] = 0.0
-        embeddings[tokenizer.eos_token_id, 0] = 1.0 + math.log((vocabulary - 1) / (mean_length - 1))
-        model.model.norm.weight[0] = shape.hidden**-0.5
+    set_mean_length(model, tokenizer.eos_token_id, mean_length)
     built: PreTrainedModel = model.eval()
     return built
+
+
+@torch.no_grad()
+def set_mean_length(model: Any, end: int, mean_length: int) -> None:
+    """Give the token `end` the probability 1 / `mean_length` after every token."""
+    embeddings = model.get_input_embeddings().weight
+    embeddings[:, 0] = 1.0
+    embeddings[end] = 0.0
+    embeddings[end, 0] = 1.0 + math.log((len(embeddings) - 1) / (mean_length - 1))
+    model.model.norm.weight[0] = embeddings.shape[1] ** -0.5

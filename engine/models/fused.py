@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.kernels import training_ops
+from engine.kernels import liger, training_ops
 from engine.kernels.decoder_layer import (
     LayerCall,
     LayerWeights,
@@ -259,9 +259,8 @@ def is_sharded(parameter: Tensor) -> bool:
 # The Llama family's training forward with fewer passes over memory, on the model's own parameters.
 #
 # `apply_fused` gives norms, rotary positions, attention, MLP and the layers of one model instance
-# forwards of ours, those of `fused_forwards`, and says whether they compute what transformers' do.
-# On
-# the CPU only: a GPU has better ways.
+# forwards of ours, and says whether they compute what transformers' do: on the CPU those of
+# `fused_forwards`, on CUDA those of `liger_forwards`, where Liger-Kernel is installed.
 
 log = logging.getLogger(__name__)
 
@@ -269,30 +268,38 @@ _FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 _PROBE_TOKENS = 5
 
 
-def apply_fused(model: Any) -> bool:
+def apply_fused(model: Any, device: torch.device | None = None) -> bool:
     """Give `model`, a language model, a critic or a stage of one, fused forwards in place.
 
-    Returns whether it has them.
+    Returns whether it has them. `device`: where it will compute; None: where it is.
 
-    Left as it is: a model of another family, on another device than the CPU, or whose first layer
-    computes something else than transformers' when it is tried here.
+    Left as it is: a model of another family, on a device that has none, sharded (on the CPU), or
+    whose first layer computes something else than transformers' when it is tried here. Weights
+    that are not on the device yet are not tried.
     """
-    layers = _layers(model)
+    device = device or next(model.parameters()).device
+    layers = _layers(model, device)
     if not layers or is_fused(layers[0].mlp):
         return bool(layers)
-    if not _agrees(layers[0], model):
+    there = all(p.device == device and not is_sharded(p) for p in layers[0].parameters())
+    if there and not _agrees(layers[0], model):
         log.warning(
             "the fused forward of %s gives other numbers than transformers'; it is left out",
             model.config.model_type,
         )
         return False
     for module in _parts(layers, _body(model)):
-        _fuse(module)
+        _fuse(module, device)
     return True
 
 
-def gains_by_fusion(dtype: torch.dtype) -> bool:
-    """Whether weights of `dtype` are trained in less time: float32, or where loops are compiled."""
+def gains_by_fusion(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of `dtype` are trained in less time on `device`.
+
+    On the CPU those of float32 are, and those of bfloat16 where loops are compiled.
+    """
+    if device.type != "cpu":
+        return liger.takes_device(device) and dtype != torch.float64
     return dtype == torch.float32 or (
         dtype == torch.bfloat16 and training_ops.library() is not None
     )
@@ -305,12 +312,15 @@ def remove_fused(model: nn.Module) -> None:
             _restore(module)
 
 
-def _layers(model: nn.Module) -> list[Any]:
+def _layers(model: nn.Module, device: torch.device) -> list[Any]:
     """The decoder layers that can have fused forwards; none of a model that can't."""
     if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
         return []
     body = _body(model)
-    if not all(p.device.type == "cpu" and not is_sharded(p) for p in body.parameters()):
+    if device.type == "cpu":
+        if not all(p.device.type == "cpu" and not is_sharded(p) for p in body.parameters()):
+            return []
+    elif not liger.takes_device(device):
         return []
     layers = list(body.layers)
     return layers if all(_is_gated(layer.mlp) for layer in layers) else []
@@ -328,8 +338,10 @@ def _parts(layers: list[Any], body: nn.Module) -> list[nn.Module]:
     return [*norms, *(part for layer in layers for part in (layer.self_attn, layer.mlp, layer))]
 
 
-def _fuse(module: nn.Module) -> None:
-    if type(module).__name__.endswith("RMSNorm"):
+def _fuse(module: nn.Module, device: torch.device) -> None:
+    if device.type != "cpu":
+        _fuse_on_device(module)
+    elif type(module).__name__.endswith("RMSNorm"):
         module.forward = FusedForward(module, norm_forward)
     elif type(module).__name__.endswith("RotaryEmbedding"):
         module.forward = FusedForward(module, rotary_forward)
@@ -339,6 +351,16 @@ def _fuse(module: nn.Module) -> None:
         module.forward = FusedForward(module, mlp_forward)
     else:
         module.forward = FusedForward(module, attention_forward)
+
+
+def _fuse_on_device(module: nn.Module) -> None:
+    """A layer and the rotary positions of all layers keep transformers' forwards."""
+    if type(module).__name__.endswith("RMSNorm"):
+        module.forward = FusedForward(module, liger.norm_forward)
+    elif hasattr(module, "gate_proj"):
+        module.forward = FusedForward(module, liger.mlp_forward)
+    elif hasattr(module, "q_proj"):
+        module.forward = FusedForward(module, liger.attention_forward)
 
 
 def _restore(module: nn.Module) -> None:
@@ -364,9 +386,9 @@ def _agrees(layer: Any, model: Any) -> bool:
     """Whether the fused layer's output and gradient are the plain one's on a few random tokens."""
     weight = layer.input_layernorm.weight
     draw = torch.Generator().manual_seed(0)
-    width = model.config.hidden_size
-    hidden = torch.randn(1, _PROBE_TOKENS, width, generator=draw).to(weight.dtype)
-    positions = torch.arange(3, 3 + _PROBE_TOKENS)[None]
+    width, device = model.config.hidden_size, weight.device
+    hidden = torch.randn(1, _PROBE_TOKENS, width, generator=draw).to(device, weight.dtype)
+    positions = torch.arange(3, 3 + _PROBE_TOKENS, device=device)[None]
     training = layer.training
     layer.eval()  # an adapter's dropout would differ from run to run
     parts = _parts([layer], layer)
@@ -375,7 +397,7 @@ def _agrees(layer: Any, model: Any) -> bool:
         with torch.enable_grad():
             for fused in (False, True):
                 for part in parts if fused else []:
-                    _fuse(part)
+                    _fuse(part, device)
                 x = hidden.clone().requires_grad_()
                 rotary = _body(model).rotary_emb(x, positions)
                 out = layer(

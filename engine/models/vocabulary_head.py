@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.algorithms.divergences import full_kl
 from engine.errors import ConfigError
-from engine.kernels import training_ops
+from engine.kernels import training_ops, triton_kernels
 from engine.kernels.training_ops import input_gradient, linear, recurring_size, weight_gradient
 from engine.storage.weight_files import MIXTURES
 
@@ -137,12 +137,15 @@ def token_statistics(
 #
 # Logits [N, V] of a whole batch never exist, in the backward pass neither: it computes each
 # chunk's
-# again. Where all tokens fit in one chunk they are kept instead. In bfloat16 on the CPU a compiled
-# loop (`cpu/head.h`) reads logits as they are. The same statistics of logits that are there:
-# `token_statistics`.
+# again. Where all tokens fit in one chunk they are kept instead. On CUDA (`triton_kernels`), and
+# in
+# bfloat16 on the CPU (`cpu/head.h`), compiled loops read logits as they are. The same statistics
+# of
+# logits that are there: `token_statistics`.
 
 _CPU_ELEMENTS = 1 << 24  # logits of a chunk
 _DEVICE_ELEMENTS = 1 << 26
+_KERNEL_ELEMENTS = 1 << 29  # where no float32 copies of them are made
 _FEWEST_TOKENS = 256  # of a chunk, or its matrix product would be slow
 
 
@@ -187,6 +190,8 @@ def chunked_statistics(
         hidden, targets = F.pad(hidden, (0, 0, 0, missing)), F.pad(targets, (0, missing))
     if not chunk_tokens:
         elements = _CPU_ELEMENTS if kind == "cpu" else _DEVICE_ELEMENTS
+        if triton_kernels.takes(hidden):
+            elements = _KERNEL_ELEMENTS
         chunk_tokens = max(_FEWEST_TOKENS, elements // weight.shape[0])
     asked = _Asked(temperature, chunk_tokens, entropy, entropy_gradient, sum_pi_squared)
     log_probs, entropies, squares = _Head.apply(hidden, weight, bias, targets, asked)
@@ -248,9 +253,11 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, targets, entropies, sums, kept = ctx.saved_tensors
         asked: _Asked = ctx.asked
         of_log_probs, of_entropy = (gradient.contiguous() for gradient in gradients[:2])
-        wanted = to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
         # Of two chunks or more, sums in float32.
+        by_product = to_weight and _adds_products(hidden)
+        asked_of_products = to_hidden, to_weight and not by_product, to_bias
         grad_weight = _zeros(weight, of_log_probs.dtype) if to_weight else None
         grad_bias = _zeros(bias, of_log_probs.dtype) if to_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -258,10 +265,17 @@ class _Head(torch.autograd.Function):
                 read = kept
                 if read is None:
                     read = _logits(hidden[at], weight, bias)
-                    read = read if training_ops.takes(read) else _log_softmax(read, asked)
+                    read = read if _is_compiled(read) else _log_softmax(read, asked)
                 of_chunk = (of_log_probs[at], entropies[at], of_entropy[at])
-                slope = _slope(read, targets[at], sums[at], *of_chunk, asked).to(weight.dtype)
-                of_hidden, *others = _gradients(slope, hidden[at], weight, wanted)
+                slope = _slope(
+                    read, targets[at], sums[at], *of_chunk, asked, in_place=kept is None
+                ).to(weight.dtype)
+                if by_product and grad_weight is not None:
+                    torch.addmm(
+                        grad_weight, slope.t(), hidden[at],
+                        out_dtype=grad_weight.dtype, out=grad_weight,
+                    )  # fmt: skip
+                of_hidden, *others = _gradients(slope, hidden[at], weight, asked_of_products)
                 if grad_hidden is not None and of_hidden is not None:
                     grad_hidden[at] = of_hidden
                 for whole, part in zip((grad_weight, grad_bias), others, strict=True):
@@ -315,6 +329,10 @@ def _statistics(
             squares=asked.sum_pi_squared,
         )
         return log_probs, logits, sums, entropies, squares
+    if triton_kernels.takes(logits):
+        found = triton_kernels.statistics(logits, targets, asked.temperature)
+        log_probs, sums, entropies, squares = found
+        return log_probs, logits, sums, entropies, squares
     log_p = _log_softmax(logits, asked)
     entropies = squares = None
     if asked.entropy or asked.sum_pi_squared:
@@ -332,12 +350,23 @@ def _slope(
     entropies: Tensor,
     of_entropy: Tensor,
     asked: _Asked,
+    *,
+    in_place: bool,
 ) -> Tensor:
-    """Gradients of logits [n, V], of what `_statistics` keeps of them."""
+    """Gradients of logits [n, V], of what `_statistics` keeps of them.
+
+    `in_place`: they may be written over it.
+    """
     if training_ops.takes(read):
         entropy = (entropies, of_entropy) if asked.entropy_gradient else None
         return training_ops.head_gradients(
             read, targets, sums, of_log_probs, asked.temperature, entropy
+        )
+    if triton_kernels.takes(read):
+        entropy = (entropies, of_entropy) if asked.entropy_gradient else None
+        out = read if in_place else torch.empty_like(read)
+        return triton_kernels.gradients(
+            read, targets, sums, of_log_probs, asked.temperature, entropy, out
         )
     slope, terms = read.exp(), None
     if asked.entropy_gradient:
@@ -347,6 +376,17 @@ def _slope(
         slope += terms.mul_(of_entropy[:, None])
     slope.neg_().scatter_add_(1, targets[:, None], of_log_probs[:, None])
     return slope.div_(asked.temperature)
+
+
+def _is_compiled(logits: Tensor) -> bool:
+    """Whether compiled loops read logits as they are."""
+    return training_ops.takes(logits) or triton_kernels.takes(logits)
+
+
+def _adds_products(hidden: Tensor) -> bool:
+    """Whether a product of half precision can be added to a float32 sum as it is computed."""
+    half = hidden.dtype in (torch.bfloat16, torch.float16)
+    return half and hidden.is_cuda and torch.version.cuda is not None
 
 
 def _log_softmax(logits: Tensor, asked: _Asked) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import triton_kernels
 from engine.rollout.protocol import SamplingParams
 
-_BLOCK = 256  # tokens whose probabilities are summed first
+_BLOCK = triton_kernels.MASS_BLOCK  # tokens whose probabilities are summed first
 _FIRST_CANDIDATES = 64  # tokens that are looked at first for top-p
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -48,6 +49,10 @@ def sample(logits: Tensor, noise: Tensor | None, params: SamplingParams) -> tupl
     below -87 (a token of probability 1e-38) they are rounded ever more coarsely. A row of logits
     with a NaN gives a NaN log-prob.
     """
+    uncut = params.top_p >= 1 and not 0 < params.top_k < logits.shape[-1]
+    if uncut and params.temperature and logits.is_cuda and triton_kernels.takes(logits):
+        assert noise is not None
+        return _sample_uncut(logits, noise, params.temperature)
     logits = logits.float()
     if params.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
@@ -66,6 +71,25 @@ def sample(logits: Tensor, noise: Tensor | None, params: SamplingParams) -> tupl
         return choice[:, 0], log_probs
     choice, log_probs = _invert(probs, noise)
     return order.gather(1, choice)[:, 0], log_probs
+
+
+def _sample_uncut(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """`_invert_blocks` of softmax(logits / temperature), off logits that are read once."""
+    masses, largest, total = triton_kernels.block_masses(logits, temperature)
+    block, _ = _invert(masses, noise)  # [R, 1]
+    mass = masses.gather(1, block)
+    inside = (noise[:, None] * masses.sum(-1, keepdim=True) - _sum_before(masses, block)) / mass
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
+    there = columns < logits.shape[-1]
+    chosen = logits.gather(1, columns.clamp(max=logits.shape[-1] - 1)).float()
+    probs = (chosen / temperature - largest).exp_().masked_fill_(~there, 0.0).div_(total)
+    index, log_probs = _invert(probs, inside[:, 0].clamp_(0, 1))
+    return (block * _BLOCK + index)[:, 0], log_probs
+
+
+def _sum_before(masses: Tensor, block: Tensor) -> Tensor:
+    """Sums `[R, 1]` of `masses` `[R, K]` before those at `block` `[R, 1]`."""
+    return masses.cumsum(-1).gather(1, block) - masses.gather(1, block)
 
 
 def _most_likely(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
@@ -121,7 +145,7 @@ def _invert_blocks(probs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     blocks = F.pad(probs, (0, -probs.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     mass = blocks.sum(-1)  # [R, K / _BLOCK]
     block, _ = _invert(mass, noise)
-    before = mass.cumsum(-1).gather(1, block) - mass.gather(1, block)
+    before = _sum_before(mass, block)
     inside = (noise * mass.sum(-1) - before[:, 0]) / mass.gather(1, block)[:, 0]
     chosen = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0]
     index, log_probs = _invert(chosen, inside.clamp_(0, 1))

@@ -171,8 +171,9 @@ def apply_layout(
         set_packing(module, packing)
     if unloaded is not None and whole:
         load_shards(module, unloaded, device, device)
-    if whole and gains_by_fusion(floating_dtype(module)):
-        apply_fused(module)
+    fusible = whole or (device.type == "cuda" and ranks.size("tp") == 1)
+    if fusible and gains_by_fusion(floating_dtype(module), device):
+        apply_fused(module, device)
     layers = decoder_layers(module) if shards or config.activation_checkpointing else []
     if ranks.size("tp") > 1:
         apply_tensor_parallel(

@@ -228,11 +228,15 @@ class KVCache:
         self.reserve(int(columns.max()) + 1)
         return LiveCache(self._kv)
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v `[L, kv_heads, d]`; return all keys and values `[L, kv_heads, T, d]`."""
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write k and v `[L, kv_heads, d]`."""
         keys, values = self._kv[layer]
         keys[self._used_slots, :, self._columns] = k
         values[self._used_slots, :, self._columns] = v
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values `[L, kv_heads, T, d]` of the slots in use."""
+        keys, values = self._kv[layer]
         used = len(self._used_slots)
         return keys[:used, :, : self.width], values[:used, :, : self.width]
 
@@ -242,8 +246,18 @@ class KVCache:
         The query heads that share a key head are folded into the query length. On CPU two batched
         products are twice as fast as SDPA at one token a row.
         """
+        self.store(layer, k, v)
+        return self.read(layer, q)
+
+    def at(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values `[slots, kv_heads, T, d]`, and the columns `[L]` of this step's."""
+        keys, values = self._kv[layer]
+        return keys, values, self._columns
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """`attend` where this step's keys and values have been stored."""
         s, rows = self.shape, q.shape[0]
-        keys, values = self.store(layer, k, v)
+        keys, values = self.stored(layer)
         folded = q.view(rows, s.kv_heads, s.queries_per_key, s.head_dim)
         if q.device.type != "cpu":
             bias = self.mask[:, None, None].expand(-1, -1, s.queries_per_key, -1)
@@ -347,8 +361,17 @@ class SharedPromptCache:
         completion, computed slot by slot. Members of a group that have finished leave old finite
         numbers in the scratch tensors, whose products are not read.
         """
+        self._completions.store(layer, k, v)
+        return self.read(layer, q)
+
+    def at(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As the other cache's, of completions."""
+        return self._completions.at(layer)
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """`attend` where this step's keys and values have been stored."""
         s, rows = self.shape, q.shape[0]
-        keys, values = self._completions.store(layer, k, v)
+        keys, values = self._completions.stored(layer)
         prompt_keys, prompt_values = self._prompts[layer]  # each [groups, kv_heads, P, d]
         width = prompt_keys.shape[2]
         folded = q.view(rows, s.kv_heads, s.queries_per_key, s.head_dim) * s.scaling

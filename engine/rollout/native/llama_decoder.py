@@ -6,6 +6,7 @@ GPU replays as CUDA graphs.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.kernels import triton_kernels
 from engine.kernels.decoding_ops import cpu_step
 from engine.rollout.native.decoder import Prefilled
 from engine.rollout.native.decoding_weights import (
@@ -99,14 +101,14 @@ def _two_like(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CudaGraphs:
-    """Captures functions of fixed shapes and addresses; all graphs share one pool of memory.
+    """Captures functions of fixed shapes and addresses; graphs share one pool of memory.
 
     Streams and captures are of the current device, so the model's is made that.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def __call__(self, function: Replay) -> Replay:
         with torch.cuda.device(self._device):
@@ -126,6 +128,9 @@ class CudaGraphs:
             function()  # libraries make their handles and workspaces now, not in the capture
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
+        if not self._alive:  # a pool whose graphs are all gone can't be captured into
+            self._pool = torch.cuda.graph_pool_handle()
+        self._alive.add(graph)
         with torch.cuda.graph(graph, pool=self._pool):
             output = function()
         return graph, output
@@ -136,6 +141,8 @@ class CudaGraphs:
 # `LlamaDecoder` computes what the transformers modules of the Llama family compute, in fewer and
 # larger operations, over the caches of `kv_cache.py`.
 
+_RECOUNT = 64  # steps after which a graph's columns are counted again
+
 
 class LlamaDecoder:
     """A `Decoder` over bound weights; lives for one rollout or stream."""
@@ -143,6 +150,9 @@ class LlamaDecoder:
     static_batches = False
     routed_experts: Tensor | None = None  # a dense model
 
+    _steps_counted = 0  # since `_most` was the largest position
+    _most: int
+    _fuses: bool  # a step's layers by kernels
     _captured_at: int  # the cache's reallocations when steps were captured; -1: none are
     _w: LlamaWeights
 
@@ -230,6 +240,7 @@ class LlamaDecoder:
         The prompts' keys are used as they are: a prompt is not computed again for each completion.
         """
         assert isinstance(self._cache, SharedPromptCache)
+        self._steps_counted = 0
         _, kv = self._run_after(prefilled.state, which, prefilled.lengths[which], tokens)
         self._cache.extend(kv, slots)
 
@@ -245,6 +256,7 @@ class LlamaDecoder:
         """Put k kept sequences and the `tokens` that follow them in `slots` `[k]`; return the
         logits `[k, V]` after each."""
         assert isinstance(self._cache, KVCache)
+        self._steps_counted = 0
         device = slots.device
         lengths = torch.tensor([kv.shape[3] for kv in kept], device=device)
         counts = torch.tensor([len(one) for one in tokens], device=device)
@@ -260,6 +272,7 @@ class LlamaDecoder:
 
     def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
         """Give prompts `which` `[k]` to `slots` `[k]`; `running` are those of other sequences."""
+        self._steps_counted = 0
         if isinstance(self._cache, SharedPromptCache):
             self._cache.insert(prefilled.state, prefilled.lengths, which, slots, running)
         else:
@@ -285,12 +298,25 @@ class LlamaDecoder:
         if self._graphed is None:
             self._cache.begin(positions)
             return self._layers(tokens, positions)
-        width = self._graphed.padded_columns(int(positions.max()) + 1)
+        width = self._graphed.padded_columns(self._longest(positions) + 1)
         self._cache.reserve(width)
         if self._captured_at != self._cache.reallocations:
             self._captured_at = self._cache.reallocations
             self._graphed.clear()
         return self._graphed.run(tokens, positions, width)
+
+    def _longest(self, positions: Tensor) -> int:
+        """No less than the largest of `positions`, which the host rarely waits for.
+
+        Sequences grow by a token a step; others' entry, and `_RECOUNT` steps, have it counted.
+        """
+        if self._steps_counted % _RECOUNT == 0:
+            self._most = int(positions.max())
+            self._steps_counted = 0
+        else:
+            self._most = min(self._most + 1, self._columns - 1)
+        self._steps_counted += 1
+        return self._most
 
     def _step(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
         """One step over `width` columns, with nothing in it that a graph can't hold."""
@@ -302,11 +328,35 @@ class LlamaDecoder:
         """Logits `[L, V]` of one token a slot, over a cache whose step was started."""
         w = self._w
         x = self._embed(tokens)
+        if self._fuses:
+            return self._fused_layers(x, positions)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for index, layer in enumerate(w.layers):
             q, k, v = self._qkv(layer, x, cos, sin)
             x = self._finish_layer(layer, x, self._cache.attend(index, q, k, v))
         return self._logits(x)
+
+    def _fused_layers(self, x: Tensor, positions: Tensor) -> Tensor:
+        """`_layers` of x `[L, hidden]` with kernels for all but products and attention."""
+        w, rotary = self._w, (self._cos, self._sin)
+        plus: Tensor | None = None  # the last MLP's output, which is not in x yet
+        for index, layer in enumerate(w.layers):
+            x, h = triton_kernels.add_norm(x, plus, *layer.input_norm)
+            q = w.linear(h, *layer.q).unflatten(-1, (w.heads, w.head_dim))
+            k = w.linear(h, *layer.k).unflatten(-1, (w.kv_heads, w.head_dim))
+            v = w.linear(h, *layer.v).unflatten(-1, (w.kv_heads, w.head_dim))
+            if layer.q_norm is not None and layer.k_norm is not None:
+                _, q = triton_kernels.add_norm(q, None, *layer.q_norm)
+                _, k = triton_kernels.add_norm(k, None, *layer.k_norm)
+            keys, values, columns = self._cache.at(index)
+            q = triton_kernels.rotate_and_store(q, k, v, rotary, positions, (keys, values), columns)
+            attended = self._project_back(self._cache.read(index, q), layer.o)
+            x, h = triton_kernels.add_norm(x, attended, *layer.post_norm)
+            gated = triton_kernels.silu_product(w.linear(h, *layer.gate), w.linear(h, *layer.up))
+            plus = self._project_back(gated, layer.down)
+        _, h = triton_kernels.add_norm(x, plus, *w.norm)
+        logits = w.linear(h, *w.head)
+        return logits if w.tp is None else w.tp.gather_logits(logits)
 
     def _use(self, weights: LlamaWeights) -> None:
         self._w = w = weights
@@ -318,6 +368,8 @@ class LlamaDecoder:
         half = w.head_dim // 2
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         self._cpu_step = cpu_step(w, self._cos, self._sin)
+        on_device = w.embedding.is_cuda and triton_kernels.takes(w.embedding)
+        self._fuses = on_device and w.activation is F.silu
 
     def _run_after(
         self, state: Tensor, which: Tensor, lengths: Tensor, tokens: Sequence[Sequence[int]]

@@ -21,8 +21,8 @@ import json, subprocess, sys
 from pathlib import Path
 
 name, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
-figures = [{"what": "speed", "value": 7.0, "unit": "ms", "limit": "< 8 ms", "ok": True}]
-out.write_text(json.dumps(figures))
+figure = {"what": "speed", "value": 7.0, "unit": "ms", "limit": "< 8 ms", "ok": True}
+out.write_text(json.dumps(figure) + "\\n")
 print(sys.argv[4:])
 if name == "switch":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -36,25 +36,25 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, {benchmarks!r})
-import gpu_check
+import gpu_proof
 
-gpu_check.torch.cuda.is_available = lambda: True
-gpu_check.describe = lambda: "a machine"
-gpu_check.HERE = Path({here!r})
-gpu_check.main()
+gpu_proof.torch.cuda.is_available = lambda: True
+gpu_proof.describe = lambda: "a machine"
+gpu_proof.HERE = Path({here!r})
+gpu_proof.main()
 """
 
 
 @pytest.fixture
-def gpu_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def gpu_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The program with pieces of ours in place of those that need a device."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_check
+    import gpu_proof
 
     (tmp_path / "pieces").mkdir()
     (tmp_path / "pieces" / "gpu_pieces.py").write_text(PIECE)
-    monkeypatch.setattr(gpu_check, "HERE", tmp_path / "pieces")
-    return gpu_check
+    monkeypatch.setattr(gpu_proof, "HERE", tmp_path / "pieces")
+    return gpu_proof
 
 
 def wait_until(done: Callable[[], bool], seconds: float) -> None:
@@ -70,19 +70,19 @@ def assert_ends(pid: int) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_late_piece_ends_with_all_it_started_and_keeps_its_figures(
-    gpu_check: Any, tmp_path: Path
+    gpu_proof: Any, tmp_path: Path
 ) -> None:
     pid_file = tmp_path / "pid"
-    result = gpu_check.run_piece("switch", [str(pid_file)], 4.0, tmp_path)
+    result = gpu_proof.run_piece("switch", [str(pid_file)], 4.0, tmp_path)
     assert result.cause == f"it was not done in 4 s, see {tmp_path}/gpu-report.logs/switch.log"
     assert [figure.value for figure in result.figures] == [7.0]
     assert_ends(int(pid_file.read_text()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_sigterm_ends_the_piece_that_runs(gpu_check: Any, tmp_path: Path) -> None:
+def test_sigterm_ends_the_piece_that_runs(gpu_proof: Any, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    main = MAIN.format(benchmarks=str(BENCHMARKS), here=str(gpu_check.HERE))
+    main = MAIN.format(benchmarks=str(BENCHMARKS), here=str(gpu_proof.HERE))
     options = ["--pieces", "switch", "--out", str(tmp_path), str(pid_file)]
     with subprocess.Popen([sys.executable, "-c", main, *options]) as program:
         try:
@@ -94,18 +94,18 @@ def test_sigterm_ends_the_piece_that_runs(gpu_check: Any, tmp_path: Path) -> Non
             program.kill()
 
 
-def test_a_piece_without_time_left_does_not_start(gpu_check: Any, tmp_path: Path) -> None:
-    result = gpu_check.run_piece("switch", [], -1.0, tmp_path)
+def test_a_piece_without_time_left_does_not_start(gpu_proof: Any, tmp_path: Path) -> None:
+    result = gpu_proof.run_piece("switch", [], -1.0, tmp_path)
     assert result.cause == "the time of --limit-s was over; raise it"
     assert not (tmp_path / "gpu-report.logs").exists()
 
 
-def test_the_report_has_every_figure_and_cause(gpu_check: Any, tmp_path: Path) -> None:
-    from gpu_report import Figure, Machine, PieceResult, write_report
+def test_the_report_has_every_figure_and_cause(gpu_proof: Any, tmp_path: Path) -> None:
+    from gpu_proof import Figure, Machine, PieceResult, write_report
 
     results = [
-        gpu_check.run_piece("health", ["--n", "2"], 60.0, tmp_path),
-        gpu_check.run_piece("nccl", [], 60.0, tmp_path),
+        gpu_proof.run_piece("health", ["--n", "2"], 60.0, tmp_path),
+        gpu_proof.run_piece("nccl", [], 60.0, tmp_path),
         PieceResult("step", 1.0, (Figure("MFU", 31.44, "%"), Figure("new", 9, "B", "0 B", False))),
     ]
     assert (tmp_path / "gpu-report.logs" / "health.log").read_text() == "['--n', '2']\n"
@@ -127,3 +127,21 @@ def test_the_report_has_every_figure_and_cause(gpu_check: Any, tmp_path: Path) -
     assert "| step | MFU | 31.4 % |  |  |" in lines
     assert "| step | new | 9 B | 0 B | **missed** |" in lines
     assert any(line.startswith("| nccl | this PyTorch has no NCCL \\| install") for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", ["update", "sharded", "qlora"])
+def test_pieces_that_train_run_without_a_device(piece: str, tmp_path: Path) -> None:
+    """A fake process group and packed weights among them."""
+    out = tmp_path / "figures.jsonl"
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu_pieces.py"), piece, "--tiny", f"--out={out}"],
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    figures = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(figures) >= 4
+    assert all(figure["value"] >= 0 for figure in figures)
