@@ -13,7 +13,6 @@ meanwhile (Zhao et al., arXiv:2304.11277, section 3.3); nothing else overlaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -103,16 +102,43 @@ def _imbalance(shape: ModelShape, pp: int) -> float:
 
 
 def _traffic(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
+    """Return seconds of what moves between ranks in training, and to a machine's memory."""
+    shape, layout, size = work.shape, candidate.layout, work.compute_bytes
     micros, trained, plain = _micros(work, candidate), work.trained_passes, work.plain_passes
-    links = partial(_collectives, candidate, allocation)
-    sharded = _weights_traffic(work, candidate, links) * micros * (3 * trained + plain)
+    seconds = partial(_collectives, candidate, allocation)
+    layers, shards = shape.layers / layout.pp, candidate.shards
+
+    # FSDP gathers all layers, or scatters their gradients.
+    moved = stage_elements(shape, layout.pp) / layout.tp * (size * (shards - 1) / shards)
+    sharded = seconds(("fsdp", "sp"), moved / (layers + 1), layers + 1)
+    sharded = sharded * micros * (3 * trained + plain)
     if allocation.gpus:
         sharded = max(0.0, sharded - HIDDEN * _compute(work, candidate, allocation))
-    cut = _tokens_traffic(work, candidate, links) * micros * (2 * trained + plain)
-    return sharded + cut + _gradients_traffic(work, candidate, links) + _to_host(work, candidate)
 
+    # tp's two all-reduces a layer (Megatron-LM, arXiv:1909.08053, section 3), Ulysses' four
+    # all-to-alls (arXiv:2309.14509, section 3), and the hand-over between stages.
+    tokens = micro_tokens(work, candidate) / layout.sp
+    states = tokens * shape.hidden * size
+    heads = tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * size / layout.tp
+    forward = (
+        seconds(("tp",), 2 * states * (layout.tp - 1) / layout.tp, 2 * layers)
+        + seconds(("sp",), heads / 4 * (layout.sp - 1) / layout.sp, 4 * layers)
+        + seconds(("pp",), states)
+    )
 
-_Links = Callable[..., float]  # `_collectives` under a layout and allocation
+    # All-reduces of gradients over copies of the model.
+    share = 1.0 if not work.adapters else work.adapters / sizes(shape).total
+    moved = rank_elements(shape, layout) * (2 * (layout.dp - 1) / layout.dp * 4.0) * share
+    times = micros if shards > 1 else work.updates
+    gradients = seconds(("dp",), moved, times * trained)
+
+    # Over a GPU's way to its machine's memory: weights every pass, moments every update.
+    copied, to_host = rank_elements(shape, layout) / resources.HOST_LINK, 0.0
+    if candidate.offload_params:
+        to_host = micros * (3 * trained + plain) * copied * work.weight_bytes
+    if candidate.offload_optimizer or candidate.offload_params:
+        to_host += 2 * work.optimizer_bytes * copied * work.updates * trained
+    return sharded + forward * micros * (2 * trained + plain) + gradients + to_host
 
 
 def _collectives(
@@ -133,53 +159,6 @@ def _collectives(
     if span <= allocation.per_machine:
         return times * (moved / device.link + device.latency_s * math.log2(size))
     return times * (moved / device.network + device.network_latency_s * math.log2(size))
-
-
-def _weights_traffic(work: Workload, candidate: Candidate, links: _Links) -> float:
-    """Return seconds of FSDP's gathering of all layers once, or scattering their gradients."""
-    count = candidate.shards
-    moved = stage_elements(work.shape, candidate.layout.pp) / candidate.layout.tp
-    moved *= work.compute_bytes * (count - 1) / count
-    layers = work.shape.layers / candidate.layout.pp + 1
-    return links(("fsdp", "sp"), moved / layers, layers)
-
-
-def _tokens_traffic(work: Workload, candidate: Candidate, links: _Links) -> float:
-    """Return seconds between ranks of one forward pass of a micro-batch.
-
-    They are tp's two all-reduces a layer (Megatron-LM, arXiv:1909.08053, section 3), Ulysses' four
-    all-to-alls (arXiv:2309.14509, section 3), and the hand-over between stages.
-    """
-    shape, layout, size = work.shape, candidate.layout, work.compute_bytes
-    tokens = micro_tokens(work, candidate) / layout.sp
-    layers = shape.layers / layout.pp
-    whole = tokens * shape.hidden * size
-    heads = tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * size / layout.tp
-    return (
-        links(("tp",), 2 * whole * (layout.tp - 1) / layout.tp, 2 * layers)
-        + links(("sp",), heads / 4 * (layout.sp - 1) / layout.sp, 4 * layers)
-        + links(("pp",), whole)
-    )
-
-
-def _gradients_traffic(work: Workload, candidate: Candidate, links: _Links) -> float:
-    """Return seconds of all-reduces of gradients over copies of the model."""
-    layout = candidate.layout
-    size = 2 * (layout.dp - 1) / layout.dp * 4.0
-    models = 1.0 if not work.adapters else work.adapters / sizes(work.shape).total
-    moved = rank_elements(work.shape, layout) * size * models
-    times = _micros(work, candidate) if candidate.shards > 1 else work.updates
-    return links(("dp",), moved, times * work.trained_passes)
-
-
-def _to_host(work: Workload, candidate: Candidate) -> float:
-    """Return seconds to the machine's memory: weights every pass, moments every update."""
-    own = rank_elements(work.shape, candidate.layout) / resources.HOST_LINK
-    passes = _micros(work, candidate) * (3 * work.trained_passes + work.plain_passes)
-    weights = passes * own * work.weight_bytes if candidate.offload_params else 0.0
-    away = candidate.offload_optimizer or candidate.offload_params
-    both_ways = 2 * work.optimizer_bytes * own
-    return weights + (both_ways * work.updates * work.trained_passes if away else 0.0)
 
 
 def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
