@@ -46,14 +46,14 @@ def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
     completions are right. Where the dataflow has a critic, it starts from the reward model, unless
     `critic.model_path` names another.
     """
-    true, components = config.reward, dict.fromkeys(config.reward.components, 0.0)
-    for spec in (true, *true.sources.values()):
+    true_reward, components = config.reward, dict.fromkeys(config.reward.components, 0.0)
+    for spec in (true_reward, *true_reward.sources.values()):
         components |= dict.fromkeys(declared_components(spec.name) or (ANSWER,), 0.0)
     name = reward_of(folder)
     model = RewardSpec(name=name, options={"model": folder})
-    reward = true.model_copy(
+    reward = true_reward.model_copy(
         update={
-            "components": {**true.components, MODEL_REWARD: model},
+            "components": {**true_reward.components, MODEL_REWARD: model},
             "weights": components | {MODEL_REWARD: 1.0},
         }
     )

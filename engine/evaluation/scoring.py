@@ -90,7 +90,7 @@ def judge_episodes(
     doesn't, a return of 1 or more. Another reward judges the last turn, and what the environment
     gave is added to its score. An episode whose environment failed is wrong, and marked.
     """
-    own = scorer.config.name == ENVIRONMENT
+    by_environment = scorer.config.name == ENVIRONMENT
     judged = judge(
         scorer,
         [one.answer for one in episodes],
@@ -99,21 +99,21 @@ def judge_episodes(
         prompts,
         {**columns, "episode_reward": [one.reward for one in episodes]},
     )
-    found = []
+    rewarded = []
     for one, episode in zip(judged, episodes, strict=True):
-        right = episode.success if own and episode.success is not None else one.correct
-        found.append(
+        right = episode.success if by_environment and episode.success is not None else one.correct
+        rewarded.append(
             replace(
                 one,
                 text=episode.text,
                 correct=right and not episode.failed,
-                score=one.score if own else one.score + episode.reward,
+                score=one.score if by_environment else one.score + episode.reward,
                 answer=one.answer if one.answer is not None else episode.answer,
                 failed=one.failed or episode.failed,
                 episode=episode,
             )
         )
-    return found
+    return rewarded
 
 
 def evaluate_model(

@@ -29,12 +29,12 @@ from engine.redaction import presentable
 
 def trees(review: Review) -> list[Tree]:
     """Return, for each node asked about, a tree of its ancestors and one of its descendants."""
-    found = []
+    all_trees = []
     for node in review.starts:
-        found.append(_tree(review.graph, node, up=True))
+        all_trees.append(_tree(review.graph, node, up=True))
         if review.graph.children(node.key):
-            found.append(_tree(review.graph, node, up=False))
-    return found
+            all_trees.append(_tree(review.graph, node, up=False))
+    return all_trees
 
 
 def _tree(graph: Graph, root: ArtifactNode, up: bool) -> Tree:
@@ -119,21 +119,19 @@ def as_json(
     return values
 
 
-def comparison_json(found: ArtifactComparison) -> dict[str, object]:
+def comparison_json(comparison: ArtifactComparison) -> dict[str, object]:
     """Return the differences as JSON values, sides by their keys in the graph."""
 
     def plain(changes: Iterable[Change | RowChange]) -> list[dict[str, object]]:
         return [asdict(change) for change in changes]
 
+    names = ("code", "config", "parents", "files")
     return {
-        "before": found.before.key,
-        "after": found.after.key,
-        "same_content": found.same_content,
-        "code": plain(found.code),
-        "config": plain(found.config),
-        "parents": plain(found.parents),
-        "files": plain(found.files),
-        "metrics": [{**asdict(metric), "change": metric.delta} for metric in found.metrics],
+        "before": comparison.before.key,
+        "after": comparison.after.key,
+        "same_content": comparison.same_content,
+        **{name: plain(getattr(comparison, name)) for name in names},
+        "metrics": [{**asdict(metric), "change": metric.delta} for metric in comparison.metrics],
         "data": [
             {
                 "kind": change.kind,
@@ -142,7 +140,7 @@ def comparison_json(found: ArtifactComparison) -> dict[str, object]:
                 "files": plain(change.files),
                 "rows": plain(change.rows),
             }
-            for change in found.data
+            for change in comparison.data
         ],
     }
 
@@ -158,10 +156,10 @@ STATUS = "exit status: 0 fine; 1 something is missing, unreadable or not as reco
 @exit_130_on_ctrl_c
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] not in COMMANDS and not given[0].startswith("-"):
-        given.insert(0, "show")  # `python -m engine.lineage ARTIFACT` shows it
-    options = _parser().parse_args(given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        words.insert(0, "show")  # `python -m engine.lineage ARTIFACT` shows it
+    options = _parser().parse_args(words)
     try:
         return _run(options)
     except EngineError as error:
@@ -173,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    found = review(
+    graph_review = review(
         options.reference,
         options.store,
         registry=not options.no_registry,
@@ -181,21 +179,21 @@ def _run(options: argparse.Namespace) -> int:
     )
     comparison = None
     if options.command == "diff":
-        comparison = compare(found.graph, found.starts[0], found.starts[-1])
-    checked = audit(found) if options.command == "verify" or options.verify else None
+        comparison = compare(graph_review.graph, graph_review.starts[0], graph_review.starts[-1])
+    checked = audit(graph_review) if options.command == "verify" or options.verify else None
     if options.html:
-        write_page(options.html, render_page(found, checked, comparison))
+        write_page(options.html, render_page(graph_review, checked, comparison))
     if options.json:
-        say(json.dumps(as_json(found, checked, comparison), indent=2))
+        say(json.dumps(as_json(graph_review, checked, comparison), indent=2))
     else:
         # A pipe has no width of its own; 80 columns would break lines that a grep wants whole.
         console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
         for line in lines(comparison) if comparison is not None else ():
             console.print(presentable(line), markup=False, soft_wrap=True)
-        for tree in trees(found) if options.command == "show" else ():
+        for tree in trees(graph_review) if options.command == "show" else ():
             console.print(tree)
-    # What was found wrong and what was not looked at, on stderr.
-    for note in found.notes if checked is None else (note.text for note in checked.notes):
+    # What was graph_review wrong and what was not looked at, on stderr.
+    for note in graph_review.notes if checked is None else (note.text for note in checked.notes):
         say(f"note: {note}", error=True)
     if checked is None:
         return 0

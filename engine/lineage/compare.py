@@ -218,26 +218,26 @@ def _data(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> tuple[Data
     return tuple(changes)
 
 
-def lines(found: ArtifactComparison) -> Iterator[str]:
+def lines(comparison: ArtifactComparison) -> Iterator[str]:
     """Yield the differences as lines for a terminal."""
 
     def texts(changes: Sequence[Change]) -> list[str]:
         return [f"{c.name}: {c.before} → {c.after}" for c in changes]
 
-    yield f"- {found.before.name}  {found.before.uri}"
-    yield f"+ {found.after.name}  {found.after.uri}"
-    if found.same_content:
+    yield f"- {comparison.before.name}  {comparison.before.uri}"
+    yield f"+ {comparison.after.name}  {comparison.after.uri}"
+    if comparison.same_content:
         yield "both hold the same bytes"
     sections = {
-        "code": texts(found.code),
-        "configuration": texts(found.config),
-        "parents": texts(found.parents),
-        "data": [line for c in found.data for line in (data_line(c), *row_lines(c, "  "))],
-        "files": texts(found.files),
+        "code": texts(comparison.code),
+        "configuration": texts(comparison.config),
+        "parents": texts(comparison.parents),
+        "data": [line for c in comparison.data for line in (data_line(c), *row_lines(c, "  "))],
+        "files": texts(comparison.files),
         "metrics": [
             f"{m.name}: {metric(m.before)} → {metric(m.after)}"
             + (f"  ({signed(m.delta)})" if m.delta else "")
-            for m in found.metrics
+            for m in comparison.metrics
             if m.before != m.after
         ],
     }

@@ -39,11 +39,11 @@ def require_unmodified(references: Sequence[str]) -> list[Path]:
     Raises LineageError for what was changed, edited or is missing. Sources made elsewhere are left
     out: a folder that data arrives in changes every day.
     """
-    found = review(references, descendants=False)
-    nodes = found.graph.nodes
+    reviewed = review(references, descendants=False)
+    nodes = reviewed.graph.nodes
     faults = [
         finding.text
-        for finding in audit(found).faults
+        for finding in audit(reviewed).faults
         if finding.key not in nodes or nodes[finding.key].kind != SOURCE
     ]
     if faults:
@@ -217,11 +217,11 @@ class AliasMove:
     def sentence(self) -> str:
         """The move for a person."""
         where = f"version {self.version}" if self.version else "nowhere"
-        was = f"version {self.replaced}" if self.replaced else "nowhere"
+        previous = f"version {self.replaced}" if self.replaced else "nowhere"
         by = f" by {self.by}" if self.by else ""
         if self.approved_by not in ("", self.by):
             by += f", approved by {self.approved_by}"
-        return f"{self.at} {self.action}: {was} → {where}{by}: {self.reason}"
+        return f"{self.at} {self.action}: {previous} → {where}{by}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

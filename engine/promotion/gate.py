@@ -111,9 +111,9 @@ def measure(
 
     guards: dict[str, Interval | None] = {}
     for guard in rules.guards:
-        was, is_now = _guarded(before, guard), _guarded(after, guard)
+        old_scores, new_scores = _guarded(before, guard), _guarded(after, guard)
         # One problem has no spread, so its interval would claim certainty.
-        guards[guard.name] = change(was, is_now) if len(is_now) > 1 else None
+        guards[guard.name] = change(old_scores, new_scores) if len(new_scores) > 1 else None
     before, after = rows_of_set(before, dataset), rows_of_set(after, dataset)
     ratio = None
     if rules.max_length_ratio is not None:

@@ -95,9 +95,9 @@ def decide_on_sets(sets: Mapping[str, Measurements], rules: PromoteConfig) -> De
     return decision_of(outcomes)
 
 
-def decision_of(found: Iterable[RuleOutcome]) -> Decision:
-    """Promote if every rule passed; the reason says which did not, else what all found."""
-    outcomes = tuple(found)
+def decision_of(results: Iterable[RuleOutcome]) -> Decision:
+    """Promote if every rule passed; the reason says which did not, else what all results."""
+    outcomes = tuple(results)
     failed = [outcome for outcome in outcomes if not outcome.passed]
     if failed:
         reason = "Not promoted: " + "; ".join(outcome.sentence for outcome in failed) + "."

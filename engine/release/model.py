@@ -58,18 +58,18 @@ def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
     Raises LineageError for what is missing, unreadable or not as recorded and for an artifact that
     is no model, TrackingError and StorageError where MLflow or a store doesn't answer.
     """
-    found = review([reference], stores)
-    (start,) = found.starts
-    model = _model_node(found.graph, start)
-    evaluation = _evaluation_of(found.graph, start, model)
+    named = review([reference], stores)
+    (start,) = named.starts
+    model = _model_node(named.graph, start)
+    evaluation = _evaluation_of(named.graph, start, model)
     references = [evaluation.uri] if evaluation else []
     if start.kind == MODEL_VERSION:  # by its number: an alias may move between two looks at it
         name, _, number = start.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
         reference = f"{PREFIX}{name}/{number}"
-    whole = review([reference, *references], stores, descendants=False)
-    checked = audit(whole)
-    for fault in checked.faults:
-        node = whole.graph.nodes.get(fault.key)
+    lineage = review([reference, *references], stores, descendants=False)
+    audited = audit(lineage)
+    for fault in audited.faults:
+        node = lineage.graph.nodes.get(fault.key)
         if node is None or node.kind != SOURCE:
             raise LineageError(
                 f"{reference} is not as recorded: {fault.text}; nothing was written; see `python "
@@ -81,12 +81,12 @@ def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
         local_path(model.uri),
         model.manifest,
         start if start.kind == MODEL_VERSION else None,
-        whole.graph,
+        lineage.graph,
         model.key,
         evaluation.manifest if evaluation else None,
         comparison,
         harness,
-        tuple(note.text for note in checked.notes),
+        tuple(note.text for note in audited.notes),
     )
 
 
