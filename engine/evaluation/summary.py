@@ -160,7 +160,7 @@ def summarise(
     bootstrap_samples: int,
     seed: int,
 ) -> EvaluationComparison:
-    """Compare two models' rows (see `rows.COLUMNS`) problem by problem.
+    """Compare two models' rows (see `results.COLUMNS`) problem by problem.
 
     Raises DataError when the rows are not of the same problems in the same order, when a problem
     has fewer than k samples, or when there are fewer than 2 problems.

@@ -1,6 +1,7 @@
 """The graph of artifacts: what was made from what, whether it is as recorded, and what differs.
 
-Read `lookup` first: its `review` goes from what a person names to the graph around it. `graph`
-finds the manifests of stores and walks them, `audit` checks a graph, `compare` compares two of its
-nodes, `page` shows them as HTML. `__main__` is the command, and shows them in a terminal.
+Read `graph` first: it finds the manifests of stores and walks them. `lookup` is the entry point:
+its `review` goes from what a person names to the graph around it. `audit` checks a graph, `compare`
+compares two of its nodes, `page` shows them as HTML. `__main__` is the command, and shows them in a
+terminal.
 """

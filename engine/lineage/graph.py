@@ -70,12 +70,8 @@ class Index:
 
     def with_prefix(self, prefix: str) -> list[StoredArtifact]:
         """The artifacts whose content digest begins so, one for each digest and kind."""
-        found = {
-            (p.manifest.digest, p.manifest.kind): p
-            for p in self.artifacts
-            if p.manifest.digest.startswith(prefix)
-        }
-        return list(found.values())
+        same = [p for p in self.artifacts if p.manifest.digest.startswith(prefix)]
+        return list({(p.manifest.digest, p.manifest.kind): p for p in same}.values())
 
     def made_from(self, digest: str) -> list[tuple[StoredArtifact, Parent]]:
         """The artifacts that name this content as a parent, and how they name it."""
@@ -229,11 +225,10 @@ class Graph:
 
     def ancestors(self, key: str) -> list[ArtifactNode]:
         """All that a node was made from, nearest first."""
-        above: dict[str, list[str]] = {}
+        above: dict[str, list[str]] = defaultdict(list)
         for edge in self.edges.values():
-            above.setdefault(edge.child, []).append(edge.parent)
-        found = reachable(key, lambda one: above.get(one, []))
-        return [self.nodes[one] for one in found if one != key]
+            above[edge.child].append(edge.parent)
+        return [self.nodes[parent] for parent in reachable(key, above.__getitem__)[1:]]
 
     def add(self, node: ArtifactNode) -> None:
         """Add a node, unless it is there already."""
@@ -246,14 +241,13 @@ class Graph:
 
 def reachable(start: str, neighbours: Callable[[str], Iterable[str]]) -> list[str]:
     """Return `start` and all that can be reached from it, nearest first; cycles end."""
-    found = {start: None}
-    queue = deque([start])
+    keys = {start: None}
+    queue = deque(keys)
     while queue:
-        for key in neighbours(queue.popleft()):
-            if key not in found:
-                found[key] = None
-                queue.append(key)
-    return list(found)
+        new = [key for key in dict.fromkeys(neighbours(queue.popleft())) if key not in keys]
+        keys |= dict.fromkeys(new)
+        queue += new
+    return list(keys)
 
 
 class GraphBuilder:

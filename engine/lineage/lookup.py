@@ -114,16 +114,14 @@ def open_registry() -> Tracker:
 
 def version_node(version: ModelVersion) -> ArtifactNode:
     """Return the node of a model version; its facts are its tags."""
-    facts = {**version.tags, "run_id": version.run_id}
-    if version.aliases:
-        facts["aliases"] = ", ".join(version.aliases)
+    aliases = {"aliases": ", ".join(version.aliases)} if version.aliases else {}
     return ArtifactNode(
         key=f"{MODEL_VERSION}:{version.name}:{version.version}",
         kind=MODEL_VERSION,
         digest=version.tags.get(ARTIFACT_TAG, ""),
         uri=version.source.removeprefix("file://"),
         label=f"{version.name} version {version.version}",
-        facts=facts,
+        facts={**version.tags, "run_id": version.run_id, **aliases},
     )
 
 
@@ -177,8 +175,7 @@ class Review:
         """How many nodes of which kinds there are, e.g. "3 nodes: 1 dataset, 2 rl"."""
         kinds = Counter(node.kind.replace("_", " ") for node in self.graph.nodes.values())
         parts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        number = kinds.total()
-        return f"{number} {'node' if number == 1 else 'nodes'}: {parts}"
+        return f"{kinds.total()} {'node' if kinds.total() == 1 else 'nodes'}: {parts}"
 
 
 def review(

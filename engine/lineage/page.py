@@ -49,14 +49,7 @@ class Drawing:
     lines: Mapping[Line, tuple[Point, ...]]  # from the parent's right side to the child's left
 
 
-@dataclass(frozen=True, slots=True)
-class _Bend:
-    """An invisible box where a parent's lines pass a layer; they share one."""
-
-    parent: str
-    layer: int
-
-
+_Bend = tuple[str, int]  # an invisible box where a parent's lines pass a layer; they share one
 _Item = str | _Bend
 _Neighbours = dict[_Item, dict[_Item, None]]  # sets that keep their order
 
@@ -80,7 +73,7 @@ def arrange(keys: Sequence[str], lines: Iterable[Line]) -> Drawing:
     for parent, child in drawn:
         points = [(boxes[parent][0] + BOX_WIDTH, heights[parent] + BOX_HEIGHT / 2)]
         for layer in range(layer_of[parent] + 1, layer_of[child]):
-            y = heights[_Bend(parent, layer)]
+            y = heights[parent, layer]
             points += [(columns[layer], y), (columns[layer] + BOX_WIDTH, y)]
         paths[parent, child] = (*points, (boxes[child][0], heights[child] + BOX_HEIGHT / 2))
     width = max((x for x, _ in boxes.values()), default=0.0) + BOX_WIDTH + MARGIN
@@ -138,10 +131,10 @@ def _with_bends(
     above: _Neighbours = {key: {} for key in keys}
     below: _Neighbours = {key: {} for key in keys}
     for parent, child in lines:
-        bends = [_Bend(parent, n) for n in range(layer_of[parent] + 1, layer_of[child])]
+        bends = [(parent, n) for n in range(layer_of[parent] + 1, layer_of[child])]
         for bend in bends:
             if bend not in above:
-                layers[bend.layer].append(bend)
+                layers[bend[1]].append(bend)
                 above[bend], below[bend] = {}, {}
         stops: list[_Item] = [parent, *bends, child]
         for left, right in pairwise(stops):

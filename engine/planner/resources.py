@@ -197,21 +197,17 @@ class Cluster:
         return replace(self, machines=tuple(plain))
 
     def less_gpus(self, count: int) -> Cluster:
-        """What is left when `count` GPUs are taken, of the machines that have fewest, each with its
-        part of the machine."""
+        """Return what is left when `count` GPUs are taken, each with its part of its machine.
+
+        They are taken of the machines that have fewest.
+        """
         left, machines = count, []
         for machine in sorted(self.machines, key=lambda m: m.gpus):
             taken = min(left, machine.gpus)
             left -= taken
             kept = (machine.gpus - taken) / machine.gpus if taken else 1.0
-            machines.append(
-                replace(
-                    machine,
-                    gpus=machine.gpus - taken,
-                    cpus=machine.cpus * kept,
-                    memory=int(machine.memory * kept),
-                )
-            )
+            gpus, memory = machine.gpus - taken, int(machine.memory * kept)
+            machines.append(replace(machine, gpus=gpus, cpus=machine.cpus * kept, memory=memory))
         return replace(self, machines=tuple(machines))
 
     def allocations(self, reserved_cpus: float = 0.0) -> list[Allocation]:

@@ -151,12 +151,11 @@ class FixedSettings:
 
     def __str__(self) -> str:
         """What is set, or nothing."""
-        found = [f"{axis}={size}" for axis, size in self.axes.items()]
-        found += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
-        found += [f"{self.tokens} tokens"] if self.tokens else []
+        parts = [f"{axis}={size}" for axis, size in self.axes.items()]
+        parts += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
+        parts += [f"{self.tokens} tokens"] if self.tokens else []
         flags = ("offload_params", "offload_optimizer", "activation_checkpointing")
-        found += [name for name in flags if getattr(self, name)]
-        return ", ".join(found)
+        return ", ".join([*parts, *(name for name in flags if getattr(self, name))])
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,8 @@ class Tracker(ModelRegistry):
 
     def _find(self, tags: Mapping[str, str]) -> list[str]:
         """Return the ids of the experiment's live runs that have all these tags, newest first."""
-        quoted = {k: v.replace("'", "''") for k, v in tag_texts(tags).items() if v}
+        texts = tag_texts(tags)
+        quoted = {k: v.replace("'", "''") for k, v in texts.items() if v}
         clauses = [f"tags.`{k}` = '{v}'" for k, v in quoted.items()]
         found = self.client.search_runs(
             [self.experiment_id], " and ".join(clauses), order_by=["attributes.start_time DESC"]
@@ -305,5 +306,5 @@ class Tracker(ModelRegistry):
         return [
             run.info.run_id
             for run in found
-            if all(run.data.tags.get(k, "") == v for k, v in tag_texts(tags).items())
+            if all(run.data.tags.get(k, "") == v for k, v in texts.items())
         ]
