@@ -32,7 +32,8 @@ import torch
 from gpu_proof import Figure
 from gpu_training import timed
 
-from engine.cli.commands.health import check, expectation
+from engine.cli.commands.health import expectation
+from engine.cli.health_checks import check
 from engine.console import quiet
 from engine.errors import EngineError
 from engine.rollout.protocol import create_engine

@@ -1,8 +1,13 @@
 """The data plane between roles: rows of completions, and values still being computed.
 
-A `Batch` has one row a completion. A future stands for the result of a call on ranks, and a
-batch
-of futures for rows that are still under way. How calls reach ranks is in `controller`.
+A `Batch` is a table of tensors and columns with one row a completion. A `Future` stands for the
+result of a call on ranks, and a `LazyBatch` for rows that are still under way: it collects batches
+and futures with `|=`, and waits only when a field is read. A worker group that gets a LazyBatch
+gets the futures themselves, so rows go from worker to worker and not through the controller. How
+calls reach ranks is in `controller`; padding of token lists into tensors in `engine.data.collate`.
+
+Layout of a sequence: prompts are padded on the left to P, responses on the right to R, so the
+response always starts at column P of `input_ids`.
 """
 
 from __future__ import annotations
@@ -22,14 +27,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.errors import DataError
-
-# The data plane between roles: one table of tensors and columns whose rows are completions.
-#
-# Here are `Batch`, its field table, and operations on rows (select, split, concatenate). Padding
-# token lists into tensors is in `engine.data.collate`; no algorithm is here.
-#
-# Layout of a sequence: prompts are padded on the left to P, responses on the right to R, so the
-# response always starts at column P of `input_ids`.
 
 Column = Sequence[object] | np.ndarray
 
@@ -168,16 +165,16 @@ class Batch:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.names:
-            have = ", ".join(sorted(self.names)) or "none"
-            raise DataError(f"batch has no tensor {name!r}; it has {have}")
+            names = ", ".join(sorted(self.names)) or "none"
+            raise DataError(f"batch has no tensor {name!r}; it has {names}")
         return self._tensors[name]
 
     def get(self, name: str) -> Tensor | None:
-        """The tensor `name`, or None where the batch has none."""
+        """Return the tensor `name`, or None where the batch has none."""
         return self[name] if name in self.names else None
 
     def as_dict(self) -> dict[str, Tensor]:
-        """The tensors by name; they share their memory with the batch."""
+        """Return the tensors by name; they share their memory with the batch."""
         return dict(self._tensors)
 
     def __or__(self, other: Batch | Mapping[str, Tensor]) -> Batch:
@@ -237,11 +234,11 @@ class Batch:
             if differing:
                 raise DataError(f"can't stack batches: only one of them has {sorted(differing)}")
         widths = [batch._prompt_and_response() for batch in batches]
-        most = max(p for p, _ in widths), max(r for _, r in widths)
-        more = [(most[0] - p, most[1] - r) for p, r in widths]
+        widest = max(p for p, _ in widths), max(r for _, r in widths)
+        padding = [(widest[0] - p, widest[1] - r) for p, r in widths]
         tensors = {}
         for name in first.names:
-            parts = [_pad_columns(name, b[name], *m) for b, m in zip(batches, more, strict=True)]
+            parts = [_pad_columns(name, b[name], *n) for b, n in zip(batches, padding, strict=True)]
             shapes = {part.shape[1:] for part in parts}
             if len(shapes) > 1:
                 raise DataError(f"can't stack {name!r}: its rows have shapes {list(shapes)}")
@@ -250,7 +247,7 @@ class Batch:
         return Batch(tensors, columns)
 
     def _prompt_and_response(self) -> tuple[int, int]:
-        """P and R, 0 where no field has them."""
+        """Return P and R, 0 where no field has them."""
         p, r, both = (self._widths.get(axis, 0) for axis in ("P", "R", "P+R"))
         return max(p, both - r) if r else p, max(r, both - p) if p else r
 
@@ -266,7 +263,7 @@ class Batch:
 
 
 def _pack(tensor: Tensor) -> Tensor | tuple[np.ndarray, torch.dtype]:
-    """A tensor on the CPU as an array and its dtype (NumPy lacks bfloat16); others as they are."""
+    """Return a CPU tensor as array and dtype (NumPy lacks bfloat16); others as they are."""
     if tensor.device.type != "cpu" or tensor.requires_grad:
         return tensor
     wide = tensor.contiguous()
@@ -306,16 +303,13 @@ def _with_components(batches: Sequence[Batch]) -> Sequence[Batch]:
     width, names = known["reward_components"].shape[1], known.columns["reward_component_names"]
     filled = []
     for batch in batches:
-        if "reward_components" not in batch and _all_failed(batch):
+        all_failed = "reward_error" in batch and bool(batch["reward_error"].all())
+        if "reward_components" not in batch and all_failed:
             zeros = known["reward_components"].new_zeros(len(batch), width)
-            own = {"reward_component_names": [names[0]] * len(batch)}
-            batch = batch | Batch({"reward_components": zeros}, own)
+            columns = {"reward_component_names": [names[0]] * len(batch)}
+            batch = batch | Batch({"reward_components": zeros}, columns)
         filled.append(batch)
     return filled
-
-
-def _all_failed(batch: Batch) -> bool:
-    return "reward_error" in batch and bool(batch["reward_error"].all())
 
 
 def _column(values: Column) -> np.ndarray:
@@ -327,12 +321,6 @@ def _column(values: Column) -> np.ndarray:
         out[i] = value
     return out
 
-
-# Values that are still being computed, and the batch that is made of them.
-#
-# A `Future` is what a worker group's method returns at once. A `LazyBatch` collects batches and
-# futures with `|=`; it waits only when a field is read. A group that gets a LazyBatch gets the
-# futures themselves, so rows go from worker to worker and not through the controller.
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -352,11 +340,11 @@ class Future(ABC, Generic[R_co]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether `result` would return, or raise, without waiting for work."""
+        """Say whether `result` would return, or raise, without waiting for work."""
 
     @abstractmethod
     def failure(self) -> BaseException | None:
-        """The error of a call that has failed already; reads no value and waits for none."""
+        """Return the error of a call that has failed already; reads no value and waits for none."""
 
 
 class Ready(Future[R_co]):
@@ -403,7 +391,7 @@ class LazyBatch:
 
     def __init__(self, *pieces: Batch | Future[Batch]) -> None:
         self.pieces = list(pieces)
-        self._whole: Batch | None = None
+        self._united: Batch | None = None
 
     def __or__(self, other: BatchLike | dict[str, Tensor]) -> LazyBatch:
         if isinstance(other, LazyBatch):
@@ -414,11 +402,11 @@ class LazyBatch:
 
     def resolve(self) -> Batch:
         """Wait for all pieces and return them as one batch (later pieces win)."""
-        if self._whole is None:
+        if self._united is None:
             # The pieces stay: a group that gets them later still reads them from where they are.
-            whole = [p if isinstance(p, Batch) else p.result() for p in self.pieces]
-            self._whole = reduce(or_, whole)
-        return self._whole
+            batches = [p if isinstance(p, Batch) else p.result() for p in self.pieces]
+            self._united = reduce(or_, batches)
+        return self._united
 
     def __getitem__(self, name: str) -> Tensor:
         return self.resolve()[name]

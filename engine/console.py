@@ -233,11 +233,11 @@ def human_time(seconds: float) -> str:
     """Return a duration for people: `0.4 s`, `37 s`, `4 min 05 s`, `2 h 07 min`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
@@ -251,14 +251,14 @@ def human_bytes(size: float) -> str:
 
 
 def points(change: float, low: float, high: float, digits: int = 1) -> str:
-    """A difference of two fractions with its interval: `+12.5 percentage points [+9.1, +15.8]`."""
+    """Return two fractions' difference with interval: `+12.5 percentage points [+9.1, +15.8]`."""
     # + 0.0 turns a negative zero into a plain one.
     mean, first, last = (f"{100 * value + 0.0:+.{digits}f}" for value in (change, low, high))
     return f"{mean} percentage points [{first}, {last}]"
 
 
 def display_path(path: Path) -> str:
-    """The path relative to the working directory where it lies below it."""
+    """Return the path relative to the working directory where it lies below it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

@@ -16,7 +16,7 @@ LONGEST = 4000  # characters of one text that a page shows
 
 
 def environment(package: str) -> Environment:
-    """The templates of `package`; what they print is made `printable`, then escaped."""
+    """Return the templates of `package`; what they print is made `printable`, then escaped."""
     return Environment(
         loader=PackageLoader(package),
         autoescape=True,
@@ -28,7 +28,7 @@ def environment(package: str) -> Environment:
 
 
 def asset(package: str, name: str) -> Markup:
-    """A style sheet or script in the templates of `package`, to be put into a page as it is."""
+    """Return a style sheet or script of `package`, to be put into a page as it is."""
     return Markup(files(package).joinpath("templates", name).read_text(encoding="utf-8"))
 
 
@@ -42,7 +42,7 @@ def printable(value: object) -> object:
 
 
 def content_policy(css: str, script: str) -> str:
-    """A content security policy that permits this style and this script, and no address at all."""
+    """Return a content security policy for this style and this script, and no address at all."""
 
     def source(content: str) -> str:
         return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

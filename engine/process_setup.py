@@ -13,12 +13,9 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Keeps transformers from importing scikit-learn and SciPy, and accelerate from importing boto3.
-#
-# They import them wherever they are installed: for assisted generation, for a loss of object
-# detection, for SageMaker's settings. That would slow down the start of every Ray worker, rank and
-# command.
-
+# transformers 5.19 imports scikit-learn and SciPy, and accelerate 1.15 boto3, where they are
+# installed: for assisted generation, a loss of object detection, SageMaker's settings. That would
+# slow down the start of every Ray worker, rank and command.
 # Module → the availability check that it must find false, and the module that it takes it from.
 _CHECKS = {
     "transformers.generation.candidate_generator": ("transformers.utils", "is_sklearn_available"),
@@ -45,14 +42,7 @@ def skip_optional_imports() -> None:
         sys.meta_path.insert(0, _AvailabilityHook())
 
 
-# Keeps memory that is freed in the process, so that the next step finds it there, until the end.
-#
-# glibc hands a large block back to the system as soon as it is freed. A training step frees and
-# allocates the same activations again, and would fault in each page again: millions of page faults
-# a
-# run.
-
-# Of malloc.h.
+# Options of malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _NEVER = -1
 _LARGEST = 2**31 - 1
@@ -61,6 +51,9 @@ _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARE
 
 def keep_freed_memory() -> bool:
     """Let malloc keep what is freed, for all threads alike; say whether it does.
+
+    glibc hands a large block back to the system as soon as it is freed. A training step frees and
+    allocates the same activations again, and would fault in each page again: millions a run.
 
     It doesn't where the C library is another than glibc, or where the environment has settings of
     malloc's own (`MALLOC_…_`, `GLIBC_TUNABLES`), which stay.

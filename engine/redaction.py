@@ -1,8 +1,8 @@
 """What must not leave a process as it is: credentials, and control sequences for a terminal.
 
-What lives here: recognising both in texts and in values. Who asks: `engine.errors` for messages,
-`engine.console` for what is printed and logged, `engine.storage` for manifests, and
-`engine.tracking` for what MLflow is told. Text without either stays as it is, to the byte.
+Used by `engine.errors` for messages, `engine.console` for what is printed and logged,
+`engine.storage` for manifests, and `engine.tracking` for what MLflow gets. Text without either
+stays as it is, to the byte.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def redact_values(value: object) -> Any:
     if isinstance(value, Mapping):
         return {
             key: HIDDEN
-            if isinstance(one, str) and one and _IS_SECRET_NAME.fullmatch(str(key))
-            else redact_values(one)
-            for key, one in value.items()
+            if isinstance(item, str) and item and _IS_SECRET_NAME.fullmatch(str(key))
+            else redact_values(item)
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         values = map(redact_values, value)
@@ -85,7 +85,7 @@ def printable(text: str) -> str:
     New lines and tabs stay.
     """
     text = _COLOUR.sub("", text)
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def presentable(text: str) -> str:
@@ -98,14 +98,14 @@ def redact_causes(error: BaseException) -> None:
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
-        one = todo.pop()
-        if one is None or id(one) in seen:
+        cause = todo.pop()
+        if cause is None or id(cause) in seen:
             continue
-        seen.add(id(one))
-        one.args = redact_values(one.args)
-        todo += [one.__cause__, one.__context__]
+        seen.add(id(cause))
+        cause.args = redact_values(cause.args)
+        todo += [cause.__cause__, cause.__context__]
 
 
-def _hide_assigned(found: re.Match[str]) -> str:
-    quote = found[2][0] if found[2][0] in "\"'" else ""
-    return f"{found[1]}{quote}{HIDDEN}{quote}"
+def _hide_assigned(match: re.Match[str]) -> str:
+    quote = match[2][0] if match[2][0] in "\"'" else ""
+    return f"{match[1]}{quote}{HIDDEN}{quote}"

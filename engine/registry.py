@@ -1,6 +1,9 @@
 """The one registry type of every extension point, and the import of users' modules.
 
-Each room has its own registry of this type beside what it registers.
+Each room has its own registry of this type beside what it registers. An entry is registered by a
+decorator and declares its options. The modules with this project's entries are imported when a name
+is looked up; code from outside is imported by the configuration's `plugins`, or named in place as
+`package.module:attribute`.
 """
 
 from __future__ import annotations
@@ -13,13 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from engine.errors import ConfigError
-
-# Named entries with declared options: the one registry type of every extension point.
-#
-# An entry is registered by a decorator. The modules of the registry's own package are imported
-# when
-# a name is looked up, so a new entry there is a new file; code from outside is imported by the
-# configuration's `plugins`, or named in place as `package.module:attribute`.
 
 T = TypeVar("T")
 
@@ -73,14 +69,14 @@ class Options(Mapping[str, object]):
         return {k: _converted(v, types.get(k), f"{section}.{k}") for k, v in given.items()}
 
     def _types(self) -> dict[str, object]:
-        found: dict[str, object] = {}
+        types: dict[str, object] = {}
         for function in self._functions:
             signed = function.__init__ if inspect.isclass(function) else function
             try:
-                found |= get_type_hints(signed)
+                types |= get_type_hints(signed)
             except (NameError, TypeError, AttributeError):
                 continue  # names that only a type checker sees: their values stay as given
-        return found
+        return types
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,20 +159,21 @@ class Registry(Generic[T]):
         return self._find(name).value
 
     def options(self, name: str) -> Options:
-        """The options that an entry declares; raises ConfigError as `get` does."""
+        """Return the options that an entry declares; raises ConfigError as `get` does."""
         return self._find(name).options
 
     def names(self) -> tuple[str, ...]:
-        """All names, sorted, without aliases."""
-        self._import_all()
+        """Return all names, sorted, without aliases."""
+        while self._unread:
+            self._import_first()
         return tuple(sorted(self._entries))
 
     def values(self) -> tuple[T, ...]:
-        """All entries, in the order of their names."""
+        """Return all entries, in the order of their names."""
         return tuple(self._entries[name].value for name in self.names())
 
     def registered(self, target: object) -> T | None:
-        """The entry of a function or class; None where it isn't registered."""
+        """Return the entry of a function or class; None where it isn't registered."""
         entry = self._entry_of(target)
         return None if entry is None else entry.value
 
@@ -223,24 +220,20 @@ class Registry(Generic[T]):
             entry = self._entries.get(self._aliases.get(name, name))
             if entry is not None or not self._unread:
                 return entry
-            self._import_next()
+            self._import_first()
 
     def _entry_of(self, target: object) -> _Entry[T] | None:
         entries = self._entries.values()
         return next((e for e in entries if target is e.target or target is e.value), None)
 
-    def _import_next(self) -> None:
+    def _import_first(self) -> None:
         module = self._unread[0]
         importlib.import_module(module)  # one that fails is tried again at the next look-up
         self._unread = [name for name in self._unread if name != module]
 
-    def _import_all(self) -> None:
-        while self._unread:
-            self._import_next()
-
 
 def keyword_defaults(function: Callable[..., object]) -> dict[str, object]:
-    """The keyword-only parameters of `function` that have defaults, with those defaults."""
+    """Return the keyword-only parameters of `function` that have defaults, with the defaults."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
@@ -253,7 +246,7 @@ def keyword_defaults(function: Callable[..., object]) -> dict[str, object]:
 
 
 def origin(target: object) -> str:
-    """Where a function or class is defined, e.g. "my_module:my_reward"."""
+    """Say where a function or class is defined, e.g. "my_module:my_reward"."""
     name = getattr(target, "__qualname__", None) or repr(target)
     return f"{getattr(target, '__module__', '?')}:{name}"
 
@@ -274,9 +267,6 @@ def _converted(value: object, kind: Any, where: str) -> object:
 def _similar(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-# Code from outside the package: modules whose import registers entries, in every process.
 
 
 def import_plugins(modules: Iterable[str]) -> None:

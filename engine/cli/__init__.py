@@ -1,5 +1,7 @@
-"""The command line of a reinforcement-learning run, `python -m engine.main_ppo`, in parts.
+"""The command lines `python -m engine.main_…`: arguments, help, data files, and the runs.
 
-`settings` is the configuration, `renamed_keys` and `unsupported_keys` are the tables of verl's
-names, `resolve` turns arguments into the configuration, `help_text` prints it, `run` does the run.
+Read `forms` first: what each program's arguments are. `resolve` makes a configuration (`settings`)
+of them by the table of keys (`verl_keys`), `help_text` prints it, and `program` does what is around
+every run. The runs are `ppo_program` with `rl_run`, and `offline_run`. The programs themselves, and
+`health`, `export`, `replay`, `student` and `pretrained`, are in `commands`.
 """

@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.cli.offline_settings import (
+from engine.cli.rl_run import open_trackers
+from engine.cli.run_folder import (
+    error_details_file,
+    local_model,
+    make_output_folder,
+    save_atomically,
+)
+from engine.cli.settings import (
     OfflineRunConfig,
     PreferenceRunConfig,
     RewardModelRunConfig,
-    SFTRunConfig,
 )
-from engine.cli.program import error_details_file, make_output_folder, save_atomically
-from engine.cli.rl_run import open_trackers
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
-from engine.data.preference_rows import Kind
 from engine.data.tokenizer import load_tokenizer
 from engine.data.training_examples import (
     PreferenceExample,
@@ -28,7 +31,7 @@ from engine.data.training_examples import (
     read_sft_pairs,
     read_steps,
 )
-from engine.errors import ConfigError, DataError
+from engine.errors import DataError
 from engine.models import vocabulary_and_context
 from engine.runtime.policy_runtime import StartModel
 from engine.trainers.offline import OfflineTrainer, SFTExample, SFTTrainer, is_on_ray, total_steps
@@ -54,23 +57,30 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     train, validation = _read(config)
     steps = total_steps(config.training, len(train))
     name = config.training.section
+    methods = {
+        "sft": "fine-tuning",
+        "sequence": "Bradley-Terry",
+        "token": "process rewards",
+        "likelihood": "Bradley-Terry of log-probs",
+    }
+    method = methods.get(_kind(config)) or getattr(config.training, "loss", "")
     say(
-        f"{name}: {_method(config)} from {config.model.path}, {len(train)} examples, "
+        f"{name}: {method} from {config.model.path}, {len(train)} examples, "
         f"{len(validation)} held out, {steps} steps of {config.training.train_batch_size}"
     )
     if dry_run:
         say(f"{name}: dry run, nothing is trained; the model would be in {config.run.folder()}")
         return None
     folder = make_output_folder(config.run.folder())
-    kept = folder / "checkpoints"
+    checkpoints = folder / "checkpoints"
     if config.run.resume_mode == "disable":
-        kept = folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
+        checkpoints = folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
     with (
         error_details_file(folder),
         ray_session("ray" if is_on_ray(config.training) else "local"),
         _trainer(config) as trainer,
     ):
-        return _train(config, trainer, train, validation, folder, kept)
+        return _train(config, trainer, train, validation, folder, checkpoints)
 
 
 def _train(
@@ -79,10 +89,10 @@ def _train(
     train: Sequence[AnyExample],
     validation: Sequence[AnyExample],
     folder: Path,
-    kept: Path,
+    checkpoints: Path,
 ) -> Path:
     started, name = time.monotonic(), config.training.section
-    resumes = any(kept.glob("step_*"))
+    resumes = any(checkpoints.glob("step_*"))
     settings = config.model_dump(mode="json")
     with open_trackers(config.run, settings, folder, resumes) as (tracked, logs):
 
@@ -96,7 +106,7 @@ def _train(
 
         trainer.on_step = on_step
         trainer.on_resume = lambda at, step: say(f"{name}: continues from {at}, step {step}")
-        final = trainer.fit(train, validation, kept)
+        final = trainer.fit(train, validation, checkpoints)
         total = trainer.total_steps(len(train))
         target = folder / f"step_{total}"
         model = save_atomically(lambda draft: trainer.save(draft, config.model.path), target)
@@ -109,46 +119,50 @@ def _train(
 
 
 def _trainer(config: OfflineRunConfig) -> OfflineTrainer[Any, Any]:
-    model = config.model
-    start = StartModel(_local(model.path), model.dtype, model.lora, config.seed)
-    pad = int(load_tokenizer(model.path).pad_token_id or 0)
-    if isinstance(config, PreferenceRunConfig):
-        return PreferenceTrainer(start, pad, config.preference, seed=config.seed, start=model.path)
-    if isinstance(config, SFTRunConfig):
-        return SFTTrainer(start, pad, config.sft, seed=config.seed, start=model.path)
+    path = config.model.path
+    start = StartModel(local_model(path), config.model.dtype, config.model.lora, config.seed)
+    trainers: dict[str, Any] = {
+        "preference": PreferenceTrainer,
+        "sft": SFTTrainer,
+        "sequence": RewardModelTrainer,
+        "token": ProcessRewardTrainer,
+        "likelihood": LikelihoodRewardTrainer,
+    }
+    pad = int(load_tokenizer(path).pad_token_id or 0)
+    trainer: OfflineTrainer[Any, Any] = trainers[_kind(config)](
+        start, pad, config.training, seed=config.seed, start=path
+    )
+    return trainer
+
+
+def _kind(config: OfflineRunConfig) -> str:
+    """Name the training: preference, sft, or the head of a reward model."""
     if isinstance(config, RewardModelRunConfig):
-        own = config.reward_model
-        if own.head == "token":
-            return ProcessRewardTrainer(start, pad, own, seed=config.seed, start=model.path)
-        if own.head == "likelihood":
-            return LikelihoodRewardTrainer(start, pad, own, seed=config.seed, start=model.path)
-        return RewardModelTrainer(start, pad, own, seed=config.seed, start=model.path)
-    raise ConfigError(f"there is no training for {type(config).__name__}")
+        return config.reward_model.head
+    return config.training.section
 
 
 def _read(
     config: OfflineRunConfig,
 ) -> tuple[Sequence[AnyExample], Sequence[AnyExample]]:
-    data, tokenizer = config.data, load_tokenizer(config.model.path)
-    limit = data.max_length or vocabulary_and_context(config.model.path)[1]
+    data, tokenizer, kind = config.data, load_tokenizer(config.model.path), _kind(config)
     options: dict[str, Any] = {
         "config": data.rows(),
-        "max_length": limit,
+        "max_length": data.max_length or vocabulary_and_context(config.model.path)[1],
         "too_long": data.too_long,
     }
 
     def read(files: Sequence[str]) -> Sequence[AnyExample]:
         if isinstance(config, PreferenceRunConfig):
-            kind: Kind = "labels" if config.preference.loss == "kto" else "pairs"
-            return read_preferences(files, tokenizer, kind, **options)
-        if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "token":
-            return read_steps(
-                files, tokenizer, separator=config.reward_model.step_separator, **options
-            )
-        if isinstance(config, SFTRunConfig):
+            labels = config.preference.loss == "kto"
+            return read_preferences(files, tokenizer, "labels" if labels else "pairs", **options)
+        if isinstance(config, RewardModelRunConfig) and kind == "token":
+            separator = config.reward_model.step_separator
+            return read_steps(files, tokenizer, separator=separator, **options)
+        if kind == "sft":
             pairs = read_sft_pairs(files, tokenizer, **options)
             return [SFTExample(prompt, response) for prompt, response in pairs]
-        if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "likelihood":
+        if kind == "likelihood":
             return read_preferences(files, tokenizer, **options)
         return read_reward_pairs(files, tokenizer, **options)
 
@@ -182,16 +196,6 @@ def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list
     )
 
 
-def _method(config: OfflineRunConfig) -> str:
-    if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "token":
-        return "process rewards"
-    if isinstance(config, RewardModelRunConfig) and config.reward_model.head == "likelihood":
-        return "Bradley-Terry of log-probs"
-    if isinstance(config, SFTRunConfig):
-        return "fine-tuning"
-    return config.preference.loss if isinstance(config, PreferenceRunConfig) else "Bradley-Terry"
-
-
 def _line(name: str, step: int, total: int, metrics: dict[str, float], left: str) -> str:
     shown = {
         "loss": "loss",
@@ -208,9 +212,3 @@ def _line(name: str, step: int, total: int, metrics: dict[str, float], left: str
         if f"{name}/{key}" in metrics
     ]
     return " · ".join([f"{name} {step:>4}/{total}", *facts, f"{left} left"])
-
-
-def _local(model: str) -> str:
-    """A folder as an absolute path, for ranks in other working directories; a hub id as it is."""
-    path = Path(model).expanduser()
-    return str(path.absolute()) if path.is_dir() else model

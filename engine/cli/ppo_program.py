@@ -1,6 +1,6 @@
 """The run of `python -m engine.main_ppo`: data read and checked, training, or `--dry-run`.
 
-Arguments are in `resolve`, the RL run itself is in `rl_run`.
+Arguments are in `forms`, the RL run itself is in `rl_run`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.program import error_details_file, make_output_folder, save_atomically
+from engine.cli.help_text import config_text
 from engine.cli.rl_run import (
     RLRun,
     RunLog,
-    TrainedPolicy,
     headline,
     open_log,
     placed,
@@ -24,7 +23,13 @@ from engine.cli.rl_run import (
     train_policy,
     validate_policy,
 )
-from engine.cli.settings import DataFilesConfig, RunConfig, config_text, gpu_pools
+from engine.cli.run_folder import (
+    error_details_file,
+    local_model,
+    make_output_folder,
+    save_atomically,
+)
+from engine.cli.settings import DataFilesConfig, RunConfig, gpu_pools
 from engine.config import ActorConfig, CriticConfig, RLConfig
 from engine.console import human_time
 from engine.controller.launch import require_shared
@@ -35,7 +40,6 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.models import resolve_lora, text_config, vocabulary_and_context
 from engine.models.loading import check_overrides, link_model
-from engine.parallel.layout import Layout
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
 from engine.trainers.auto_placement import (
@@ -51,9 +55,6 @@ from engine.trainers.run_spec import check_layouts, default_pools, layout_of, re
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# The rows of a run's data files, checked before any worker starts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
 
 
 def _at_most(rows: list[Row], count: int, config: RunConfig) -> list[Row]:
-    """`count` of the rows (-1: all), the first, or with `data.shuffle` some drawn by the seed."""
+    """Return `count` rows (-1: all): the first, or with `data.shuffle` some drawn by the seed."""
     if count < 1 or count >= len(rows):
         return rows
     if not config.data.shuffle:
@@ -129,7 +130,7 @@ def _rows(
     context: int,
     key: str,
 ) -> tuple[list[Row], LeftOut]:
-    """The rows of all files, and what was left out of them."""
+    """Return the rows of all files, and what was left out of them."""
     if not files:
         raise ConfigError(
             f"{key} is missing; give one JSONL, JSON, CSV or Parquet file, or a list of them"
@@ -142,23 +143,30 @@ def _rows(
         way_out = "leave them out with data.max_prompt_length and data.filter_overlong_prompts"
     rows: list[Row] = []
     left_out = LeftOut()
-    for path in [path for file in files for path in data_files(_expanded(file))]:
-        found = read_file_rows(path, data)
-        some, numbers = found.rows, found.numbers
-        left_out += LeftOut(bad=tuple(filter(None, [found.bad.sentence()])))
-        if not some:
+    local = [file if "://" in file else str(Path(file).expanduser()) for file in files]
+    for path in [path for file in local for path in data_files(file)]:
+        read = read_file_rows(path, data)
+        file_rows, numbers = read.rows, read.numbers
+        left_out += LeftOut(bad=tuple(filter(None, [read.bad.sentence()])))
+        if not file_rows:
             continue
-        _check_alike(rows or some, some, path, key)
+        _check_alike(rows or file_rows, file_rows, path, key)
         spelled = set(
-            rows_spelling_control_tokens(some, tokenizer, data.control_tokens, path, numbers)
+            rows_spelling_control_tokens(file_rows, tokenizer, data.control_tokens, path, numbers)
         )
         left_out += LeftOut(control_tokens=len(spelled))
         if data.control_tokens == "drop":
-            kept = [i for i in range(len(some)) if i not in spelled]
-            some, numbers = [some[i] for i in kept], [numbers[i] for i in kept]
-        add_prompt_ids(some, tokenizer, limit, path, way_out, numbers, data.cut)
-        rows += some
-    _require_rows(rows, left_out, key)
+            plain = [i for i in range(len(file_rows)) if i not in spelled]
+            file_rows, numbers = [file_rows[i] for i in plain], [numbers[i] for i in plain]
+        add_prompt_ids(file_rows, tokenizer, limit, path, way_out, numbers, data.cut)
+        rows += file_rows
+    if not rows and left_out.control_tokens:
+        raise DataError(
+            f"{key}: all {left_out.control_tokens} rows spell control tokens of the model, and "
+            "data.control_tokens=drop leaves them out; correct them, or set it to escape"
+        )
+    if not rows:
+        raise DataError(f"{key}: no row is left; {left_out.bad[0]}")
     short = [row for row in rows if row["prompt_ids"] is not None]
     if not short:
         raise DataError(
@@ -168,21 +176,6 @@ def _rows(
     return short, left_out + LeftOut(long=len(rows) - len(short))
 
 
-def _expanded(file: str) -> str:
-    return file if "://" in file else str(Path(file).expanduser())
-
-
-def _require_rows(rows: Sequence[Row], left_out: LeftOut, key: str) -> None:
-    if rows:
-        return
-    if left_out.control_tokens:
-        raise DataError(
-            f"{key}: all {left_out.control_tokens} rows spell control tokens of the model, and "
-            "data.control_tokens=drop leaves them out; correct them, or set it to escape"
-        )
-    raise DataError(f"{key}: no row is left; {left_out.bad[0]}")
-
-
 def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str) -> None:
     """Raise DataError where a file has other columns than those before it."""
     if other := (before[0].keys() ^ rows[0].keys()) - {"prompt_ids"}:
@@ -190,15 +183,12 @@ def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str
             f"{path} has other columns than the file before it in {key}: "
             f"{sorted(other)} are in one only; make them equal"
         )
-    has, had = (some[0]["reward_model"]["ground_truth"] is not None for some in (rows, before))
+    has, had = (part[0]["reward_model"]["ground_truth"] is not None for part in (rows, before))
     if has != had:
         raise DataError(
             f"{path} has {'' if has else 'no '}ground truths and the file before it in {key} has "
             f"{'some' if had else 'none'}; give reward_model.ground_truth in all files or in none"
         )
-
-
-# The run of `python -m engine.main_ppo`: reads its data, trains, and prints a summary.
 
 
 def run(config: RunConfig) -> Path:
@@ -210,7 +200,12 @@ def run(config: RunConfig) -> Path:
     """
     check_config(config.rl, config.data.max_response_length)
     folder = make_output_folder(config.run.folder())
-    model = overridden(local_model(config.model.path), config, folder / "start_model")
+    model = local_model(config.model.path)
+    if config.model.override_config:
+        base, changes = model, check_overrides(model, config.model.override_config)
+        target = folder / "start_model"
+        save_atomically(lambda draft: link_model(base, changes, Path(draft)), target)
+        model = str(target.absolute())
     context = vocabulary_and_context(model)[1]
     prompts = read_prompts(config, load_tokenizer(model), context)
     config = with_steps(config, len(prompts.loader))
@@ -265,30 +260,20 @@ def _train(config: RunConfig, model: str, prompts: Prompts, folder: Path, log: R
             log.say(f"  {name:<28} {value:.4f}")
         return folder
     trained = train_policy(run, log)
-    _print_summary(log, trained, time.monotonic() - started)
+    log.say(f"rl: done, {len(log.rewards)} steps in {human_time(time.monotonic() - started)}")
+    for name, values in (("reward", log.rewards), ("validation", log.validations)):
+        if values:
+            log.say(f"  {name:<10}  {values[0]:.3f} → {values[-1]:.3f}")
+    log.say(f"  model       {trained.folder} ({trained.final})")
     return trained.folder
 
 
 def checkpoint_folder(config: RunConfig, folder: Path) -> Path:
-    """Where this run's checkpoints go; but with resume_mode=auto a new place each time."""
+    """Return where checkpoints go: a new place each time, unless resume_mode=auto."""
     if config.run.resume_mode == "auto":
         return folder / "checkpoints"
     # With resume_path, too: what lies in "checkpoints" would come before the one that is named.
     return folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _print_summary(log: RunLog, trained: TrainedPolicy, seconds: float) -> None:
-    """Rewards first → last, time, and where the model is."""
-    log.say(f"rl: done, {len(log.rewards)} steps in {human_time(seconds)}")
-    if log.rewards:
-        log.say(f"  reward      {_first_to_last(log.rewards)}")
-    if log.validations:
-        log.say(f"  validation  {_first_to_last(log.validations)}")
-    log.say(f"  model       {trained.folder} ({trained.final})")
-
-
-def _first_to_last(values: list[float]) -> str:
-    return f"{values[0]:.3f} → {values[-1]:.3f}"
 
 
 def with_steps(config: RunConfig, rows: int) -> RunConfig:
@@ -300,25 +285,8 @@ def with_steps(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"rl": config.rl.model_copy(update={"trainer": trainer})})
 
 
-def overridden(model: str, config: RunConfig, folder: Path) -> str:
-    """The model with `model.override_config`, in `folder`; without any as it is."""
-    if not config.model.override_config:
-        return model
-    changes = check_overrides(model, config.model.override_config)
-    return str(save_atomically(lambda to: link_model(model, changes, Path(to)), folder).absolute())
-
-
-def local_model(model: str) -> str:
-    """A folder as an absolute path, for workers in other working directories; a hub id as it is."""
-    path = Path(model).expanduser()
-    return str(path.absolute()) if path.is_dir() else model
-
-
-# `--dry-run`: what a run would be, with its data read and checked, and nothing started.
-
-
 def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
-    """The lines that say what the run would be; raises as the run would before its start.
+    """Yield the lines that say what the run would be; raises as the run would before its start.
 
     `accelerator` is the kind of GPU that memory and time are estimated for, by Ray's name; empty:
     that of this machine, or H100 for ranks of several GPUs.
@@ -341,9 +309,12 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         f"{prompts.longest} tokens; output in {config.run.folder()}"
     )
     yield from _batches(rl)
-    roles = run_roles(rl)[1]
-    yield from _placement(rl, config, roles)
-    machines = _machines(config, rl, accelerator)
+    yield from _placement(rl)
+    ranks, per_node = layout_of("actor", rl).world_size, config.run.n_gpus_per_node
+    kind = accelerator
+    if not kind and config.run.device != "cpu":
+        kind = local_gpu() or ("H100" if per_node is not None and per_node > 1 else "")
+    machines = Machines(ranks, min(ranks, per_node or ranks), kind)
     try:
         work = workload(
             rl,
@@ -362,17 +333,17 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
 
 
 def _batches(rl: RLConfig) -> Iterator[str]:
-    """The table of batches: prompts and completions of a step, mini-batch, rank, micro-batch."""
+    """Yield the table of batches: prompts and completions of a step, mini-batch, micro-batch."""
     n, trainer, rows = rl.rollout.n, rl.trainer, [("", "global", "mini", "a rank's mini", "micro")]
-    every = trainer.train_batch_size * n
+    completions = trainer.train_batch_size * n
     rows.append(("prompts", str(trainer.train_batch_size), "", "", ""))
     sections: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", rl.actor)]
     if "critic" in run_roles(rl)[1]:
         sections.append(("critic", rl.critic))
     for role, section in sections:
-        mini, ranks = section.ppo_mini_batch_size or every, layout_of(role, rl).data_ranks
+        mini, ranks = section.ppo_mini_batch_size or completions, layout_of(role, rl).data_ranks
         micro = f"{section.max_tokens_per_micro_batch} tokens"
-        rows.append((role, str(every), str(mini), f"{mini / ranks:g}", micro))
+        rows.append((role, str(completions), str(mini), f"{mini / ranks:g}", micro))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     yield "batches   completions of a step" + (f", {n} a prompt" if n > 1 else "")
     for row in rows:
@@ -380,21 +351,13 @@ def _batches(rl: RLConfig) -> Iterator[str]:
         yield "          " + "  ".join(cells).rstrip()
 
 
-def _placement(rl: RLConfig, config: RunConfig, roles: frozenset[str]) -> Iterator[str]:
-    pools = rl.trainer.pools
+def _placement(rl: RLConfig) -> Iterator[str]:
+    pools, roles = rl.trainer.pools, run_roles(rl)[1]
     named = [pool.roles for pool in pools] or default_pools(roles)
     yield f"placement {rl.trainer.placement}: " + ", ".join("+".join(pool) for pool in named)
     for role in ("actor", "critic"):
         if role in roles:
-            layout: Layout = layout_of(role, rl)
+            layout = layout_of(role, rl)
             yield f"          {role}: {layout.world_size} rank(s), {layout}"
     rollout = rl.rollout
     yield f"          rollout: {rollout.engine}, tensor parallel {rollout.tensor_parallel_size}"
-
-
-def _machines(config: RunConfig, rl: RLConfig, accelerator: str) -> Machines:
-    ranks, per_node = layout_of("actor", rl).world_size, config.run.n_gpus_per_node
-    here = accelerator
-    if not here and config.run.device != "cpu":
-        here = local_gpu() or ("H100" if per_node is not None and per_node > 1 else "")
-    return Machines(ranks, min(ranks, per_node or ranks), here)

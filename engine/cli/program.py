@@ -1,67 +1,109 @@
-"""What every `python -m engine.main_…` does around its run: signals, exit status, errors.
+"""What every `python -m engine.main_…` does around its run: arguments, signals and exit status.
 
 It loads nothing heavy.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
+import argparse
 import signal
 import sys
-import traceback
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from pydantic import BaseModel
+
+from engine.cli.forms import check_names, verl_defaults
+from engine.cli.help_text import config_text, help_text
+from engine.cli.resolve import Form, config_file, resolve_file
+from engine.cli.run_folder import INPUT_ERRORS, short_message
+from engine.cli.settings import OfflineRunConfig
 from engine.console import INTERRUPTED, quiet, say
-from engine.errors import (
-    ConfigError,
-    DataError,
-    EngineError,
-    ModelError,
-    PlacementError,
-    PreemptedError,
-    StorageError,
-)
-from engine.redaction import presentable
-from engine.storage.filesystem import fsync, fsync_tree
+from engine.errors import ConfigError, EngineError, PreemptedError
 
-# Failures as one sentence on the terminal, with the tracebacks in a file.
-
-INPUT_ERRORS = (ConfigError, DataError, ModelError, PlacementError)
-DETAILS = "error.txt"
-
-
-def short_message(error: EngineError) -> str:
-    """The error's first line; all of a PlacementError, with its table."""
-    text = str(error).strip()
-    return text if isinstance(error, PlacementError) else text.partition("\n")[0]
-
-
-@contextlib.contextmanager
-def error_details_file(folder: Path) -> Iterator[None]:
-    """Write the tracebacks of a failed run to `error.txt` in `folder`, and name it in the error."""
-    path = folder / DETAILS
-    path.unlink(missing_ok=True)
-    try:
-        yield
-    except EngineError as error:
-        if isinstance(error, (*INPUT_ERRORS, PreemptedError)):
-            raise
-        with contextlib.suppress(OSError):  # a full disk may be the very cause
-            path.write_text(presentable("".join(traceback.format_exception(error))))
-        where = f" (tracebacks: {path})" if path.exists() else ""
-        raise type(error)(f"{short_message(error)}{where}") from error
-
-
-# What every `python -m engine.main_…` does around its run: signals, exit status, short errors.
+C = TypeVar("C", bound=BaseModel)
+F = TypeVar("F", bound=OfflineRunConfig)
 
 FAILED, WRONG_INPUT, TERMINATED = 1, 2, 143
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser of arguments that raises ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def run_form(
+    form: Form[C],
+    usage: str,
+    arguments: Sequence[str],
+    run: Callable[[C, argparse.Namespace], None],
+    options: Mapping[str, dict[str, Any]] | None = None,
+) -> int:
+    """Do what arguments of `form` say: print help or the configuration, or `run` it.
+
+    `options` are more ones than all programs have, by name. Raises an EngineError, in the words of
+    the arguments.
+    """
+    parser = ArgumentParser(f"python -m engine.{form.program}", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("settings", nargs="*")
+    for name in ("--config", "--config-path", "--config-name"):
+        parser.add_argument(name)
+    for name in ("--print-config", "--dry-run"):
+        parser.add_argument(name, action="store_true")
+    for name, keywords in (options or {}).items():
+        parser.add_argument(name, **keywords)
+    chosen = parser.parse_intermixed_args(arguments)
+    if chosen.help:
+        print(help_text(form, usage))
+        return 0
+    file, settings = config_file(chosen)
+    more = {"defaults": verl_defaults} if getattr(chosen, "verl_defaults", False) else {}
+    resolved = resolve_file(form, file, settings, **more)
+    for notice in resolved.grouped_notices():
+        say(f"note: {notice}", error=True)
+    if chosen.print_config:
+        print(config_text(resolved.config), end="")
+        return 0
+    try:
+        run(resolved.config, chosen)
+    except EngineError as error:
+        raise type(error)(resolved.with_typed_keys(str(error))) from error
+    return 0
+
+
+_OFFLINE_USAGE = """\
+python -m engine.{program} [FILE.yaml] [--dry-run] [--print-config] [key=value ...]
+
+{about}
+
+  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. As well
+                   --config FILE
+  --dry-run        check settings and data, say what would be done, and exit
+  --print-config   print the configuration as --config reads it, and exit
+  --help           print this, and exit
+
+Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are made for small models: give
+a pretrained one its own learning rate. docs/preference.md says which method fits which data.
+
+Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C; 143 for SIGTERM.
+"""
+
+
+def run_offline_form(form: Form[F], about: str, arguments: Sequence[str]) -> int:
+    """Train on rows of files as the arguments say; raises an EngineError."""
+
+    def run(config: F, options: argparse.Namespace) -> None:
+        check_names(config)
+        from engine.cli.offline_run import run  # torch takes seconds; a wrong name needs none
+
+        run(config, dry_run=options.dry_run)
+
+    usage = _OFFLINE_USAGE.format(program=form.program, about=about)
+    return run_form(form, usage, arguments, run)
 
 
 def run_program(run: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
@@ -71,9 +113,13 @@ def run_program(run: Callable[[Sequence[str]], int], arguments: Sequence[str] | 
     stopped in all cases.
     """
     quiet()
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
+
+    before = signal.signal(signal.SIGTERM, stop)  # so that workers are stopped and files are closed
     try:
-        with _sigterm_as_exception():
-            return run(sys.argv[1:] if arguments is None else arguments)
+        return run(sys.argv[1:] if arguments is None else arguments)
     except PreemptedError as error:
         say(str(error), error=True)
         return _terminated()
@@ -83,87 +129,14 @@ def run_program(run: Callable[[Sequence[str]], int], arguments: Sequence[str] | 
     except KeyboardInterrupt:
         print("interrupted; workers are stopped", file=sys.stderr)
         return INTERRUPTED
-    except SystemExit as stop:
-        if stop.code != signal.SIGTERM:
+    except SystemExit as stop_request:
+        if stop_request.code != signal.SIGTERM:
             raise
         return _terminated()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _terminated() -> int:
     print("terminated; workers are stopped", file=sys.stderr)
     return TERMINATED
-
-
-@contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """Let SIGTERM unwind the block, so that workers are stopped and files are closed."""
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-# Model folders of a run: written under another name, then renamed, so that each is complete.
-
-# Ray unpacks a job's files here on each machine, and deletes them after the job.
-_RAY_JOB_FOLDERS = "runtime_resources/working_dir_files"
-
-
-def make_output_folder(folder: Path) -> Path:
-    """Make the output folder of a run; raise before any compute where it can't be written."""
-    folder = folder.expanduser().absolute()
-    if _RAY_JOB_FOLDERS in str(folder):
-        raise ConfigError(
-            f"trainer.default_local_dir={folder} lies in the working directory of a Ray job, which "
-            "is deleted after it; give an absolute path, or set HYBRIDFLYTE_HOME to one"
-        )
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
-        probe.touch()
-        probe.unlink()
-    return folder
-
-
-def save_atomically(save: Callable[[str], None], target: Path) -> Path:
-    """Let `save(folder)` write beside `target`, then replace `target` by that folder.
-
-    Raises StorageError when the disk refuses, or `save` wrote to another machine's disk.
-    """
-    name = uuid.uuid4().hex[:8]
-    draft, replaced = (target.with_name(f".{target.name}-{kind}-{name}") for kind in ("new", "old"))
-    try:
-        save(str(draft))
-        if not draft.is_dir():
-            raise StorageError(
-                f"the policy wrote its model on another machine, where {draft} is; put "
-                "trainer.default_local_dir on a file system that all machines share"
-            )
-        with _writing(target):
-            fsync_tree(draft)
-            if target.exists():
-                os.rename(target, replaced)
-            os.rename(draft, target)
-            fsync(target.parent)
-    finally:
-        if replaced.exists() and not target.exists():
-            os.rename(replaced, target)
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
-    return target
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"can't write {error.filename or path}: {error.strerror or error}; free space, or give "
-            "another trainer.default_local_dir"
-        ) from error

@@ -1,11 +1,11 @@
-"""The reward of a run from the command line: a function in a file, and verl's keys of rewards.
+"""A reward function from a file: verl's `custom_reward_function.path`, `.name`, `.reward_kwargs`.
 
-`reward.name=engine.cli.reward_file:FILE::FUNCTION` names the function, so each worker process
-loads the file by itself; `::{"argument": 1}` after it is what else the function is called with
-(`reward_kwargs`). A function of verl's kind (one completion at a time) is called for each row.
-The
-module's name is part of recorded settings, and reward processes load it: it stays as it is, and
-light.
+`reward.name=engine.cli.reward_file:FILE::FUNCTION` names the function, so each worker process loads
+the file by itself; `::{"argument": 1}` after it is what else the function is called with. A
+function of verl's kind (one completion at a time) is called for each row.
+
+The module's name is part of recorded settings, and reward processes load it: it stays as it is,
+and light.
 """
 
 from __future__ import annotations
@@ -17,22 +17,11 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from engine.errors import ConfigError
-
-# A reward function from a file: `custom_reward_function.path` and `.name`.
-#
-# `reward.name=engine.cli.reward_file:FILE::FUNCTION` names it, so each worker process loads the
-# file
-# by itself; `::{"argument": 1}` after it is what else the function is called with
-# (`reward_kwargs`).
-# A function of verl's kind (one completion at a time) is called for each row.
-
-_VERLS = ("solution_str", "ground_truth")
 
 
 def reward_name(path: str, function: str, keywords: Mapping[str, object] | None = None) -> str:
@@ -45,7 +34,7 @@ def reward_name(path: str, function: str, keywords: Mapping[str, object] | None 
 
 
 def __getattr__(name: str) -> Callable[..., object]:
-    """The function that `FILE::FUNCTION` or `FILE::FUNCTION::KEYWORDS` names."""
+    """Return the function that `FILE::FUNCTION` or `FILE::FUNCTION::KEYWORDS` names."""
     path, separator, rest = name.partition("::")
     if not separator:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -58,59 +47,31 @@ def load_function(
 ) -> Callable[..., object]:
     """Load `name` from the file at `path`, made callable as our reward functions are.
 
-    `keywords` are passed to each of its calls.
-
-    A relative path is looked for in the working directory and on Python's path, where Ray puts a
-    job's files. Raises ConfigError where the file or the function is missing or fails to load.
+    `keywords` are passed to each of its calls. A relative path is looked for in the working
+    directory and on Python's path, where Ray puts a job's files. Raises ConfigError where the file
+    or the function is missing or fails to load, or doesn't take the keywords.
     """
-    module = _load(_find(path))
-    function = getattr(module, name, None)
+    function = getattr(_load(_find(path)), name, None)
     if not callable(function):
         raise ConfigError(f"reward file {path} has no function {name!r}; name one of its functions")
     parameters = inspect.signature(function).parameters
     if keywords:
-        _check_keywords(function, path, name, keywords)
-        function = _with_keywords(function, keywords)
-    return each_row(function) if all(p in parameters for p in _VERLS) else function
-
-
-def _check_keywords(
-    function: Callable[..., object], path: str, name: str, keywords: Mapping[str, object]
-) -> None:
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    if unknown := sorted(keywords.keys() - {p.name for p in parameters}):
-        raise ConfigError(
-            f"custom_reward_function.reward_kwargs has {unknown[0]!r}, which {name} in {path} does "
-            "not take; remove it, or add it to the function"
-        )
-
-
-def _with_keywords(
-    function: Callable[..., object], keywords: Mapping[str, object]
-) -> Callable[..., object]:
-    """The function, called with `keywords` too; a coroutine function stays one."""
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def call_async(*args: object, **kwargs: object) -> object:
-            return await function(*args, **kwargs, **keywords)
-
-        return call_async
-
-    @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
-        return function(*args, **kwargs, **keywords)
-
-    return call
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not takes_any and (unknown := sorted(keywords.keys() - parameters.keys())):
+            raise ConfigError(
+                f"custom_reward_function.reward_kwargs has {unknown[0]!r}, which {name} in {path} "
+                "does not take; remove it, or add it to the function"
+            )
+        function = functools.update_wrapper(functools.partial(function, **keywords), function)
+    of_one_row = {"solution_str", "ground_truth"} <= parameters.keys()
+    return each_row(function) if of_one_row else function
 
 
 def _find(path: str) -> Path:
-    wanted = Path(path).expanduser()
     for base in (Path(), *map(Path, sys.path)):
-        if (base / wanted).is_file():
-            return (base / wanted).resolve()
+        file = base / Path(path).expanduser()
+        if file.is_file():
+            return file.resolve()
     raise ConfigError(
         f"reward file {path} does not exist here; each machine of the cluster needs it, or a job's "
         "working directory has to hold it"
@@ -139,27 +100,23 @@ def _load(path: Path) -> ModuleType:
 def each_row(function: Callable[..., Any]) -> Callable[..., object]:
     """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` by rows."""
 
-    def arguments(
-        completions: Sequence[str], ground_truth: Sequence[object], columns: dict[str, Any]
-    ) -> list[dict[str, object]]:
+    def calls(completions: Sequence[str], truths: Any, columns: dict[str, Any]) -> Iterator[Any]:
         empty = [None] * len(completions)
-        sources = columns.get("data_source", empty)
-        extras = columns.get("extra_info", empty)
-        rows = zip(sources, completions, ground_truth, extras, strict=True)
-        names = ("data_source", "solution_str", "ground_truth", "extra_info")
-        return [dict(zip(names, row, strict=True)) for row in rows]
+        sources, extras = (columns.get(name, empty) for name in ("data_source", "extra_info"))
+        for source, text, truth, extra in zip(sources, completions, truths, extras, strict=True):
+            yield function(
+                data_source=source, solution_str=text, ground_truth=truth, extra_info=extra
+            )
 
     def reward(
         prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Any, **columns: Any
     ) -> list[float]:
-        rows = arguments(completions, ground_truth, columns)
-        return [_number(function(**row)) for row in rows]
+        return [_number(result) for result in calls(completions, ground_truth, columns)]
 
     async def reward_async(
         prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Any, **columns: Any
     ) -> list[float]:
-        rows = arguments(completions, ground_truth, columns)
-        return [_number(await function(**row)) for row in rows]
+        return [_number(await result) for result in calls(completions, ground_truth, columns)]
 
     return reward_async if inspect.iscoroutinefunction(function) else reward
 
@@ -167,112 +124,3 @@ def each_row(function: Callable[..., Any]) -> Callable[..., object]:
 def _number(result: object) -> Any:
     """verl's functions return a number, or a dict with `score` beside what is only logged."""
     return result["score"] if isinstance(result, dict) else result
-
-
-# verl's keys of rewards, which make one setting together: a function in a file, or a reward model.
-#
-# `custom_reward_function.path`, `.name` and `.reward_kwargs` are `reward.name` (see
-# `reward_file`);
-# `reward_model.enable` and `.model.path` are `reward.name=reward_model` with its options.
-
-REWARD_FILES = ("custom_reward_function", "reward.custom_reward_function")
-_FILE = ("path", "name", "reward_kwargs")
-_MODELS = ("reward_model", "reward.reward_model")
-# Of a reward model: verl's name and the option's; with an empty one, whether there is one.
-_MODEL = {
-    "enable": "",
-    "model.path": "model",
-    "model_path": "model",
-    "max_length": "max_length",
-    "micro_batch_size_per_gpu": "batch_size",
-}
-KNOWN = frozenset(
-    [f"{section}.{name}" for section in REWARD_FILES for name in _FILE]
-    + [f"{section}.{name}" for section in _MODELS for name in _MODEL]
-)
-Setting = tuple[str, object, str]  # path, value, the key as typed
-
-
-def is_reward_key(key: str) -> bool:
-    """Whether a key belongs here; an argument of a reward function is a key of its own."""
-    return key in KNOWN or any(key.startswith(f"{s}.reward_kwargs.") for s in REWARD_FILES)
-
-
-@dataclass(slots=True)
-class RewardKeys:
-    """The keys of a command line that name rewards, in the order in which they came."""
-
-    _files: dict[str, dict[str, object]] = field(default_factory=dict)  # by section
-    _models: dict[str, dict[str, object]] = field(default_factory=dict)
-    _typed: dict[str, str] = field(default_factory=dict)  # section: its latest key
-
-    def add(self, key: str, value: object) -> None:
-        """Take a key; its section is the latest now."""
-        kinds = ((self._files, REWARD_FILES), (self._models, _MODELS))
-        for found, section in ((f, s) for f, sections in kinds for s in sections):
-            if key.startswith(f"{section}."):
-                name = key.removeprefix(f"{section}.")
-                found[section] = found.pop(section, {}) | {name: value}
-                self._typed[section] = f"{section}.path" if name in _FILE else key
-                return
-        raise KeyError(key)
-
-    def clear(self) -> None:
-        """Forget all: another reward was named after them."""
-        self._files.clear()
-        self._models.clear()
-
-    def settings(self) -> Iterator[Setting]:
-        """The settings that they are; ConfigError for a reward model without a folder, or beside a
-        function, where verl would leave the function out."""
-        named = ""
-        for section, given in self._files.items():
-            path, name = given.pop("path", None), given.pop("name", None)
-            if path is None:
-                continue
-            named = f"{section}.path"
-            keywords = _keywords(given)
-            value = reward_name(str(path), str(name or "compute_score"), keywords)
-            yield "rl.reward.name", value, named
-        for section, given in self._models.items():
-            yield from _model_settings(section, given, named)
-
-    def without_effect(self) -> Iterator[str]:
-        """Keys of a reward model that is not enabled."""
-        for section, given in self._models.items():
-            if not given.get("enable"):
-                names = [n for n, v in given.items() if n != "enable" and v is not None]
-                yield from (f"{section}.{name}" for name in names)
-
-
-def _keywords(given: dict[str, object]) -> dict[str, object]:
-    """`reward_kwargs`, whole or key by key."""
-    whole = given.get("reward_kwargs") or {}
-    if not isinstance(whole, dict):
-        raise ConfigError(
-            f"custom_reward_function.reward_kwargs={whole!r} must be names and values"
-        )
-    prefix = "reward_kwargs."
-    single = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
-    return {str(name): value for name, value in (whole | single).items()}
-
-
-def _model_settings(section: str, given: dict[str, object], named: str) -> Iterator[Setting]:
-    enabled = given.get("enable")
-    if not enabled:
-        return
-    if enabled is not True:
-        raise ConfigError(f"{section}.enable={enabled!r} must be true or false")
-    if named:
-        raise ConfigError(
-            f"{section}.enable=true beside {named}: one of them scores; leave one out, or add the "
-            "other in reward.components"
-        )
-    options = {_MODEL[n]: v for n, v in given.items() if _MODEL[n] and v is not None}
-    if "model" not in options:
-        raise ConfigError(
-            f"{section}.enable=true needs {section}.model.path, a sequence-classification folder "
-            "or hub id"
-        )
-    yield "rl.reward.name", "reward_model", f"{section}.enable"
-    yield "rl.reward.options", options, f"{section}.model.path"

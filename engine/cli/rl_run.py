@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,11 +40,9 @@ if TYPE_CHECKING:
     from engine.tracking import StageRun
 
 
-# The lines that are printed after a step of reinforcement learning, and after a validation.
-
 _LONGEST = 200  # characters of a text that are printed
 
-# What the line shows of what the algorithm at hand measures, and how.
+# What the line of a step shows of the metrics that the algorithm at hand measures, and how.
 _FACTS = (
     ("reward", "reward/mean", "{:.3f}"),
     ("KL", "actor/kl", "{:.4f}"),
@@ -58,22 +55,19 @@ _FACTS = (
 
 
 def printed_completions(batch: Batch, count: int) -> list[str]:
-    """The first `count` completions of a validation with their prompts' ends and scores."""
+    """Return the first `count` completions of a validation: score, end of the prompt, text."""
+
+    def end(text: object) -> str:
+        words = " ".join(str(text).split())
+        return words if len(words) <= _LONGEST else f"…{words[-_LONGEST:]}"
+
     scores: list[float] = batch["token_level_scores"].sum(1).tolist()
     columns = batch.columns
     rows = zip(columns["prompt"], columns["completion"], scores, strict=True)
     return [
-        presentable(
-            f"rl: validation {score:.3f} | {_brief(prompt[-1]['content'])} | {_brief(text)}"
-        )
+        presentable(f"rl: validation {score:.3f} | {end(prompt[-1]['content'])} | {end(text)}")
         for prompt, text, score in list(rows)[:count]
     ]
-
-
-def _brief(text: object) -> str:
-    """The end of a text, in one line."""
-    words = " ".join(str(text).split())
-    return words if len(words) <= _LONGEST else f"…{words[-_LONGEST:]}"
 
 
 def step_line(
@@ -96,14 +90,12 @@ def step_line(
     return " · ".join(parts)
 
 
-# One RL run, for the command line and the Flyte task: data and model in, a better model out.
-
 WriteModel = Callable[[str], None]  # writes a model's files into a folder
 
 
 @dataclass(frozen=True, slots=True)
 class RLRun:
-    """What is trained, on what data, and where its results go."""
+    """A run: the model that is trained, its data, and where results go."""
 
     model: str | Path  # start model: a folder or a hub id
     config: RLConfig
@@ -147,17 +139,17 @@ class RunLog:
         say(line)
 
     def resumed(self, folder: str, step: int) -> None:
-        """The run goes on after `step`, from a checkpoint of this attempt or of one before it."""
+        """Say that the run goes on after `step`, from a checkpoint in `folder`."""
         self.say(f"rl: continues from {folder}, step {step}")
 
     def validated_first(self, metrics: Metrics) -> None:
-        """The metrics of the validation rows before the first step."""
+        """Record the metrics of the validation rows before the first step."""
         self.say(f"rl: validation {metrics[SCORE]:.3f} before training")
         self.validations.append(metrics[SCORE])
         self.track([{"step": 0.0} | metrics])
 
     def step(self, step: int, total: int, metrics: Metrics, history: Sequence[Metrics]) -> None:
-        """A step and its metrics; `history` are the rows of the steps before."""
+        """Record a step and its metrics; `history` are the rows of the steps before."""
         self.rewards.append(metrics["reward/mean"])
         if SCORE in metrics:
             self.validations.append(metrics[SCORE])
@@ -166,7 +158,7 @@ class RunLog:
             self.say(step_line(step, total, metrics, [*history, metrics]))
 
     def hands_over(self, final: FinalModel) -> None:
-        """Which step's policy is the result of the run."""
+        """Record which step's policy is the result of the run."""
         self.say(f"rl: hands over {final}")
         if self._tracked is not None:
             self._tracked.log_metrics(final.metrics(), final.last)
@@ -191,7 +183,7 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True)
 class TrainedPolicy:
-    """What a run leaves."""
+    """The result of a run."""
 
     folder: Path  # of the model that it hands over
     final: FinalModel  # which step that is
@@ -199,9 +191,9 @@ class TrainedPolicy:
     changed_settings: list[StateDict]  # of resumptions, see `engine.trainers.resume`
 
 
-@contextmanager
+@contextlib.contextmanager
 def placed(config: RLConfig, object_store_memory: int | None = None) -> Iterator[RLConfig]:
-    """The settings with their placement chosen, and Ray for the block where they need it."""
+    """Return the settings with their placement chosen, and start Ray where they need it."""
     import_plugins(config.plugins)  # rollout sources and engines may be theirs
     config = resolve_placement(config)
     with ray_session(config.trainer.placement, object_store_memory):
@@ -265,8 +257,8 @@ def validate_policy(run: RLRun, log: RunLog) -> Metrics:
 
 
 def prompt_room(config: RLConfig, longest: int, max_prompt_length: int) -> int:
-    """Tokens that a run's prompts may have: the rows' longest, and with episodes
-    `data.max_prompt_length`, as an environment may begin with messages of its own."""
+    """Return the tokens that prompts may have: the rows' longest, with episodes at least
+    `max_prompt_length`, as an environment may begin with messages of its own."""
     return max(longest, max_prompt_length * config.rollout.multi_turn.enable)
 
 
@@ -285,15 +277,15 @@ def _trainer(run: RLRun) -> RLTrainer:
 
 
 def _listeners(run: RLRun, log: RunLog, rollouts: RolloutLog) -> OnRollouts:
-    """Who is told what was decoded: the files of samples, and the terminal."""
+    """Return what shows decoded batches in the files of samples, and on the terminal."""
 
-    def told(split: str, step: int, batch: Batch) -> None:
+    def show(split: str, step: int, batch: Batch) -> None:
         rollouts.rollouts(split, step, batch)
         if split == VALIDATION and run.print_validations:
             for line in printed_completions(batch, run.print_validations):
                 log.say(line)
 
-    return told
+    return show
 
 
 def _save_final(run: RLRun, trainer: RLTrainer, log: RunLog) -> tuple[Path, FinalModel]:
@@ -328,7 +320,7 @@ def _rollout_log(run: RLRun, log: RunLog) -> RolloutLog:
 
 
 def headline(config: RLConfig) -> str:
-    """What is about to run, in a line."""
+    """Say in a line what is about to run."""
     return (
         f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
         f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × {config.rollout.n} "
@@ -336,12 +328,9 @@ def headline(config: RLConfig) -> str:
     )
 
 
-# The log of a run from the command line: what `run.logger` names, opened and closed.
-
-
 @contextlib.contextmanager
 def open_log(config: RunConfig, folder: Path, resumes: bool) -> Iterator[RunLog]:
-    """The log for the block; a run in `folder` that resumes goes on in its file of metrics.
+    """Open the log for the block; a run in `folder` that resumes goes on in its file of metrics.
 
     Raises TrackingError where a tracker can't be reached, before the block.
     """
@@ -352,32 +341,23 @@ def open_log(config: RunConfig, folder: Path, resumes: bool) -> Iterator[RunLog]
 
 @contextlib.contextmanager
 def open_trackers(
-    own: RunOutputConfig, settings: dict[str, object], folder: Path, resumes: bool
+    output: RunOutputConfig, settings: dict[str, object], folder: Path, resumes: bool
 ) -> Iterator[tuple[StageRun | None, MetricLogs]]:
-    """The MLflow run, if `own.logger` asks for one, and the other logs, as `open_log`."""
-    with (
-        _mlflow(own, settings) as tracked,
-        open_metric_logs(
-            own.logger,
+    """Open the MLflow run, if `output.logger` asks for one, and the other logs, as `open_log`."""
+    with contextlib.ExitStack() as stack:
+        tracked = None
+        if "mlflow" in output.logger:
+            from engine.tracking import Tracker
+
+            tracker = Tracker(experiment=output.project_name)
+            tracker.check()
+            tracked = stack.enter_context(tracker.stage(output.experiment_name, params=settings))
+        logs = open_metric_logs(
+            output.logger,
             folder,
-            project=own.project_name,
-            run_name=own.experiment_name,
+            project=output.project_name,
+            run_name=output.experiment_name,
             settings=settings,
             keep=resumes,
-        ) as logs,
-    ):
-        yield tracked, logs
-
-
-@contextlib.contextmanager
-def _mlflow(own: RunOutputConfig, settings: dict[str, object]) -> Iterator[StageRun | None]:
-    """An MLflow run for the block where `run.logger` asks for one; the store is checked first."""
-    if "mlflow" not in own.logger:
-        yield None
-        return
-    from engine.tracking import Tracker
-
-    tracker = Tracker(experiment=own.project_name)
-    tracker.check()
-    with tracker.stage(own.experiment_name, params=settings) as tracked:
-        yield tracked
+        )
+        yield tracked, stack.enter_context(logs)

@@ -1,38 +1,36 @@
-"""The configuration of a run from files on this machine, its ranks, and its help text.
+"""The configurations of runs from files on this machine, and the ranks that a run is split over.
 
 How arguments become such a configuration is in `resolve`.
 """
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal
 
-import yaml
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field
 
-from engine.cli.reward_file import REWARD_FILES
-from engine.cli.verl_keys import UNSUPPORTED, VERL, Key
 from engine.config import (
+    ColumnsConfig,
     Loggers,
-    LoRAConfig,
+    OfflineConfig,
     Options,
     ParallelConfig,
     PoolConfig,
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
     RLConfig,
     RowsConfig,
     Section,
+    SFTConfig,
+    WeightsConfig,
 )
-from engine.config.text import Setting, as_yaml, sections, summary
 from engine.console import say
 from engine.data.rows import Truncation
 from engine.errors import ConfigError, PlacementError
 from engine.parallel.layout import AXES, Layout
 from engine.storage.filesystem import home
-
-# The configuration of a run from files on this machine: `RLConfig`, and what surrounds it.
 
 
 class DataFilesConfig(RowsConfig):
@@ -61,31 +59,23 @@ class DataFilesConfig(RowsConfig):
 
     @property
     def cut(self) -> Truncation | None:
-        """How long prompts are cut, if they are; those that are left out are not."""
+        """Return how long prompts are cut, if they are; those that are left out are not."""
         if self.truncation == "error" or self.filter_overlong_prompts:
             return None
         return Truncation(self.max_prompt_length, self.truncation)
 
-    @model_validator(mode="after")
-    def _cut_to_a_length(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.truncation != "error" and not self.max_prompt_length:
-            raise ValueError(
+            yield (
                 f"data.truncation={self.truncation} has no effect without data.max_prompt_length; "
                 "set it, or leave truncation out"
             )
-        return self
 
 
-class PolicyModelConfig(Section):
+class PolicyModelConfig(WeightsConfig):
     """The policy to improve."""
 
     path: str = Field("", description="Hugging Face causal LM folder, or hub id")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
-        "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
-    )
-    lora: LoRAConfig = LoRAConfig()
     override_config: Options = Field(
         {},
         description="Other values of keys of the model's config.json, e.g. {rope_theta: "
@@ -119,7 +109,7 @@ class RunOutputConfig(Section):
     )
 
     def folder(self) -> Path:
-        """Where the run writes: `default_local_dir`, or a folder below the home of all outputs."""
+        """Return where the run writes: `default_local_dir`, or a folder below the home."""
         if self.default_local_dir:
             return Path(self.default_local_dir)
         return home() / "checkpoints" / self.project_name / self.experiment_name
@@ -158,18 +148,16 @@ class OutputConfig(RunOutputConfig):
     val_before_train: bool = Field(True, description="Validate before the first step, too")
     save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
 
-    @model_validator(mode="after")
-    def _machines_have_ranks(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.nnodes > 1 and self.n_gpus_per_node is None:
-            raise ValueError(
+            yield (
                 f"run.nnodes={self.nnodes} without run.n_gpus_per_node says no number of ranks; "
                 "set both"
             )
-        return self
 
 
 class RunConfig(Section):
-    """All of it."""
+    """The run of `main_ppo`."""
 
     seed: int = Field(0, ge=0, description="Order of the data, and sampling")
     data: DataFilesConfig = DataFilesConfig()
@@ -177,43 +165,113 @@ class RunConfig(Section):
     rl: RLConfig = RLConfig()
     run: OutputConfig = OutputConfig()
 
-    @model_validator(mode="after")
-    def _episodes_come_whole(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.data.cut is not None and self.rl.rollout.multi_turn.enable:
-            raise ValueError(
+            yield (
                 f"data.truncation={self.data.truncation} cuts tokens, and episodes "
                 "(rl.rollout.multi_turn.enable) begin with whole messages; set "
                 "data.filter_overlong_prompts=true instead"
             )
-        return self
+
+
+# Training on rows of files: supervised fine-tuning, preferences, reward models.
+
+
+class PreferenceFilesConfig(ColumnsConfig):
+    """The preferences: rows of files."""
+
+    train_files: tuple[str, ...] = Field(
+        (), description="Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"
+    )
+    val_files: tuple[str, ...] = Field((), description="Files of held-out rows")
+    val_size: int = Field(
+        0, ge=0, description="Without val_files: training rows to hold out, prompts in one piece"
+    )
+    columns: dict[str, str] = Field(
+        {},
+        description="Our column (prompt, chosen, rejected, margin; completion, label; completions, "
+        "labels): the files' column, e.g. {chosen: better}; info.answer is the field answer of "
+        "the column info",
+    )
+    max_length: int = Field(
+        0, ge=0, description="Longest prompt and response in tokens; 0: the model's context"
+    )
+    too_long: Literal["fail", "drop"] = Field(
+        "fail", description="Longer ones: refuse them, or leave them out"
+    )
+
+    def rows(self) -> RowsConfig:
+        """Return how rows of files become prompts and responses."""
+        return RowsConfig(**{name: getattr(self, name) for name in ColumnsConfig.model_fields})
+
+
+class OfflineRunConfig(Section):
+    """A run from files on this machine."""
+
+    seed: int = Field(0, ge=0, description="Order of the rows, new adapters, dropout")
+    data: PreferenceFilesConfig = PreferenceFilesConfig()
+    model: PolicyModelConfig = PolicyModelConfig()
+    run: RunOutputConfig = RunOutputConfig()
+
+    section: ClassVar[str]  # of the training itself
+
+    @property
+    def training(self) -> OfflineConfig:
+        """The section of the training itself."""
+        training: OfflineConfig = getattr(self, self.section)
+        return training
+
+
+class PreferenceRunConfig(OfflineRunConfig):
+    """The run of `main_preference`."""
+
+    section: ClassVar[str] = "preference"
+
+    preference: PreferenceTrainingConfig = PreferenceTrainingConfig()
+    run: RunOutputConfig = RunOutputConfig(experiment_name="preference")
+
+
+class SFTRunConfig(OfflineRunConfig):
+    """The run of `main_sft`."""
+
+    section: ClassVar[str] = "sft"
+
+    sft: SFTConfig = SFTConfig()
+    run: RunOutputConfig = RunOutputConfig(experiment_name="sft")
+
+
+class RewardModelRunConfig(OfflineRunConfig):
+    """The run of `main_reward_model`."""
+
+    section: ClassVar[str] = "reward_model"
+
+    reward_model: RewardModelTrainingConfig = RewardModelTrainingConfig()
+    run: RunOutputConfig = RunOutputConfig(experiment_name="reward_model")
 
 
 # Over how many ranks a run is split: `trainer.n_gpus_per_node` and `nnodes`, as verl counts them.
-#
-# `fill_layouts` fills in the layouts that the settings leave open; `gpu_pools` gives each rank its
-# GPU, once it is known what Ray has. A layout by hand is `rl.actor.parallel`, one by estimate
-# `rl.trainer.placement=auto`.
+# A layout by hand is `rl.actor.parallel`, one by estimate `rl.trainer.placement=auto`.
 
 
 def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The configuration with layouts of so many ranks as are asked for, and notices about them.
+    """Return the configuration with the layouts that it leaves open, and notices about them.
 
     Sizes that are given stay; of the rest `fsdp` takes all, or `dp` where `fsdp` is given. Raises
     ConfigError where they don't multiply to the ranks.
     """
-    asked, rl, notices = ranks_of(config), config.rl, list[str]()
+    ranks, rl, notices = ranks_of(config), config.rl, list[str]()
     actor = rl.actor.parallel
-    if asked is not None:
-        actor = _filled("actor", actor, asked)
-    if actor.offload_params and actor.fsdp * actor.sp == 1 and asked is not None:
+    if ranks is not None:
+        actor = _filled("actor", actor, ranks)
+    if actor.offload_params and actor.fsdp * actor.sp == 1 and ranks is not None:
         actor = actor.model_copy(update={"offload_params": False})
         notices.append("actor.parallel.offload_params has no effect on one rank: weights stay")
     critic = rl.critic.parallel
     if critic is not None:
         if not critic.model_fields_set.intersection(AXES):  # only other settings were given
             critic = critic.model_copy(update={axis: getattr(actor, axis) for axis in AXES})
-        elif asked is not None:
-            critic = _filled("critic", critic, asked)
+        elif ranks is not None:
+            critic = _filled("critic", critic, ranks)
         if critic.offload_params and critic.fsdp * critic.sp == 1:
             critic = critic.model_copy(update={"offload_params": False})
     reference = rl.reference
@@ -231,13 +289,13 @@ def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def ranks_of(config: RunConfig) -> int | None:
-    """The ranks that `trainer.n_gpus_per_node` and `nnodes` ask for; None where they don't."""
+    """Return the ranks that `run.n_gpus_per_node` and `nnodes` ask for; None where they don't."""
     per_node = config.run.n_gpus_per_node
     return None if per_node is None else per_node * config.run.nnodes
 
 
 def gpu_pools(config: RunConfig) -> RLConfig:
-    """The run's settings with a GPU for each rank of the policy, where Ray has any.
+    """Return the run's settings with a GPU for each rank of the policy, where Ray has any.
 
     Called when the placement is chosen and Ray is there. Raises PlacementError where
     `run.device=cuda` finds none. Pools that were given stay, and so does `auto`.
@@ -248,7 +306,12 @@ def gpu_pools(config: RunConfig) -> RLConfig:
     rl, device, ranks = config.rl, config.run.device, ranks_of(config)
     trainer = rl.trainer
     if trainer.placement == "local":
-        _check_cuda_here(device)
+        import torch
+
+        if device == "cuda" and not torch.cuda.is_available():
+            raise PlacementError(
+                "run.device=cuda, and PyTorch sees no GPU here; set trainer.device=cpu"
+            )
         return rl
     if trainer.pools or trainer.placement != "ray" or device == "cpu" or ranks is None:
         return rl
@@ -269,17 +332,8 @@ def gpu_pools(config: RunConfig) -> RLConfig:
     return rl.model_copy(update={"trainer": placed})
 
 
-def _check_cuda_here(device: str) -> None:
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise PlacementError(
-            "run.device=cuda, and PyTorch sees no GPU here; set trainer.device=cpu"
-        )
-
-
 def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
-    """The layout on `ranks` ranks."""
+    """Return the layout on `ranks` ranks."""
     layout = Layout.of(parallel)
     if layout.world_size == ranks:
         return parallel
@@ -292,106 +346,3 @@ def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
             "run.nnodes; change one of them"
         )
     return parallel.model_copy(update={free: rest})
-
-
-# `--help` and `--print-config`: the settings as text.
-
-WIDTH = 100
-_USAGE = """\
-python -m engine.main_ppo [FILE.yaml] [--verl-defaults] [--print-config] [--dry-run] [key=value ...]
-
-Reinforcement learning on your own prompts: from a Hugging Face folder to a better one.
-
-  python -m engine.main_ppo data.train_files=train.parquet data.val_files=test.parquet \\
-      actor_rollout_ref.model.path=/models/Qwen2.5-0.5B actor_rollout_ref.actor.optim.lr=1e-6 \\
-      algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 trainer.total_epochs=1
-
-  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. As well
-                   --config FILE, or Hydra's --config-path and --config-name
-  --verl-defaults  what is not set is as in verl's configuration, not as listed here. So does
-                   python -m engine.trainer.main_ppo, for command lines of verl's
-  --print-config   print the configuration as --config reads it, and exit
-  --dry-run        check settings and data; print the configuration, batches, placement, and what
-                   memory and time are estimated (for --gpu H100 as well), and exit
-  --help           print this, and exit
-
-Keys are verl's where verl has the same thing. Beside them, each setting has this project's own
-path (as in engine/config/), with or without `rl.` in front: rl.actor.optim.lr, actor.optim.lr.
-Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are this project's, made for
-small models, and not verl's: give a pretrained model its own learning rate. trainer.n_gpus_per_node
-and trainer.nnodes are the ranks; without them there is one, or those of rl.actor.parallel.
-
-Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
-"""
-
-
-def help_text() -> str:
-    """All sections with their keys, defaults and meanings, and verl's unsupported keys."""
-    names = _verl_names()
-    parts = [_USAGE, *sections_text(RunConfig, names)]
-    files = "\n".join(
-        _entry(f"{p}.path, .name, .reward_kwargs", "", "File, function, its arguments: rl.reward")
-        for p in REWARD_FILES
-    )
-    files += "\n" + _entry(
-        "reward_model.enable, .model.path", "", "A sequence-classification folder: rl.reward"
-    )
-    parts.append(f"reward from a file:\n{files}\n")
-    parts.append(
-        "\n".join(
-            [
-                "verl's keys that have no effect here, or only some values (null: any)",
-                *_unsupported(),
-                "",
-            ]
-        )
-    )
-    return "\n".join(parts)
-
-
-def sections_text(
-    root: type[BaseModel], names: Mapping[str, tuple[str, Key]] | None = None
-) -> Iterator[str]:
-    """The sections of a configuration; `names`: the keys that paths are shown as."""
-    for path, model, settings in sections(root):
-        rows = list(_rows(settings, names or {}))
-        if rows:
-            yield "\n".join([f"{path or 'top level'}: {summary(model)}", *rows, ""])
-
-
-def config_text(config: RunConfig) -> str:
-    """The whole configuration as YAML that `--config` reads."""
-    values = config.model_dump(mode="json")
-    if config.run.total_epochs is not None:
-        del values["rl"]["trainer"]["total_training_steps"]  # known when the data are read
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _rows(settings: list[Setting], names: Mapping[str, tuple[str, Key]]) -> Iterator[str]:
-    for setting in settings:
-        key, target = names.get(setting.path, (setting.path.removeprefix("rl."), None))
-        texts = [setting.about, setting.choices, target.note if target else ""]
-        yield _entry(key, setting.default, "; ".join(part for part in texts if part))
-
-
-def _entry(key: str, default: str, about: str) -> str:
-    head = f"  {key}" + (f" = {default}" if default else "")
-    wrapped = textwrap.wrap(about, WIDTH - 56) or [""]
-    first = f"{head:<56}{wrapped.pop(0)}" if len(head) <= 54 else head
-    return "\n".join([first.rstrip(), *(" " * 56 + line for line in wrapped if line)])
-
-
-def _unsupported() -> Iterator[str]:
-    for entry in UNSUPPORTED:
-        only = f" (only {', '.join(map(as_yaml, entry.accepted))})" if entry.accepted else ""
-        kind = "rejected" if entry.rejected else "no effect"
-        yield _entry(entry.pattern + only, "", f"{kind}: {entry.reason}")
-
-
-def _verl_names() -> dict[str, tuple[str, Key]]:
-    """The verl key to show for a path; the first of the table where there are several."""
-    names: dict[str, tuple[str, Key]] = {}
-    for name, key in VERL.items():
-        for path in (key.path,) if isinstance(key.path, str) else ():
-            names.setdefault(path, (name, key))
-    return names

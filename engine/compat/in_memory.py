@@ -1,10 +1,14 @@
-"""Models and rewards in memory as what a run's workers load, and back."""
+"""Models in memory as the folders that a run's workers load, and back; rewards as settings.
+
+A reward function that its module's name leads to is named by that, so that every process finds it;
+any other function, and a model, is registered here, and the run stays in this process.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +25,11 @@ from engine.models.value_head import classifier_of, classifier_tensors
 from engine.rewards.reward_function import register_reward
 from engine.runtime import HybridActor
 
-# Models in memory as the folders that a run's workers load, and back.
-
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def policy_module(model: object) -> Any:
-    """The transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
+    """Return the transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
     if not isinstance(model, HybridActor):
         return model
     if model._sharded is not None:
@@ -95,15 +97,9 @@ def hand_back(folder: Path, model: torch.nn.Module) -> None:
 def _is_fresh(critic: CriticModel, actor: Any) -> bool:
     if actor is None or bool(critic.head.weight.detach().any()):
         return False
-    own = actor.base_model.state_dict()
-    there = critic.backbone.state_dict()
-    return own.keys() == there.keys() and all(torch.equal(own[k], there[k]) for k in own)
+    base, backbone = actor.base_model.state_dict(), critic.backbone.state_dict()
+    return base.keys() == backbone.keys() and all(torch.equal(base[k], backbone[k]) for k in base)
 
-
-# Rewards as objects: a function, or a model that scores conversations, for a run in this process.
-#
-# A function that its module's name leads to is named by that, so that every process finds it; any
-# other is registered here, and the run stays in this process.
 
 _PROMPTS = ("prompts", "prompt", "queries", "query", "questions")
 _COMPLETIONS = ("completions", "completion", "responses", "response", "outputs", "texts")
@@ -112,8 +108,8 @@ _COMPLETIONS = ("completions", "completion", "responses", "response", "outputs",
 def reward_settings(
     function: object, models: Sequence[object], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, object], bool]:
-    """The section `reward` for a function (or a name) and models, and whether a run of several
-    processes can have it too.
+    """Return the section `reward` for a function (or a name) and models, and whether a run of
+    several processes can have it too.
 
     Several rewards are added up. Raises ConfigError for what is no reward.
     """
@@ -138,16 +134,15 @@ def _of_function(function: object) -> tuple[dict[str, object], bool]:
         raise ConfigError(f"reward_fn={function!r} is no function; give one, or a reward's name")
     parameters = inspect.signature(function).parameters
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    ours = {"prompts", "completions"} <= parameters.keys()
-    if ours and module not in ("", "__main__") and "." not in name:
-        found = getattr(importlib.import_module(module), name, None)
-        if found is function:
-            return {"name": f"{module}:{name}"}, True
+    is_reward = {"prompts", "completions"} <= parameters.keys()
+    in_module = module not in ("", "__main__") and "." not in name
+    if is_reward and in_module and getattr(sys.modules.get(module), name, None) is function:
+        return {"name": f"{module}:{name}"}, True
     return {"name": _registered(_adapted(function), function)}, False
 
 
 def _adapted(function: Callable[..., Any]) -> Callable[..., object]:
-    """The function, called with as much as its parameters take."""
+    """Return the function, called with as much as its parameters take."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     prompt = next((p for p in _PROMPTS if p in parameters), "")
@@ -163,9 +158,9 @@ def _adapted(function: Callable[..., Any]) -> Callable[..., object]:
     def reward(
         prompts: Sequence[str], completions: Sequence[str], **columns: Any
     ) -> Sequence[float]:
-        given = {completion: list(completions)} | ({prompt: list(prompts)} if prompt else {})
-        given |= {k: v for k, v in columns.items() if takes_all or k in parameters}
-        scores = function(**given)
+        arguments = {completion: list(completions)} | ({prompt: list(prompts)} if prompt else {})
+        arguments |= {k: v for k, v in columns.items() if takes_all or k in parameters}
+        scores = function(**arguments)
         return scores.tolist() if isinstance(scores, Tensor) else scores
 
     return reward
@@ -182,8 +177,8 @@ def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[s
     ) -> Sequence[float]:
         messages = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
         turns = [
-            [*asked, {"role": "assistant", "content": said}]
-            for asked, said in zip(messages, completions, strict=True)
+            [*prompt, {"role": "assistant", "content": completion}]
+            for prompt, completion in zip(messages, completions, strict=True)
         ]
         return model_scores(model, tokenizer, turns)
 
@@ -194,7 +189,7 @@ def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[s
 def model_scores(
     model: Any, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
 ) -> list[float]:
-    """The scores of conversations by a model that takes `input_ids` and `attention_mask` `[B, L]`.
+    """Return conversations' scores by a model that takes `input_ids` and `attention_mask` `[B, L]`.
 
     It returns a tensor `[B]` or `[B, 1]`, or an object or mapping with that as `scores` or
     `logits`. Rows are padded on the right. Raises RewardError for any other output.
@@ -206,8 +201,8 @@ def model_scores(
     device = next((p.device for p in getattr(model, "parameters", tuple)()), ids.device)
     out = model(input_ids=ids.to(device), attention_mask=mask.to(device))
     for name in ("scores", "logits"):
-        found = out.get(name) if isinstance(out, dict) else getattr(out, name, None)
-        out = found if found is not None else out
+        scores = out.get(name) if isinstance(out, dict) else getattr(out, name, None)
+        out = scores if scores is not None else out
     if not isinstance(out, Tensor) or out.numel() != len(rows):
         what = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise RewardError(

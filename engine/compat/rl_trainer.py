@@ -1,4 +1,7 @@
-"""`RLTrainer` in its published forms, with `DeviceMesh` and `DataPipeline`."""
+"""`RLTrainer` in its published forms: models in memory, a `DataPipeline`, a `DeviceMesh`.
+
+Each becomes the arguments of `engine.trainers.rl.RLTrainer`, which does the work.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,9 @@ from engine.errors import ConfigError
 from engine.trainers import rl
 from engine.trainers.auto_placement import run_roles
 
-# `DeviceMesh(devices=, sub_meshes=)`: which roles sit on which devices, as pools of a run.
-
 _RANGE = re.compile(r"(cuda|gpu|cpu)(?::(\d+)(?:-(\d+))?)?", re.IGNORECASE)
 _NAMES = {"policy": "actor", "ref": "reference", "value": "critic", "reward_model": "reward"}
-_WITH_ACTOR = ("rollout", "reference")
+_WITH_ACTOR = ("actor", "rollout", "reference", "critic")  # where no part names them
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,10 @@ class DeviceMesh:
     sub_meshes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        listed = self.devices if not isinstance(self.devices, str) else [self.devices]
-        there, taken = set(_expanded(listed)), dict[str, str]()
+        devices, taken = set(_expanded(self.devices)), dict[str, str]()
         for role, part in self.sub_meshes.items():
             for device in _expanded(part):
-                if there and device not in there:
+                if devices and device not in devices:
                     raise ConfigError(
                         f"DeviceMesh: sub_meshes[{role!r}] has {device}, which is not in devices; "
                         "add it there, or leave it out"
@@ -69,12 +69,12 @@ class DeviceMesh:
                     )
 
     def ranks(self, role: str = "actor") -> int:
-        """Devices of a role; all, where no part names it."""
+        """Return the number of devices of a role; of all, where no part names it."""
         part = self._parts().get(role, ())
         return len(part or _expanded(self.devices)) or 1
 
     def pools(self, roles: frozenset[str]) -> tuple[PoolConfig, ...]:
-        """The pools of a run with these roles; ConfigError for a role that it hasn't."""
+        """Return the pools of a run with these roles; ConfigError for a role that it hasn't."""
         parts = self._parts()
         if unknown := sorted(parts.keys() - roles):
             raise ConfigError(
@@ -84,16 +84,15 @@ class DeviceMesh:
         actor = parts.get("actor", tuple(_expanded(self.devices)))
         together: dict[tuple[str, ...], list[str]] = {}
         for role in sorted(roles, key=lambda name: (name != "actor", name)):
-            beside = role in _WITH_ACTOR or role == "critic"
-            part = parts.get(role, actor if beside or role == "actor" else ())
+            part = parts.get(role, actor if role in _WITH_ACTOR else ())
             together.setdefault(tuple(part) or (role,), []).append(role)
         return tuple(
             PoolConfig(
-                roles=tuple(some),
-                cpus=1.0 if "actor" in some else 0.0,
+                roles=tuple(names),
+                cpus=1.0 if "actor" in names else 0.0,
                 gpus=1.0 if part[0].startswith("cuda") else 0.0,
             )
-            for part, some in together.items()
+            for part, names in together.items()
         )
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
@@ -103,24 +102,21 @@ class DeviceMesh:
 
 
 def _expanded(devices: Sequence[str] | str) -> list[str]:
-    """One name a device, e.g. "cuda:0"; raises ConfigError for another form."""
-    found: list[str] = []
+    """Return one name a device, e.g. "cuda:0"; raises ConfigError for another form."""
+    names: list[str] = []
     for text in [devices] if isinstance(devices, str) else devices:
         match = _RANGE.fullmatch(str(text).strip())
         if match is None:
             raise ConfigError(f"DeviceMesh: {text!r} is no device; write cuda:0, cuda:0-3 or cpu")
         kind = "cpu" if match[1].lower() == "cpu" else "cuda"
         first = int(match[2] or 0)
-        found += [f"{kind}:{n}" for n in range(first, int(match[3] or first) + 1)]
-    return found
-
-
-# `DataPipeline`: the models of a run and its settings, for `RLTrainer(pipeline=…)`.
+        names += [f"{kind}:{n}" for n in range(first, int(match[3] or first) + 1)]
+    return names
 
 
 @dataclass(frozen=True)
 class DataPipeline:
-    """What a run is made of: one actor, reward models whose scores are added, at most one critic.
+    """The models and settings of a run: one actor, at most one critic, rewards that are added.
 
     Models are transformers' (or a `HybridActor`), or paths. Without a reward it is that of the
     settings. `rollout_config` and `train_config` have the keys of `RLTrainer`'s `config`. Prompts
@@ -144,24 +140,6 @@ class DataPipeline:
             )
         if len(self.critics) > 1:
             raise ConfigError(f"DataPipeline has {len(self.critics)} critics; give one, or none")
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `RLTrainer` that it stands for."""
-        return {
-            "actor_model": self.actors[0],
-            "critic_model": self.critics[0] if self.critics else None,
-            "reward_model": list(self.reward_models),
-            "reward_fn": self.reward_fn,
-            "algo": self.algorithm,
-            "data_loader": self.data_loader,
-            "tokenizer": self.tokenizer,
-            "config": {**self.rollout_config, **self.train_config},
-        }
-
-
-# `RLTrainer` in its published forms: models in memory, a pipeline, a dictionary of settings.
-#
-# Each becomes the arguments of `engine.trainers.rl.RLTrainer`, which does the work.
 
 
 class RLTrainer(rl.RLTrainer):
@@ -200,41 +178,39 @@ class RLTrainer(rl.RLTrainer):
         self._actor: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if native or "model_path" in options:
-            own: dict[str, Any] = options if config is None else {**options, "config": config}
-            super().__init__(*native, **own)
+            if config is not None:
+                options["config"] = config
+            super().__init__(*native, **options)
             return
         if pipeline is not None:
-            given = pipeline.arguments()
-            actor_model, critic_model = given["actor_model"], given["critic_model"]
-            tokenizer, reward_model = tokenizer or given["tokenizer"], given["reward_model"]
-            reward_fn = reward_fn or given["reward_fn"]
-            algo, data_loader = algo or given["algo"], data_loader or given["data_loader"]
-            config = {**given["config"], **_dictionary(config)}
+            actor_model = pipeline.actors[0]
+            critic_model = pipeline.critics[0] if pipeline.critics else None
+            tokenizer, reward_model = tokenizer or pipeline.tokenizer, [*pipeline.reward_models]
+            reward_fn, algo = reward_fn or pipeline.reward_fn, algo or pipeline.algorithm
+            data_loader = data_loader or pipeline.data_loader
+            config = {**pipeline.rollout_config, **pipeline.train_config, **_dictionary(config)}
         if (actor_model is None) == (actor_engine is None):
             raise ConfigError("RLTrainer needs one of actor_model, actor_engine and pipeline")
         actor = actor_model if actor_engine is None else actor_engine
-        resolved = read_settings(_dictionary(config), algo)
-        run = resolved.config
+        run = read_settings(_dictionary(config), algo).config
         path, dtype, tokenizer = self._start(actor, tokenizer, run.model.dtype)
-        settings = _with_critic(run.rl, self._critic(critic_model, tokenizer))
-        settings = _with_reward(settings, reward_fn, reward_model, tokenizer)
-        settings = _with_mesh(settings, device_mesh)
+        values = run.rl.model_dump()
+        if (critic := self._critic(critic_model, tokenizer)) is not None:
+            values["critic"]["model_path"] = critic
+        _put_reward(values, reward_fn, reward_model, tokenizer)
+        if device_mesh is not None:
+            _put_mesh(values, device_mesh)
         loader = _loader(data_loader, run)
-        settings = settings.model_copy(
-            update={
-                "trainer": settings.trainer.model_copy(
-                    update={"train_batch_size": loader.batch_size}
-                )
-            }
-        )
-        settings = RLConfig.model_validate(settings.model_dump())
+        values["trainer"]["train_batch_size"] = loader.batch_size
+        prompts = [row["prompt"] for row in loader.rows()]
+        longest = max(map(len, encode_prompts(tokenizer, prompts, "data_loader")))
         length = run.data.max_response_length
         super().__init__(
             path,
-            settings,
+            RLConfig.model_validate(values),
             loader,
             max_response_length=length,
-            max_model_len=_longest(loader, tokenizer) + length,
+            max_model_len=longest + length,
             seed=run.seed,
             dtype=dtype,
             lora=run.model.lora,
@@ -249,7 +225,7 @@ class RLTrainer(rl.RLTrainer):
         return Trainer.from_hf_config(model, config_path, **more)
 
     def fit(self, *args: Any, **kwargs: Any) -> rl.Metrics:
-        """As `engine.trainers.rl.RLTrainer.fit`; a model in memory then has what was learned."""
+        """Train as `engine.trainers.rl.RLTrainer.fit`; a model in memory then has the result."""
         metrics = super().fit(*args, **kwargs)
         if self._actor is not None:
             assert self._folder is not None
@@ -275,7 +251,7 @@ class RLTrainer(rl.RLTrainer):
         return self
 
     def _start(self, actor: object, tokenizer: Any, dtype: str) -> tuple[str, str, Any]:
-        """The folder that workers load, its dtype, and the tokenizer."""
+        """Return the folder that workers load, its dtype, and the tokenizer."""
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer)
         if isinstance(actor, str | Path):
@@ -299,68 +275,44 @@ def _dictionary(config: Mapping[str, object] | RLConfig | None) -> Mapping[str, 
     return config or {}
 
 
-def _with_critic(config: RLConfig, path: str | None) -> RLConfig:
-    if path is None:
-        return config
-    return config.model_copy(
-        update={"critic": config.critic.model_copy(update={"model_path": path})}
-    )
-
-
-def _with_reward(
-    config: RLConfig, function: object, models: object, tokenizer: PreTrainedTokenizerBase
-) -> RLConfig:
+def _put_reward(
+    values: dict[str, Any], function: object, models: object, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Put reward functions and models into the values of an RLConfig."""
     several = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else None
     listed = several if several is not None else ([] if models is None else [models])
     section, anywhere = reward_settings(function, listed, tokenizer)
-    if not section:
-        return config
-    reward = {**config.reward.model_dump(exclude_unset=True), **section}
-    values = config.model_dump() | {"reward": {**config.reward.model_dump(), **reward}}
+    values["reward"] |= section
     if not anywhere:
-        if config.trainer.placement not in ("", "local"):
+        if values["trainer"]["placement"] not in ("", "local"):
             raise ConfigError(
-                f"trainer.placement={config.trainer.placement} with a reward that lives in this "
-                "process; put it into a module of its own, as a function of prompts and completions"
+                f"trainer.placement={values['trainer']['placement']} with a reward that lives in "
+                "this process; put it into a module of its own, as a function of prompts and "
+                "completions"
             )
-        values["trainer"] |= {"placement": "local"}
-    return RLConfig.model_validate(values)
+        values["trainer"]["placement"] = "local"
 
 
-def _with_mesh(config: RLConfig, mesh: DeviceMesh | None) -> RLConfig:
-    """The placement and the sizes that a mesh says; sizes that were given stay."""
-    if mesh is None:
-        return config
-    actor, ranks = config.actor.parallel, mesh.ranks()
-    if actor == ParallelConfig() and ranks > 1:
-        actor = actor.model_copy(update={"fsdp": ranks})
+def _put_mesh(values: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Put the placement and the sizes of a mesh into the values of an RLConfig; sizes that were
+    given stay."""
+    config = RLConfig.model_validate(values)
+    if config.actor.parallel == ParallelConfig() and mesh.ranks() > 1:
+        values["actor"]["parallel"]["fsdp"] = mesh.ranks()
     pools = mesh.pools(run_roles(config)[1])
-    critic = config.critic.parallel
     apart = any("critic" in pool.roles and "actor" not in pool.roles for pool in pools)
-    if apart and critic is None:
-        critic = ParallelConfig(fsdp=mesh.ranks("critic"))
-    return config.model_copy(
-        update={
-            "actor": config.actor.model_copy(update={"parallel": actor}),
-            "critic": config.critic.model_copy(update={"parallel": critic}),
-            "trainer": config.trainer.model_copy(update={"placement": "ray", "pools": pools}),
-        }
-    )
+    if apart and config.critic.parallel is None:
+        values["critic"]["parallel"] = {"fsdp": mesh.ranks("critic")}
+    values["trainer"] |= {"placement": "ray", "pools": [pool.model_dump() for pool in pools]}
 
 
-def _loader(given: object, run: RunConfig) -> PromptLoader:
-    if isinstance(given, PromptLoader):
-        return given
-    if isinstance(given, str | Path):
+def _loader(data: object, run: RunConfig) -> PromptLoader:
+    if isinstance(data, PromptLoader):
+        return data
+    if isinstance(data, str | Path):
         size = run.rl.trainer.train_batch_size
-        return make_rl_data_loader(given, batch_size=size, seed=run.seed)
+        return make_rl_data_loader(data, batch_size=size, seed=run.seed)
     raise ConfigError(
-        f"RLTrainer has {'no prompts' if given is None else repr(given)}; give data_loader="
+        f"RLTrainer has {'no prompts' if data is None else repr(data)}; give data_loader="
         "make_rl_data_loader(path), or the path"
     )
-
-
-def _longest(loader: PromptLoader, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the longest prompt."""
-    prompts = [row["prompt"] for row in loader.rows()]
-    return max(map(len, encode_prompts(tokenizer, prompts, "data_loader")))

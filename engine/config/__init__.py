@@ -3,7 +3,11 @@
 Where verl has the same knob it has the same name. A section is what one stage reads, so that a
 change in it reruns that stage and what follows it. Settings that contradict one another are
 refused here, before anything is computed. Nothing here reads files other than configurations.
+
+Read `pipeline` for the whole, and `rl` for reinforcement learning; `text` reads and prints them.
 """
+
+# ruff: noqa: F401 (these are the names that other rooms import)
 
 from engine.config.algorithm import (
     AlgorithmConfig,
@@ -16,6 +20,7 @@ from engine.config.algorithm import (
 )
 from engine.config.base import Options, Section
 from engine.config.data import (
+    ColumnsConfig,
     DataConfig,
     DecontaminateConfig,
     EvaluationSetConfig,
@@ -23,6 +28,7 @@ from engine.config.data import (
     ModelConfig,
     RowsConfig,
     SamplingConfig,
+    WeightsConfig,
 )
 from engine.config.pipeline import (
     ContaminationConfig,
@@ -65,59 +71,3 @@ from engine.config.training import (
     RewardModelTrainingConfig,
     SFTConfig,
 )
-
-__all__ = [
-    "ActorConfig",
-    "AgentConfig",
-    "AlgorithmConfig",
-    "ContaminationConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DecontaminateConfig",
-    "DistillationConfig",
-    "EnvironmentSpec",
-    "EvaluateConfig",
-    "EvaluationSetConfig",
-    "FilterGroupsConfig",
-    "GpuKindConfig",
-    "GuardConfig",
-    "KLControlConfig",
-    "LMEvalConfig",
-    "LoRAConfig",
-    "Loggers",
-    "ModelConfig",
-    "MultiTurnConfig",
-    "OfflineConfig",
-    "OptimConfig",
-    "Options",
-    "OverlongBufferConfig",
-    "PairsConfig",
-    "ParallelConfig",
-    "PipelineConfig",
-    "PolicyLossConfig",
-    "PoolConfig",
-    "PreferenceConfig",
-    "PreferenceTrainingConfig",
-    "PromoteConfig",
-    "RLConfig",
-    "RetrainConfig",
-    "RewardConfig",
-    "RewardModelTrainingConfig",
-    "RewardSpec",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "RowsConfig",
-    "SFTConfig",
-    "SamplingConfig",
-    "Section",
-    "ServerConfig",
-    "TeacherConfig",
-    "TrackingConfig",
-    "TrainerConfig",
-    "VllmConfig",
-    "config_path",
-    "digest",
-    "explain",
-    "load_config",
-    "parse_config",
-]

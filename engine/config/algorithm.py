@@ -5,13 +5,12 @@ The algorithms are in `engine.algorithms`.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engine.config.base import Options, Section
-
-# Whom a policy learns from by distillation, and by which loss.
 
 
 class TeacherConfig(Section):
@@ -42,11 +41,9 @@ class TeacherConfig(Section):
         "", description="With route_by: the value in that column of the rows that it teaches"
     )
 
-    @model_validator(mode="after")
-    def _one_place(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if bool(self.model) == bool(self.url):
-            raise ValueError("a teacher has a model (folder or hub id) or a url, and not both")
-        return self
+            yield "a teacher has a model (folder or hub id) or a url, and not both"
 
 
 class DistillationConfig(Section):
@@ -75,22 +72,15 @@ class DistillationConfig(Section):
         "teach every row, by weight",
     )
 
-    @model_validator(mode="after")
-    def _every_row_has_one(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         names = [teacher.rows for teacher in self.teachers]
         if self.route_by and (not all(names) or len(set(names)) < len(names) or not names):
-            raise ValueError(
+            yield (
                 f"route_by={self.route_by!r} chooses a teacher by a column's value, and teachers "
                 f"have rows={names}; give each another value"
             )
         if not self.route_by and any(names):
-            raise ValueError(
-                f"teachers have rows={names}, which need route_by: the column with these values"
-            )
-        return self
-
-
-# How rewards become advantages, under verl's names where verl has the same thing.
+            yield f"teachers have rows={names}, which need route_by: the column with these values"
 
 
 class KLControlConfig(Section):
@@ -203,13 +193,13 @@ class AlgorithmConfig(Section):
 
     @property
     def teachers(self) -> tuple[TeacherConfig, ...]:
-        """All teachers: `teacher`, or `distillation.teachers`."""
-        one = (TeacherConfig(model=self.teacher),) if self.teacher else ()
-        return one or self.distillation.teachers
+        """Return all teachers: `teacher`, or `distillation.teachers`."""
+        alone = (TeacherConfig(model=self.teacher),) if self.teacher else ()
+        return alone or self.distillation.teachers
 
     @property
     def teacher_models(self) -> dict[str, str]:
-        """The models that teachers are loaded from, by setting."""
+        """Return the models that teachers are loaded from, by setting."""
         if self.teacher:
             return {"algorithm.teacher": self.teacher}
         several = enumerate(self.distillation.teachers)
@@ -217,10 +207,6 @@ class AlgorithmConfig(Section):
             f"algorithm.distillation.teachers[{i}].model": t.model for i, t in several if t.model
         }
 
-    @model_validator(mode="after")
-    def _one_or_several(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.teacher and self.distillation.teachers:
-            raise ValueError(
-                f"teacher={self.teacher!r} beside distillation.teachers; put it among these"
-            )
-        return self
+            yield f"teacher={self.teacher!r} beside distillation.teachers; put it among these"

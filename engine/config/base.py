@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from typing import Any, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -35,7 +35,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_the_place_s_defaults(cls, values: object) -> Any:
+    def _keep_defaults_of_place(cls, values: object) -> Any:
         if not isinstance(values, Mapping):
             return values
         defaults = {name: info.default for name, info in cls.model_fields.items()}
@@ -51,6 +51,16 @@ class Section(BaseModel):
         if isinstance(value, bool) and kind in (int, float):
             raise PydanticCustomError("not_a_number", "give a number, not true or false")
         return value
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield what is wrong about settings that contradict one another, in sentences."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        for sentence in self.contradictions():
+            raise ValueError(sentence)
+        return self
 
 
 class NamedSection(Section):
@@ -69,7 +79,7 @@ class NamedSection(Section):
 
 
 def filled_up(section: object, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`given` with the rest from `section`, at every depth; as it is where that is no section."""
+    """Return `given` with the rest from `section`, at every depth; as it is without a section."""
     if not isinstance(section, Section):
         return given
     rest = {name: getattr(section, name) for name in type(section).model_fields}
@@ -80,7 +90,7 @@ def filled_up(section: object, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """The section that a field of this annotation holds, or may hold; None for a plain value."""
+    """Return the section that a field of this annotation may hold; None for a plain value."""
     kinds = get_args(annotation) if get_origin(annotation) is types.UnionType else (annotation,)
-    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    return found[0] if found else None
+    sections = (k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
+    return next(sections, None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engine.config.base import Options, Section
 
@@ -32,23 +33,21 @@ class SamplingConfig(Section):
         0, ge=0, description="Times that a prompt may be drawn in a run; 0: no limit"
     )
 
-    @model_validator(mode="after")
-    def _bounds_hold_a_rate(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.pass_rate is not None and not 0 <= self.pass_rate[0] <= self.pass_rate[1] <= 1:
-            raise ValueError(
+            yield (
                 f"sampling.pass_rate={list(self.pass_rate)} must be two shares, the lower first, "
                 "e.g. [0.1, 0.9]"
             )
         if self.pass_rate is None and self.pass_rate_recheck != 3:
-            raise ValueError(
+            yield (
                 f"sampling.pass_rate_recheck={self.pass_rate_recheck} has no effect without "
                 "sampling.pass_rate; remove it"
             )
-        return self
 
 
-class RowsConfig(Section):
-    """How rows of files become prompts, and which rows are taken."""
+class ColumnsConfig(Section):
+    """How rows of files become conversations."""
 
     columns: dict[str, str] = Field(
         {},
@@ -61,16 +60,21 @@ class RowsConfig(Section):
         "'{{ question }} Answer with a number.'}",
     )
     system_prompt: str = Field("", description="System message of prompts that have none")
-    data_source: str = Field("", description="data_source of rows that have none; empty: file")
     apply_chat_template_kwargs: Options = Field(
         {}, description="Variables of the model's chat template, e.g. {enable_thinking: false}"
     )
-    sampling: SamplingConfig = SamplingConfig()
     bad_rows: Literal["fail", "drop"] = Field(
         "fail",
         description="Rows that can't be read or break the contract: refuse them by number, or "
         "leave them out and count them",
     )
+
+
+class RowsConfig(ColumnsConfig):
+    """How rows of files become prompts, and which rows are taken."""
+
+    data_source: str = Field("", description="data_source of rows that have none; empty: file")
+    sampling: SamplingConfig = SamplingConfig()
     max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: as they come")
     max_response_length: int = Field(64, ge=1, description="Longest completion in tokens")
     control_tokens: Literal["escape", "drop", "fail"] = Field(
@@ -143,17 +147,25 @@ class DataConfig(RowsConfig):
     decontaminate: DecontaminateConfig = DecontaminateConfig()
     vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
 
-    @model_validator(mode="after")
-    def _sets_have_names_of_their_own(self) -> Self:
-        names = [one.name for one in self.evaluation_sets]
+    def contradictions(self) -> Iterator[str]:
+        names = [evaluation_set.name for evaluation_set in self.evaluation_sets]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"data.evaluation_sets has the name {twice[0]} twice; rename one")
+            yield f"data.evaluation_sets has the name {twice[0]} twice; rename one"
         if taken := {"test", "all"} & set(names):
-            raise ValueError(f"data.evaluation_sets can't have the name {taken.pop()}; rename it")
-        return self
+            yield f"data.evaluation_sets can't have the name {taken.pop()}; rename it"
 
 
-class LoRAConfig(Section):
+class AdapterConfig(Section):
+    """Train low-rank adapters and the value head, and leave the rest of the critic as it is."""
+
+    rank: int = Field(0, ge=0, description="Rank of the adapters; 0: train all weights")
+    alpha: float = Field(32.0, gt=0, description="An adapter's output is scaled by alpha / rank")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="Modules with an adapter: all but the head, or names like q_proj"
+    )
+
+
+class LoRAConfig(AdapterConfig):
     """Train low-rank adapters, and leave the model's own weights as they are.
 
     An adapter's folder as `model.path` is merged into its base, and that is what training starts
@@ -161,30 +173,34 @@ class LoRAConfig(Section):
     on, and the reference is their base.
     """
 
-    rank: int = Field(0, ge=0, description="Rank of the adapters; 0: train all weights")
     from_folder: bool = Field(
         False, description="Train on the adapters in model.path: their rank, alpha and modules"
     )
     quantize: Literal["", "nf4", "int8"] = Field(
         "", description="QLoRA: keep the model's own matrices in 4 or 8 bits (bitsandbytes)"
     )
-    alpha: float = Field(32.0, gt=0, description="An adapter's output is scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="Of adapters' inputs, in the warm start")
-    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
-        "all-linear", description="Modules with an adapter: all but the head, or names like q_proj"
-    )
 
-    @model_validator(mode="after")
-    def _quantized_base_has_adapters(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.quantize and not (self.rank or self.from_folder):
-            raise ValueError(
+            yield (
                 f"quantize={self.quantize!r} without adapters leaves nothing to train; set "
                 "rank > 0 or from_folder=true, or leave quantize empty"
             )
-        return self
 
 
-class ModelConfig(Section):
+class WeightsConfig(Section):
+    """Weights and adapters of the policy."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
+        "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
+    )
+    lora: LoRAConfig = LoRAConfig()
+
+
+class ModelConfig(WeightsConfig):
     """The policy: a Hugging Face folder, or a small Qwen2-shaped model made from scratch."""
 
     path: str = Field(
@@ -199,23 +215,15 @@ class ModelConfig(Section):
     )
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
     initializer_range: float = Field(0.08, gt=0, description="Std of the initial weights")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
-        "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
-    )
-    lora: LoRAConfig = LoRAConfig()
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
+            yield (
                 f"hidden_size={self.hidden_size} must be a multiple of "
                 f"num_attention_heads={self.num_attention_heads}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            yield (
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
-        return self

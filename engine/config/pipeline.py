@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from engine.config.base import Section
 from engine.config.data import DataConfig, ModelConfig
@@ -16,8 +17,6 @@ from engine.config.training import (
     RewardModelTrainingConfig,
     SFTConfig,
 )
-
-# When a model becomes the champion: the rules of promotion, as data.
 
 GuardMetric = Literal["pass_at_1", "sampled", "majority", "format_rate"]
 
@@ -36,7 +35,7 @@ class GuardConfig(Section):
 
     @property
     def name(self) -> str:
-        """How messages and evidence name it, e.g. `pass_at_1 of gsm8k`."""
+        """Its name in messages and evidence, e.g. `pass_at_1 of gsm8k`."""
         where = " in ".join(filter(None, (self.data_source, self.dataset)))
         return f"{self.metric} of {where or 'all problems'}"
 
@@ -108,9 +107,6 @@ class PromoteConfig(Section):
     reward_model: RewardModelGateConfig = RewardModelGateConfig()
 
 
-# Scheduled retraining: where new problems arrive, and how many make a run worth its while.
-
-
 class RetrainConfig(Section):
     """Which new data a scheduled run ingests."""
 
@@ -126,9 +122,6 @@ class RetrainConfig(Section):
     replay: float = Field(
         0.25, ge=0, lt=1, description="Share of the prompts that the champion was trained on before"
     )
-
-
-# Where runs are recorded.
 
 
 def _names(value: object) -> object:
@@ -156,10 +149,32 @@ class TrackingConfig(Section):
     )
 
 
-# Where the preferences of a pipeline come from: rollouts of its own policy, or files.
+class ScoredRolloutConfig(Section):
+    """How completions of a model are decoded and scored."""
+
+    engine: str = Field("native", description="Rollout engine: native or vllm")
+    parallel: ParallelConfig | None = Field(
+        None,
+        description="dp copies of the model share the prompts, each on tp ranks; none: copies on "
+        "all GPUs of the machine",
+    )
+    reward: RewardConfig | None = Field(
+        None, description="What scores completions; none: the reward of RL"
+    )
+    plugins: tuple[str, ...] = Field(
+        (), description="Your modules that register the reward; none: those of RL"
+    )
+    named_content: str = Field(
+        "", description="Digest of your modules, for the cache; workflows fill it"
+    )
+
+    @property
+    def scorer(self) -> RewardConfig:
+        """The reward that scores; GSM8K's rule where none is given."""
+        return self.reward or RewardConfig()
 
 
-class PairsConfig(Section):
+class PairsConfig(ScoredRolloutConfig):
     """The best and the worst of n completions of the policy, or pairs and labelled rows of files.
 
     Of files `columns`, `templates`, `bad_rows`, `validation_size` and `too_long` are read; of
@@ -203,41 +218,17 @@ class PairsConfig(Section):
     rounds: int = Field(
         1, ge=1, description="Rollout → rank → update so often, each on the policy before it"
     )
-    reward: RewardConfig | None = Field(None, description="What ranks; none: the reward of RL")
-    plugins: tuple[str, ...] = Field(
-        (), description="Your modules that register the reward; none: those of RL"
-    )
-    engine: str = Field("native", description="Rollout engine: native or vllm")
-    parallel: ParallelConfig | None = Field(
-        None, description="As evaluate.parallel: copies of the policy, and ranks that share one"
-    )
-    named_content: str = Field(
-        "", description="Digest of your modules, for the cache; workflows fill it"
-    )
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.path and self.rounds > 1:
-            raise ValueError(
+            yield (
                 f"pairs.rounds={self.rounds} with pairs.path={self.path!r}: later rounds learn "
                 "from rollouts of the policy; leave pairs.path empty, or set pairs.rounds=1"
             )
         if not self.path:
-            unread = [n for n in ("columns", "templates") if getattr(self, n)]
-            if unread:
-                raise ValueError(
-                    f"pairs.{unread[0]} has no effect without pairs.path; give the file, or remove "
-                    "it"
-                )
-        return self
-
-    @property
-    def scorer(self) -> RewardConfig:
-        """The reward that ranks; GSM8K's rule where none is given."""
-        return self.reward or RewardConfig()
-
-
-# All stages together: evaluation, and the whole.
+            for name in ("columns", "templates"):
+                if getattr(self, name):
+                    yield f"pairs.{name} has no effect without pairs.path; give it, or remove this"
 
 
 class LMEvalConfig(Section):
@@ -259,7 +250,7 @@ class LMEvalConfig(Section):
     )
 
 
-class EvaluateConfig(Section):
+class EvaluateConfig(ScoredRolloutConfig):
     """How the two models are compared."""
 
     k: int = Field(4, ge=1, description="pass@k")
@@ -271,12 +262,6 @@ class EvaluateConfig(Section):
     bootstrap_samples: int = Field(
         10000, ge=100, description="Resamples of the problems for the paired interval"
     )
-    engine: str = Field("native", description="Rollout engine: native or vllm")
-    parallel: ParallelConfig | None = Field(
-        None,
-        description="dp copies of the model share the problems, each on tp ranks; none: copies on "
-        "all GPUs of the machine",
-    )
     map_parts: int = Field(
         1, ge=1, description="Machines that share the problems, by a map task of Flyte"
     )
@@ -284,25 +269,11 @@ class EvaluateConfig(Section):
     step_timeout_s: float = Field(7200.0, gt=0, description="Deadline for one call to a rank")
     lm_eval: LMEvalConfig = LMEvalConfig()
     multi_turn: MultiTurnConfig | None = Field(
-        None, description="Problems are played as episodes; none: where RL's rollout does so"
+        None, description="Episodes of several turns; none: where RL's rollout has them"
     )
     agent: AgentConfig | None = Field(
-        None, description="What they are played with; none: rollout.agent of RL"
+        None, description="Their environment and its limits; none: rollout.agent of RL"
     )
-    reward: RewardConfig | None = Field(
-        None, description="What tells right answers from wrong ones; none: the reward of RL"
-    )
-    plugins: tuple[str, ...] = Field(
-        (), description="Your modules that register the reward; none: those of RL"
-    )
-    named_content: str = Field(
-        "", description="Digest of your modules, for the cache; workflows fill it"
-    )
-
-    @property
-    def scorer(self) -> RewardConfig:
-        """The reward that scores; GSM8K's rule where none is given."""
-        return self.reward or RewardConfig()
 
     @property
     def plays_episodes(self) -> bool:
@@ -311,20 +282,16 @@ class EvaluateConfig(Section):
 
     @property
     def environments(self) -> AgentConfig:
-        """What episodes are played with."""
+        """The environment of episodes, and its limits."""
         return self.agent or AgentConfig()
 
-    @model_validator(mode="after")
-    def _enough_samples(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.samples < self.k:
-            raise ValueError(
-                f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}"
-            )
-        return self
+            yield f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}"
 
 
 class PipelineConfig(Section):
-    """All of it: the one input of `workflows/rlhf.py:rlhf` and of the others that train.
+    """The whole pipeline: the one input of `workflows/rlhf.py:rlhf` and of the others that train.
 
     Each reads its own sections: `pairs`, `preference` and `reward_model` those of
     `workflows/preference.py`.
@@ -343,34 +310,33 @@ class PipelineConfig(Section):
     retrain: RetrainConfig = RetrainConfig()
     tracking: TrackingConfig = TrackingConfig()
 
-    @model_validator(mode="after")
-    def _judged_sets_are_there(self) -> Self:
-        names = ["test", *(one.name for one in self.data.evaluation_sets)]
-        asked = {"promote.dataset": self.promote.dataset} if self.promote.dataset != "all" else {}
-        asked |= {f"promote.guards ({g.name})": g.dataset for g in self.promote.guards if g.dataset}
-        for setting, name in asked.items():
+    def contradictions(self) -> Iterator[str]:
+        names = ["test", *(evaluation_set.name for evaluation_set in self.data.evaluation_sets)]
+        judged = {f"promote.guards ({g.name})": g.dataset for g in self.promote.guards if g.dataset}
+        if self.promote.dataset != "all":
+            judged["promote.dataset"] = self.promote.dataset
+        for setting, name in judged.items():
             if name not in names:
-                raise ValueError(
+                yield (
                     f"{setting} names the evaluation set {name!r}, and there are "
                     f"{', '.join(names)}; add it to data.evaluation_sets, or name one of these"
                 )
-        return self
 
     def evaluation(self) -> EvaluateConfig:
-        """The section `evaluate`, with RL's reward, plugins and episodes where it has none."""
-        own, rollout = self.evaluate, self.rl.rollout
+        """Return `evaluate` with RL's reward, plugins and episodes where it has none."""
+        section, rollout = self.evaluate, self.rl.rollout
         filled: dict[str, object] = {
-            "reward": own.reward or self.rl.reward,
-            "plugins": own.plugins or self.rl.plugins,
+            "reward": section.reward or self.rl.reward,
+            "plugins": section.plugins or self.rl.plugins,
         }
-        if own.multi_turn is None and rollout.multi_turn.enable:
+        if section.multi_turn is None and rollout.multi_turn.enable:
             filled["multi_turn"] = rollout.multi_turn
-        if own.agent is None and (own.plays_episodes or "multi_turn" in filled):
+        if section.agent is None and (section.plays_episodes or "multi_turn" in filled):
             filled["agent"] = rollout.agent
-        return own.model_copy(update=filled)
+        return section.model_copy(update=filled)
 
     def ranking(self) -> PairsConfig:
-        """The section `pairs`, by RL's reward and plugins where it names none of its own."""
-        own = self.pairs
-        reward, plugins = own.reward or self.rl.reward, own.plugins or self.rl.plugins
-        return own.model_copy(update={"reward": reward, "plugins": plugins})
+        """Return `pairs` with RL's reward and plugins where it names none."""
+        rl, pairs = self.rl, self.pairs
+        update = {"reward": pairs.reward or rl.reward, "plugins": pairs.plugins or rl.plugins}
+        return pairs.model_copy(update=update)

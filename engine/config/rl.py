@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engine.config.algorithm import AlgorithmConfig
 from engine.config.base import NamedSection, Options, Section
+from engine.config.data import AdapterConfig
 from engine.config.rollout_engines import AgentConfig, MultiTurnConfig, ServerConfig, VllmConfig
-from engine.config.training import OptimConfig, ParallelConfig, PoolConfig
-
-# What a completion is worth: which reward functions, and how they are called.
+from engine.config.training import LoopConfig, OptimConfig, ParallelConfig
 
 
 class OverlongBufferConfig(Section):
@@ -60,13 +60,11 @@ class RewardConfig(RewardSpec):
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
     def specs(self) -> dict[str, RewardSpec]:
-        """All reward functions by the setting that names them, e.g. `reward.components.format`."""
-        found: dict[str, RewardSpec] = {"reward": self}
-        found |= {f"reward.sources.{name}": spec for name, spec in self.sources.items()}
-        return found | {f"reward.components.{name}": s for name, s in self.components.items()}
+        """Return all reward functions by setting, e.g. `reward.components.format`."""
+        specs: dict[str, RewardSpec] = {"reward": self}
+        specs |= {f"reward.sources.{name}": spec for name, spec in self.sources.items()}
+        return specs | {f"reward.components.{name}": s for name, s in self.components.items()}
 
-
-# What a run leaves for a look at single steps.
 
 RECORDS = "recorded"  # folder of the records, beside the checkpoints
 
@@ -91,11 +89,8 @@ class DebugConfig(Section):
         return bool(self.record_steps) or self.record_failed
 
 
-# GPU kinds that the planner's table does not have.
-
-
 class GpuKindConfig(Section):
-    """What one GPU can do, from its data sheet."""
+    """What one GPU that the planner's table does not have can do, from its data sheet."""
 
     memory_gib: float = Field(gt=0, description="Of its own memory")
     tflops: float = Field(gt=0, description="Dense bfloat16, in 10^12 operations a second")
@@ -107,9 +102,6 @@ class GpuKindConfig(Section):
         12.5, gt=0, description="To other machines, a GPU, 10^9 bytes a second"
     )
     vendor: Literal["nvidia", "amd"] = "nvidia"
-
-
-# The roles of an RL run and the loop around them.
 
 
 class PolicyLossConfig(Section):
@@ -128,22 +120,27 @@ class PolicyLossConfig(Section):
 
 
 class RouterReplayConfig(Section):
-    """Whose choice of experts a mixture's routers repeat in training."""
+    """Whose choice of experts an MoE model's routers repeat in training."""
 
     mode: Literal["disabled", "R2", "R3"] = Field(
         "disabled", description="R2: the trainer's own before the update; R3: that of rollout"
     )
 
 
-class ActorConfig(Section):
-    """The policy's update."""
+class UpdateConfig(Section):
+    """How a role learns from a step's batch."""
 
-    optim: OptimConfig = OptimConfig(lr=5e-4, weight_decay=0.0)
     ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
     ppo_epochs: int = Field(1, ge=1, description="Passes over each step's batch")
     max_tokens_per_micro_batch: int = Field(
         16384, ge=64, description="Tokens of one forward and backward pass"
     )
+
+
+class ActorConfig(UpdateConfig):
+    """The policy's update."""
+
+    optim: OptimConfig = OptimConfig(lr=5e-4, weight_decay=0.0)
     old_log_probs: Literal["auto", "rollout", "trainer"] = Field(
         "auto",
         description="rollout: as sampled; trainer: recomputed; auto: as sampled where both agree",
@@ -170,40 +167,26 @@ class ActorConfig(Section):
     )
     kl_loss_type: str = Field("low_var_kl", description="KL estimator in the loss")
     router_aux_loss_coef: float = Field(
-        0.0, ge=0, description="Mixtures of experts: weight of the loss that balances experts' load"
+        0.0, ge=0, description="MoE models: weight of the loss that balances experts' load"
     )
     router_replay: RouterReplayConfig = RouterReplayConfig()
     parallel: ParallelConfig = ParallelConfig()
 
 
-class CriticLoRAConfig(Section):
-    """Train low-rank adapters and the value head, and leave the rest of the critic as it is."""
-
-    rank: int = Field(0, ge=0, description="Rank of the adapters; 0: train all weights")
-    alpha: float = Field(32.0, gt=0, description="An adapter's output is scaled by alpha / rank")
-    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
-        "all-linear", description="Modules with an adapter, or names like q_proj"
-    )
-
-
-class CriticConfig(Section):
+class CriticConfig(UpdateConfig):
     """The value model of PPO."""
 
     model_path: str = Field(
         "", description="Model that it starts from, of the same tokens; empty: the policy's"
     )
     optim: OptimConfig = OptimConfig(lr=1e-3, weight_decay=0.0)
-    ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
     ppo_epochs: int = Field(2, ge=1, description="Passes over each step's batch")
-    max_tokens_per_micro_batch: int = Field(
-        16384, ge=64, description="Tokens of one forward and backward pass"
-    )
     cliprange_value: float = Field(
         0.5,
         gt=0,
         description="Values move at most this far from the rollout's before their loss is clipped",
     )
-    lora: CriticLoRAConfig = CriticLoRAConfig()
+    lora: AdapterConfig = AdapterConfig()
     parallel: ParallelConfig | None = Field(None, description="None: as the actor's")
 
 
@@ -215,24 +198,9 @@ class ReferenceConfig(Section):
     )
 
 
-class ValidationSamplingConfig(Section):
-    """How completions of validation rows are decoded."""
+class TokenSamplingConfig(Section):
+    """How a token is drawn."""
 
-    do_sample: bool = Field(False, description="Sample as the next ones say; false: greedily, once")
-    n: int = Field(1, ge=1, description="Completions a row; the score is the mean of all")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature")
-    top_k: int = Field(0, ge=0, description="Sample among this many likeliest tokens; 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus: sample within this probability")
-
-
-class RolloutConfig(Section):
-    """How completions are sampled."""
-
-    engine: str = Field(
-        "native", description="native, vllm, server, or your own as package.module:name"
-    )
-    options: Options = Field({}, description="Options of an engine of your own, by name")
-    n: int = Field(8, ge=1, description="Completions a prompt")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature")
     top_k: int = Field(0, ge=0, description="Sample among this many likeliest tokens; 0: all")
     top_p: float = Field(
@@ -241,6 +209,23 @@ class RolloutConfig(Section):
         le=1,
         description="Sample among the likeliest tokens that sum to this probability",
     )
+
+
+class ValidationSamplingConfig(TokenSamplingConfig):
+    """How completions of validation rows are decoded."""
+
+    do_sample: bool = Field(False, description="Sample as the next ones say; false: greedily, once")
+    n: int = Field(1, ge=1, description="Completions a row; the score is the mean of all")
+
+
+class RolloutConfig(TokenSamplingConfig):
+    """How completions are sampled."""
+
+    engine: str = Field(
+        "native", description="native, vllm, server, or your own as package.module:name"
+    )
+    options: Options = Field({}, description="Options of an engine of your own, by name")
+    n: int = Field(8, ge=1, description="Completions a prompt")
     tensor_parallel_size: int = Field(
         1,
         ge=1,
@@ -261,7 +246,7 @@ class RolloutConfig(Section):
         "vLLM's has 256 on a CPU, and on a GPU what rollout.vllm.gpu_memory_utilization leaves",
     )
     enable_rollout_routing_replay: bool = Field(
-        False, description="Mixtures on native: record experts for actor.router_replay.mode=R3"
+        False, description="MoE models on native: record experts for actor.router_replay.mode=R3"
     )
     cuda_graphs: bool = Field(
         False, description="native on a GPU: replay decode steps of the Llama family as CUDA graphs"
@@ -273,7 +258,7 @@ class RolloutConfig(Section):
     vllm: VllmConfig = VllmConfig()
 
 
-class TrainerConfig(Section):
+class TrainerConfig(LoopConfig):
     """The RL loop."""
 
     total_training_steps: int = Field(80, ge=1, description="Steps of RL")
@@ -309,12 +294,8 @@ class TrainerConfig(Section):
     )
     max_rollout_restarts: int = Field(3, ge=0, description="async: of one rollout worker")
     save_freq: int = Field(20, ge=1, description="Steps between checkpoints, where a run has them")
-    max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones; and the best one")
     resume_from: str = Field(
         "", description="Checkpoint, or folder of a run, that a run without its own goes on from"
-    )
-    on_damaged_checkpoints: Literal["stop", "restart"] = Field(
-        "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
     )
     final_model: Literal["best", "last"] = Field(
         "best",
@@ -323,12 +304,6 @@ class TrainerConfig(Section):
     )
     save_huggingface: bool = Field(
         False, description="Also write a Hugging Face folder of each checkpoint, in the background"
-    )
-    max_attempts: int = Field(
-        3, ge=1, description="Attempts that may fail in a row without getting past a checkpoint"
-    )
-    preemption_grace_s: float = Field(
-        20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
     )
     timeline_steps: int = Field(0, ge=0, description="Steps whose timeline is written (Perfetto)")
     log_rollouts_freq: int = Field(
@@ -348,14 +323,6 @@ class TrainerConfig(Section):
     gpu_kinds: dict[str, GpuKindConfig] = Field(
         {}, description="GPUs by Ray's name that the planner's table has not, or has otherwise"
     )
-    pools: tuple[PoolConfig, ...] = Field(
-        (), description="Which roles sit together, and where; none: the policy's, and the reward"
-    )
-    threads: int = Field(0, ge=0, description="CPU threads of a worker; 0: all cores")
-    start_timeout_s: float = Field(
-        600.0, gt=0, description="Deadline for the workers on Ray to be up"
-    )
-    step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a worker")
 
 
 class RLConfig(Section):
@@ -376,16 +343,14 @@ class RLConfig(Section):
         "", description="Digest of your modules and the teacher, for the cache; workflows fill it"
     )
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         rows = self.trainer.train_batch_size * self.rollout.n
         for role, size in (
             ("actor", self.actor.ppo_mini_batch_size),
             ("critic", self.critic.ppo_mini_batch_size),
         ):
             if size > rows:
-                raise ValueError(
+                yield (
                     f"{role}.ppo_mini_batch_size={size} is more than the {rows} completions of a "
                     "step (trainer.train_batch_size × rollout.n); lower it, or set 0 for all"
                 )
-        return self

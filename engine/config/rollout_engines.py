@@ -6,13 +6,12 @@ Sampling parameters of a run are in `rl`.
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from engine.config.base import NamedSection, Options, Section
-
-# vLLM's own settings.
 
 
 class VllmConfig(Section):
@@ -63,8 +62,6 @@ class VllmConfig(Section):
         {}, description="Further arguments of vLLM's engine, by its names, such as kv_cache_dtype"
     )
 
-
-# Where a rollout server is, how it is spoken to, and how it gets new weights.
 
 _ADDRESS = r"^https?://[^/\s]+"
 
@@ -134,9 +131,6 @@ class ServerConfig(Section):
         return urls
 
 
-# Episodes of several turns: the environment, its tools, and what an episode may use.
-
-
 class EnvironmentSpec(NamedSection):
     """An environment; its name alone stands for one without options."""
 
@@ -165,7 +159,7 @@ class MultiTurnConfig(Section):
 
 
 class AgentConfig(Section):
-    """What the policy plays with."""
+    """The environment of episodes, and its limits."""
 
     environment: EnvironmentSpec = EnvironmentSpec()
     num_workers: int = Field(
@@ -175,7 +169,7 @@ class AgentConfig(Section):
         "own, for light ones that never block",
     )
     concurrency: int = Field(
-        0, ge=0, description="Episodes played at a time; 0: rollout.max_num_seqs"
+        0, ge=0, description="Episodes under way at a time; 0: rollout.max_num_seqs"
     )
     timeout_s: float = Field(
         600.0, gt=0, description="Of an episode: no turn begins later than that"
@@ -208,11 +202,9 @@ class AgentConfig(Section):
         "way; 0: none",
     )
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.error_reward and self.on_error == "drop":
-            raise ValueError(
+            yield (
                 f"error_reward={self.error_reward} has no effect with on_error=drop; set "
                 "on_error=score, or remove it"
             )
-        return self

@@ -11,21 +11,18 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from engine.config.base import section_of
 from engine.config.pipeline import PipelineConfig
 from engine.errors import ConfigError
 from engine.redaction import presentable
 
-# From files and dictionaries to a configuration, and from mistakes to sentences.
-
 PRESETS = Path(__file__).parent / "presets"
 PRESET = "preset:"
 
 
 def config_path(given: str | Path) -> Path:
-    """The file that is meant: a path, or a shipped one as `preset:NAME`.
+    """Return the file that is meant: a path, or a shipped one as `preset:NAME`.
 
     Raises ConfigError for an unknown preset, with the names there are.
     """
@@ -58,23 +55,25 @@ def load_config(path: str | Path) -> PipelineConfig:
 
     Raises ConfigError when it is missing, malformed or wrong.
     """
-    file = config_path(path)
+    return parse_config(read_yaml(config_path(path), f"config file {path}"))
+
+
+def read_yaml(file: Path, name: str) -> dict[str, Any]:
+    """Return the sections of a YAML file, which messages call `name`; raises ConfigError."""
     try:
         values = yaml.safe_load(file.read_text())
     except FileNotFoundError:
-        raise ConfigError(
-            f"config file {path} does not exist; give the path of a YAML file"
-        ) from None
+        raise ConfigError(f"{name} does not exist; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} can't be read: {error}; give a YAML file") from None
+        raise ConfigError(f"{name} can't be read: {error}; give a YAML file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict | None):
         raise ConfigError(
-            f"config file {path} holds a {type(values).__name__}; its top level must be sections "
-            "such as `data:` and `rl:`"
+            f"{name} holds a {type(values).__name__}; its top level must be sections such as "
+            "`data:` and `rl:`"
         )
-    return parse_config(values or {})
+    return values or {}
 
 
 def explain(error: ValidationError) -> str:
@@ -92,8 +91,6 @@ def explain(error: ValidationError) -> str:
             lines.append(item["msg"])
     return presentable("; ".join(lines))
 
-
-# What there is to set: every setting with its default and meaning, as Markdown and JSON schema.
 
 INTRODUCTION = """\
 # Configuration
@@ -120,42 +117,35 @@ class Setting:
 
 
 def sections(
-    root: type[BaseModel], prefix: str = ""
+    model: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
 ) -> Iterator[tuple[str, type[BaseModel], list[Setting]]]:
-    """Each section's path (empty for the root), its class and its own settings, in order."""
-    yield from _walk(root, root(), prefix)
+    """Yield each section's path (empty for the root), its class and its own settings, in order.
 
-
-def _walk(
-    model: type[BaseModel], defaults: BaseModel, prefix: str
-) -> Iterator[tuple[str, type[BaseModel], list[Setting]]]:
-    plain = {n: i for n, i in model.model_fields.items() if section_of(i.annotation) is None}
-    settings = [
-        Setting(
-            f"{prefix}{name}",
-            as_yaml(getattr(defaults, name)),
-            info.description or "",
-            choices(info),
-        )
-        for name, info in plain.items()
-    ]
+    `defaults` are those of the place that the section stands in; without them, its own.
+    """
+    defaults = model() if defaults is None else defaults
+    inner: list[tuple[str, type[BaseModel]]] = []
+    settings: list[Setting] = []
+    declared = vars(model).get("__annotations__", {})
+    # What a section adds to its base comes first.
+    for name, info in sorted(
+        model.model_fields.items(), key=lambda field: field[0] not in declared
+    ):
+        if (section := section_of(info.annotation)) is not None:
+            inner.append((name, section))
+            continue
+        choices = ""
+        if get_origin(info.annotation) is Literal:
+            choices = "one of " + ", ".join(map(as_yaml, get_args(info.annotation)))
+        default = as_yaml(getattr(defaults, name))
+        settings.append(Setting(f"{prefix}{name}", default, info.description or "", choices))
     yield prefix.rstrip("."), model, settings
-    for name, info in model.model_fields.items():
-        section = section_of(info.annotation)
-        if section is not None:
-            given = getattr(defaults, name)
-            yield from _walk(section, section() if given is None else given, f"{prefix}{name}.")
-
-
-def choices(info: FieldInfo) -> str:
-    """The values that a setting can have, where they are a list."""
-    if get_origin(info.annotation) is not Literal:
-        return ""
-    return "one of " + ", ".join(map(as_yaml, get_args(info.annotation)))
+    for name, section in inner:
+        yield from sections(section, f"{prefix}{name}.", getattr(defaults, name))
 
 
 def as_yaml(value: object) -> str:
-    """A default as one writes it in YAML, on one line."""
+    """Return a default as one writes it in YAML, on one line."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     if isinstance(value, tuple):
@@ -167,23 +157,21 @@ def as_yaml(value: object) -> str:
 
 
 def summary(model: type[BaseModel]) -> str:
-    """The first sentence of a section's docstring."""
+    """Return the first sentence of a section's docstring."""
     return (model.__doc__ or "").strip().splitlines()[0]
 
 
 def markdown(root: type[BaseModel] = PipelineConfig) -> str:
-    """The reference as a page: a heading and a table a section."""
+    """Return the reference as a page: a heading and a table for each section."""
     parts = [INTRODUCTION]
     for path, model, settings in sections(root):
-        if settings:
-            head = f"## `{path}`" if path else "## Top level"
-            rows = [_row(one, path) for one in settings]
-            table = ["| setting | default | meaning |", "| --- | --- | --- |", *rows]
-            parts.append("\n".join([head, "", summary(model), "", *table, ""]))
+        if not settings:
+            continue
+        table = ["| setting | default | meaning |", "| --- | --- | --- |"]
+        for setting in settings:
+            about = "; ".join(filter(None, [setting.about, setting.choices])).replace("|", "\\|")
+            name = setting.path.rpartition(".")[2]
+            table.append(f"| `{name}` | `{setting.default}` | {about} |")
+        head = f"## `{path}`" if path else "## Top level"
+        parts.append("\n".join([head, "", summary(model), "", *table, ""]))
     return "\n".join(parts)
-
-
-def _row(setting: Setting, section: str) -> str:
-    name = setting.path.removeprefix(f"{section}.") if section else setting.path
-    about = "; ".join(filter(None, [setting.about, setting.choices])).replace("|", "\\|")
-    return f"| `{name}` | `{setting.default}` | {about} |"

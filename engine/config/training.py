@@ -5,14 +5,13 @@ The settings of RL are in `rl`.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engine.config.algorithm import PreferenceConfig
 from engine.config.base import Section
-
-# How a role's model is sharded over its ranks, and what their processes take.
 
 
 class ParallelConfig(Section):
@@ -61,9 +60,6 @@ class PoolConfig(Section):
     labels: dict[str, str] = Field({}, description="Labels of the node, as Ray's selectors")
 
 
-# Optimizer, and training on rows of a dataset: the warm start.
-
-
 class OptimConfig(Section):
     """The optimizer, with a warm-up and a schedule."""
 
@@ -94,21 +90,42 @@ class OptimConfig(Section):
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, over lr")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm")
 
-    @model_validator(mode="after")
-    def _of_the_chosen_one(self) -> Self:
-        wrong = None
-        if self.momentum and self.optimizer != "SGD":
-            wrong = f"momentum={self.momentum} is SGD's, and optimizer={self.optimizer}"
-        elif self.num_cycles != 0.5 and self.schedule not in ("cosine", "wsd"):
-            wrong = f"num_cycles={self.num_cycles} is a cosine's, and schedule={self.schedule}"
-        elif self.stable_ratio != 0.9 and self.schedule != "wsd":
-            wrong = f"stable_ratio={self.stable_ratio} is wsd's, and schedule={self.schedule}"
-        if wrong:
-            raise ValueError(f"optim.{wrong}; leave one of them out")
-        return self
+    def contradictions(self) -> Iterator[str]:
+        optimizer, schedule, way_out = self.optimizer, self.schedule, "leave one of them out"
+        if self.momentum and optimizer != "SGD":
+            yield f"optim.momentum={self.momentum} is SGD's, and {optimizer=!s}; {way_out}"
+        if self.num_cycles != 0.5 and schedule not in ("cosine", "wsd"):
+            yield f"optim.num_cycles={self.num_cycles} is a cosine's, and {schedule=!s}; {way_out}"
+        if self.stable_ratio != 0.9 and schedule != "wsd":
+            yield f"optim.stable_ratio={self.stable_ratio} is wsd's, and {schedule=!s}; {way_out}"
 
 
-class OfflineConfig(Section):
+class LoopConfig(Section):
+    """Checkpoints, failures and processes of a training loop."""
+
+    max_checkpoints_to_keep: int = Field(
+        2, ge=1, description="The newest ones; in RL also the best one"
+    )
+    on_damaged_checkpoints: Literal["stop", "restart"] = Field(
+        "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
+    )
+    max_attempts: int = Field(
+        3, ge=1, description="Attempts that may fail in a row without getting past a checkpoint"
+    )
+    preemption_grace_s: float = Field(
+        20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
+    )
+    pools: tuple[PoolConfig, ...] = Field(
+        (),
+        description="Which roles share a process, and what it takes; none: the policy's, and the "
+        "reward, each with its share of the cores",
+    )
+    threads: int = Field(0, ge=0, description="CPU threads of a process; 0: all cores")
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
+    step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a rank")
+
+
+class OfflineConfig(LoopConfig):
     """Training on rows of a dataset, in this process or on ranks of a layout."""
 
     section: ClassVar[str] = "offline"  # its name in messages, metrics and checkpoints
@@ -121,41 +138,23 @@ class OfflineConfig(Section):
     )
     validate_every: int = Field(200, ge=1, description="Steps between validation losses")
     optim: OptimConfig = OptimConfig()
-    threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
     packing: bool | Literal["auto"] = Field(
         "auto",
         description="Rows as one sequence without padding, a shared prompt computed once; auto: "
         "where that saves a twentieth of the positions",
     )
     save_freq: int = Field(50, ge=1, description="Steps between checkpoints, where a run has them")
-    max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest ones")
-    on_damaged_checkpoints: Literal["stop", "restart"] = Field(
-        "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
-    )
-    max_attempts: int = Field(
-        3, ge=1, description="On ranks: as many may fail in a row without getting past a checkpoint"
-    )
-    preemption_grace_s: float = Field(
-        20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
-    )
     parallel: ParallelConfig = ParallelConfig()
     placement: Literal["ray", "local"] | None = Field(
         None, description="Ray actors, or this process; None: Ray for a layout of several ranks"
     )
-    pools: tuple[PoolConfig, ...] = Field(
-        (), description="What a rank takes, and where; none: its share of the cores"
-    )
-    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
-    step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a rank")
 
-    @model_validator(mode="after")
-    def _one_packing(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.parallel.packing != "auto":
-            raise ValueError(
+            yield (
                 f"{self.section}.parallel.packing={self.parallel.packing} is "
                 f"{self.section}.packing here; set that"
             )
-        return self
 
 
 class SFTConfig(OfflineConfig):
@@ -222,15 +221,14 @@ class RewardModelTrainingConfig(OfflineConfig):
         description="head=likelihood: weight of the language model's loss of the chosen response",
     )
 
-    @model_validator(mode="after")
-    def _of_one_head(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.head != "sequence" and self.center_rewards_coefficient:
-            raise ValueError(
+            yield (
                 f"center_rewards_coefficient={self.center_rewards_coefficient} is of a score's "
                 f"loss; leave it out with head={self.head}"
             )
         if self.head != "likelihood" and self.sft_weight != 1.0:
-            raise ValueError(f"sft_weight={self.sft_weight} needs head=likelihood")
+            yield f"sft_weight={self.sft_weight} needs head=likelihood"
         if self.head != "token" and self.step_separator != "\n":
-            raise ValueError(f"step_separator={self.step_separator!r} needs head=token")
-        return self
+            yield f"step_separator={self.step_separator!r} needs head=token"

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from transformers import PretrainedConfig
 
 from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig, SFTConfig
-from engine.config.rl import CriticLoRAConfig
+from engine.config.data import AdapterConfig
 from engine.console import say
 from engine.controller.placement import Pool, require_capacity
 from engine.dataflows import choose_dataflow
@@ -144,7 +144,7 @@ def _shape(model_config: PretrainedConfig) -> ModelShape:
         ) from error
 
 
-def _adapters(shape: ModelShape, lora: LoRAConfig | CriticLoRAConfig) -> int:
+def _adapters(shape: ModelShape, lora: AdapterConfig) -> int:
     """Elements of the adapters on all linear layers, or on the named ones."""
     if not lora.rank:
         return 0

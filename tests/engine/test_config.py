@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from engine.cli.offline_settings import PreferenceRunConfig, RewardModelRunConfig
-from engine.cli.settings import RunConfig
+from engine.cli.settings import PreferenceRunConfig, RewardModelRunConfig, RunConfig
 from engine.config import (
     OptimConfig,
     PipelineConfig,

@@ -179,7 +179,7 @@ def test_a_difference_is_in_percentage_points() -> None:
     ("command", "inner", "arguments"),
     [
         ("engine.planner.__main__", "_plan", ["--model", "x"]),
-        ("engine.health.__main__", "check", []),
+        ("engine.health", "check", []),
         ("engine.lineage.__main__", "_run", ["show", "x"]),
         ("engine.promotion.__main__", "_champions", ["history", "--model", "x"]),
         ("engine.main_ppo", "_run", []),

@@ -71,8 +71,8 @@ def _release(options: argparse.Namespace) -> str:
     for note in model.notes:
         say(f"note: {note}", error=True)
     base = find_base([model.graph.nodes[model.key], *model.ancestors])
-    given = Licence(options.license) if options.license else None
-    licence = given or (base_licence(base) if base is not None else None)
+    chosen = Licence(options.license) if options.license else None
+    licence = chosen or (base_licence(base) if base is not None else None)
     unknown = licence is None and (base is None or bool(base.path))
     if unknown and to_hub:
         raise ConfigError(

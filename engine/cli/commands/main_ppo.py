@@ -1,80 +1,62 @@
-"""`python -m engine.main_ppo key=value ...`: reinforcement learning from the command line.
-
-Arguments, and errors in their words; the run itself is in `engine.cli`.
-"""
+"""`python -m engine.main_ppo key=value ...`: reinforcement learning from the command line."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
 
-from engine.cli.program import run_program
-from engine.console import say
-from engine.errors import ConfigError, EngineError
+from engine.cli.forms import PPO, check_names
+from engine.cli.program import run_form, run_program
+from engine.cli.settings import RunConfig
+
+_OPTIONS = {"--verl-defaults": {"action": "store_true"}, "--gpu": {"default": ""}}
+_USAGE = """\
+python -m engine.main_ppo [FILE.yaml] [--verl-defaults] [--print-config] [--dry-run] [key=value ...]
+
+Reinforcement learning on your own prompts: from a Hugging Face folder to a better one.
+
+  python -m engine.main_ppo data.train_files=train.parquet data.val_files=test.parquet \\
+      actor_rollout_ref.model.path=/models/Qwen2.5-0.5B actor_rollout_ref.actor.optim.lr=1e-6 \\
+      algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 trainer.total_epochs=1
+
+  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. As well
+                   --config FILE, or Hydra's --config-path and --config-name
+  --verl-defaults  what is not set is as in verl's configuration, not as listed here. So does
+                   python -m engine.trainer.main_ppo, for command lines of verl's
+  --print-config   print the configuration as --config reads it, and exit
+  --dry-run        check settings and data; print the configuration, batches, placement, and what
+                   memory and time are estimated (for --gpu H100 as well), and exit
+  --help           print this, and exit
+
+Keys are verl's where verl has the same thing. Beside them, each setting has this project's own
+path (as in engine/config/), with or without `rl.` in front: rl.actor.optim.lr, actor.optim.lr.
+Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are this project's, made for
+small models, and not verl's: give a pretrained model its own learning rate. trainer.n_gpus_per_node
+and trainer.nnodes are the ranks; without them there is one, or those of rl.actor.parallel.
+
+Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status, see `run_program`."""
-    return run_program(_run, arguments)
+    return run_program(lambda given: run_form(PPO, _USAGE, given, _run, _OPTIONS), arguments)
 
 
-def _run(arguments: Sequence[str]) -> int:
-    from engine.cli.resolve import check_names, config_file, resolve
-    from engine.cli.settings import config_text, help_text
-
-    options = _parser().parse_intermixed_args(arguments)
-    if options.help:
-        print(help_text())
-        return 0
-    file, settings = config_file(options)
-    resolved = resolve(file, settings, verl_defaults=options.verl_defaults)
-    for notice in resolved.grouped_notices():
-        say(f"note: {notice}", error=True)
-    if options.print_config:
-        print(config_text(resolved.config), end="")
-        return 0
-    if resolved.config.run.device == "cpu":
+def _run(config: RunConfig, options: Namespace) -> None:
+    if config.run.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for any
-    try:
-        check_names(resolved.config)
-        # torch and ray take seconds; a wrong name needs neither
-        if options.dry_run:
-            from engine.cli.ppo_program import dry_run
+    check_names(config)
+    # torch and ray take seconds; a wrong name needs neither
+    from engine.cli.ppo_program import dry_run, run
 
-            for line in dry_run(resolved.config, options.gpu):
-                print(line)
-            return 0
-        from engine.cli.ppo_program import run
-
-        run(resolved.config)
-    except EngineError as error:
-        raise type(error)(resolved.with_typed_keys(str(error))) from error
-    return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python -m engine.main_ppo --help")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("python -m engine.main_ppo", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--config-path")
-    parser.add_argument("--config-name")
-    parser.add_argument("--verl-defaults", action="store_true")
-    parser.add_argument("--print-config", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--gpu", default="")
-    parser.add_argument("settings", nargs="*")
-    return parser
+    if options.dry_run:
+        for line in dry_run(config, options.gpu):
+            print(line)
+    else:
+        run(config)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`python -m engine.main_sft key=value ...`: supervised fine-tuning on prompt/response files.
 
-Keys are this project's, or verl's of its SFT trainer. The run is in `engine.cli`.
+Keys are this project's, or verl's of its SFT trainer.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ import os
 import sys
 from collections.abc import Sequence
 
-from engine.cli.offline_program import OfflineProgram
-from engine.cli.offline_settings import SFTRunConfig, renamed
-from engine.cli.program import run_program
+from engine.cli.forms import SFT
+from engine.cli.program import run_offline_form, run_program
 from engine.errors import ConfigError
 
-_PROGRAM = OfflineProgram(
-    "engine.main_sft",
-    "Supervised fine-tuning on your own rows of a prompt and a response (or `messages`): from a\n"
-    "Hugging Face folder to a better one, which `python -m engine.main_ppo` can start from.",
-    "  python -m engine.main_sft data.train_files=train.parquet data.val_files=test.parquet \\\n"
-    "      data.prompt_key=question data.response_key=answer model.path=/models/Qwen2.5-0.5B \\\n"
-    "      sft.optim.lr=1e-5 trainer.total_epochs=1 trainer.default_local_dir=out",
-    SFTRunConfig,
-    renamed,
-)
+_ABOUT = """\
+Supervised fine-tuning on your own rows of a prompt and a response (or `messages`): from a
+Hugging Face folder to a better one, which `python -m engine.main_ppo` can start from.
+
+  python -m engine.main_sft data.train_files=train.parquet data.val_files=test.parquet \\
+      data.prompt_key=question data.response_key=answer model.path=/models/Qwen2.5-0.5B \\
+      sft.optim.lr=1e-5 trainer.total_epochs=1 trainer.default_local_dir=out
+
+Keys are verl's where verl has the same thing, and each setting has this project's own path as
+well: optim.lr is sft.optim.lr."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +37,7 @@ def _run(arguments: Sequence[str]) -> int:
             "its ranks itself: run it once, with trainer.n_gpus_per_node="
             f"{os.environ.get('LOCAL_WORLD_SIZE', os.environ['WORLD_SIZE'])}"
         )
-    return _PROGRAM.run(arguments)
+    return run_offline_form(SFT, _ABOUT, arguments)
 
 
 if __name__ == "__main__":

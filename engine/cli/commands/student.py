@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--layers",
         required=True,
-        type=lambda text: [int(one) for one in text.split(",")],
+        type=lambda text: [int(number) for number in text.split(",")],
         metavar="0,2,…",
         help="which decoder layers are kept, counted from 0, in ascending order",
     )

@@ -12,7 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.cli.commands.main_sft import main
-from engine.cli.offline_settings import SFTRunConfig, read_run_config, renamed
+from engine.cli.forms import SFT
+from engine.cli.resolve import Resolved, resolve_file
+from engine.cli.settings import SFTRunConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.data.training_examples import read_sft_pairs
 from engine.errors import ConfigError, DataError
@@ -38,20 +40,21 @@ VERLS = [
 ]
 
 
-def parsed(*arguments: str) -> SFTRunConfig:
-    return read_run_config(SFTRunConfig, "main_sft", None, arguments, renamed)
+def parsed(*arguments: str) -> Resolved[SFTRunConfig]:
+    return resolve_file(SFT, None, arguments)
 
 
-def test_verls_keys_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    config = parsed(*VERLS, "optim.betas=[0.8,0.9]", "trainer.test_freq=-1", "model.strategy=fsdp2")
+def test_verls_keys_are_settings() -> None:
+    more = ("optim.betas=[0.8,0.9]", "trainer.test_freq=-1", "model.strategy=fsdp2")
+    resolved = parsed(*VERLS, *more)
+    config = resolved.config
     assert config.data.columns == {"prompt": "extra_info.question", "response": "extra_info.answer"}
     assert (config.sft.optim.lr, config.sft.optim.beta1, config.sft.epochs) == (1e-3, 0.8, 1.0)
     assert (config.model.lora.rank, config.model.lora.target_modules) == (4, "all-linear")
     assert config.sft.optim.schedule == "cosine"
     assert config.sft.validate_every > 10**6
-    notes = capsys.readouterr().err
-    assert "data.micro_batch_size_per_gpu has no effect here" in notes
-    ranks = parsed("trainer.n_gpus_per_node=4", "trainer.nnodes=2", "sft.parallel.sp=2")
+    assert "data.micro_batch_size_per_gpu has no effect here" in "".join(resolved.notices)
+    ranks = parsed("trainer.n_gpus_per_node=4", "trainer.nnodes=2", "sft.parallel.sp=2").config
     assert (ranks.sft.parallel.fsdp, ranks.sft.parallel.sp) == (4, 2)
 
 
@@ -59,7 +62,7 @@ def test_verls_keys_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
     ("argument", "words"),
     [
         ("data.truncation=left", "data.too_long=drop"),
-        ("model.trust_remote_code=True", "never run|no code"),
+        ("data.custom_cls.path=a.py", "is verl's and not available here: give files"),
         ("trainer.n_gpus_per_node=x", "whole number"),
         ("optim.betas=0.9", "two numbers"),
         ("optim.lrr=1", "did you mean"),

@@ -11,8 +11,9 @@ from tiny_engine import write_tiny_folder
 from transformers import AutoModelForCausalLM
 
 from engine.cli.commands import main_preference, main_reward_model
+from engine.cli.forms import PREFERENCE
 from engine.cli.offline_run import held_out
-from engine.cli.offline_settings import PreferenceRunConfig, read_run_config
+from engine.cli.resolve import resolve_file
 from engine.data.training_examples import PairExample
 from engine.errors import ConfigError, DataError
 from engine.rewards.model_based import reward_model
@@ -118,12 +119,12 @@ def test_wrong_input_is_a_sentence_and_exit_status_2(
 def test_a_setting_leaves_the_defaults_of_its_section(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("preference:\n  optim: {lr: 1.0e-6, schedule: null}\n  beta: 0.3\n")
-    found = read_run_config(PreferenceRunConfig, "x", file, ["preference.beta=0.2"])
+    found = resolve_file(PREFERENCE, file, ["preference.beta=0.2"]).config
     assert (found.preference.optim.lr, found.preference.optim.schedule) == (1e-6, "linear")
     assert found.preference.beta == 0.2
     assert found.run.experiment_name == "preference"
     with pytest.raises(ConfigError, match="argument 'beta' is not of the form key=value"):
-        read_run_config(PreferenceRunConfig, "x", None, ["beta"])
+        resolve_file(PREFERENCE, None, ["beta"])
 
 
 def test_held_out_prompts_come_whole() -> None:

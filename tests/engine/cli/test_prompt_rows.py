@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from engine.cli.forms import resolve
 from engine.cli.ppo_program import Prompts, read_prompts
-from engine.cli.resolve import resolve
 from engine.data.loader import PromptLoader
 from engine.data.rows import Truncation
 from engine.data.tokenizer import load_tokenizer

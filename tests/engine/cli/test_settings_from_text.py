@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.cli.resolve import known_keys, own_paths, resolve
-from engine.cli.settings import RunConfig, config_text, help_text
-from engine.cli.verl_keys import NEVER, UNSUPPORTED, VERL
+from engine.cli.forms import PPO, PREFERENCE, REWARD_MODEL, SFT, resolve
+from engine.cli.help_text import config_text, help_text
+from engine.cli.resolve import Form, setting_paths
+from engine.cli.settings import RunConfig
+from engine.cli.verl_keys import NEVER
+from engine.compat.hf_trainer import _FORM as SHORT
 from engine.errors import ConfigError
 
 
@@ -32,17 +35,20 @@ def refusal(*arguments: str) -> str:
     return str(caught.value)
 
 
-def test_every_target_of_the_table_is_a_setting() -> None:
-    for name, key in VERL.items():
+@pytest.mark.parametrize("form", [PPO, SFT, PREFERENCE, REWARD_MODEL, SHORT])
+def test_every_target_of_the_table_is_a_setting(form: Form[Any]) -> None:
+    settings = dict(setting_paths(form.config))
+    for name, key in form.table.settings.items():
         paths = (key.path,) if isinstance(key.path, str) else key.path
-        entries = {parent for path in paths if (parent := path.rpartition(".")[0]) in own_paths()}
-        assert {own_paths()[parent] for parent in entries} <= {dict}, name
-        assert entries or set(paths) <= set(own_paths()), name
-        assert not key.times or key.times in own_paths(), name
+        entries = {parent for path in paths if (parent := path.rpartition(".")[0]) in settings}
+        assert {settings[parent] for parent in entries} <= {dict}, name
+        assert entries or set(paths) <= set(settings), name
+        assert not key.times or key.times in settings, name
 
 
-def test_no_key_is_both_known_and_absent() -> None:
-    both = [key for key in known_keys() for entry in UNSUPPORTED if entry.pattern == key]
+@pytest.mark.parametrize("form", [PPO, SFT])
+def test_no_key_is_both_known_and_absent(form: Form[Any]) -> None:
+    both = [key for key in form.known for e in form.table.unsupported if e.pattern == key]
     assert both == []
 
 
@@ -438,10 +444,11 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, content: str | None, wo
 
 
 def test_help_lists_every_setting_with_default_and_meaning() -> None:
-    text = help_text()
+    text = help_text(PPO, "")
     words = " ".join(text.split())
-    for path in own_paths():
-        shown = next((n for n, key in VERL.items() if key.path == path), path.removeprefix("rl."))
+    for path, _ in setting_paths(RunConfig):
+        names = (name for name, key in PPO.table.settings.items() if key.path == path)
+        shown = next(names, path.removeprefix("rl."))
         assert f"  {shown} = " in text, path
     assert "actor_rollout_ref.actor.optim.lr = 0.0005" in text
     assert "Peak learning rate" in text

@@ -19,7 +19,8 @@ from tiny_engine import arithmetic_rows
 from engine.cli.commands.main_ppo import main
 from engine.cli.commands.replay import main as replay
 from engine.cli.commands.trainer.main_ppo import main as verls_main
-from engine.cli.resolve import Resolved, resolve
+from engine.cli.forms import resolve
+from engine.cli.resolve import Resolved
 from engine.cli.settings import RunConfig
 from engine.errors import ConfigError
 from engine.trainers.resume import run_settings
@@ -117,9 +118,9 @@ trainer.total_epochs=15
 RM = "reward_model.enable=True reward_model.model.path=sfairXC/RM reward_model.model.use_rmpad=True"
 
 
-def verls(text: str, *more: str) -> Resolved:
+def verls(text: str, *more: str) -> Resolved[RunConfig]:
     """What a command line becomes, with verl's defaults, after a shell has taken its quotes."""
-    return resolve(None, [*shlex.split(text), *more], verl_defaults=True)
+    return resolve(None, [*shlex.split(text), *more], defaults_of_verl=True)
 
 
 def test_ppo_of_the_quickstart_is_gae_with_verls_defaults() -> None:
@@ -262,7 +263,7 @@ trainer:
 """
     )
     given = ["trainer.experiment_name=mine", "actor_rollout_ref.actor.strategy=fsdp"]
-    config = resolve(file, given, verl_defaults=True).config
+    config = resolve(file, given, defaults_of_verl=True).config
     assert (config.rl.critic.ppo_mini_batch_size, config.rl.critic.ppo_epochs) == (64, 2)
     assert config.rl.actor.clip_ratio_high == 0.3
     assert config.rl.critic.model_path == "/m"

@@ -190,7 +190,7 @@ def test_an_actor_engine_and_a_reward_function(tiny_folder: Path, data: Path) ->
         ({"actor_model": nn.Linear(1, 1)}, "no tokenizer; give tokenizer="),
         ({"actor_model": "PATH"}, "has no prompts; give data_loader="),
         ({"actor_model": "PATH", "config": {"learnig_rate": 1}}, "did you mean learning_rate?"),
-        ({"actor_model": "PATH", "config": {"lr": -1}}, "actor.optim.lr=-1"),
+        ({"actor_model": "PATH", "config": {"lr": -1}}, "lr=-1: Input should be greater"),
         ({"actor_model": "PATH", "reward_fn": len}, "takes no completions"),
         ({"actor_model": "PATH", "critic_model": nn.Linear(1, 1)}, "create_critic_model"),
     ],

@@ -17,17 +17,14 @@ from pathlib import Path
 import pytest
 from thorough import and_slow
 
-import engine.cli.commands.health
-from engine.cli.commands.health import (
-    HEALTHY,
-    UNHEALTHY,
-    WRONG_USAGE,
+from engine.cli import health_checks
+from engine.cli.commands.health import HEALTHY, UNHEALTHY, WRONG_USAGE, main
+from engine.cli.health_checks import (
     Expectation,
     HealthFinding,
     check_devices,
     check_imports,
     check_versions,
-    main,
     mlflow,
     output_folder,
     ray_nodes,
@@ -93,8 +90,9 @@ def test_this_environment_is_healthy_and_the_report_names_all(
 ) -> None:
     """The command itself, in a process of its own; the slow test has it load every library."""
     code = (
-        "import sys; from engine.cli.commands import health; "
-        f"health.NEVER_LOADED += {not_loaded}; sys.exit(health.main())"
+        "import runpy; from engine.cli import health_checks; "
+        f"health_checks.NEVER_LOADED += {not_loaded}; "
+        "runpy.run_module('engine.health', run_name='__main__', alter_sys=True)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "--json", "--shm-gib", "0", "--require", "flytekit"],
@@ -163,8 +161,8 @@ def broken_library(
     (folder / "ray.py").write_text(code)
     (folder / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(engine.cli.commands.health, "NEEDED", names)
-    monkeypatch.setattr(engine.cli.commands.health, "OPTIONAL", ())
+    monkeypatch.setattr(health_checks, "NEEDED", names)
+    monkeypatch.setattr(health_checks, "OPTIONAL", ())
     expected = Expectation(load_deadline_s=deadline_s)
     return check_imports(list(check_versions(expected)), expected)
 
@@ -207,8 +205,8 @@ def test_a_library_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_is_not_installed_is_a_fault_only_where_it_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine.cli.commands.health, "NEEDED", ("torch", "no-such-thing"))
-    monkeypatch.setattr(engine.cli.commands.health, "OPTIONAL", ("nor-this", "nor-that"))
+    monkeypatch.setattr(health_checks, "NEEDED", ("torch", "no-such-thing"))
+    monkeypatch.setattr(health_checks, "OPTIONAL", ("nor-this", "nor-that"))
     found = {x.what: x for x in check_versions(Expectation(required=("nor-that",)))}
     assert {name for name, x in found.items() if x.fault} == {"no-such-thing", "nor-that"}
     assert found["nor-this"].found == "not installed"

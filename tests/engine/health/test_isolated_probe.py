@@ -1,4 +1,4 @@
-"""engine/cli/commands/health.py. What its callers find out by it: test_health_check.py."""
+"""engine/cli/health_checks.py. What its callers find out by it: test_health_check.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.cli.commands.health import run_isolated
+from engine.cli.health_checks import run_isolated
 
 SLEEPER = """
 import os, sys, time
@@ -31,7 +31,7 @@ def test_what_a_probe_emits_is_returned_and_what_else_it_prints_is_not() -> None
 def test_a_probe_does_not_outlive_a_caller_that_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = (
-        "import sys; from engine.cli.commands.health import run_isolated; "
+        "import sys; from engine.cli.health_checks import run_isolated; "
         "run_isolated(sys.argv[1], sys.argv[2:], 120.0)"
     )
     caller = subprocess.Popen([sys.executable, "-c", code, SLEEPER, str(file)])

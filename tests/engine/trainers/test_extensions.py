@@ -14,7 +14,7 @@ import pytest
 import yaml
 from tiny_engine import arithmetic_rows
 
-from engine.cli.resolve import resolve
+from engine.cli.forms import resolve
 from engine.config import DataConfig, RLConfig
 from engine.data.loader import PromptLoader
 from engine.data.sources import load_splits

