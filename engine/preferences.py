@@ -170,7 +170,7 @@ class RankedRollouts:
     correct: float  # share of right completions, 0 to 1
 
     def metrics(self) -> dict[str, float]:
-        """As a stage records them."""
+        """Return them as a stage records them."""
         return {
             "prompts": float(self.prompts),
             "prompts_without_pair": float(self.without_pair),

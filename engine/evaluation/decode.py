@@ -39,7 +39,7 @@ USABLE = 0.9  # of a GPU's memory that weights can fill
 
 
 def uses_ranks(config: EvaluateConfig) -> bool:
-    """Whether ranks are started: by the settings, or where this machine has several GPUs."""
+    """Tell whether ranks are started: by the settings, or where this machine has several GPUs."""
     if config.parallel is not None:
         return Layout.of(config.parallel).world_size > 1
     return torch.cuda.device_count() > 1
@@ -148,7 +148,7 @@ def check_evaluation_memory(
 
 
 def _allowed(config: EvaluateConfig, model_config: PretrainedConfig, tp: int) -> bool:
-    """Whether a copy can be on so many ranks."""
+    """Tell whether a copy can be on so many ranks."""
     split = config.model_copy(update={"parallel": ParallelConfig(tp=tp)})
     if tp > 1:
         try:

@@ -122,7 +122,7 @@ def run_lm_eval(
 
 
 def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
-    """The scores in the harness's own JSON, whose metrics are named `acc,none`."""
+    """Return the scores in the harness's own JSON, whose metrics are named `acc,none`."""
     scores = []
     for task, metrics in sorted(values["results"].items()):
         count = values.get("n-samples", {}).get(task, {}).get("effective")
@@ -147,14 +147,14 @@ def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
 
 
 def to_json(scores: Mapping[str, Sequence[HarnessScore]], confidence: float) -> str:
-    """The scores of models by name, as the artifact has them."""
+    """Return the scores of models by name, as the artifact has them."""
     models = {name: [asdict(score) for score in found] for name, found in scores.items()}
     values = {"confidence": confidence, "models": models}
     return json.dumps(values, indent=2, sort_keys=True)
 
 
 def from_json(text: str | bytes, where: str) -> dict[str, list[HarnessScore]]:
-    """What `to_json` wrote; LineageError, which names `where`, if it is something else."""
+    """Return what `to_json` wrote; LineageError, which names `where`, if it is something else."""
     try:
         models = json.loads(text)["models"]
         return {name: [HarnessScore(**one) for one in found] for name, found in models.items()}
@@ -165,7 +165,7 @@ def from_json(text: str | bytes, where: str) -> dict[str, list[HarnessScore]]:
 def pairs(
     scores: Mapping[str, Sequence[HarnessScore]], before: str, after: str
 ) -> list[tuple[HarnessScore, HarnessScore]]:
-    """The same metric of two models, for each that both have."""
+    """Return the same metric of two models, for each that both have."""
     first = {score.key: score for score in scores.get(before, ())}
     return [(first[one.key], one) for one in scores.get(after, ()) if one.key in first]
 

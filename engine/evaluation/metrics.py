@@ -83,7 +83,7 @@ def majority_vote(answers: Sequence[str | None]) -> str | None:
 
 
 def wilson_interval(correct: ArrayLike, confidence: float) -> Interval:
-    """Interval of a rate from N outcomes of 0 or 1 (Wilson 1927); never empty at 0 or 1.
+    """Return the interval of a rate from N outcomes of 0 or 1 (Wilson 1927), never empty.
 
     correct: `[N]` booleans, or numbers that are 0 or 1. Raises DataError for anything else.
     """
@@ -99,7 +99,7 @@ def wilson_interval(correct: ArrayLike, confidence: float) -> Interval:
 
 
 def mean_interval(values: ArrayLike, confidence: float, samples: int, seed: int) -> Interval:
-    """Mean over problems with its percentile bootstrap interval (Efron 1979).
+    """Return the mean over problems with its percentile bootstrap interval (Efron 1979).
 
     values: `[N]` finite numbers; samples: resamples drawn. Same seed, same interval.
     """
@@ -118,7 +118,7 @@ def mean_interval(values: ArrayLike, confidence: float, samples: int, seed: int)
 
 
 def rate_interval(values: ArrayLike, confidence: float, samples: int, seed: int) -> Interval:
-    """Interval of a mean of N rates in [0, 1]: Wilson where all are 0 or 1, else bootstrap.
+    """Return the interval of a mean of N rates: Wilson where all are 0 or 1, else bootstrap.
 
     A bootstrap of values that are all 0 has no width and would claim certainty; Wilson's has. Nor
     has that of a single value, whose interval is all of [0, 1].
@@ -134,7 +134,7 @@ def rate_interval(values: ArrayLike, confidence: float, samples: int, seed: int)
 def paired_bootstrap(
     before: ArrayLike, after: ArrayLike, confidence: float, samples: int, seed: int
 ) -> Interval:
-    """Gain `after − before` on the same problems, with its percentile bootstrap interval.
+    """Return the gain `after − before` on the same problems with its bootstrap interval.
 
     Problems are resampled, not outcomes, so what both models share (a problem's difficulty)
     cancels (Koehn 2004). before, after: `[N]` finite scores of problem i at position i.
@@ -162,7 +162,7 @@ def length_summary(lengths: ArrayLike) -> LengthSummary:
 
 
 def format_rate(well_formed: Sequence[bool]) -> float:
-    """Share of completions that keep the answer format."""
+    """Return the share of completions that keep the answer format."""
     if not well_formed:
         raise DataError("a format rate needs at least one completion")
     return sum(map(bool, well_formed)) / len(well_formed)

@@ -88,7 +88,7 @@ class Overoptimisation:
         )
 
     def sentence(self) -> str:
-        """For a person."""
+        """Return it in a sentence for a person."""
         at = self.metrics()
         found = {key.removeprefix("overoptimisation/"): value for key, value in at.items()}
         ends = (

@@ -77,7 +77,7 @@ class Problems:
     ground_truth: Sequence[str]  # e.g. ["7", "12"]
 
     def rows(self, part: slice) -> Problems:
-        """Some of them."""
+        """Return some of them."""
         return Problems(**{name: getattr(self, name)[part] for name in Problems.__slots__})
 
 

@@ -249,7 +249,7 @@ class Part:
     gain: Interval | None  # of greedy pass@1, paired; None for a single problem
 
     def line(self) -> str:
-        """One line, e.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
+        """Return one line, e.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
         name = f"{self.source}, {self.level}" if self.level else self.source
         return f"{name}: {described(self.before, self.after, self.gain, self.problems)}"
 
@@ -325,7 +325,7 @@ class EvaluatedSet:
     known: int  # problems that are known from training
 
     def lines(self) -> list[str]:
-        """The scores with the contamination, then a line a part."""
+        """Return the scores with the contamination, then a line a part."""
         found = self.comparison
         rates = described(found.before, found.after, found.gain, found.problems)
         lines = [f"{self.name}: {rates}; {self.contamination}"]

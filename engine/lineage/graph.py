@@ -65,20 +65,20 @@ class Index:
         return dict(groups)
 
     def with_digest(self, digest: str) -> list[StoredArtifact]:
-        """The artifacts that hold this content."""
+        """Return the artifacts that hold this content."""
         return self._by_digest.get(digest, [])
 
     def with_prefix(self, prefix: str) -> list[StoredArtifact]:
-        """The artifacts whose content digest begins so, one for each digest and kind."""
+        """Return the artifacts whose content digest begins so, one for each digest and kind."""
         same = [p for p in self.artifacts if p.manifest.digest.startswith(prefix)]
         return list({(p.manifest.digest, p.manifest.kind): p for p in same}.values())
 
     def made_from(self, digest: str) -> list[tuple[StoredArtifact, Parent]]:
-        """The artifacts that name this content as a parent, and how they name it."""
+        """Return the artifacts that name this content as a parent, and how they name it."""
         return self._by_parent.get(digest, [])
 
     def with_inputs(self, inputs: str, sources: str) -> list[StoredArtifact]:
-        """The artifacts made of equal inputs (their digest) by equal sources."""
+        """Return the artifacts made of equal inputs (their digest) by equal sources."""
         return [
             p
             for p in self.artifacts
@@ -216,11 +216,11 @@ class Graph:
     edges: dict[tuple[str, str, str], Edge] = field(default_factory=dict)
 
     def parents(self, key: str) -> list[Edge]:
-        """The edges that lead to a node."""
+        """Return the edges that lead to a node."""
         return [edge for edge in self.edges.values() if edge.child == key]
 
     def children(self, key: str) -> list[Edge]:
-        """The edges that leave a node."""
+        """Return the edges that leave a node."""
         return [edge for edge in self.edges.values() if edge.parent == key]
 
     def ancestors(self, key: str) -> list[ArtifactNode]:
@@ -369,7 +369,7 @@ class GraphBuilder:
 
 
 def place_in_store(parent: Parent, child: str) -> str:
-    """Where a parent lies in the store of the artifact at `child`, by the end of its address.
+    """Return where a parent lies in the store of the artifact at `child`, by its address' end.
 
     Empty where its recorded address is no place of an artifact with its digest.
     """
@@ -381,7 +381,7 @@ def place_in_store(parent: Parent, child: str) -> str:
 
 
 def _store_of(artifact: str) -> str:
-    """The folder of the folder of an artifact; empty where it has none."""
+    """Return the folder of the folder of an artifact; empty where it has none."""
     return artifact.rstrip("/").rsplit("/", 2)[0] if artifact.count("/") >= 2 else ""
 
 
@@ -395,7 +395,7 @@ def _missing(parent: Parent, where: str, existing: Manifest | None) -> ArtifactN
 
 
 def artifact_node(place: StoredArtifact) -> ArtifactNode:
-    """The node of an artifact; copies with equal manifests are one node."""
+    """Return the node of an artifact; copies with equal manifests are one node."""
     manifest = place.manifest
     key = f"{manifest.kind}:{manifest.digest}:{manifest.own_digest}"
     return ArtifactNode(key, manifest.kind, manifest.digest, place.uri, manifest=manifest)

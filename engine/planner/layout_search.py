@@ -140,7 +140,7 @@ def candidates(
 
 
 def _takes(work: Workload, layout: Layout, allocation: Allocation, fixed: FixedSettings) -> bool:
-    """Whether the model can be sharded so, and it may pay."""
+    """Tell whether the model can be sharded so, and it may pay."""
     if any(getattr(layout, axis) != size for axis, size in fixed.axes.items()):
         return False
     if layout.tp * layout.pp > 1 and not work.families:

@@ -72,7 +72,7 @@ def activations(work: Workload, candidate: Candidate) -> float:
 
 
 def logits(work: Workload, layout: Layout, tokens: float) -> float:
-    """Bytes around the vocabulary: logits, log-softmax in float32, two temporaries.
+    """Return bytes around the vocabulary: logits, log-softmax in float32, two temporaries.
 
     Of a chunk of tokens at a time (`models.chunked_head`), with the head's gradient in float32, but
     where ranks share the vocabulary or logits of two models meet.
@@ -143,7 +143,7 @@ class Memory:
 
 
 def fits(need: float, there: int) -> bool:
-    """Whether a process that needs so many bytes can live in so much memory."""
+    """Tell whether a process that needs so many bytes can live in so much memory."""
     return need <= usable_bytes(there)
 
 

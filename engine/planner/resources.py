@@ -192,7 +192,7 @@ class Cluster:
         return self.gpus or len(self.machines)
 
     def without_gpus(self) -> Cluster:
-        """The same for processes that ask for none."""
+        """Return the same for processes that ask for none."""
         plain = (replace(machine, gpus=0, accelerator="") for machine in self.machines)
         return replace(self, machines=tuple(plain))
 
@@ -211,7 +211,7 @@ class Cluster:
         return replace(self, machines=tuple(machines))
 
     def allocations(self, reserved_cpus: float = 0.0) -> list[Allocation]:
-        """The numbers of ranks worth a look; each leaves `reserved_cpus` cores of a machine."""
+        """Return numbers of ranks worth a look; each leaves `reserved_cpus` cores of a machine."""
         found = self._of_gpus() if self.gpus else self._of_machines(reserved_cpus)
         return sorted(set(found), key=lambda allocation: allocation.ranks)
 
@@ -277,7 +277,7 @@ def cluster_of(
     gpu_memory: Mapping[str, int] | None = None,
     kinds: Mapping[str, Device] | None = None,
 ) -> Cluster:
-    """The machines among Ray's nodes that run workers: those with CPUs or GPUs.
+    """Return the machines among Ray's nodes that run workers: those with CPUs or GPUs.
 
     `gpu_memory` is what each node, by name, said of its GPUs, in bytes; `kinds` are GPUs that the
     table of hardware does not have. Raises PlacementError where there are no such nodes, or a

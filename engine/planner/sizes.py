@@ -180,8 +180,10 @@ class Sizes:
         return self.layer - self.experts + self.chosen
 
     def read(self, tokens: float) -> float:
-        """Of the whole model, those that so many tokens meet together if experts are chosen evenly:
-        a token misses an expert with probability 1 − chosen/experts."""
+        """Return elements of the whole model that so many tokens meet together.
+
+        If experts are chosen evenly, a token misses one with probability 1 − chosen/experts.
+        """
         missed = (1 - self.chosen / self.experts) ** tokens if self.experts else 0.0
         return self.total - self.layers * self.experts * missed
 

@@ -215,7 +215,7 @@ class AliasMove:
     done: bool = True
 
     def sentence(self) -> str:
-        """The move for a person."""
+        """Return the move for a person."""
         where = f"version {self.version}" if self.version else "nowhere"
         previous = f"version {self.replaced}" if self.replaced else "nowhere"
         by = f" by {self.by}" if self.by else ""
@@ -435,7 +435,7 @@ class Champions:
         return tags.get(connection.name(f"approval.{self.alias}"), otherwise)
 
     def _read(self) -> tuple[list[AliasMove], str | None]:
-        """The record as it is written, and the version that the alias points to."""
+        """Return the record as it is written, and the version that the alias points to."""
         model = self.registry.require_model(self.model_name)
         at = model.aliases.get(self.alias)
         return read_moves(model.tags, self.alias), None if at is None else str(at)

@@ -38,7 +38,7 @@ class Measurements:
     approved_by: str = ""  # who agreed; empty: nobody yet
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -67,7 +67,7 @@ class Decision:
         return [o.rule for o in self.outcomes if not o.passed] == [APPROVAL]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "waits_for_approval": self.waits_for_approval}
 
 

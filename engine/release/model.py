@@ -163,7 +163,7 @@ class Base:
         return split_revision(self.path)[0] if is_hub_id(self.path) else ""
 
     def sentence(self) -> str:
-        """For a card, without the folders of this machine."""
+        """Return it in words for a card, without the folders of this machine."""
         if not self.path:
             return "none: its weights began at random"
         if self.hub_id:

@@ -81,7 +81,7 @@ def open_metric_logs(
     keep: bool,
     below: str = "",
 ) -> Iterator[MetricLogs]:
-    """Those of the logs `file`, `tensorboard` and `wandb` that are named, for the block.
+    """Yield those of the logs `file`, `tensorboard` and `wandb` that are named, for the block.
 
     Their files are in `folder`, which exists; `keep`: new lines are appended to those that the file
     has. `below`: where in $TENSORBOARD_DIR, if there is one. Raises StorageError where the file

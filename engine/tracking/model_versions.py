@@ -49,7 +49,7 @@ class ModelVersion:
 
     @staticmethod
     def of(found: MlflowVersion, aliases: Iterable[str] | None = None) -> ModelVersion:
-        """The version that MLflow found; `aliases` where its answer leaves them out."""
+        """Return the version that MLflow found; `aliases` where its answer leaves them out."""
         return ModelVersion(
             name=found.name,
             version=str(found.version),
@@ -271,7 +271,7 @@ def require_tagged_content(folder: Path, version: ModelVersion) -> None:
 
 
 def _facts(folder: Path) -> dict[str, str]:
-    """The tags that name a folder's content; LineageError where it is not as its manifest says."""
+    """Return the tags that name a folder's content; LineageError unless it is as recorded."""
     if not (folder / MANIFEST).is_file():
         return {ARTIFACT_TAG: tree_digest(folder)}
     manifest = verify(folder)
