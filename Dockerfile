@@ -37,6 +37,7 @@ COPY --from=build /opt/venv /opt/venv
 WORKDIR /app
 COPY pyproject.toml README.md ./
 COPY engine engine
+COPY examples examples
 COPY tasks tasks
 COPY workflows workflows
 

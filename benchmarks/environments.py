@@ -163,7 +163,10 @@ def many(count: int, processes: int, rounds: int) -> str:
     """`count` environments of the game guessing, which is asked with a wrong guess."""
     options = {"max_turns": rounds + 1}
     agent = AgentConfig.model_validate(
-        {"environment": {"name": "guessing", "options": options}, "num_workers": processes}
+        {
+            "environment": {"name": "examples.guessing:GuessingEnvironment", "options": options},
+            "num_workers": processes,
+        }
     )
     row = {"extra_info": {"low": 1, "high": 99}, "reward_model": {"ground_truth": "7"}}
     before, begun = memory(), time.perf_counter()

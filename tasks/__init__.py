@@ -1,4 +1,10 @@
-"""One Flyte task a file; whatever loads one of them, Ctrl-C ends with 130 from then on."""
+"""Flyte tasks around the stages of `engine.stages`: types, machines, caching, retries, decks.
+
+`tasks.stages` has all tasks that make artifacts. What they stand on: `host` (Flyte as a stage sees
+it), `variants` (a stage on the machines of a profile), `inputs` (the configuration as an input),
+`flytekit_setup` (patches, images, credentials). Whatever loads one of them, Ctrl-C ends with 130
+from then on.
+"""
 
 from tasks.flytekit_setup import set_ctrl_c_status
 

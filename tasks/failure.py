@@ -9,15 +9,21 @@ Flyte requires a handler to have the inputs of its workflow, hence one per workf
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from datetime import datetime
+from typing import Any
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
-from tasks.context import SHORT, RunContext, echo, execution_tags
+from engine.console import say
+from engine.stages.settings import RunContext
+from engine.stages.stage import execution_tags, hosted
 from tasks.flytekit_setup import convert_error_literals, load_secrets
+from tasks.host import FlyteHost, short
 from tasks.inputs import RLHFConfig
 
 EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
@@ -35,137 +41,6 @@ def set_current_run(run: RunContext | None) -> None:
     _current_run[:] = [run] if run else []
 
 
-@task(**SHORT)
-def rlhf_failed(
-    config: RLHFConfig,
-    source: str,
-    path: str,
-    model: str,
-    seed: int,
-    profile: str,
-    err: FlyteError | None = None,
-) -> None:
-    """Record why `rlhf` failed."""
-    record_failure("rlhf", config, err)
-
-
-@task(**SHORT)
-def agents_failed(
-    config: RLHFConfig,
-    source: str,
-    path: str,
-    model: str,
-    seed: int,
-    profile: str,
-    err: FlyteError | None = None,
-) -> None:
-    """Record why `agents` failed."""
-    record_failure("agents", config, err)
-
-
-@task(**SHORT)
-def preference_failed(
-    config: RLHFConfig,
-    source: str,
-    path: str,
-    model: str,
-    preferences: str,
-    seed: int,
-    profile: str,
-    err: FlyteError | None = None,
-) -> None:
-    """Record why `preference` failed."""
-    record_failure("preference", config, err)
-
-
-@task(**SHORT)
-def reward_model_failed(
-    config: RLHFConfig,
-    source: str,
-    path: str,
-    model: str,
-    preferences: str,
-    seed: int,
-    profile: str,
-    err: FlyteError | None = None,
-) -> None:
-    """Record why `reward_model` failed."""
-    record_failure("reward_model", config, err)
-
-
-@task(**SHORT)
-def classic_rlhf_failed(
-    config: RLHFConfig,
-    source: str,
-    path: str,
-    model: str,
-    preferences: str,
-    seed: int,
-    profile: str,
-    err: FlyteError | None = None,
-) -> None:
-    """Record why `classic_rlhf` failed."""
-    record_failure("classic_rlhf", config, err)
-
-
-@task(**SHORT)
-def make_pairs_failed(
-    config: RLHFConfig,
-    source: str,
-    path: str,
-    model: str,
-    policy: str,
-    seed: int,
-    profile: str,
-    err: FlyteError | None = None,
-) -> None:
-    """Record why `make_pairs` failed."""
-    record_failure("make_pairs", config, err)
-
-
-@task(**SHORT)
-def evaluate_only_failed(
-    config: RLHFConfig,
-    source: str,
-    path: str,
-    model: str,
-    candidate: str,
-    baseline: str,
-    seed: int,
-    profile: str,
-    err: FlyteError | None = None,
-) -> None:
-    """Record why `evaluate_only` failed."""
-    record_failure("evaluate_only", config, err)
-
-
-@task(**SHORT)
-def promote_only_failed(
-    config: RLHFConfig,
-    dataset: FlyteDirectory,
-    policy: FlyteDirectory,
-    evaluation: FlyteDirectory,
-    seed: int,
-    profile: str,
-    err: FlyteError | None = None,
-) -> None:
-    """Record why `promote_only` failed."""
-    record_failure("promote_only", config, err)
-
-
-@task(**SHORT)
-def retraining_failed(
-    kickoff: datetime,
-    config: RLHFConfig,
-    path: str,
-    seed: int,
-    profile: str,
-    err: FlyteError | None = None,
-) -> None:
-    """Record why `retraining` failed."""
-    record_failure("retraining", config, err)
-
-
 def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) -> None:
     """Write the cause to the MLflow run, end it and its stages as FAILED, and clean up.
 
@@ -175,18 +50,18 @@ def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) 
     from engine.errors import EngineError
 
     try:
-        if os.environ.get(EXECUTION_VARIABLE):
-            load_secrets()
-        run_id = _mlflow_run(workflow, config)
-        if run_id:
-            _end_runs(config.tracking.experiment, run_id, error)
+        with hosted(FlyteHost()):
+            if os.environ.get(EXECUTION_VARIABLE):
+                load_secrets()
+            if run_id := _mlflow_run(workflow, config):
+                _end_runs(config.tracking.experiment, run_id, error)
         _clean_staging()
     except (EngineError, OSError) as fault:
-        echo(f"failure: the cause could not be recorded ({fault})")
+        say(f"failure: the cause could not be recorded ({fault})")
 
 
 def _mlflow_run(workflow: str, config: RLHFConfig) -> str:
-    """The MLflow run of this execution; empty where there is none."""
+    """Return the MLflow run of this execution; empty where there is none."""
     execution = os.environ.get(EXECUTION_VARIABLE)
     if not execution:
         return _current_run[0].mlflow_run if _current_run else ""
@@ -207,7 +82,9 @@ def _end_runs(experiment: str, run_id: str, error: FlyteError | None) -> None:
     from engine.tracking.connection import tags
 
     tracker = Tracker(experiment=experiment)
-    facts = {CAUSE_TAG: _cause(error), NODE_TAG: error.failed_node_id if error else ""}
+    cause = (error.message if error else "").strip()
+    cause = cause or "Flyte gave no message; see the failed node in its console"
+    facts = {CAUSE_TAG: cause, NODE_TAG: error.failed_node_id if error else ""}
     with tracker.translated("record a failure"):
         for key, value in tags(facts).items():
             tracker.client.set_tag(run_id, key, value)
@@ -219,13 +96,7 @@ def _end_runs(experiment: str, run_id: str, error: FlyteError | None) -> None:
             tracker.client.set_tag(stage.info.run_id, CAUSE_TAG, tags(facts)[CAUSE_TAG])
             tracker.client.set_terminated(stage.info.run_id, "FAILED")
     tracker.finish_pipeline(run_id, "FAILED")
-    echo(f"failure: recorded in MLflow run {run_id}")
-
-
-def _cause(error: FlyteError | None) -> str:
-    """The error message, or where to find it."""
-    text = (error.message if error else "").strip()
-    return text or "Flyte gave no message; see the failed node in its console"
+    say(f"failure: recorded in MLflow run {run_id}")
 
 
 def _clean_staging() -> None:
@@ -236,3 +107,35 @@ def _clean_staging() -> None:
     if (home() / ".staging").exists():
         with staging("failure"):
             pass
+
+
+def _handler(workflow: str, **inputs: type) -> Any:
+    """Make the task that records why a workflow with these inputs beside `config` failed."""
+
+    @functools.wraps(record_failure)  # flytekit takes no function that is local to another one
+    def handle(config: RLHFConfig, err: FlyteError | None = None, **inputs: Any) -> None:
+        record_failure(workflow, config, err)
+
+    types = {"config": RLHFConfig, **inputs, "err": FlyteError | None}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in types]
+    parameters[-1] = parameters[-1].replace(default=None)
+    handle.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    handle.__annotations__ = {**types, "return": None}
+    handle.__name__ = handle.__qualname__ = f"{workflow}_failed"
+    handle.__doc__ = f"Record why `{workflow}` failed."
+    return task(handle, **short())
+
+
+_RUN: dict[str, type] = {"source": str, "path": str, "model": str, "seed": int, "profile": str}
+_ARTIFACTS: dict[str, type] = dict.fromkeys(("dataset", "policy", "evaluation"), FlyteDirectory)
+
+rlhf_failed = _handler("rlhf", **_RUN)
+agents_failed = _handler("agents", **_RUN)
+preference_failed = _handler("preference", **_RUN, preferences=str)
+reward_model_failed = _handler("reward_model", **_RUN, preferences=str)
+classic_rlhf_failed = _handler("classic_rlhf", **_RUN, preferences=str)
+make_pairs_failed = _handler("make_pairs", **_RUN, policy=str)
+evaluate_only_failed = _handler("evaluate_only", **_RUN, candidate=str, baseline=str)
+promote_only_failed = _handler("promote_only", **_ARTIFACTS, seed=int, profile=str)
+retraining_failed = _handler("retraining", kickoff=datetime, path=str, seed=int, profile=str)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Ctrl-C where flytekit is loaded, as at `pyflyte run`: exit status 130, as of every command here.
 #
-# flytekit's own handler ends with 1. What a stage says and closes is in `tasks.stage`.
+# flytekit's own handler ends with 1. What a stage prints and closes is in `engine.stages.stage`.
 
 
 def set_ctrl_c_status() -> None:
@@ -66,8 +66,8 @@ def cache_literal_types() -> None:
         level = logger.level
         logger.setLevel(max(level, logging.ERROR))
         try:
-            found: LiteralType = derive(transformer, model)
-            return found
+            literal_type: LiteralType = derive(transformer, model)
+            return literal_type
         finally:
             logger.setLevel(level)
 
@@ -95,12 +95,9 @@ def convert_error_literals() -> None:
     Scalar.from_flyte_idl = with_error
 
 
-# Patch of flytekit's local runs: a `conditional` inside the sub-workflow of another one.
-#
-# Locally, flytekit shares one state between both. The inner branch marks it as done when it ends,
-# so
-# that the rest of the sub-workflow is skipped, and it always runs its first case. On a cluster
-# each
+# Patch of flytekit's local runs: a `conditional` inside the sub-workflow of another one. Locally,
+# flytekit 1.16 shares one state between both. The inner branch marks it as done when it ends, so
+# that the rest of the sub-workflow is skipped, and it always runs its first case. On a cluster each
 # branch has its own state.
 
 
@@ -124,13 +121,10 @@ def patch_nested_branches() -> None:
     builder.enter_conditional_section = enter_own
 
 
-# Flyte's local cache: results whose artifact no longer exists, and checks that passed before.
-#
-# Only for local runs: on a cluster the catalogue is Flyte's, and `local_artifact` reports a
-# missing
-# artifact.
+# Flyte's local cache: results whose artifact no longer exists, and checks that passed before. Only
+# for local runs: on a cluster the catalogue is Flyte's, and a stage reports a missing artifact.
 
-TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.policy_training.sft-<version>-<inputs>
+TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.stages.sft_stage-<version>-<inputs>
 CHECK_PREFIX = "checks."  # of what passed a check, e.g. checks.<sha256>
 
 
@@ -152,7 +146,7 @@ def evict_missing() -> int:
 
 
 def has_passed(check: str) -> bool:
-    """Whether `remember_passed` was called for this key since the cache was last cleared."""
+    """Return whether `remember_passed` was called for this key since the cache was last cleared."""
     return CHECK_PREFIX + check in open_cache()
 
 
@@ -162,7 +156,7 @@ def remember_passed(check: str) -> None:
 
 
 def open_cache() -> Cache:
-    """The diskcache.Cache that flytekit keeps local results in; `pyflyte local-cache clear`."""
+    """Return the diskcache.Cache of local results, which `pyflyte local-cache clear` empties."""
     from flytekit.core.local_cache import LocalTaskCache
 
     if not LocalTaskCache._initialized:
@@ -171,7 +165,7 @@ def open_cache() -> Cache:
 
 
 def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
-    """The files and folders of this machine among a task's outputs (a protobuf LiteralMap)."""
+    """Yield this machine's files and folders among a task's outputs (a protobuf LiteralMap)."""
     todo = list(outputs.literals.values())
     while todo:
         literal = todo.pop()
@@ -196,7 +190,7 @@ VARIABLES = {
 
 
 def image(kind: str = "default") -> str:
-    """The image of a kind ("default", "cuda" or "rocm"); without one of its own, the default."""
+    """Return the image of a kind, "default", "cuda" or "rocm"; without one, the default."""
     chosen = os.environ.get(VARIABLES[kind]) or os.environ.get(VARIABLES["default"])
     return chosen or TEMPLATE
 
@@ -229,8 +223,8 @@ class SecretName(NamedTuple):
 
 
 def read_secrets(text: str) -> dict[str, SecretName]:
-    """The secrets by variable; ConfigError for what is none."""
-    found: dict[str, SecretName] = {}
+    """Return the secrets by variable; ConfigError for what is none."""
+    secrets: dict[str, SecretName] = {}
     for entry in (part.strip() for part in text.split(",") if part.strip()):
         match = _ENTRY.fullmatch(entry)
         if match is None:
@@ -239,39 +233,39 @@ def read_secrets(text: str) -> dict[str, SecretName]:
                 "secret's name, never its value, such as HF_TOKEN=hybridflyte/hub"
             )
         variable, group, key = match.groups()
-        if variable in found:
+        if variable in secrets:
             raise ConfigError(f"{VARIABLE} names {variable} twice; leave one out")
-        found[variable] = SecretName(group, key)
-    return found
+        secrets[variable] = SecretName(group, key)
+    return secrets
 
 
 def with_secrets(*needs: Need) -> dict[str, Any]:
-    """Options of a task: the secrets that it asks for, and what its pod must know to read them."""
+    """Return options of a task: its secrets, and what its pod must know to read them."""
     text = os.environ.get(VARIABLE, "")
-    asked = {name: one for name, one in read_secrets(text).items() if _is_for(name, needs)}
-    if not asked:
+    secrets = {
+        name: secret
+        for name, secret in read_secrets(text).items()
+        if all(need in needs or not names.match(name) for need, names in _OF.items())
+    }
+    if not secrets:
         return {}
     requests = [
         # Flyte sets the variable itself where it is new enough; else `load_secrets` does.
         Secret(
-            group=one.group,
-            key=one.key,
+            group=secret.group,
+            key=secret.key,
             mount_requirement=Secret.MountType.ENV_VAR,
             env_var=name,
         )
-        for name, one in asked.items()
+        for name, secret in secrets.items()
     ]
-    names = ",".join(f"{name}={one.group}/{one.key}" for name, one in asked.items())
+    names = ",".join(f"{name}={s.group}/{s.key}" for name, s in secrets.items())
     return {"secret_requests": requests, "environment": {VARIABLE: names}}
 
 
 def of_registration() -> dict[str, str]:
-    """Variables of a pod that writes templates of tasks: what those read while they are loaded."""
+    """Return variables of a pod that writes templates of tasks, which read them on load."""
     return {v: os.environ[v] for v in (*VARIABLES.values(), VARIABLE) if v in os.environ}
-
-
-def _is_for(variable: str, needs: tuple[Need, ...]) -> bool:
-    return all(need in needs or not rule.match(variable) for need, rule in _OF.items())
 
 
 def load_secrets() -> None:

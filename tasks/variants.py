@@ -6,15 +6,13 @@
     sft(p.profile, run=p.run, …)        # in a workflow
     sft_stage(run=…, …)                 # the stage itself, as on a laptop
 
-Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input
-can
+Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input can
 be. The template of a dynamic workflow's node, however, is written while the execution runs. So
-`tasks.sft.sft` is a dynamic task, a small pod that reads the profile and writes the node of
-`tasks.sft.sft_stage` with pods, image and Ray cluster of these sizes. (`with_overrides` would do
+`tasks.stages.sft` is a dynamic task, a small pod that reads the profile and writes the node of
+`tasks.stages.sft_stage` with pods, image and Ray cluster of these sizes. (`with_overrides` would do
 for pods and image, but not for the worker group inside a Ray job.)
 
-Results are cached per profile, since they come from other hardware in another layout. The cache
-is
+Results are cached per profile, since they come from other hardware in another layout. The cache is
 the stage's; the dynamic task has none.
 """
 
@@ -25,12 +23,10 @@ import functools
 import inspect
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flytekit import Cache, PodTemplate, Resources, dynamic, task
@@ -40,32 +36,30 @@ from flytekit.extend import TaskPlugins
 from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
-from engine.config import PipelineConfig, digest
-from engine.errors import ConfigError
-from engine.storage.filesystem import home
-from tasks.context import IMAGE, SMALL
+from engine.config import digest
+from engine.stages.profiles import LAPTOP, Profile
 from tasks.flytekit_setup import Need, image, of_registration, with_secrets
-from tasks.profiles import LAPTOP, Profile
+from tasks.host import IMAGE, SMALL
 
 if TYPE_CHECKING:
-    from kubernetes.client import V1PodSpec, V1Volume
+    from kubernetes.client import V1PodSpec
 
 
 # What a profile is for Kubernetes: the pods of Ray's workers and head, and of other stages.
 
 
 def worker_pod(profile: Profile, container: str) -> PodTemplate:
-    """A whole machine, say a Ray worker."""
-    return _pod(profile, container, profile.cpus, profile.memory_gib, profile.gpus)
+    """Return the pod of a whole machine, say a Ray worker."""
+    return _LazyPodTemplate(container, profile, profile.cpus, profile.memory_gib, profile.gpus)
 
 
 def head_pod(container: str) -> PodTemplate:
-    """A Ray head: no GPU and no toleration of GPU machines' taint."""
-    return _pod(LAPTOP, container, cpus=1, memory_gib=4, gpus=0)
+    """Return the pod of a Ray head: no GPU and no toleration of GPU machines' taint."""
+    return _LazyPodTemplate(container, LAPTOP, 1, 4, 0)  # cores, GiB and GPUs
 
 
 def stage_pod(profile: Profile) -> PodTemplate | None:
-    """The pod of a stage without a Ray cluster: a whole machine; None without GPUs."""
+    """Return the pod of a stage without a Ray cluster: a whole machine; None without GPUs."""
     return worker_pod(profile, "primary") if profile.gpus else None
 
 
@@ -75,28 +69,25 @@ class _LazyPodTemplate(PodTemplate):
     The Kubernetes client's 800 modules would slow down the start of every command.
     """
 
-    def __init__(self, container: str, build: Callable[[], V1PodSpec]) -> None:
+    def __init__(self, container: str, *amounts: Any) -> None:
         self.primary_container_name = container
-        self._build = build
+        self._amounts = amounts
 
     @cached_property
     def pod_spec(self) -> V1PodSpec:
-        return self._build()
+        return _pod_spec(self.primary_container_name, *self._amounts)
 
 
-def _pod(profile: Profile, container: str, cpus: int, memory_gib: int, gpus: int) -> PodTemplate:
-    return _LazyPodTemplate(
-        container, lambda: _pod_spec(profile, container, cpus, memory_gib, gpus)
-    )
-
-
-def _pod_spec(profile: Profile, container: str, cpus: int, memory_gib: int, gpus: int) -> V1PodSpec:
+def _pod_spec(container: str, profile: Profile, cpus: int, memory_gib: int, gpus: int) -> V1PodSpec:
     from kubernetes import client
 
     amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
     if gpus:
         amounts[profile.resource] = str(gpus)
     taint = client.V1Toleration(key=profile.resource, operator="Exists", effect="NoSchedule")
+    # Ray's object store and torch's queues need more than the usual 64 MB.
+    gib = profile.shared_memory_gib
+    memory = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{gib}Gi")
     variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.variables.items()]
     return client.V1PodSpec(
         containers=[
@@ -109,25 +100,14 @@ def _pod_spec(profile: Profile, container: str, cpus: int, memory_gib: int, gpus
         ],
         node_selector=dict(profile.node_labels) or None,
         tolerations=[taint] if gpus else None,
-        volumes=[shared_memory(profile.shared_memory_gib)],
+        volumes=[client.V1Volume(name="shm", empty_dir=memory)],
     )
-
-
-def shared_memory(gib: int) -> V1Volume:
-    """The volume "shm": Ray's object store and torch's queues need more than the usual 64 MB."""
-    from kubernetes import client
-
-    source = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{gib}Gi")
-    return client.V1Volume(name="shm", empty_dir=source)
 
 
 # The Ray cluster of tasks with ranks: the one that Flyte starts for a profile, and a local one.
 #
-# On a cluster the Ray plugin connects the task. Locally the task body does (`ray_session`), so
-# that
-# an error there fails the stage like any other.
-
-LOCAL_OBJECT_STORE_BYTES = 512 << 20  # object store of a Ray that is started locally
+# On a cluster the Ray plugin connects the task. Locally the stage does (`ray_session`), so that an
+# error there fails the stage like any other.
 
 
 @dataclass
@@ -149,7 +129,7 @@ TaskPlugins.register_pythontask_plugin(LocalRayJobConfig, LocalRayTask)
 
 
 def ray_cluster(profile: Profile) -> LocalRayJobConfig:
-    """The cluster of one run on these machines.
+    """Return the cluster of one run on these machines.
 
     Ray's autoscaler keeps the workers between the profile's minimum and maximum: a pre-empted spot
     machine is replaced, or the run continues with fewer. The head schedules nothing.
@@ -173,47 +153,9 @@ def ray_cluster(profile: Profile) -> LocalRayJobConfig:
 
 
 def ray_cluster_of_gpus(profile: Profile) -> LocalRayJobConfig | None:
-    """The same where the machines have several GPUs; a pod has the only one by itself."""
+    """Return the same where machines have several GPUs; a pod has the only one by itself."""
     return ray_cluster(profile) if profile.several_gpus else None
 
-
-def require_shared_home(config: PipelineConfig) -> None:
-    """Raise ConfigError where ranks in other pods could not see the run's files.
-
-    In a Kubernetes pod whose $HYBRIDFLYTE_HOME is on the container's own disk. Of a volume that is
-    mounted there the stage itself asks every machine (`require_shared`).
-    """
-    on_ray = config.rl.trainer.placement != "local" or config.sft.placement == "ray"
-    if not on_ray or "KUBERNETES_SERVICE_HOST" not in os.environ:
-        return
-    folder = home()
-    there = next(one for one in (folder, *folder.parents) if one.exists())
-    if there.stat().st_dev == Path("/").stat().st_dev:
-        raise ConfigError(
-            f"HYBRIDFLYTE_HOME={folder} is on the pod's own disk, and the pods of a Ray job share "
-            "the run's files there; mount one volume (ReadWriteMany) there in all pods "
-            "(docs/kubernetes.md), or set rl.trainer.placement=local"
-        )
-
-
-# A stage on the machines of a profile that is an input: two Flyte tasks from one function.
-#
-#     @on_profiles(cache=stage_cache(), retries=2)
-#     def sft(run: RunContext, …) -> FlyteDirectory: …
-#
-#     sft(p.profile, run=p.run, …)        # in a workflow
-#     sft_stage(run=…, …)                 # the stage itself, as on a laptop
-#
-# Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input
-# can
-# be. The template of a dynamic workflow's node, however, is written while the execution runs. So
-# `tasks.sft.sft` is a dynamic task, a small pod that reads the profile and writes the node of
-# `tasks.sft.sft_stage` with pods, image and Ray cluster of these sizes. (`with_overrides` would do
-# for pods and image, but not for the worker group inside a Ray job.)
-#
-# Results are cached per profile, since they come from other hardware in another layout. The cache
-# is
-# the stage's; the dynamic task has none.
 
 PROFILE_VARIABLE = "HYBRIDFLYTE_PROFILE"  # of a stage's container: its profile as JSON
 
@@ -223,36 +165,21 @@ MadeInside = Callable[[Profile, Mapping[str, Any]], Any]
 
 
 def on_profiles(
-    requests: Resources,
-    task_config: Callable[[Profile], Any] | None = None,
     *,
     retries: int,
     timeout: timedelta,
-    cache: Cache | bool = False,
-    needs: tuple[Need, ...] = ("hub",),
     made_inside: Mapping[str, MadeInside] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: the function as a stage whose first input is its profile.
 
-    `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
-    cluster, which has the profile's machines, and whose submitter needs little; where it is None,
-    there is none in that profile.
-    `retries`, `timeout` (of an attempt), `cache`, `needs` (of credentials) and `options` are the
-    stage's. `made_inside` are inputs of the stage that the dynamic task makes, by further tasks on
-    the same machines.
+    `retries`, `timeout` (of an attempt) and `options` are the stage's, see `stages_of`.
+    `made_inside` are inputs of the stage that the dynamic task makes, by further tasks on the same
+    machines.
     """
 
     def make(body: Callable[..., Any]) -> Any:
-        stage_on = stages_of(
-            requests,
-            task_config,
-            retries=retries,
-            timeout=timeout,
-            cache=cache,
-            needs=needs,
-            **options,
-        )(body)
+        stage_on = stages_of(retries=retries, timeout=timeout, **options)(body)
         return dynamic(
             _with_profile(body, stage_on, made_inside or {}),
             cache=False,
@@ -267,32 +194,41 @@ def on_profiles(
 
 
 def stages_of(
+    *,
     requests: Resources,
     task_config: Callable[[Profile], Any] | None = None,
-    *,
     retries: int,
     timeout: timedelta,
     cache: Cache | bool = False,
     needs: tuple[Need, ...] = ("hub",),
     **options: Any,
 ) -> Callable[[Callable[..., Any]], StageOn]:
-    """Decorator: the function as a stage for dynamic tasks to lay out; arguments as there."""
+    """Decorator: the function as a stage for dynamic tasks to lay out.
+
+    `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
+    cluster, which has the profile's machines, and whose submitter needs little; where it is None,
+    there is none in that profile. `needs`: of credentials. `options`: flytekit's.
+    """
 
     def make(body: Callable[..., Any]) -> StageOn:
-        function = _renamed(body, f"{body.__name__}_stage")
+        @functools.wraps(body)
+        def function(*arguments: Any, **inputs: Any) -> Any:
+            return body(*arguments, **inputs)
+
+        function.__name__ = function.__qualname__ = f"{body.__name__}_stage"
 
         def stage_on(profile: Profile) -> Any:
-            own = dict(options)
+            template = dict(options)
             cluster = None if task_config is None else task_config(profile)
             pod = stage_pod(profile) if cluster is None else None
             # Requests of a task would replace those of its pod template.
-            own |= {"requests": requests} if pod is None else {"pod_template": pod}
+            template |= {"requests": requests} if pod is None else {"pod_template": pod}
             if cluster is not None:
-                own |= {"task_config": cluster, "requests": SMALL}
-            asked = with_secrets(*needs)
+                template |= {"task_config": cluster, "requests": SMALL}
+            secrets = with_secrets(*needs)
             environment = {PROFILE_VARIABLE: profile.model_dump_json()}
-            own |= asked | {"environment": environment | asked.get("environment", {})}
-            own["cache"] = (
+            template |= secrets | {"environment": environment | secrets.get("environment", {})}
+            template["cache"] = (
                 replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache
             )
             made = task(
@@ -300,15 +236,15 @@ def stages_of(
                 container_image=image(profile.image_kind),
                 retries=retries,
                 timeout=timeout,
-                **own,
+                **template,
             )
             # Else flytekit puts the program's name, such as a notebook's, before the stage's.
             made._instantiated_in = body.__module__
             return made
 
         # A container finds the stage by module and name; there it is of the container's profile.
-        here = os.environ.get(PROFILE_VARIABLE)
-        profile = Profile.model_validate_json(here) if here else LAPTOP
+        text = os.environ.get(PROFILE_VARIABLE)
+        profile = Profile.model_validate_json(text) if text else LAPTOP
         setattr(sys.modules[body.__module__], function.__name__, stage_on(profile))
         return stage_on
 
@@ -318,7 +254,7 @@ def stages_of(
 def _with_profile(
     body: Callable[..., Any], stage_on: StageOn, made_inside: Mapping[str, MadeInside]
 ) -> Callable[..., Any]:
-    """The function of the dynamic task: `body`'s inputs after the profile, without those made."""
+    """Return the dynamic task's function: the profile, then `body`'s inputs but those made."""
 
     @functools.wraps(body)
     def on_machines(profile: Profile, **inputs: Any) -> Any:
@@ -327,10 +263,10 @@ def _with_profile(
             made = {name: make(profile, inputs) for name, make in made_inside.items()}
         return stage(**inputs, **made)
 
-    given = inspect.signature(body)
+    signature = inspect.signature(body)
     first = inspect.Parameter("profile", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    kept = [one for name, one in given.parameters.items() if name not in made_inside]
-    on_machines.__signature__ = given.replace(parameters=[first, *kept])  # type: ignore[attr-defined]
+    others = [input for name, input in signature.parameters.items() if name not in made_inside]
+    on_machines.__signature__ = signature.replace(parameters=[first, *others])  # type: ignore[attr-defined]
     types_of = {k: v for k, v in body.__annotations__.items() if k not in made_inside}
     on_machines.__annotations__ = {"profile": Profile, **types_of}
     return on_machines
@@ -340,27 +276,13 @@ def _with_profile(
 def _unregistered(workflow: str) -> Iterator[None]:
     """Keep from registration what a run makes: stages, and the workflow of the dynamic task."""
     entities = FlyteEntities.entities
-    before = {id(one) for one in entities}
+    before = {id(entity) for entity in entities}
     try:
         yield
     finally:
         entities[:] = [
-            one
-            for one in entities
-            if id(one) in before and not (isinstance(one, WorkflowBase) and one.name == workflow)
+            entity
+            for entity in entities
+            if id(entity) in before
+            and not (isinstance(entity, WorkflowBase) and entity.name == workflow)
         ]
-
-
-def _renamed(function: Callable[..., Any], name: str) -> types.FunctionType:
-    """A copy of a module's function under another name."""
-    assert isinstance(function, types.FunctionType)
-    copy = types.FunctionType(
-        function.__code__,
-        function.__globals__,
-        name,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
-    copy.__doc__, copy.__module__, copy.__qualname__ = function.__doc__, function.__module__, name
-    return copy

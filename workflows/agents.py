@@ -4,7 +4,7 @@
     pyflyte run workflows/agents.py agents --config preset:calculator_agent
     pyflyte run workflows/agents.py agents --config preset:python_agent
 
-Composition only: what a stage does is in `tasks/`, what an environment is in docs/agents.md.
+Composition only: what a stage does is in `engine/stages/`; environments are in docs/agents.md.
 """
 
 from flytekit import workflow
@@ -12,14 +12,9 @@ from flytekit.types.file import FlyteFile
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.inputs import RLHFConfig
-from tasks.plan import plan
+from tasks.stages import plan
 from workflows.launching import settings
-from workflows.parts import (
-    evaluate_and_promote,
-    improve_by_rl,
-    make_warm_start,
-    prepare_dataset,
-)
+from workflows.parts import improve_and_promote, warm_start_of
 
 
 @workflow(on_failure=failure.agents_failed)
@@ -55,7 +50,5 @@ def agents(
         profile=profile,
         workflow="agents",
     )
-    dataset = prepare_dataset(p)
-    warm_start = make_warm_start(p, dataset)
-    policy = improve_by_rl(p, dataset, warm_start)
-    return evaluate_and_promote(p, dataset, warm_start, policy)
+    dataset, warm_start = warm_start_of(p)
+    return improve_and_promote(p, dataset, warm_start)

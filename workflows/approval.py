@@ -11,11 +11,10 @@ from typing import Any
 from flytekit import approve, conditional, workflow
 from flytekit.types.directory import FlyteDirectory
 
-from engine.config import DataConfig, EvaluateConfig, PromoteConfig
-from tasks.context import RunContext
+from engine.stages.profiles import Profile
+from engine.stages.settings import PromotionSettings, RunContext
 from tasks.flytekit_setup import patch_nested_branches
-from tasks.profiles import Profile
-from tasks.promote import approval_request, keep_promotion, promote, waits_for_approval
+from tasks.stages import approval_request, keep_promotion, promote, waits_for_approval
 
 patch_nested_branches()
 
@@ -24,58 +23,24 @@ APPROVED_BY = "Flyte approval"
 
 
 @workflow
-def direct_promotion(
-    profile: Profile,
-    run: RunContext,
-    dataset: FlyteDirectory,
-    policy: FlyteDirectory,
-    evaluation: FlyteDirectory,
-    data: DataConfig,
-    evaluate: EvaluateConfig,
-    config: PromoteConfig,
-    seed: int,
-    approved_by: str = "",
-) -> FlyteDirectory:
-    """Promote on the profile's machine."""
-    return promote(
-        profile,
-        run=run,
-        dataset=dataset,
-        policy=policy,
-        evaluation=evaluation,
-        data=data,
-        evaluate=evaluate,
-        config=config,
-        seed=seed,
-        approved_by=approved_by,
-    )
-
-
-@workflow
 def approved_promotion(
     first: FlyteDirectory,
     profile: Profile,
     run: RunContext,
+    settings: PromotionSettings,
     dataset: FlyteDirectory,
     policy: FlyteDirectory,
     evaluation: FlyteDirectory,
-    data: DataConfig,
-    evaluate: EvaluateConfig,
-    config: PromoteConfig,
-    seed: int,
 ) -> FlyteDirectory:
     """Wait for approval, then promote."""
     approved = approve(approval_request(promotion=first), "promotion", timeout=APPROVAL_TIMEOUT)
-    again = direct_promotion(
-        profile=profile,
+    again = promote(
+        profile,
         run=run,
+        settings=settings,
         dataset=dataset,
         policy=policy,
         evaluation=evaluation,
-        data=data,
-        evaluate=evaluate,
-        config=config,
-        seed=seed,
         approved_by=APPROVED_BY,
     )
     approved >> again
@@ -86,58 +51,48 @@ def approved_promotion(
 def promotion_with_approval(
     profile: Profile,
     run: RunContext,
+    settings: PromotionSettings,
     dataset: FlyteDirectory,
     policy: FlyteDirectory,
     evaluation: FlyteDirectory,
-    data: DataConfig,
-    evaluate: EvaluateConfig,
-    config: PromoteConfig,
-    seed: int,
 ) -> FlyteDirectory:
     """Promote, and wait for a person where only approval is missing."""
-    first = direct_promotion(
-        profile=profile,
-        run=run,
-        dataset=dataset,
-        policy=policy,
-        evaluation=evaluation,
-        data=data,
-        evaluate=evaluate,
-        config=config,
-        seed=seed,
-    )
+    inputs = {
+        "profile": profile,
+        "run": run,
+        "settings": settings,
+        "dataset": dataset,
+        "policy": policy,
+        "evaluation": evaluation,
+    }
+    first = promote(**inputs)
     waits = waits_for_approval(promotion=first)
     return (
         conditional("approval")
         .if_(waits.is_true())
-        .then(
-            approved_promotion(
-                first=first,
-                profile=profile,
-                run=run,
-                dataset=dataset,
-                policy=policy,
-                evaluation=evaluation,
-                data=data,
-                evaluate=evaluate,
-                config=config,
-                seed=seed,
-            )
-        )
+        .then(approved_promotion(first=first, **inputs))
         .else_()
         .then(keep_promotion(promotion=first))
     )
 
 
-def gate(needs_approval: Any, **inputs: Any) -> Any:
-    """The promotion of a run; with `needs_approval` (a promise) it may wait for a person.
+def gate(p: Any, dataset: Any, policy: Any, evaluation: Any) -> Any:
+    """Promote in a run with this plan; where approval is needed, it may wait for a person.
 
     To be called in workflows only. Without approval this is one container instead of three.
     """
+    inputs = {
+        "profile": p.profile,
+        "run": p.run,
+        "settings": p.promotion,
+        "dataset": dataset,
+        "policy": policy,
+        "evaluation": evaluation,
+    }
     return (
         conditional("promotion")
-        .if_(needs_approval.is_true())
+        .if_(p.needs_approval.is_true())
         .then(promotion_with_approval(**inputs))
         .else_()
-        .then(direct_promotion(**inputs))
+        .then(promote(**inputs))
     )

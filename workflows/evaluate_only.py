@@ -10,12 +10,8 @@ from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
-from tasks.evaluate import evaluate
-from tasks.fetch import fetch
 from tasks.inputs import RLHFConfig
-from tasks.plan import plan
-from tasks.preprocess import preprocess
-from tasks.report import finalize
+from tasks.stages import evaluate, fetch, finalize, plan, preprocess
 
 
 @workflow(on_failure=failure.evaluate_only_failed)
@@ -56,23 +52,13 @@ def evaluate_only(
     # First: whether they are there is known before the data are made.
     warm_start = fetch(run=p.run, reference=baseline, name="baseline")
     policy = fetch(run=p.run, reference=candidate, name="candidate")
-    dataset = preprocess(
-        run=p.run,
-        data=p.data,
-        source_digest=p.source_digest,
-        model_path=p.model_path,
-        model_digest=p.start_digest,
-        context=p.context,
-        seed=p.seed,
-    ).dataset
+    dataset = preprocess(run=p.run, settings=p.dataset).dataset
     evaluation = evaluate(
         p.profile,
         run=p.run,
+        settings=p.evaluation,
         dataset=dataset,
         warm_start=warm_start,
         policy=policy,
-        data=p.data,
-        config=p.evaluate,
-        seed=p.seed,
     ).evaluation
     return finalize(run=p.run, artifact=evaluation)

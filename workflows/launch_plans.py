@@ -4,11 +4,13 @@ pyflyte run workflows/launch_plans.py rlhf_smoke
 pyflyte run --remote workflows/launch_plans.py rlhf_full --model Qwen/Qwen2.5-7B-Instruct
 """
 
+from typing import Any
+
 from flytekit import CronSchedule, WorkflowExecutionPhase
 
 from workflows.agents import agents
 from workflows.evaluate_only import evaluate_only as evaluate_only_workflow
-from workflows.launching import FAILED, launch_plan, settings
+from workflows.launching import FAILED, Launch, launch_plan, settings
 from workflows.preference import classic_rlhf, preference, reward_model
 from workflows.promote_only import promote_only
 from workflows.retraining import retraining
@@ -22,81 +24,47 @@ FULL = {
     "model": "Qwen/Qwen2.5-1.5B-Instruct",
 }
 
+
+def full(workflow: Any, **inputs: Any) -> Launch:
+    """Make the launch plan `<workflow>_full`: GSM8K on eight GPUs, and a message at each end."""
+    return launch_plan(
+        workflow,
+        f"{workflow.name.rpartition('.')[2]}_full",
+        default_inputs={**FULL, **inputs, "profile": "8xA100"},
+        fixed_inputs={"source": "gsm8k"},
+        notify_on=TERMINAL_PHASES,
+    )
+
+
+def of_agents(name: str, config: str, source: str) -> Launch:
+    """Make a launch plan of `agents` on one data source."""
+    return launch_plan(
+        agents,
+        name,
+        default_inputs={"config": settings(config)},
+        fixed_inputs={"source": source, "path": ""},
+    )
+
+
 rlhf_smoke = launch_plan(
     rlhf,
     "rlhf_smoke",
     default_inputs={"config": settings("smoke"), "seed": 0},
-    fixed_inputs={
-        "source": "arithmetic",
-        "path": "",
-        "model": "",
-        "profile": "laptop",
-    },
+    fixed_inputs={"source": "arithmetic", "path": "", "model": "", "profile": "laptop"},
 )
-
-rlhf_full = launch_plan(
-    rlhf,
-    "rlhf_full",
-    default_inputs={**FULL, "profile": "8xA100"},
-    fixed_inputs={"source": "gsm8k"},
-    notify_on=TERMINAL_PHASES,
-)
-
-preference_full = launch_plan(
-    preference,
-    "preference_full",
-    default_inputs={**FULL, "profile": "8xA100"},
-    fixed_inputs={"source": "gsm8k"},
-    notify_on=TERMINAL_PHASES,
-)
-
-reward_model_full = launch_plan(
-    reward_model,
-    "reward_model_full",
-    default_inputs={**FULL, "profile": "8xA100"},
-    fixed_inputs={"source": "gsm8k"},
-    notify_on=TERMINAL_PHASES,
-)
-
-classic_rlhf_full = launch_plan(
-    classic_rlhf,
-    "classic_rlhf_full",
-    default_inputs={**FULL, "config": settings("classic_rlhf_full"), "profile": "8xA100"},
-    fixed_inputs={"source": "gsm8k"},
-    notify_on=TERMINAL_PHASES,
-)
-
-agents_guessing = launch_plan(
-    agents,
-    "agents_guessing",
-    default_inputs={"config": settings("guessing_agent")},
-    fixed_inputs={"source": "guessing", "path": ""},
-)
-
-agents_calculator = launch_plan(
-    agents,
-    "agents_calculator",
-    default_inputs={"config": settings("calculator_agent")},
-    fixed_inputs={"source": "products", "path": ""},
-)
-
-agents_python = launch_plan(
-    agents,
-    "agents_python",
-    default_inputs={"config": settings("python_agent")},
-    fixed_inputs={"source": "python_tasks", "path": ""},
-)
+rlhf_full = full(rlhf)
+preference_full = full(preference)
+reward_model_full = full(reward_model)
+classic_rlhf_full = full(classic_rlhf, config=settings("classic_rlhf_full"))
+agents_guessing = of_agents("agents_guessing", "guessing_agent", "guessing")
+agents_calculator = of_agents("agents_calculator", "calculator_agent", "products")
+agents_python = of_agents("agents_python", "python_agent", "python_tasks")
 
 # The problems of rlhf_full: the same settings give the same dataset.
 evaluate_only = launch_plan(
     evaluate_only_workflow,
     "evaluate_only",
-    default_inputs={
-        **FULL,
-        "source": "gsm8k",
-        "baseline": FULL["model"],
-        "profile": "one-gpu",
-    },
+    default_inputs={**FULL, "source": "gsm8k", "baseline": FULL["model"], "profile": "one-gpu"},
 )
 
 promote = launch_plan(

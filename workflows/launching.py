@@ -1,4 +1,4 @@
-"""How launch plans are made here: the house's rules, and the registry of ours.
+"""Makes launch plans by the house's rules, and keeps a registry of them.
 
     nightly_retraining = launch_plan(
         retraining, "nightly_retraining",
@@ -55,14 +55,13 @@ class Launch(LaunchPlan):
 
     @property
     def python_interface(self) -> Interface:
-        whole = self.workflow.python_interface
-        own = self.saved_inputs
+        interface = self.workflow.python_interface
         free = {
-            name: (kind, own.get(name, default))
-            for name, (kind, default) in whole.inputs_with_defaults.items()
+            name: (kind, self.saved_inputs.get(name, default))
+            for name, (kind, default) in interface.inputs_with_defaults.items()
             if name not in self.raw_fixed_inputs
         }
-        return Interface(free, whole.outputs, docstring=whole.docstring)
+        return Interface(free, interface.outputs, docstring=interface.docstring)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Run the workflow here.
@@ -123,11 +122,11 @@ def launch_plan(
 
 
 def notifications(phases: list[int]) -> list[Notification]:
-    """For the recipients in HYBRIDFLYTE_NOTIFY; ConfigError for an invalid address."""
+    """Notify the recipients in HYBRIDFLYTE_NOTIFY; ConfigError for an invalid address."""
     text = os.environ.get(NOTIFY_VARIABLE, "")
-    given = [address.strip() for address in text.split(",") if address.strip()]
-    mail = [address for address in given if not address.startswith(SLACK)]
-    slack = [address.removeprefix(SLACK) for address in given if address.startswith(SLACK)]
+    addresses = [address.strip() for address in text.split(",") if address.strip()]
+    mail = [address for address in addresses if not address.startswith(SLACK)]
+    slack = [address.removeprefix(SLACK) for address in addresses if address.startswith(SLACK)]
     for address in [*mail, *slack]:
         name, at, host = address.partition("@")
         if not (name and at and host):
@@ -135,14 +134,10 @@ def notifications(phases: list[int]) -> list[Notification]:
                 f"{NOTIFY_VARIABLE}={text!r}: {address!r} is no e-mail address; separate several "
                 f"by commas, and write {SLACK}ADDRESS for a Slack channel's"
             )
-    made: list[Notification] = []
-    if mail:
-        made.append(Email(phases=phases, recipients_email=mail))
-    if slack:
-        made.append(Slack(phases=phases, recipients_email=slack))
-    return made
+    kinds = ((Email, mail), (Slack, slack))
+    return [kind(phases=phases, recipients_email=to) for kind, to in kinds if to]
 
 
 def settings(name: str) -> RLHFConfig:
-    """The settings of a preset."""
+    """Return the settings of a preset."""
     return RLHFConfig.model_validate(load_config(f"preset:{name}").model_dump())

@@ -7,7 +7,7 @@
     pyflyte run workflows/preference.py classic_rlhf
     pyflyte run workflows/preference.py make_pairs --policy models:/hybridflyte-policy@champion
 
-Composition only: what a stage does is in `tasks/`.
+Composition only: what a stage does is in `engine/stages/`.
 """
 
 from flytekit import workflow
@@ -15,21 +15,10 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
-from tasks.fetch import fetch
 from tasks.inputs import RLHFConfig
-from tasks.plan import plan_preferences
-from tasks.policy_training import rl
-from tasks.preference_training import learn_in_rounds
-from tasks.report import finalize
+from tasks.stages import fetch, finalize, learn_in_rounds, pairs, plan, preprocess, rl
 from workflows.launching import settings
-from workflows.parts import (
-    evaluate_and_promote,
-    make_preferences,
-    make_warm_start,
-    prepare_dataset,
-    promote_reward_model,
-    train_reward_model,
-)
+from workflows.parts import evaluate_and_promote, reward_model_of, warm_start_of
 
 
 @workflow(on_failure=failure.preference_failed)
@@ -57,7 +46,7 @@ def preference(
     Returns:
         The run's summary.json.
     """
-    p = plan_preferences(
+    p = plan(
         config=config,
         source=source,
         path=path,
@@ -67,22 +56,14 @@ def preference(
         profile=profile,
         workflow="preference",
     )
-    dataset = prepare_dataset(p)
-    warm_start = make_warm_start(p, dataset)
+    dataset, warm_start = warm_start_of(p)
     policy = learn_in_rounds(
         profile=p.profile,
         run=p.run,
+        pairs_settings=p.pairs,
+        settings=p.preference,
         dataset=dataset,
         start=warm_start,
-        data=p.data,
-        pairs_config=p.pairs,
-        pairs_digest=p.pairs_digest,
-        kind=p.kind,
-        reference=p.reference,
-        config=p.preference,
-        lora=p.lora,
-        dtype=p.dtype,
-        seed=p.seed,
     )
     return evaluate_and_promote(p, dataset, warm_start, policy)
 
@@ -113,7 +94,7 @@ def reward_model(
         The reward model: a sequence-classification folder, or with head=likelihood a language
         model, with accuracy and calibration on held-out pairs in its manifest.
     """
-    p = plan_preferences(
+    p = plan(
         config=config,
         source=source,
         path=path,
@@ -123,11 +104,8 @@ def reward_model(
         profile=profile,
         workflow="reward_model",
     )
-    dataset = prepare_dataset(p)
-    warm_start = make_warm_start(p, dataset)
-    made = make_preferences(p, dataset, warm_start)
-    scorer = train_reward_model(p, made, warm_start)
-    registered = promote_reward_model(p, made, scorer)
+    dataset, warm_start = warm_start_of(p)
+    scorer, registered = reward_model_of(p, dataset, warm_start)
     done = finalize(run=p.run, artifact=scorer)
     registered >> done  # which ends the run
     return done
@@ -160,7 +138,7 @@ def classic_rlhf(
     Returns:
         The run's summary.json.
     """
-    p = plan_preferences(
+    p = plan(
         config=config,
         source=source,
         path=path,
@@ -170,21 +148,14 @@ def classic_rlhf(
         profile=profile,
         workflow="classic_rlhf",
     )
-    dataset = prepare_dataset(p)
-    warm_start = make_warm_start(p, dataset)
-    made = make_preferences(p, dataset, warm_start)
-    scorer = train_reward_model(p, made, warm_start)
-    registered = promote_reward_model(p, made, scorer)
+    dataset, warm_start = warm_start_of(p)
+    scorer, registered = reward_model_of(p, dataset, warm_start)
     policy = rl(
         p.profile,
         run=p.run,
+        settings=p.rl,
         dataset=dataset,
         warm_start=warm_start,
-        data=p.data,
-        config=p.rl,
-        lora=p.lora,
-        seed=p.seed,
-        dtype=p.dtype,
         reward_model=scorer,
     )
     registered >> policy  # a registry that can't be written to is found out before RL
@@ -215,7 +186,7 @@ def make_pairs(
     Returns:
         The pairs artifact: train.parquet, validation.parquet and a card.
     """
-    p = plan_preferences(
+    p = plan(
         config=config,
         source=source,
         path=path,
@@ -226,4 +197,6 @@ def make_pairs(
         workflow="make_pairs",
     )
     writer = fetch(run=p.run, reference=policy, name="policy")
-    return finalize(run=p.run, artifact=make_preferences(p, prepare_dataset(p), writer))
+    dataset = preprocess(run=p.run, settings=p.dataset).dataset
+    made = pairs(p.profile, run=p.run, settings=p.pairs, dataset=dataset, policy=writer)
+    return finalize(run=p.run, artifact=made)

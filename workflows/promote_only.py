@@ -11,7 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.inputs import RLHFConfig
-from tasks.report import finalize, open_promotion
+from tasks.stages import finalize, plan_promotion
 from workflows.approval import gate
 
 
@@ -38,7 +38,7 @@ def promote_only(
     Returns:
         The promotion artifact: decision.json.
     """
-    p = open_promotion(
+    p = plan_promotion(
         config=config,
         dataset=dataset,
         policy=policy,
@@ -46,16 +46,4 @@ def promote_only(
         seed=seed,
         profile=profile,
     )
-    decision = gate(
-        p.needs_approval,
-        profile=p.profile,
-        run=p.run,
-        dataset=dataset,
-        policy=policy,
-        evaluation=evaluation,
-        data=p.data,
-        evaluate=p.evaluate,
-        config=p.promote,
-        seed=p.seed,
-    )
-    return finalize(run=p.run, artifact=decision)
+    return finalize(run=p.run, artifact=gate(p, dataset, policy, evaluation))

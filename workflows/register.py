@@ -40,16 +40,13 @@ from tasks.flytekit_setup import VARIABLES
 
 if TYPE_CHECKING:
     from flytekit.remote import FlyteRemote
-    from google.protobuf.message import Message
 
 
-# The version that things are registered under: the git commit and the images' digests.
-#
-# Two registrations of one version are the same thing. What was edited after the commit is refused,
-# or marked by a digest of its content.
+# The version: two registrations of one are the same thing. What was edited after the commit is
+# refused, or marked by a digest of its content.
 
 # What is registered or goes into an image; notes and tests beside it may differ.
-SOURCES = ("engine", "tasks", "workflows", "images", "Dockerfile", "pyproject.toml")
+SOURCES = ("engine", "examples", "tasks", "workflows", "images", "Dockerfile", "pyproject.toml")
 GIT_SECONDS = 30.0
 SHORT = 12  # hex digits
 _BY_DIGEST = re.compile(r"(?P<name>[^@\s]+)@sha256:(?P<digest>[0-9a-f]{64})")
@@ -85,7 +82,7 @@ def images_digest(images: Mapping[str, str]) -> str:
 
 
 def image_digest(kind: str, reference: str) -> str:
-    """The SHA-256 (hex) in a reference; ConfigError for one by tag, which may move."""
+    """Return the SHA-256 (hex) in a reference; ConfigError for one by tag, which may move."""
     match = _BY_DIGEST.fullmatch(reference)
     if match is None:
         raise ConfigError(
@@ -102,7 +99,7 @@ def edits(root: Path) -> list[str]:
 
 
 def content_digest(root: Path, paths: list[str]) -> str:
-    """SHA-256 (hex) over the paths and their present bytes; a deleted file has none."""
+    """Return SHA-256 (hex) over the paths and their present bytes; a deleted file has none."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         file = root / path
@@ -127,12 +124,9 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout
 
 
-# What is registered, as protobufs, and as an archive that is the same byte for byte.
-#
-# `pyflyte package` writes the time into the archive and into each file's entry, the owner, and
-# files
-# in the order of the folder; flytekit lists a branch's predecessors in the order of a set, and
-# protobuf's maps come out in any order. None of that is here.
+# What is registered, as protobufs, and as an archive that is the same byte for byte: `pyflyte
+# package` writes times, the owner, and files in the order of the folder; flytekit 1.16 lists a
+# branch's predecessors in the order of a set, and protobuf's maps come out in any order.
 
 PACKAGE = "workflows"
 PYTHON = "/opt/venv/bin/python"  # in the images
@@ -177,7 +171,7 @@ def _sort_predecessors(nodes: Iterable[Node]) -> None:
 
 
 def kind_of(entity: FlyteControlPlaneEntity) -> tuple[str, str, int]:
-    """An entity's kind in words, its name, and the kind's number in Flyte's file names."""
+    """Return an entity's kind in words, its name, and the kind's number in Flyte's file names."""
     if isinstance(entity, TaskSpec):
         return "task", str(entity.template.id.name), 1
     if isinstance(entity, WorkflowSpec):
@@ -196,7 +190,8 @@ def write_package(entities: Sequence[FlyteControlPlaneEntity], path: Path) -> No
     ):
         for index, entity in enumerate(entities):
             _, name, number = kind_of(entity)
-            content = message_bytes(entity.to_flyte_idl())
+            # With maps in order.
+            content = entity.to_flyte_idl().SerializeToString(deterministic=True)
             entry = tarfile.TarInfo(f"{index:0{digits}}_{name}_{number}.pb")
             entry.size, entry.mode = len(content), 0o644
             archive.addfile(entry, io.BytesIO(content))
@@ -209,18 +204,7 @@ def write_package(entities: Sequence[FlyteControlPlaneEntity], path: Path) -> No
         draft.unlink(missing_ok=True)
 
 
-def message_bytes(message: Message) -> bytes:
-    """Serialise a protobuf with its maps in order."""
-    return message.SerializeToString(deterministic=True)
-
-
-# Register all workflows and launch plans under one version, or package them.
-#
-#     python -m workflows.register --image ghcr.io/me/hybridflyte@sha256:… [--activate]
-#     python -m workflows.register --image … --package flyte-package.tgz
-#
-# The version is the git commit and the images' digests (`workflows.versioning`). Running it again
-# changes nothing.
+# The command line.
 
 NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # of workflows.launching, which must not be loaded yet
 SECRETS = "HYBRIDFLYTE_SECRETS"  # of tasks.flytekit_setup, the same
@@ -273,7 +257,10 @@ def main(
         version = version_of(root, images, allow_dirty)
         _set_variables(images, notify, secrets)
         if archive:
-            _package(root, image, version, archive)
+            entities, _ = serialize(root, image)
+            write_package(entities, Path(archive).absolute())
+            click.echo(f"{len(entities)} entities in {archive}")
+            click.echo(f"flytectl register files --archive {archive} --version {version}")
         else:
             remote = None if dry_run else _connect(config, project, domain)
             _register(remote, root, image, version, (project, domain), activate)
@@ -291,14 +278,6 @@ def _check_package_options(context: click.Context) -> None:
             )
 
 
-def _package(root: Path, image: str, version: str, archive: str) -> None:
-
-    entities, _ = serialize(root, image)
-    write_package(entities, Path(archive).absolute())
-    click.echo(f"{len(entities)} entities in {archive}")
-    click.echo(f"flytectl register files --archive {archive} --version {version}")
-
-
 def _register(
     remote: FlyteRemote | None,
     root: Path,
@@ -308,7 +287,6 @@ def _register(
     activate: bool,
 ) -> None:
     """Send all of it to the project and domain `where`; without `remote`, only list it."""
-
     entities, settings = serialize(root, image, *where, version)
     if remote is None:
         for entity in entities:
@@ -321,8 +299,8 @@ def _register(
 
 
 def _set_variables(images: dict[str, str], notify: str, secrets: tuple[str, ...]) -> None:
-    """What tasks and launch plans read while they are loaded, which must not have happened yet."""
-    loaded = [name for name in ("tasks.context", "workflows.launching") if name in sys.modules]
+    """Set what tasks and launch plans read while they are loaded, before they are."""
+    loaded = [name for name in ("tasks.host", "workflows.launching") if name in sys.modules]
     if loaded:
         raise RegistrationError(
             f"{loaded[0]} is loaded already, with other images; register in a process of its own"
@@ -341,8 +319,8 @@ def _connect(config: str, project: str, domain: str) -> FlyteRemote:
 
     if config and not Path(config).is_file():
         raise RegistrationError(f"--config {config} does not exist; give Flyte's config.yaml")
-    found = Config.auto(config_file=config or None)
-    endpoint = found.platform.endpoint
+    settings = Config.auto(config_file=config or None)
+    endpoint = settings.platform.endpoint
     if not endpoint:
         raise RegistrationError(
             "no Flyte endpoint is configured; give --config, or set FLYTE_PLATFORM_URL or "
@@ -357,7 +335,7 @@ def _connect(config: str, project: str, domain: str) -> FlyteRemote:
         raise RegistrationError(
             f"Flyte at {endpoint} can't be reached ({error}); check the address and the network"
         ) from error
-    return FlyteRemote(found, default_project=project, default_domain=domain)
+    return FlyteRemote(settings, default_project=project, default_domain=domain)
 
 
 def _send(
@@ -411,10 +389,10 @@ def _activate(remote: FlyteRemote, project: str, domain: str, version: str) -> N
 
 
 def _detail(error: Exception) -> str:
-    """What the server said, which flytekit keeps as the cause."""
+    """Return the server's message, which flytekit keeps as the cause."""
     details = getattr(error.__cause__, "details", None)
-    said = details() if callable(details) else ""
-    return str(said or error or type(error).__name__)
+    text = details() if callable(details) else ""
+    return str(text or error or type(error).__name__)
 
 
 @contextlib.contextmanager

@@ -10,92 +10,50 @@ repeated: see docs/retraining.md.
 """
 
 from datetime import datetime
+from types import SimpleNamespace
 
 from flytekit import conditional, workflow
 from flytekit.types.file import FlyteFile
 
-from engine.config import (
-    DataConfig,
-    EvaluateConfig,
-    LoRAConfig,
-    PromoteConfig,
-    RetrainConfig,
-    RLConfig,
+from engine.stages.profiles import Profile
+from engine.stages.settings import (
+    EvaluationSettings,
+    IngestSettings,
+    PromotionSettings,
+    RLSettings,
+    RunContext,
 )
 from tasks import failure  # by module: pyflyte can't list a handler's error input
-from tasks.context import RunContext
-from tasks.evaluate import evaluate
-from tasks.fetch import fetch
 from tasks.inputs import RLHFConfig
-from tasks.new_data import NewData, ingest, trigger_retraining
-from tasks.policy_training import rl
-from tasks.profiles import Profile
-from tasks.report import finalize_skipped, report
-from workflows.approval import gate
+from tasks.stages import fetch, finalize_skipped, ingest, trigger_retraining
+from workflows.parts import improve_and_promote
 
 
 @workflow
 def retrain_champion(
     run: RunContext,
-    champion: str,
-    new_data: NewData,
-    data: DataConfig,
-    retrain: RetrainConfig,
-    rl_config: RLConfig,
-    lora: LoRAConfig,
-    evaluate_config: EvaluateConfig,
-    promote_config: PromoteConfig,
-    needs_approval: bool,
-    seed: int,
-    config_digest: str,
     profile: Profile,
+    champion: str,
+    ingest_settings: IngestSettings,
+    rl_settings: RLSettings,
+    evaluation_settings: EvaluationSettings,
+    promotion_settings: PromotionSettings,
+    needs_approval: bool,
+    config_digest: str,
 ) -> FlyteFile:
     """Train on the new data, evaluate, and promote by the rules."""
     start = fetch(run=run, reference=champion, name="champion")
-    dataset = ingest(
-        run=run, champion=start, new_data=new_data, data=data, retrain=retrain, seed=seed
-    ).dataset
-    policy = rl(
-        profile,
+    dataset = ingest(run=run, settings=ingest_settings, champion=start).dataset
+    p = SimpleNamespace(
         run=run,
-        dataset=dataset,
-        warm_start=start,
-        data=data,
-        config=rl_config,
-        lora=lora,
-        seed=seed,
-    )
-    evaluation = evaluate(
-        profile,
-        run=run,
-        dataset=dataset,
-        warm_start=start,
-        policy=policy,
-        data=data,
-        config=evaluate_config,
-        seed=seed,
-    ).evaluation
-    promotion = gate(
-        needs_approval,
         profile=profile,
-        run=run,
-        dataset=dataset,
-        policy=policy,
-        evaluation=evaluation,
-        data=data,
-        evaluate=evaluate_config,
-        config=promote_config,
-        seed=seed,
-    )
-    return report(
-        run=run,
+        rl=rl_settings,
+        evaluation=evaluation_settings,
+        promotion=promotion_settings,
+        needs_approval=needs_approval,
         config_digest=config_digest,
-        dataset=dataset,
-        warm_start=start,
-        policy=policy,
-        evaluation=evaluation,
-        promotion=promotion,
     )
+    return improve_and_promote(p, dataset, start)
 
 
 @workflow(on_failure=failure.retraining_failed)
@@ -125,18 +83,14 @@ def retraining(
         .then(
             retrain_champion(
                 run=p.run,
-                champion=p.champion,
-                new_data=p.new_data,
-                data=p.data,
-                retrain=p.retrain,
-                rl_config=p.rl,
-                lora=p.lora,
-                evaluate_config=p.evaluate,
-                promote_config=p.promote,
-                needs_approval=p.needs_approval,
-                seed=p.seed,
-                config_digest=p.config_digest,
                 profile=p.profile,
+                champion=p.champion,
+                ingest_settings=p.ingest,
+                rl_settings=p.rl,
+                evaluation_settings=p.evaluation,
+                promotion_settings=p.promotion,
+                needs_approval=p.needs_approval,
+                config_digest=p.config_digest,
             )
         )
         .else_()

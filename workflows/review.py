@@ -3,13 +3,13 @@
     pyflyte run workflows/review.py review --artifact models:/hybridflyte-policy@champion
     pyflyte run workflows/review.py review --artifact outputs/artifacts/rl/… --against outputs/…
 
-Composition only: what a review is, is in `tasks/report.py`.
+Composition only: what a review is, is in `engine/stages/report.py`.
 """
 
 from flytekit import workflow
 from flytekit.types.file import FlyteFile
 
-from tasks.report import review as review_task
+from tasks.stages import review as review_task
 
 
 @workflow

@@ -4,7 +4,7 @@
     pyflyte run workflows/rlhf.py rlhf --source gsm8k --path ../shared/data/gsm8k \
         --config preset:gsm8k_smoke
 
-Composition only: what a stage does is in `tasks/`.
+Composition only: what a stage does is in `engine/stages/`.
 """
 
 from flytekit import workflow
@@ -12,13 +12,8 @@ from flytekit.types.file import FlyteFile
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.inputs import RLHFConfig
-from tasks.plan import plan
-from workflows.parts import (
-    evaluate_and_promote,
-    improve_by_rl,
-    make_warm_start,
-    prepare_dataset,
-)
+from tasks.stages import plan
+from workflows.parts import improve_and_promote, warm_start_of
 
 
 @workflow(on_failure=failure.rlhf_failed)
@@ -44,7 +39,5 @@ def rlhf(
         The run's summary.json.
     """
     p = plan(config=config, source=source, path=path, model=model, seed=seed, profile=profile)
-    dataset = prepare_dataset(p)
-    warm_start = make_warm_start(p, dataset)
-    policy = improve_by_rl(p, dataset, warm_start)
-    return evaluate_and_promote(p, dataset, warm_start, policy)
+    dataset, warm_start = warm_start_of(p)
+    return improve_and_promote(p, dataset, warm_start)

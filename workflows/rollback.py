@@ -2,13 +2,13 @@
 
     pyflyte run workflows/rollback.py rollback --model_name hybridflyte-policy --reason "…"
 
-Composition only: what it does is in `tasks/promote.py`.
+Composition only: what it does is in `engine/stages/promotion.py`.
 """
 
 from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 
-from tasks.promote import rollback as rollback_task
+from tasks.stages import rollback as rollback_task
 
 
 @workflow

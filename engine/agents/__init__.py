@@ -1,4 +1,9 @@
-"""Episodes of several turns: what an environment is, its tools, and processes that it runs in."""
+"""Episodes of several turns: environments, tools, and transcripts as exact token ids.
+
+Read `environment_protocol` first: what an environment is. `agent_loop` plays episodes (`episode`)
+on a rollout's stream; `environment_pool` runs environments in processes of their own. Shipped
+`environments` are here, and `tools`, `builtin_tools` and `mcp_servers`, which a policy calls.
+"""
 
 from engine.agents.environment_pool import EnvironmentPool, PooledEpisode
 from engine.agents.environment_protocol import (

@@ -1,14 +1,19 @@
-"""The agent loop: plays many episodes at once, their turns sampled in one continuous batch.
+"""The agent loop: `EpisodePlayer` plays many episodes at once.
 
-With environments in the rollout's own process, for light ones that never block. Those in
-processes of their own are in `environment_pool`.
+Their turns are sampled in one continuous batch. When a turn ends, its action goes to the episode's
+environment; the stream decodes the others' turns meanwhile. The answer's tokens are appended and
+the next turn is submitted, under a key of its own, so that samples don't depend on who answers
+first. Weights may change between two steps: a turn goes on under the new ones, and every token
+carries its version.
+
+Environments in processes of their own are in `environment_pool`; `LocalEnvironments` are in this
+one, for light ones that never block their thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import threading
 import time
 from collections import deque
@@ -19,48 +24,24 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from engine.agents.environment_process import (
+    CLOSE_S,
+    CallEnvironment,
+    CallKind,
+    EnvironmentHost,
+    OpenEpisode,
+)
 from engine.agents.environment_protocol import (
-    Action,
     Environment,
     EnvironmentFailure,
-    Observation,
-    checked_observation,
-    is_resumable,
-    tool_schemas,
 )
 from engine.agents.episode import Episode
 from engine.agents.saved_episode import EpisodeTree, SavedTurn, load_episode, save_episode
 from engine.errors import EngineError, RolloutError
 from engine.rollout.stream import PartialCompletion, PartialRequest, RolloutStream
 
-# Environments in the rollout's own process: for light ones that never block their thread.
-#
-# `pool` has the same interface, in processes of their own.
-
-_CLOSE_S = 5.0  # for environments to end
-
 T = TypeVar("T")
 MakeEnvironment = Callable[[], Environment]
-
-
-class OpenEpisode(Protocol):
-    """A place for one episode; a call that fails raises EnvironmentFailure by its future."""
-
-    def reset(self, row: Mapping[str, object]) -> Future[Observation]: ...
-
-    def step(self, action: Action) -> Future[Observation]: ...
-
-    def get_state(self) -> Future[bytes]:
-        """The state between turns, for `set_state`; only of environments that are `resumable`."""
-        ...
-
-    def set_state(self, state: bytes) -> Future[None]:
-        """Continue an episode in place of `reset`."""
-        ...
-
-    def close(self) -> None:
-        """Give the environment back; it plays other episodes, unless it failed."""
-        ...
 
 
 class Environments(Protocol):
@@ -75,21 +56,21 @@ class Environments(Protocol):
 
 
 class LocalEnvironments:
-    """Environments that a thread's event loop awaits, one for each episode at a time."""
+    """Environments that the event loop of a thread of this process awaits."""
 
     def __init__(self, make: MakeEnvironment, *, timeout_s: float = 30.0) -> None:
         """`make` is called whenever all are playing; `timeout_s` is each call's deadline."""
-        self.make, self.timeout_s = make, timeout_s
-        first = make()
-        self.tools, self.resumable = tool_schemas(first), is_resumable(first)
-        self.idle: list[Environment] = [first]
+        self.host, self.timeout_s = EnvironmentHost("the environment", make), timeout_s
+        self.tools, self.resumable = self.host.tools, self.host.resumable
+        self._opened = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
     def open(self) -> LocalEpisode:
         """A place for one episode."""
-        return LocalEpisode(self)
+        self._opened += 1
+        return LocalEpisode(self, self._opened)
 
     def start(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Run a coroutine in the thread."""
@@ -97,107 +78,32 @@ class LocalEnvironments:
 
     def close(self) -> None:
         """Close the environments that play nothing, and end the thread."""
-
-        async def all_closed() -> None:
-            idle, self.idle = self.idle, []
-            await asyncio.gather(*(discard(one) for one in idle))
-
         if not self._thread.is_alive():
             return
         with suppress(TimeoutError):
-            self.start(all_closed()).result(2 * _CLOSE_S)
+            self.start(self.host.close()).result(2 * CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
+        self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
 
 
-class LocalEpisode:
+class LocalEpisode(OpenEpisode):
     """One episode at a time."""
 
-    def __init__(self, environments: LocalEnvironments) -> None:
-        self._all = environments
-        self._environment: Environment | None = None
+    def __init__(self, environments: LocalEnvironments, number: int) -> None:
+        self._environments, self._number = environments, number
 
-    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
-        """Begin the episode of a row."""
-        return self._all.start(self._call("reset", row))
+    def _call(self, kind: CallKind, value: object) -> Future[Any]:
+        environments = self._environments
+        call = CallEnvironment(0, self._number, kind, value, environments.timeout_s)
+        return environments.start(environments.host.call(call))
 
-    def step(self, action: Action) -> Future[Observation]:
-        """Answer a turn of the policy."""
-        return self._all.start(self._call("step", action))
-
-    def get_state(self) -> Future[bytes]:
-        """The state between turns; a failure costs the episode nothing."""
-
-        async def state() -> bytes:
-            environment: Any = self._environment
-            return pickle.dumps(environment.get_state())
-
-        return self._all.start(state())
-
-    def set_state(self, state: bytes) -> Future[None]:
-        """Continue an episode in place of `reset`."""
-
-        async def restored() -> None:
-            environment: Any = self._take()
-            environment.set_state(pickle.loads(state))
-
-        return self._all.start(restored())
-
-    def close(self) -> None:
-        """Give the environment back."""
-
-        async def give_back() -> None:
-            if self._environment is not None:
-                self._all.idle.append(self._environment)
-                self._environment = None
-
-        self._all.start(give_back())
-
-    async def _call(self, kind: str, value: object) -> Observation:
-        who, limit = f"the environment's {kind}", self._all.timeout_s
-        try:
-            answer = await asyncio.wait_for(getattr(self._take(), kind)(value), limit)
-            return checked_observation(who, answer)
-        except TimeoutError:
-            failure = EnvironmentFailure("deadline", f"{who} gave no answer within {limit:g} s")
-        except EnvironmentFailure as error:
-            failure = error
-        except Exception as error:  # an environment is code of others
-            failure = EnvironmentFailure.of(who, error)
-        failed, self._environment = self._environment, None
-        if failed is not None:
-            await discard(failed)
-        raise failure
-
-    def _take(self) -> Environment:
-        if self._environment is None:
-            idle = self._all.idle
-            self._environment = idle.pop() if idle else self._all.make()
-        return self._environment
-
-
-async def discard(environment: Environment) -> None:
-    """Close an environment that nobody plays with again, whatever it says to that."""
-    with suppress(Exception):
-        await asyncio.wait_for(environment.close(), _CLOSE_S)
-
-
-# Plays many episodes at once: their turns are sampled in one continuous batch.
-#
-# When a turn ends, its action goes to the episode's environment; the stream decodes the others'
-# turns
-# meanwhile. The answer's tokens are appended and the next turn is submitted, under a key of its
-# own,
-# so that samples don't depend on who answers first. Weights may change between two steps: a turn
-# goes
-# on under the new ones, and every token carries its version.
 
 log = logging.getLogger(__name__)
 
 _GATHER_S = 0.005  # that an idle stream waits for another answer to come with the one it has
-_AGAIN = 2  # times that an episode is begun again whose process ended for another's sake
+_RESTARTS = 2  # of an episode whose process ended for another's sake
 _LATE_S = 30.0  # after its deadline, that an environment's answer or failure comes
 
 Row = Mapping[str, Any]  # of the data set
@@ -212,7 +118,7 @@ class _Playing:
     environment: OpenEpisode
     resumed: SavedTurn | None = None  # until its environment has the state that was saved
     submitted: float = 0.0  # when its turn was, of time.monotonic
-    again: int = 0  # times that it was begun again
+    restarts: int = 0
 
 
 Answer = tuple[_Playing, Future[Any]]
@@ -265,7 +171,7 @@ class EpisodePlayer:
     def add(self, episode: Episode, row: Row, saved: EpisodeTree | None = None) -> None:
         """Play an episode as soon as there is a place for it.
 
-        `saved`, of `save`, goes on where it was; one without its environment's state begins again.
+        `saved`, of `save`, goes on where it was; one without its environment's state restarts.
         """
         turn = None if saved is None else load_episode(episode, saved)
         if episode.end is not None:
@@ -298,74 +204,78 @@ class EpisodePlayer:
             self._take_answers(left, idle=True)
         if not self._environments.resumable:
             return {}
-        asked = [(one, one.environment.get_state()) for one in self._sampling.values()]
-        wait([call for _, call in asked], max(0.0, until - time.monotonic()))
+        state_calls = [
+            (playing, playing.environment.get_state()) for playing in self._sampling.values()
+        ]
+        wait([call for _, call in state_calls], max(0.0, until - time.monotonic()))
         partials = {partial.key: partial for partial in self._stream.partials()}
-        found: dict[int, EpisodeTree] = {}
-        for key, (one, call) in zip(list(self._sampling), asked, strict=True):
+        trees: dict[int, EpisodeTree] = {}
+        for key, (playing, call) in zip(list(self._sampling), state_calls, strict=True):
             error = call.exception() if call.done() else TimeoutError("no state came in time")
             if error is not None:
-                log.warning("an episode would be begun again from a checkpoint: %s", error)
+                log.warning("an episode would restart from a checkpoint: %s", error)
                 continue
             partial = partials.get(key)
             turn = partial.completions[0] if partial is not None else None
-            found[id(one.episode)] = save_episode(one.episode, call.result(), turn)
-        return found
+            trees[id(playing.episode)] = save_episode(playing.episode, call.result(), turn)
+        return trees
 
     def close(self) -> None:
         """Drop what plays and give the environments back; the stream is the caller's."""
         self._waiting.clear()
-        for one in self._open.values():
-            one.environment.close()
+        for playing in self._open.values():
+            playing.environment.close()
         self._open.clear()
         self._sampling.clear()
 
     def _begin(self, episode: Episode, row: Row, resumed: SavedTurn | None) -> None:
         now = time.monotonic()
         episode.started, episode.tools = now, self._environments.tools
-        one = _Playing(episode, row, self._environments.open(), resumed)
-        self._open[id(episode)] = one
+        playing = _Playing(episode, row, self._environments.open(), resumed)
+        self._open[id(episode)] = playing
         if resumed is None:
-            self._ask(one, one.environment.reset(row))
+            self._ask(playing, playing.environment.reset(row))
         else:
             episode.started -= resumed.seconds
-            self._ask(one, one.environment.set_state(resumed.environment))
+            self._ask(playing, playing.environment.set_state(resumed.environment))
 
     def _decode(self) -> None:
         """Decode a token of each turn; what ended goes to its environment."""
         self._cut_slow()
         for done in self._stream.step():
-            one = self._sampling.pop(done.key)
-            with self._faults_of(one):
-                action = one.episode.add_turn(done.completion)
-                self._ask(one, one.environment.step(action))
+            playing = self._sampling.pop(done.key)
+            with self._faults_of(playing):
+                action = playing.episode.add_turn(done.completion)
+                self._ask(playing, playing.environment.step(action))
 
     def _cut_slow(self) -> None:
         """Let turns end that take longer than they may."""
         now = time.monotonic()
-        for key, one in self._sampling.items():  # the oldest first
-            most = one.episode.limits.turn_seconds
-            if most is None or now - one.submitted <= most:
+        for key, playing in self._sampling.items():  # the oldest first
+            limit = playing.episode.limits.turn_seconds
+            if limit is None or now - playing.submitted <= limit:
                 return
-            if not one.episode.cut:
-                one.episode.cut = True
+            if not playing.episode.cut:
+                playing.episode.cut = True
                 self._stream.cut(key)
 
-    def _ask(self, one: _Playing, call: Future[Any]) -> None:
-        begun = self._heard = time.monotonic()
+    def _ask(self, playing: _Playing, call: Future[Any]) -> None:
+        start = self._heard = time.monotonic()
 
         def answered(answer: Future[Any]) -> None:
-            one.episode.environment_seconds += time.monotonic() - begun
-            self._answers.put((one, answer))
+            playing.episode.environment_seconds += time.monotonic() - start
+            self._answers.put((playing, answer))
 
         call.add_done_callback(answered)
 
     def _take_answers(self, wait_s: float | None, idle: bool = False) -> None:
         """Take what environments answered; without anything to decode (`idle`), wait for it."""
-        found = list(self._arriving(wait_s, idle or not self._sampling))
-        for one, answer in sorted(found, key=lambda a: (a[0].episode.key, a[0].episode.index)):
-            if id(one.episode) in self._open:
-                self._take_answer(one, answer)
+        answers = list(self._arriving(wait_s, idle or not self._sampling))
+        for playing, answer in sorted(
+            answers, key=lambda a: (a[0].episode.key, a[0].episode.index)
+        ):
+            if id(playing.episode) in self._open:
+                self._take_answer(playing, answer)
 
     def _arriving(self, wait_s: float | None, idle: bool) -> Iterator[Answer]:
         silence = self._call_seconds + _LATE_S
@@ -388,35 +298,35 @@ class EpisodePlayer:
                 "long in it, or run environments in processes (rollout.agent.num_workers)"
             )
 
-    def _take_answer(self, one: _Playing, answer: Future[Any]) -> None:
-        episode, resumed = one.episode, one.resumed
-        one.resumed = None
-        with self._faults_of(one):
+    def _take_answer(self, playing: _Playing, answer: Future[Any]) -> None:
+        episode, resumed = playing.episode, playing.resumed
+        playing.resumed = None
+        with self._faults_of(playing):
             if resumed is not None:
                 if answer.exception() is not None:
-                    log.warning("an episode is begun again: %s", answer.exception())
-                    episode.begin_again()
-                    self._ask(one, one.environment.reset(one.row))
+                    log.warning("an episode restarts: %s", answer.exception())
+                    episode.restart()
+                    self._ask(playing, playing.environment.reset(playing.row))
                     return
-            elif self._begun_again(one, answer.exception()):
+            elif self._restarted(playing, answer.exception()):
                 return
             elif episode.transcript is None:
-                episode.begin(one.row["prompt"], answer.result())
+                episode.begin(playing.row["prompt"], answer.result())
                 self._tell_of_length(episode)
             else:
                 episode.observe(answer.result())
-            self._submit(one, resumed.tokens if resumed is not None else None)
+            self._submit(playing, resumed.tokens if resumed is not None else None)
 
-    def _begun_again(self, one: _Playing, error: BaseException | None) -> bool:
-        """Begin an episode again that was lost through no fault of its environment."""
+    def _restarted(self, playing: _Playing, error: BaseException | None) -> bool:
+        """Restart an episode that was lost through no fault of its environment."""
         lost = isinstance(error, EnvironmentFailure) and error.cause == "lost"
-        if not lost or one.again >= _AGAIN:
+        if not lost or playing.restarts >= _RESTARTS:
             return False
-        if one.episode.latest_turn is not None:
-            self._stream.forget(one.episode.latest_turn)
-        one.again += 1
-        one.episode.begin_again()
-        self._ask(one, one.environment.reset(one.row))
+        if playing.episode.latest_turn is not None:
+            self._stream.forget(playing.episode.latest_turn)
+        playing.restarts += 1
+        playing.episode.restart()
+        self._ask(playing, playing.environment.reset(playing.row))
         return True
 
     @classmethod
@@ -424,37 +334,37 @@ class EpisodePlayer:
         """Warn, once, of a prompt that leaves less than the whole response."""
         limits = episode.limits
         assert episode.transcript is not None
-        prompt, most = len(episode.transcript.ids), limits.max_model_len
-        if prompt + limits.max_response_length > most and not cls._told:
+        prompt, limit = len(episode.transcript.ids), limits.max_model_len
+        if prompt + limits.max_response_length > limit and not cls._told:
             cls._told = True
             log.warning(
                 "an episode begins with %d tokens, which leaves %d of %d for its response; set "
                 "data.max_prompt_length to the longest prompt that the environment makes",
-                *(prompt, max(0, most - prompt), limits.max_response_length),
+                *(prompt, max(0, limit - prompt), limits.max_response_length),
             )
 
-    def _submit(self, one: _Playing, tokens: PartialCompletion | None) -> None:
+    def _submit(self, playing: _Playing, tokens: PartialCompletion | None) -> None:
         """Have the next turn sampled, if the episode may have one."""
-        turn = one.episode.next_turn(time.monotonic())
+        turn = playing.episode.next_turn(time.monotonic())
         if turn is None:
             return
-        begun = None
+        partial = None
         if tokens is not None and len(tokens.token_ids) < turn.max_new_tokens:
-            begun = PartialRequest(turn.key, turn.prompt_ids, [tokens])
+            partial = PartialRequest(turn.key, turn.prompt_ids, [tokens])
         self._stream.submit(
             turn.key,
             turn.prompt_ids,
-            begun,
+            partial,
             max_new_tokens=turn.max_new_tokens,
             after=turn.after,
         )
-        self._sampling[turn.key] = one
-        one.submitted = time.monotonic()
+        self._sampling[turn.key] = playing
+        playing.submitted = time.monotonic()
 
     @contextmanager
-    def _faults_of(self, one: _Playing) -> Iterator[None]:
+    def _faults_of(self, playing: _Playing) -> Iterator[None]:
         """What goes wrong with an episode ends it alone; one that is over gives up its place."""
-        episode = one.episode
+        episode = playing.episode
         try:
             yield
         except EngineError as error:

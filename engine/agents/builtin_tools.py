@@ -165,7 +165,7 @@ def python(code: str, *, timeout_s: float = 5.0, memory_mb: int = 512, weak: boo
     return ended.output or "(nothing was printed)"
 
 
-# Retrieval over a local corpus by BM25 (Robertson and Zaragoza 2009, with k1 = 1.5, b = 0.75).
+# Retrieval over a local corpus by BM25 (Robertson and Zaragoza 2009).
 
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.5, 0.75
@@ -178,8 +178,8 @@ def search(query: str, *, corpus: str = "", top_k: int = 3) -> str:
     Args:
         query: A few words of what is looked for.
     """
-    found = open_corpus(corpus).best(query, top_k)
-    return "\n\n".join(f"[{place}] {text}" for place, text in found) or "(nothing was found)"
+    passages = open_corpus(corpus).best(query, top_k)
+    return "\n\n".join(f"[{index}] {text}" for index, text in passages) or "(nothing was found)"
 
 
 class Bm25:
@@ -188,23 +188,23 @@ class Bm25:
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
         self._postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        words = [_WORD.findall(text.lower()) for text in texts]
-        mean = sum(map(len, words)) / max(1, len(words)) or 1.0
-        for place, found in enumerate(words):
-            length = 1 - _B + _B * len(found) / mean
-            for word, count in Counter(found).items():
-                self._postings[word].append((place, count * (_K1 + 1) / (count + _K1 * length)))
+        words_of_texts = [_WORD.findall(text.lower()) for text in texts]
+        mean = sum(map(len, words_of_texts)) / max(1, len(texts)) or 1.0
+        for index, words in enumerate(words_of_texts):
+            length = 1 - _B + _B * len(words) / mean
+            for word, count in Counter(words).items():
+                self._postings[word].append((index, count * (_K1 + 1) / (count + _K1 * length)))
 
     def best(self, query: str, count: int) -> list[tuple[int, str]]:
-        """The `count` texts that fit best, with their places; fewer where fewer share a word."""
+        """The `count` texts that fit best, with their numbers; fewer where fewer share a word."""
         scores: Counter[int] = Counter()
         for word in set(_WORD.findall(query.lower())):
             postings = self._postings.get(word, [])
             rarity = math.log(1 + (len(self.texts) - len(postings) + 0.5) / (len(postings) + 0.5))
-            for place, weight in postings:
-                scores[place] += rarity * weight  # type: ignore[assignment]
-        best = heapq.nsmallest(count, scores.items(), key=lambda one: (-one[1], one[0]))
-        return [(place, self.texts[place]) for place, _ in best]
+            for index, weight in postings:
+                scores[index] += rarity * weight  # type: ignore[assignment]
+        best = heapq.nsmallest(count, scores.items(), key=lambda score: (-score[1], score[0]))
+        return [(index, self.texts[index]) for index, _ in best]
 
 
 def open_corpus(path: str) -> Bm25:

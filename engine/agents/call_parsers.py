@@ -15,11 +15,8 @@ from typing import NoReturn, TypeAlias
 from engine.agents.environment_protocol import Action, ToolCall
 from engine.registry import Registry
 
-# What a parser of calls is, their registry, and what they share.
-#
 # A parser reads text that anybody may have written: it raises nothing, and what begins a call and
-# is
-# none becomes a sentence that the model can read.
+# is none becomes a sentence that the model can read.
 
 _LONGEST = 200_000  # characters of a turn that are looked at
 
@@ -78,7 +75,7 @@ def loads(text: str) -> object:
         raise ValueError("it is nested too deeply") from None
 
 
-def call_of(value: object, place: int, arguments: tuple[str, ...] = ("arguments",)) -> ToolCall:
+def call_of(value: object, index: int, arguments: tuple[str, ...] = ("arguments",)) -> ToolCall:
     """A call of JSON such as {"name": "add", "arguments": {"a": 1}}; raise ValueError for none."""
     if not isinstance(value, Mapping):
         raise ValueError(f"a call is an object, not {type(value).__name__}")
@@ -90,7 +87,7 @@ def call_of(value: object, place: int, arguments: tuple[str, ...] = ("arguments"
         given = loads(given)
     if not isinstance(given, Mapping):
         raise ValueError(f'"{arguments[0]}" is an object, not {type(given).__name__}')
-    return ToolCall(name, dict(given), f"call_{place}")
+    return ToolCall(name, dict(given), f"call_{index}")
 
 
 def sentence(error: ValueError, text: str) -> str:
@@ -119,11 +116,11 @@ def hermes(text: str) -> ParsedTurn:
     """
     calls: list[ToolCall] = []
     malformed: list[str] = []
-    for found in _CALL.finditer(text):
+    for match in _CALL.finditer(text):
         try:
-            calls.append(call_of(loads(found.group(1)), len(calls), ("arguments", "parameters")))
+            calls.append(call_of(loads(match.group(1)), len(calls), ("arguments", "parameters")))
         except ValueError as error:
-            malformed.append(sentence(error, found.group(1)))
+            malformed.append(sentence(error, match.group(1)))
     return ParsedTurn(_CALL.sub("", text).strip(), tuple(calls), tuple(malformed))
 
 
@@ -149,9 +146,9 @@ def llama3_json(text: str) -> ParsedTurn:
     body = body.strip()
     if not tag and "<function=" in body:
         return _functions(body)
-    found = _BUILT_IN.match(body)
-    if found:
-        return _built_in(before, *found.groups())
+    match = _BUILT_IN.match(body)
+    if match:
+        return _built_in(before, *match.groups())
     if not tag and not body.startswith("{"):
         return ParsedTurn(text.strip())
     return _objects(before, body)
@@ -167,8 +164,10 @@ def _objects(before: str, body: str) -> ParsedTurn:
             value, end = decoder.raw_decode(rest)
             calls.append(call_of(value, len(calls), ("parameters", "arguments")))
         except (ValueError, RecursionError) as error:
-            told = error if isinstance(error, ValueError) else ValueError("it is nested too deeply")
-            return ParsedTurn(before.strip(), tuple(calls), (sentence(told, rest),))
+            cause = (
+                error if isinstance(error, ValueError) else ValueError("it is nested too deeply")
+            )
+            return ParsedTurn(before.strip(), tuple(calls), (sentence(cause, rest),))
         rest = rest[end:].lstrip("; \n\t")
     return ParsedTurn(before.strip(), tuple(calls))
 
@@ -176,12 +175,12 @@ def _objects(before: str, body: str) -> ParsedTurn:
 def _functions(body: str) -> ParsedTurn:
     calls: list[ToolCall] = []
     malformed: list[str] = []
-    for found in _FUNCTION.finditer(body):
-        name, given = found.groups()
+    for match in _FUNCTION.finditer(body):
+        name, given = match.groups()
         try:
             calls.append(call_of({"name": name, "arguments": loads(given or "{}")}, len(calls)))
         except ValueError as error:
-            malformed.append(sentence(error, found.group()))
+            malformed.append(sentence(error, match.group()))
     return ParsedTurn(_FUNCTION.sub("", body).strip(), tuple(calls), tuple(malformed))
 
 
@@ -193,6 +192,6 @@ def _built_in(before: str, name: str, inside: str) -> ParsedTurn:
             raise ValueError("name each argument")
         given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError) as error:
-        told = ValueError(str(error) or "it is no call")
-        return ParsedTurn(before.strip(), (), (sentence(told, f"{name}.call({inside})"),))
+        cause = ValueError(str(error) or "it is no call")
+        return ParsedTurn(before.strip(), (), (sentence(cause, f"{name}.call({inside})"),))
     return ParsedTurn(before.strip(), (ToolCall(name, given, "call_0"),))

@@ -1,7 +1,15 @@
 """Environments in processes of their own: many at once, none of which can hold up the run.
 
-The run's side: the pool and each process with its calls, deadlines and restarts. What runs in
-the process is `environment_process`.
+    with EnvironmentPool("my_module:MyEnvironment") as pool:
+        episode = pool.open()
+        first = episode.reset(row).result()         # futures: of concurrent.futures, or by
+        after = episode.step(action).result()       # asyncio.wrap_future in a coroutine
+        episode.close()
+
+Every call ends by its deadline, in an observation or in an EnvironmentFailure. An environment that
+hangs, raises or returns what is no observation is replaced; other episodes go on. One that ends its
+process, or keeps it from answering, costs the process: other episodes there fail as `lost`, and
+restart in a new one. What runs in the process is `environment_process`.
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,18 +33,19 @@ from engine.agents.environment_process import (
     EnvironmentAnswer,
     EnvironmentLoaded,
     LoadEnvironment,
+    LoopStuck,
+    OpenEpisode,
 )
 from engine.agents.environment_protocol import (
-    Action,
     EnvironmentFailure,
     FailureCause,
     Observation,
     environment_module,
 )
-from engine.errors import ConfigError, EngineError, EpisodeError
-from engine.rewards.guard import START_S, GuardedProcess, ProcessEnded, TooLate, how_ended
+from engine.errors import ConfigError, EngineError, EpisodeError, WorkerError
+from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
 
-# One process of environments, from the run's end: calls under way, its deadlines, its restarts.
+# One process of environments: calls under way, its deadlines, its restarts.
 
 _GRACE_S = 3.0  # after a deadline, and of silence, until a process is held to be stuck
 _SEND_S = 10.0
@@ -60,8 +69,8 @@ class EnvironmentProcess:
     def __init__(self, load: LoadEnvironment) -> None:
         self.episodes = 0  # that are open, kept by the pool
         self._load = load
-        self._process = GuardedProcess(
-            "engine.agents.environment_process:serve", ("engine.agents.environment_process",)
+        self._process = WorkerProcess(
+            f"environment {load.name!r}", "engine.agents.environment_process:open_service"
         )
         self._inbox: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._woken, self._wake = Pipe(duplex=False)
@@ -120,7 +129,7 @@ class EnvironmentProcess:
 
     def _run(self) -> None:
         while not self._closed:
-            until = min((one.until for one in self._pending.values()), default=float("inf"))
+            until = min((pending.until for pending in self._pending.values()), default=float("inf"))
             self._process.wait(self._woken, min(until, time.monotonic() + 3600.0))
             while self._woken.poll():
                 self._woken.recv_bytes()
@@ -162,36 +171,24 @@ class EnvironmentProcess:
         if self._process.running:
             return True
         loaded: Future[EnvironmentLoaded] = Future()
-        name = self._load.name
-        answer: object
         try:
-            self._process.start()
-            deadline = time.monotonic() + START_S
-            self._process.send(self._load, deadline)
-            answer = self._process.receive(deadline)
-        except TooLate:
-            self._process.end()
-            answer = EpisodeError(f"environment {name!r} was not loaded within {START_S:g} s")
-        except Exception as error:  # options that can't be pickled; no more processes
-            self._process.end()
-            answer = EpisodeError(f"environment {name!r} can't be started: {error}")
-        if isinstance(answer, ProcessEnded):
-            answer = EpisodeError(
-                f"the process of environment {name!r} {how_ended(answer.code)} while it was "
-                "loaded; correct what runs on import"
-            )
-        if isinstance(answer, EnvironmentLoaded):
+            answer = self._process.start(self._load)
+            assert isinstance(answer, EnvironmentLoaded)
             loaded.set_result(answer)
-        else:
-            self._process.end()
-            assert isinstance(answer, EngineError)
-            loaded.set_exception(answer)
+        except WorkerError as error:
+            loaded.set_exception(EpisodeError(str(error)))
+        except EngineError as error:
+            loaded.set_exception(error)
+        except Exception as error:  # options that can't be pickled; no more processes
+            words = f"environment {self._load.name!r} can't be started: {error}"
+            loaded.set_exception(EpisodeError(words))
         first, self._loaded = self._loaded, loaded
         if not first.done():  # somebody waits for it
-            if isinstance(answer, EnvironmentLoaded):
-                first.set_result(answer)
+            error_of_start = loaded.exception()
+            if error_of_start is None:
+                first.set_result(loaded.result())
             else:
-                first.set_exception(answer)
+                first.set_exception(error_of_start)
         self._heard = time.monotonic()
         return self._process.running
 
@@ -202,73 +199,65 @@ class EnvironmentProcess:
                 message = self._process.receive(0.0)
             except TooLate:
                 return
-            except Exception as error:  # no message of ours
-                self._process.end()
-                self._end_calls(f"sent what can't be read ({type(error).__name__})")
-                return
             self._heard = time.monotonic()
             if isinstance(message, ProcessEnded):
-                self._end_calls(how_ended(message.code))
+                self._living.clear()
+                self._fail_all("crashed", f"its process {message.how}", message.stderr)
+            elif isinstance(message, LoopStuck):
+                self._give_up([message.number])
             elif isinstance(message, EnvironmentAnswer):
-                pending = self._pending.pop(message.number, None)
-                if pending is None:
-                    continue
-                if isinstance(message.value, EnvironmentFailure):
-                    if pending.call.kind != "get_state":  # it goes on
-                        self._living.discard(pending.call.episode)
-                    pending.future.set_exception(message.value)
-                else:
-                    pending.future.set_result(message.value)
+                self._answer(message)
+
+    def _answer(self, answer: EnvironmentAnswer) -> None:
+        pending = self._pending.pop(answer.number, None)
+        if pending is None:
+            return
+        if isinstance(answer.value, EnvironmentFailure):
+            if pending.call.kind != "get_state":  # it goes on
+                self._living.discard(pending.call.episode)
+            pending.future.set_exception(answer.value)
+        else:
+            pending.future.set_result(answer.value)
 
     def _check_deadlines(self) -> None:
         """Give a process up that is late, and from which nothing has come for a while."""
         now = time.monotonic()
-        late = [one for one in self._pending.values() if one.until <= now]
+        late = [pending for pending in self._pending.values() if pending.until <= now]
         if not late or now - self._heard < _GRACE_S:
-            for one in late:  # it is at work: look again
-                later = _Pending(one.call, now + _GRACE_S, one.future)
-                self._pending[one.call.number] = later
+            for pending in late:  # it is at work: look again
+                later = _Pending(pending.call, now + _GRACE_S, pending.future)
+                self._pending[pending.call.number] = later
             return
+        self._give_up([pending.call.number for pending in late])
+
+    def _give_up(self, late: Sequence[int]) -> None:
+        """End the process for the calls of these numbers; the others are lost with it."""
         self._process.end()
-        for one in late:
-            del self._pending[one.call.number]
-            self._fail(one, "deadline", f"gave no answer within {one.call.timeout_s:g} s")
         self._living.clear()
+        for number in late:
+            if (pending := self._pending.pop(number, None)) is not None:
+                words = f"gave no answer within {pending.call.timeout_s:g} s"
+                self._fail(pending, "deadline", words)
         self._fail_all("lost", "its process was ended for another episode's sake")
 
-    def _end_calls(self, how: str) -> None:
-        self._living.clear()
-        self._fail_all("crashed", f"its process {how}")
+    def _fail_all(self, cause: FailureCause, words: str, stderr: str = "") -> None:
+        calls, self._pending = self._pending, {}
+        for pending in calls.values():
+            self._fail(pending, cause, words, stderr)
 
-    def _fail_all(self, cause: FailureCause, words: str) -> None:
-        pending, self._pending = self._pending, {}
-        for one in pending.values():
-            self._fail(one, cause, words)
-
-    def _fail(self, pending: _Pending, cause: FailureCause, words: str) -> None:
+    def _fail(self, pending: _Pending, cause: FailureCause, words: str, stderr: str = "") -> None:
         who = f"environment {self._load.name!r}: {pending.call.kind}"
         if not pending.future.done():
-            pending.future.set_exception(EnvironmentFailure(cause, f"{who}: {words}"))
+            failure = EnvironmentFailure(cause, f"{who}: {words}", stderr)
+            pending.future.set_exception(failure)
 
-
-# Environments in processes of their own: many at once, and none that can hold up the run.
-#
-#     with EnvironmentPool("my_module:MyEnvironment") as pool:
-#         episode = pool.open()
-#         first = episode.reset(row).result()         # futures: of concurrent.futures, or by
-#         after = episode.step(action).result()       # asyncio.wrap_future in a coroutine
-#         episode.close()
-#
-# Every call ends by its deadline, in an observation or in an EnvironmentFailure. An environment
-# that
-# hangs, dies, raises or returns what is no observation is replaced; other episodes go on.
 
 OnFailure: TypeAlias = Literal["drop", "score", "fail"]
-_MOST = 8  # processes, unless asked for
+_MOST_PROCESSES = 8  # unless asked for
 
 
 class EnvironmentPool:
-    """Plays episodes of one environment; a context manager.
+    """Processes that play episodes of one environment; a context manager.
 
     Raises ConfigError for an environment that can't be made, and EpisodeError where its process
     ends while it is loaded.
@@ -303,11 +292,11 @@ class EnvironmentPool:
                 "which its own process can't import; move it into a module"
             )
         self.name, self.on_failure = name, on_failure
-        self._timeout_s, self._failure_reward = timeout_s, failure_reward
+        self.timeout_s, self.failure_reward = timeout_s, failure_reward
         load = LoadEnvironment(name, dict(options or {}), plugins)
-        count = processes or min(_MOST, os.cpu_count() or 1)
+        count = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
         self._processes = [EnvironmentProcess(load) for _ in range(count)]
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._opened = 0
         self.failures: Counter[str] = Counter()  # by cause, since the start
         try:
@@ -319,8 +308,8 @@ class EnvironmentPool:
 
     def open(self) -> PooledEpisode:
         """A place for one episode, in the process that has the fewest."""
-        with self._lock:
-            process = min(self._processes, key=lambda one: one.episodes)
+        with self.lock:
+            process = min(self._processes, key=lambda process: process.episodes)
             process.episodes += 1
             self._opened += 1
             return PooledEpisode(self, process, self._opened)
@@ -341,63 +330,40 @@ class EnvironmentPool:
     ) -> None:
         self.close()
 
-    def _left(self, process: EnvironmentProcess) -> None:
-        with self._lock:
-            process.episodes -= 1
 
-    def _count(self, failure: EnvironmentFailure) -> None:
-        with self._lock:
-            self.failures[failure.cause] += 1
-
-
-class PooledEpisode:
-    """One episode at a time, and the environment that plays it; `pool.open` makes them."""
+class PooledEpisode(OpenEpisode):
+    """An episode of a pool's process; `pool.open` makes them."""
 
     def __init__(self, pool: EnvironmentPool, process: EnvironmentProcess, number: int) -> None:
         self._pool, self._process, self._number = pool, process, number
         self._closed = False
 
-    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
-        """Begin the episode of a row, also after a failure."""
-        return self._call("reset", dict(row))
-
-    def step(self, action: Action) -> Future[Observation]:
-        """Answer a turn of the policy."""
-        return self._call("step", action)
-
-    def get_state(self) -> Future[bytes]:
-        """The state between turns, for `set_state`; only where the pool is `resumable`."""
-        return self._call("get_state", None)
-
-    def set_state(self, state: bytes) -> Future[None]:
-        """Continue an episode, of this or of another pool, in place of `reset`."""
-        return self._call("set_state", state)
-
     def close(self) -> None:
-        """Give the environment back; it plays other episodes."""
         if not self._closed:
             self._closed = True
             self._process.leave(self._number)
-            self._pool._left(self._process)
+            with self._pool.lock:
+                self._process.episodes -= 1
 
     def _call(self, kind: CallKind, value: object) -> Future[Any]:
-        asked = self._process.call(self._number, kind, value, self._pool._timeout_s)
-        told: Future[Any] = Future()
-        asked.add_done_callback(lambda done: self._tell(kind, done, told))
-        return told
+        answer = self._process.call(self._number, kind, value, self._pool.timeout_s)
+        future: Future[Any] = Future()
+        answer.add_done_callback(lambda done: self._pass_on(kind, done, future))
+        return future
 
-    def _tell(self, kind: CallKind, done: Future[object], told: Future[object]) -> None:
+    def _pass_on(self, kind: CallKind, answer: Future[object], future: Future[object]) -> None:
         """Pass an answer on; a failure as the pool's policy says."""
-        failure = done.exception()
-        if not told.set_running_or_notify_cancel():
+        failure = answer.exception()
+        if not future.set_running_or_notify_cancel():
             return
         if failure is None:
-            told.set_result(done.result())
+            future.set_result(answer.result())
             return
         if isinstance(failure, EnvironmentFailure):
-            self._pool._count(failure)
+            with self._pool.lock:
+                self._pool.failures[failure.cause] += 1
             if kind == "step" and self._pool.on_failure == "score":
                 info = {"failure": failure.cause}
-                told.set_result(Observation((), self._pool._failure_reward, True, info))
+                future.set_result(Observation((), self._pool.failure_reward, True, info))
                 return
-        told.set_exception(failure)
+        future.set_exception(failure)

@@ -1,6 +1,10 @@
-"""The program of a process of environments: many of them in one loop, each call with a deadline.
+"""The environments of an event loop, and the process that runs one.
 
-The run's side is `environment_pool`. Imports neither torch nor pydantic.
+`EnvironmentHost` has many environments in a loop, and a deadline for each call; the rollout's own
+process may have one (`agent_loop`). `open_service` makes what runs in a process of environments:
+`environment_pool` has the run's side, `engine.worker_process` the process. A call that waits ends
+at its deadline, and costs its own episode. Code that keeps the loop from going on can't be stopped:
+it is reported, and the run ends the process. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -8,19 +12,22 @@ from __future__ import annotations
 import asyncio
 import pickle
 import queue
-import signal
 import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from engine.agents.environment_protocol import (
+    Action,
     Environment,
     EnvironmentFailure,
+    Observation,
     checked_observation,
     environment_class,
     is_resumable,
@@ -30,10 +37,10 @@ from engine.agents.environment_protocol import (
 from engine.errors import ConfigError, EngineError
 from engine.registry import import_plugins
 
-T = TypeVar("T")
 CallKind: TypeAlias = Literal["reset", "step", "get_state", "set_state", "leave"]
-_REPEAT_S = 0.1  # of the alarm, for code that catches everything
-_CLOSE_S = 5.0
+_TICK_S = 0.1  # between two signs of life of the loop
+_STUCK_S = 1.0  # without one, after the deadline of the call that runs, until it is reported
+CLOSE_S = 5.0  # for an environment to close
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ class LoadEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentLoaded:
-    """Answers `LoadEnvironment`; a ConfigError in its place says why there is none."""
+    """Answers `LoadEnvironment`."""
 
     tools: list[dict[str, object]]
     resumable: bool
@@ -72,80 +79,187 @@ class EnvironmentAnswer:
     value: object
 
 
-class Interrupted(BaseException):
-    """The alarm: an environment's code has kept the loop beyond its deadline."""
+@dataclass(frozen=True, slots=True)
+class LoopStuck:
+    """A call's code keeps the loop beyond its deadline, so that no other goes on."""
+
+    number: int  # of the call; 0 where that has been given up before
 
 
-def serve(channel: Connection) -> None:
-    """Load the environment's class, then answer calls until the other end closes."""
-    try:
-        load: LoadEnvironment = channel.recv()
-    except EOFError:
-        return
+class OpenEpisode:
+    """A place for one episode at a time, and the environment that plays it.
+
+    A call that fails raises EnvironmentFailure by its future.
+    """
+
+    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
+        """Begin the episode of a row, also after a failure."""
+        return self._call("reset", dict(row))
+
+    def step(self, action: Action) -> Future[Observation]:
+        """Answer a turn of the policy."""
+        return self._call("step", action)
+
+    def get_state(self) -> Future[bytes]:
+        """The state between turns; only of environments that are resumable. It costs no episode."""
+        return self._call("get_state", None)
+
+    def set_state(self, state: bytes) -> Future[None]:
+        """Continue an episode, of this or of another process, in place of `reset`."""
+        return self._call("set_state", state)
+
+    def close(self) -> None:
+        """Give the environment back; it plays other episodes, unless it failed."""
+        self._call("leave", None)
+
+    def _call(self, kind: CallKind, value: object) -> Future[Any]:
+        raise NotImplementedError
+
+
+class EnvironmentHost:
+    """The environments of an event loop, by the episodes that they play."""
+
+    def __init__(self, name: str, make: Callable[[], Environment]) -> None:
+        """`make` is called now, and whenever all are playing; failures call them by `name`."""
+        self._name, self._make = name, make
+        first = make()
+        self.tools, self.resumable = tool_schemas(first), is_resumable(first)
+        self._idle = [first]
+        self._playing: dict[int, Environment] = {}
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self.under_way: dict[asyncio.Task[object], tuple[int, float]] = {}  # number, deadline
+
+    async def call(self, call: CallEnvironment) -> object:
+        """The call's checked result, in time; raise EnvironmentFailure for anything else.
+
+        An environment that failed is replaced, unless it just couldn't give its state.
+        """
+        if call.kind == "leave":
+            environment = self._playing.pop(call.episode, None)
+            if environment is not None:
+                self._idle.append(environment)
+            return None
+        try:
+            return await self._result(call)
+        except EnvironmentFailure:
+            if call.kind != "get_state" and call.episode in self._playing:
+                closing = asyncio.create_task(_close(self._playing.pop(call.episode)))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+            raise
+
+    async def close(self) -> None:
+        """Close the environments that play nothing."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*map(_close, idle), *self._closing)
+
+    async def _result(self, call: CallEnvironment) -> object:
+        who = f"{self._name}: {call.kind}"
+        task = asyncio.create_task(self._run(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self.under_way[task] = call.number, time.monotonic() + call.timeout_s
+        await asyncio.wait({task}, timeout=call.timeout_s)
+        del self.under_way[task]
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            words = f"{who} gave no answer within {call.timeout_s:g} s"
+            raise EnvironmentFailure("deadline", words)
+        if task.cancelled():
+            raise EnvironmentFailure("raised", f"{who} was cancelled by its own code")
+        error = task.exception()
+        if isinstance(error, EnvironmentFailure):
+            raise error
+        if error is not None:
+            raise EnvironmentFailure.of(who, error)
+        if call.kind in ("reset", "step"):
+            return checked_observation(who, task.result())
+        return task.result()
+
+    async def _run(self, call: CallEnvironment) -> object:
+        if call.kind in ("reset", "set_state") and call.episode not in self._playing:
+            self._playing[call.episode] = self._idle.pop() if self._idle else self._make()
+        environment: Any = self._playing.get(call.episode)
+        if environment is None:
+            raise EnvironmentFailure("lost", "the episode has no environment; reset it first")
+        try:
+            if call.kind == "get_state":
+                return pickle.dumps(environment.get_state())
+            if call.kind == "set_state":
+                environment.set_state(pickle.loads(call.value))
+                return None
+            method = environment.reset if call.kind == "reset" else environment.step
+            return await method(call.value)
+        except (SystemExit, KeyboardInterrupt) as stop:  # asyncio would end the process with it
+            raise RuntimeError(f"{type(stop).__name__}: {stop}") from stop
+
+
+async def _close(environment: Environment) -> None:
+    """Close an environment that nobody plays with again, whatever it says to that."""
+    with suppress(Exception, SystemExit, KeyboardInterrupt):
+        await asyncio.wait_for(environment.close(), CLOSE_S)
+
+
+def open_service(load: LoadEnvironment, channel: Connection) -> EnvironmentService:
+    """Load the environment's class, and make a first one."""
+    name = f"environment {load.name!r}"
     try:
         if ":" not in load.name:
             import_plugins(load.plugins)
         environment_class(load.name)
-        first = make_environment(load.name, load.options)
-        loaded = EnvironmentLoaded(tool_schemas(first), is_resumable(first))
-    except EngineError as error:
-        channel.send(ConfigError(str(error)))
-        return
+        host = EnvironmentHost(name, partial(make_environment, load.name, load.options))
+    except EngineError:
+        raise
     except Exception as error:  # a user's class may fail in any way
-        told = EnvironmentFailure.of(f"environment {load.name!r}", error)
-        channel.send(ConfigError(f"{told}; it must be made without an error"))
-        return
-    channel.send(loaded)
-    asyncio.run(_Host(channel, load, first).run())
+        failure = EnvironmentFailure.of(name, error)
+        raise ConfigError(f"{failure}; it must be made without an error") from error
+    return EnvironmentService(host, channel)
 
 
-class _Host:
-    """The environments of this process, by the episodes that they play."""
+class EnvironmentService:
+    """Answers calls in a process of environments."""
 
-    def __init__(self, channel: Connection, load: LoadEnvironment, first: Environment) -> None:
-        self._channel, self._load = channel, load
-        self._idle = [first]
-        self._playing: dict[int, Environment] = {}
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._closed = asyncio.Event()
-        self._inside = False
-        self._answers: queue.SimpleQueue[EnvironmentAnswer] = queue.SimpleQueue()
+    def __init__(self, host: EnvironmentHost, channel: Connection) -> None:
+        self._host, self._channel = host, channel
+        self.loaded = EnvironmentLoaded(host.tools, host.resumable)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: queue.SimpleQueue[EnvironmentAnswer | LoopStuck] = queue.SimpleQueue()
+        self._alive = time.monotonic()  # when the loop went on last
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        signal.signal(signal.SIGALRM, self._alarm)
-        # On a thread: the run may be sending, too, and reads nothing meanwhile.
+    def run(self) -> None:
+        """Answer calls until the other end closes."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
+        # On threads: the run may be sending, too, and reads nothing meanwhile.
         threading.Thread(target=self._send, name="answers", daemon=True).start()
+        threading.Thread(target=self._watch, args=(loop,), name="watch", daemon=True).start()
         loop.add_reader(self._channel.fileno(), self._read)
-        await self._closed.wait()
+        while not self._closed.is_set():
+            self._alive = time.monotonic()
+            await asyncio.sleep(_TICK_S)
 
     def _read(self) -> None:
         try:
             call: CallEnvironment = self._channel.recv()
         except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._closed.set()
             return
-        if call.kind == "leave":
-            environment = self._playing.pop(call.episode, None)
-            if environment is not None:
-                self._idle.append(environment)
-            return
-        self._start(self._answer(call))
-
-    def _start(self, coroutine: Coroutine[object, object, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(coroutine)
+        task = asyncio.get_running_loop().create_task(self._answer(call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _answer(self, call: CallEnvironment) -> None:
         try:
-            value = await self._called(call)
+            value = await self._host.call(call)
         except EnvironmentFailure as failure:
             value = failure
-            if call.kind != "get_state":  # an episode that can't be saved goes on
-                self._replace(call.episode)
-        self._answers.put(EnvironmentAnswer(call.number, value))
+        if call.kind != "leave":
+            self._answers.put(EnvironmentAnswer(call.number, value))
 
     def _send(self) -> None:
         while True:
@@ -156,108 +270,18 @@ class _Host:
                 return
             sys.stdout.flush()
 
-    async def _called(self, call: CallEnvironment) -> object:
-        """The call's checked result, in time; raise EnvironmentFailure for anything else."""
-        who = f"environment {self._load.name!r}: {call.kind}"
-        until = time.monotonic() + call.timeout_s
-        task = self._start(self._driven(self._do(call), until))
-        await asyncio.wait({task}, timeout=call.timeout_s)
-        late = EnvironmentFailure("deadline", f"{who} gave no answer within {call.timeout_s:g} s")
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(_seen)
-            raise late
-        if task.cancelled():
-            raise EnvironmentFailure("raised", f"{who} was cancelled by its own code")
-        error = task.exception()
-        if isinstance(error, Interrupted):
-            raise late
-        if isinstance(error, EnvironmentFailure):
-            raise error
-        if error is not None:
-            raise EnvironmentFailure.of(who, error)
-        if call.kind in ("reset", "step"):
-            return checked_observation(who, task.result())
-        return task.result()
-
-    async def _do(self, call: CallEnvironment) -> object:
-        if call.kind in ("reset", "set_state") and call.episode not in self._playing:
-            made = self._idle.pop() if self._idle else None
-            made = made or make_environment(self._load.name, self._load.options)
-            self._playing[call.episode] = made
-        environment: Any = self._playing.get(call.episode)
-        if environment is None:
-            raise EnvironmentFailure("lost", "the episode has no environment; reset it first")
-        if call.kind == "get_state":
-            return pickle.dumps(environment.get_state())
-        if call.kind == "set_state":
-            environment.set_state(pickle.loads(call.value))
-            return None
-        return await (environment.reset if call.kind == "reset" else environment.step)(call.value)
-
-    async def _driven(self, coroutine: Coroutine[object, object, T], until: float) -> T:
-        """Run a coroutine with an alarm on whatever it does between two waits."""
-        return await self._alarmed(coroutine, until)
-
-    @types.coroutine
-    def _alarmed(
-        self, coroutine: Coroutine[object, object, T], until: float
-    ) -> Generator[object, object, T]:
-        step: Callable[[], object] = lambda: coroutine.send(None)  # noqa: E731
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Report a loop that doesn't go on though the deadline of a call has passed."""
         while True:
-            try:
-                self._inside = True
-                left = max(until - time.monotonic(), 0.001)
-                signal.setitimer(signal.ITIMER_REAL, left, _REPEAT_S)
-                waited = step()
-            except StopIteration as end:
-                return end.value
-            except SystemExit as stop:  # asyncio would end the process with it
-                raise RuntimeError(f"SystemExit: {stop.code}") from stop
-            except KeyboardInterrupt as stop:
-                raise RuntimeError("KeyboardInterrupt") from stop
-            finally:
-                self._inside = False
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            try:
-                sent = yield waited
-            except GeneratorExit:
-                coroutine.close()
-                raise
-            except BaseException as error:  # a cancellation is the coroutine's to see
-                step = _throwing(coroutine, error)
-            else:
-                step = _sending(coroutine, sent)
-
-    def _alarm(self, *_: object) -> None:
-        if self._inside:
-            raise Interrupted
-
-    def _replace(self, episode: int) -> None:
-        """Forget an environment that failed; it is closed, if it can be."""
-        environment = self._playing.pop(episode, None)
-        if environment is not None:
-            until = time.monotonic() + _CLOSE_S
-            task = self._start(self._driven(_closing(environment), until))
-            task.add_done_callback(_seen)
-            asyncio.get_running_loop().call_later(_CLOSE_S, task.cancel)
-
-
-async def _closing(environment: Environment) -> None:
-    await environment.close()
-
-
-def _sending(coroutine: Coroutine[object, object, object], value: object) -> Callable[[], object]:
-    return lambda: coroutine.send(value)
-
-
-def _throwing(
-    coroutine: Coroutine[object, object, object], error: BaseException
-) -> Callable[[], object]:
-    return lambda: coroutine.throw(error)
-
-
-def _seen(task: asyncio.Task[object]) -> None:
-    """What a call that was given up ends with matters to nobody."""
-    if not task.cancelled():
-        task.exception()
+            time.sleep(_TICK_S)
+            alive, now = self._alive, time.monotonic()
+            calls, running = self._host.under_way.copy(), asyncio.current_task(loop)
+            if running is None or all(until > now for _, until in calls.values()):
+                continue
+            number, until = calls.get(running, (0, now))
+            if until > now:
+                continue
+            time.sleep(_STUCK_S)
+            if self._alive == alive:
+                self._answers.put(LoopStuck(number))
+                return

@@ -1,7 +1,14 @@
 """What an environment is: an episode's other side, which answers the policy turn by turn.
 
-The protocol and its messages, the registry of environments by name, why one gave no
-observation, and what an observation must be. Imports neither torch nor pydantic.
+    observation = await environment.reset(row)        # first messages, or none: the row's prompt
+    while not observation.done:
+        action = …                                    # what the policy wrote in its turn
+        observation = await environment.step(action)  # what it reads next, and the turn's reward
+    await environment.close()
+
+One instance plays one episode at a time and may be reset for the next. Text becomes tokens
+elsewhere: environments read and write messages. `environment_pool` runs them in processes of their
+own. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -15,18 +22,8 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from engine.errors import ConfigError, EpisodeError
 from engine.registry import Options, Registry
-
-# What an environment is: an episode's other side, which answers the policy turn by turn.
-#
-#     observation = await environment.reset(row)        # first messages, or none: the row's prompt
-#     while not observation.done:
-#         action = …                                    # what the policy wrote in its turn
-#         observation = await environment.step(action)  # what it reads next, and the turn's reward
-#     await environment.close()
-#
-# One instance plays one episode at a time and may be reset for the next. Text becomes tokens
-# elsewhere: environments read and write messages. `registry` has environments by name, `pool` runs
-# them in processes of their own.
+from engine.rewards.calls import text_of
+from engine.rewards.reward_function import float32_or_nan
 
 Message: TypeAlias = Mapping[str, Any]
 """As chat templates read it: {"role": "user", "content": "What is 2+3?"}; an assistant's may have
@@ -98,7 +95,7 @@ class Environment(Protocol):
 class ResumableEnvironment(Protocol):
     """An environment whose episode can be saved between turns and continued by another instance.
 
-    Without both methods an interrupted episode is begun again from its row.
+    Without both methods an interrupted episode restarts from its row.
     """
 
     def get_state(self) -> object:
@@ -118,8 +115,8 @@ def is_resumable(environment: object) -> bool:
 def tool_schemas(environment: object) -> list[dict[str, object]]:
     """The JSON schemas of an environment's tools; empty for one without any."""
     tools = getattr(environment, "tools", None)
-    found: Sequence[Mapping[str, object]] = () if tools is None else tools()
-    return [dict(schema) for schema in found]
+    schemas: Sequence[Mapping[str, object]] = () if tools is None else tools()
+    return [dict(schema) for schema in schemas]
 
 
 # Why an environment gave no observation, and what an observation must be.
@@ -129,7 +126,6 @@ FailureCause: TypeAlias = Literal[
 ]
 """`crashed`: its process ended in the call. `lost`: its process ended for another's sake."""
 
-_LARGEST = 3.4028234e38  # of float32, in which rewards travel
 _DEEPEST = 20
 _LONGEST_TRACEBACK = 8000  # characters
 
@@ -149,11 +145,7 @@ class EnvironmentFailure(EpisodeError):
     def of(cls, who: str, error: BaseException) -> EnvironmentFailure:
         """The failure of an environment's call that raised."""
         text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
-        try:
-            words = " ".join(str(error).split())[:300]
-        except Exception as failed:  # a user's exception may fail in any way
-            words = f"(its text can't be made: {type(failed).__name__})"
-        return cls("raised", f"{who} raised {type(error).__name__}: {words}", text)
+        return cls("raised", f"{who} raised {type(error).__name__}: {text_of(error)}", text)
 
 
 def checked_observation(who: str, value: object) -> Observation:
@@ -164,15 +156,15 @@ def checked_observation(who: str, value: object) -> Observation:
             f"{who} returned {type(value).__name__}; return an Observation of "
             "engine.agents.environment_protocol",
         )
-    reward = _number(value.reward)
-    if not abs(reward) <= _LARGEST:
+    reward = float32_or_nan(value.reward)
+    if math.isnan(reward):
         raise EnvironmentFailure(
             "not_finite",
             f"{who} returned reward {value.reward!r:.100}; it must be a finite float",
         )
     try:
-        messages = tuple(_message(one) for one in value.messages)
-        info = {str(key): _told(one) for key, one in dict(value.info).items()}
+        messages = tuple(_message(entry) for entry in value.messages)
+        info = {str(key): _plain_or_text(entry) for key, entry in dict(value.info).items()}
         done = bool(value.done)
     except (TypeError, ValueError) as error:
         raise EnvironmentFailure(
@@ -186,9 +178,9 @@ def _message(message: object) -> Message:
         raise ValueError('a message is a mapping with "role" and "content"')
     if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
         raise ValueError(f"the content of a {message['role']!r} message is no text")
-    found = plain(message)
-    assert isinstance(found, dict)
-    return found
+    fields = plain(message)
+    assert isinstance(fields, dict)
+    return fields
 
 
 def plain(value: object, depth: int = 0) -> object:
@@ -198,9 +190,9 @@ def plain(value: object, depth: int = 0) -> object:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(one, depth + 1) for key, one in value.items()}
+        return {str(key): plain(entry, depth + 1) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one, depth + 1) for one in value]
+        return [plain(entry, depth + 1) for entry in value]
     if isinstance(value, str):
         return str(value)
     if hasattr(value, "tolist"):
@@ -208,7 +200,7 @@ def plain(value: object, depth: int = 0) -> object:
     raise ValueError(f"{type(value).__name__} is no plain value")
 
 
-def _told(value: object) -> object:
+def _plain_or_text(value: object) -> object:
     """An entry of `info`: plain, or else its text, as nothing depends on it."""
     try:
         return plain(value)
@@ -216,17 +208,7 @@ def _told(value: object) -> object:
         return repr(value)[:200]
 
 
-def _number(value: Any) -> float:
-    try:
-        return math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception:  # any object may be here, and fail in its own way
-        return math.nan
-
-
-# Environments by name.
-#
-# Adding one: a module in `engine/agents/environments`, or a plugin of yours, whose class carries
-# `@register_environment("name")`. Its options are the keyword-only parameters with defaults of its
+# Environments by name. The options of one are the keyword-only parameters with defaults of its
 # `__init__`. `package.module:Class` names one that is registered in its module.
 
 _C = TypeVar("_C", bound=Callable[..., Any])
@@ -235,7 +217,7 @@ _METHODS = ("reset", "step", "close")
 _registry: Registry[Callable[..., Environment]] = Registry(
     "environment",
     "rollout.agent.environment.name",
-    ("engine.agents.environments", "engine.agents.example_environments"),
+    ("engine.agents.environments",),
     "@register_environment(name)",
 )
 
@@ -274,10 +256,10 @@ def make_environment(name: str, options: Mapping[str, object] | None = None) -> 
     Raises ConfigError where there is none, and for an option that it doesn't declare.
     """
     made = environment_class(name)
-    given = Options(f"environment {name!r}", made).parse(
+    parsed = Options(f"environment {name!r}", made).parse(
         options or {}, "rollout.agent.environment.options"
     )
-    return made(**given)
+    return made(**parsed)
 
 
 def environment_module(name: str) -> str:

@@ -1,7 +1,7 @@
 """The environments that are shipped.
 
 One that answers calls of tools until the policy answers without one, and those of other
-libraries: Gymnasium, OpenEnv and verifiers. Demonstration tasks are in `example_environments`.
+libraries: Gymnasium, OpenEnv and verifiers. Demonstration tasks are in the package `examples`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from engine.errors import ConfigError, EpisodeError
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
-
-
-# An environment that answers calls of tools until the policy answers without one.
 
 
 @register_environment("tools")
@@ -83,12 +80,12 @@ class ToolEnvironment:
         return Observation(done=True, info={"calls": self.calls})
 
     async def results(self, action: Action) -> tuple[Message, ...]:
-        """The tool messages that answer a turn's calls, side by side, in their order."""
+        """Run a turn's calls side by side; return the tool messages that answer them, in order."""
         run, left = action.tool_calls[: self._max_calls], action.tool_calls[self._max_calls :]
-        found = await asyncio.gather(*(answer(self._tools, call, self._limits) for call in run))
+        answers = await asyncio.gather(*(answer(self._tools, call, self._limits) for call in run))
         refused = f"error: at most {self._max_calls} calls a turn are run"
         return (
-            *found,
+            *answers,
             *(tool_message(refused, call) for call in left),
             *(
                 tool_message(f"error: {shorten(text, self._limits.max_output)}")
@@ -106,19 +103,16 @@ class ToolEnvironment:
         self.row, self.calls = state["row"], state["calls"]
 
 
-# Environments with Gymnasium's interface, in text: `reset(seed=…)`, and `step` in five parts.
-#
-# The package `gymnasium` is needed, and loaded, only where an environment is named by its id.
-
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 @register_environment("gymnasium")
 class GymnasiumEnvironment:
-    """What it shows is a user's message; the policy's text becomes one of its actions.
+    """An environment with Gymnasium's interface, in text.
 
-    The row's prompt comes first, then the first observation, where the row has a prompt. The seed
-    is the row's `extra_info.seed`, or its `index`, so that a group plays one episode.
+    What it shows is a user's message; the policy's text becomes one of its actions. The row's
+    prompt comes first, where it has one, then the first observation. The seed is the row's
+    `extra_info.seed`, or its `index`, so that a group plays one episode.
     """
 
     def __init__(
@@ -145,7 +139,7 @@ class GymnasiumEnvironment:
                 "environment 'gymnasium' needs options.id, and max_turns of at least 1"
             )
         self._env: Any = _made(id, dict(arguments or {}))
-        self._actions = [one.lower() for one in actions]
+        self._actions = [word.lower() for word in actions]
         self._show: Callable[[object], object] = _function(show) if show else str
         self._read = _function(read) if read else self._action_of
         self._max_turns, self._invalid_reward = max_turns, invalid_reward
@@ -156,7 +150,7 @@ class GymnasiumEnvironment:
         seed = about.get("seed", about.get("index"))
         seen, info = self._env.reset(seed=None if seed is None else int(seed))
         self._turns = 0
-        prompt: list[Message] = [dict(one) for one in row.get("prompt") or ()]
+        prompt: list[Message] = [dict(message) for message in row.get("prompt") or ()]
         return Observation((*prompt, self._message(seen)), info=dict(info))
 
     async def step(self, action: Action) -> Observation:
@@ -165,8 +159,8 @@ class GymnasiumEnvironment:
         try:
             chosen = self._read(action.text)
         except ValueError as error:
-            told = {"role": "user", "content": f"That is no action: {error}"}
-            return Observation((told,), self._invalid_reward, cut, {"invalid": True})
+            message = {"role": "user", "content": f"That is no action: {error}"}
+            return Observation((message,), self._invalid_reward, cut, {"invalid": True})
         seen, reward, terminated, truncated, info = self._env.step(chosen)
         done = bool(terminated or truncated) or cut
         told_info = {**dict(info), "terminated": bool(terminated), "turns": self._turns}
@@ -180,20 +174,21 @@ class GymnasiumEnvironment:
 
     def _action_of(self, text: str) -> str | int | float:
         if self._actions:
-            places = {text.lower().rfind(word): i for i, word in enumerate(self._actions)}
-            last = max(places)
+            positions = {text.lower().rfind(word): i for i, word in enumerate(self._actions)}
+            last = max(positions)
             if last < 0:
                 raise ValueError(f"name one of {', '.join(self._actions)}")
-            return places[last]
+            return positions[last]
         space = getattr(self._env, "action_space", None)
         if type(space).__name__ == "Text":
             return text
         numbers = _NUMBER.findall(text)
         if not numbers:
             raise ValueError("give a number")
-        whole = type(space).__name__ == "Discrete"
-        value = int(float(numbers[-1])) if whole or "." not in numbers[-1] else float(numbers[-1])
-        if whole and not space.contains(value):  # type: ignore[union-attr]
+        discrete = type(space).__name__ == "Discrete"
+        number = float(numbers[-1])
+        value = int(number) if discrete or "." not in numbers[-1] else number
+        if discrete and not space.contains(value):  # type: ignore[union-attr]
             raise ValueError(f"{value} is not in {space}")
         return value
 
@@ -220,33 +215,33 @@ def _function(path: str) -> Callable[..., object]:
     """What stands at `package.module:attribute`."""
     module, _, attribute = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        target = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"rollout.agent.environment.options: {path!r} can't be imported ({error})"
         ) from error
-    if not callable(found):
+    if not callable(target):
         raise ConfigError(
-            f"rollout.agent.environment.options: {path!r} is {found!r}, which can't be called"
+            f"rollout.agent.environment.options: {path!r} is {target!r}, which can't be called"
         )
-    return found
+    return target
 
 
-# Environments behind an OpenEnv server (`openenv-core`), a session of its WebSocket each.
+# The messages of an OpenEnv server (`openenv-core`):
 #
 #     {"type": "reset", "data": {"seed": 7}}            → {"type": "observation", "data": {…}}
 #     {"type": "step", "data": {"message": "hello"}}    → {"type": "observation", "data": {…}}
 #
-# with data {"observation": {…}, "reward": …, "done": …}. Plain HTTP has no sessions there. The
-# package `websockets` is needed, and none of OpenEnv's.
+# with data {"observation": {…}, "reward": …, "done": …}. Plain HTTP has no sessions there.
 
 _LARGEST = 16 << 20  # bytes of a message
 
 
 @register_environment("openenv")
 class OpenEnvEnvironment:
-    """What the server shows is a user's message; the policy's text is a field of its action.
+    """An environment behind an OpenEnv server, in a session of its WebSocket.
 
+    What the server shows is a user's message; the policy's text is a field of its action.
     The row's prompt comes first, then the first observation. The seed is the row's
     `extra_info.seed`, or its `index`.
     """
@@ -283,7 +278,7 @@ class OpenEnvEnvironment:
         about = row.get("extra_info") or {}
         seed = about.get("seed", about.get("index"))
         seen = await self._asked("reset", {} if seed is None else {"seed": int(seed)})
-        prompt: list[Message] = [dict(one) for one in row.get("prompt") or ()]
+        prompt: list[Message] = [dict(message) for message in row.get("prompt") or ()]
         shown = self._observation(seen)
         return Observation((*prompt, *shown.messages), shown.reward, shown.done, shown.info)
 
@@ -306,8 +301,8 @@ class OpenEnvEnvironment:
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
             raise EpisodeError(f"the OpenEnv server answered {str(answer)[:200]!r}")
         if answer.get("type") != "observation":
-            told = answer["data"]
-            words = f"{told.get('code', '')} {told.get('message', told)}".strip()
+            refusal = answer["data"]
+            words = f"{refusal.get('code', '')} {refusal.get('message', refusal)}".strip()
             raise EpisodeError(f"the OpenEnv server refused {kind}: {words[:300]}")
         return answer["data"]
 
@@ -344,15 +339,9 @@ class OpenEnvEnvironment:
                     f"{', '.join(seen)}, so correct options.observation_fields"
                 )
             return "\n".join(str(seen[name]) for name in self._fields)
-        texts = [one for one in seen.values() if isinstance(one, str)]
+        texts = [value for value in seen.values() if isinstance(value, str)]
         return texts[0] if len(texts) == 1 else json.dumps(seen, ensure_ascii=False)
 
-
-# Environments of the package `verifiers`, unchanged: those of its `load_environment` (0.1.14).
-#
-# Those drive the model themselves, through a client. Ours hands each request over as an
-# observation
-# and answers it with the policy's next turn, so that the transcript stays one of the very ids.
 
 _TAKEN = (signal.SIGINT, signal.SIGTERM)  # signals that it handles itself, with an exit
 _INSTALL = "docs/agents.md says how to install it"
@@ -360,8 +349,11 @@ _INSTALL = "docs/agents.md says how to install it"
 
 @register_environment("verifiers")
 class VerifiersEnvironment:
-    """The row's `extra_info` names an example of the environment's own data set (`split`, `index`).
+    """An environment of the package `verifiers`, unchanged: of its `load_environment` (0.1.14).
 
+    It drives the model itself, through a client. Ours hands each request over as an observation and
+    answers it with the policy's next turn, so that the transcript stays one of the very ids. The
+    row's `extra_info` names an example of the environment's own data set (`split`, `index`).
     `verifiers_rows` makes such rows. The rubric's reward comes with the last turn, and its metrics
     are the episode's `info`.
     """
@@ -416,13 +408,13 @@ class VerifiersEnvironment:
     async def _observed(self) -> Observation:
         """What the rollout asks next, or how it ended."""
         assert self._rollout is not None, "reset comes first"
-        asked = asyncio.create_task(self._turns.asked())
+        request = asyncio.create_task(self._turns.asked())
         try:
-            await asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done():
-                return Observation(tuple(map(_plain_message, asked.result())))
+            await asyncio.wait({request, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
+            if request.done():
+                return Observation(tuple(map(_plain_message, request.result())))
         finally:
-            asked.cancel()
+            request.cancel()
         ended = self._rollout.result()
         if ended["error"] is not None:
             raise EpisodeError(f"environment {self._id!r} ended with {str(ended['error'])[:500]}")
@@ -488,12 +480,12 @@ def verifiers_rows(
     return [
         {
             "data_source": id,
-            "prompt": [_plain_message(one) for one in examples[place]["prompt"]],
+            "prompt": [_plain_message(message) for message in examples[index]["prompt"]],
             "ability": "verifiers",
-            "reward_model": {"style": "rule", "ground_truth": str(examples[place].get("answer"))},
-            "extra_info": {"split": split, "index": place},
+            "reward_model": {"style": "rule", "ground_truth": str(examples[index].get("answer"))},
+            "extra_info": {"split": split, "index": index},
         }
-        for place in range(len(examples) if count < 0 else min(count, len(examples)))
+        for index in range(len(examples) if count < 0 else min(count, len(examples)))
     ]
 
 
@@ -513,7 +505,7 @@ def _loaded(id: str, arguments: str) -> Any:
             f"verifiers {verifiers.__version__} has no load_environment that works here ({error}); "
             f"0.1.14 has: {_INSTALL}"
         ) from error
-    kept = {kind: signal.getsignal(kind) or signal.SIG_DFL for kind in _TAKEN}
+    handlers = {kind: signal.getsignal(kind) or signal.SIG_DFL for kind in _TAKEN}
     try:
         return load(id, **json.loads(arguments))
     except Exception as error:  # a package of others
@@ -522,7 +514,7 @@ def _loaded(id: str, arguments: str) -> Any:
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            for kind, handler in kept.items():
+            for kind, handler in handlers.items():
                 signal.signal(kind, handler)
 
 
@@ -591,20 +583,20 @@ def _schema(tool: Any) -> dict[str, object]:
 def _plain_message(message: Any) -> Message:
     """A message of theirs as chat templates read it; EpisodeError for one that is not text."""
     plain = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
-    found = {key: value for key, value in plain.items() if value is not None}
-    content = found.get("content", "")
+    fields = {key: value for key, value in plain.items() if value is not None}
+    content = fields.get("content", "")
     if not isinstance(content, str):
         if any(part.get("type") != "text" for part in content):
             raise EpisodeError("the environment shows more than text, which can't be sampled from")
         content = "\n".join(part["text"] for part in content)
-    calls = [_template_call(call) for call in found.get("tool_calls") or ()]
-    return {**found, "content": content} | ({"tool_calls": calls} if calls else {})
+    calls = [_template_call(call) for call in fields.get("tool_calls") or ()]
+    return {**fields, "content": content} | ({"tool_calls": calls} if calls else {})
 
 
 def _template_call(call: Mapping[str, Any]) -> dict[str, object]:
     """A call with its arguments as a mapping."""
-    given = call.get("function", call)
-    arguments = given["arguments"]
+    called = call.get("function", call)
+    arguments = called["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    function = {"name": given["name"], "arguments": arguments}
+    function = {"name": called["name"], "arguments": arguments}
     return {"type": "function", "id": call.get("id", ""), "function": function}

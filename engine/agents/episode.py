@@ -1,7 +1,8 @@
 """One episode: its messages and token ids, its limits, and how it ended.
 
-The transcript of sampled tokens with log-probs and versions, the episode in progress, a
-finished episode as evaluation reads it, and episodes as rows of a batch. Saved ones are in
+`Transcript` are its ids, `Episode` is one in progress, `PlayedEpisode` a finished one as evaluation
+reads it, and `collate_episodes` makes rows of a batch: what was sampled is learned from, all of it
+is attended to. All are values: `agent_loop` samples turns and asks environments. Saved ones are in
 `saved_episode`.
 """
 
@@ -23,13 +24,6 @@ from engine.rollout.protocol import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# An episode as the very ids: what was sampled, with log-probs and versions, and what lies between.
-#
-# Pure values: no tokenizer, no model. A transcript is one training sequence, or several where a
-# chat
-# template rewrites earlier turns and the episode goes on as a branch (`branch`).
 
 
 @dataclass(slots=True)
@@ -63,18 +57,21 @@ class TrainingSequence:
 
     def drop_tail(self) -> None:
         """Leave out what comes after the last sampled token: no turn has read it."""
-        kept = self.last_sampled + 1
+        length = self.last_sampled + 1
         for column in (self.token_ids, self.sampled, self.log_probs, self.versions, self.rewards):
-            del column[kept:]
+            del column[length:]
 
     @property
     def last_sampled(self) -> int:
         """Place of the last sampled token; −1 without any."""
-        return max((i for i, own in enumerate(self.sampled) if own), default=-1)
+        return max((i for i, sampled in enumerate(self.sampled) if sampled), default=-1)
 
 
 class Transcript:
-    """The ids of one episode.
+    """The ids of one episode: what was sampled, with log-probs and versions, and what lies between.
+
+    It is one training sequence, or several where a chat template rewrites earlier turns and the
+    episode goes on as a branch.
 
     >>> episode = Transcript([1, 5, 6])
     >>> episode.add_turn([9, 2], [-0.1, -0.2], [0, 0])
@@ -144,12 +141,8 @@ class Transcript:
         """
         for sequence in self.sequences:
             sequence.drop_tail()
-        return [one for one in self.sequences if one.token_ids] or self.sequences[:1]
+        return [sequence for sequence in self.sequences if sequence.token_ids] or self.sequences[:1]
 
-
-# One episode: its messages and ids, what it may still do, and how it ended.
-#
-# Pure state: `rollout` samples its turns and asks its environment.
 
 End = Literal["done", "turns", "tokens", "seconds", "turn_seconds", "failed"]
 """done: the environment said so; failed: it gave no answer; else the limit that was reached, of
@@ -270,8 +263,8 @@ class Episode:
         if first.done:
             self.end = "done"
 
-    def begin_again(self) -> None:
-        """Forget all of it: it is begun from its row."""
+    def restart(self) -> None:
+        """Forget all of it: it begins from its row."""
         self.transcript, self.messages, self.info, self.turn_rewards = None, [], {}, []
         self.actions, self.truncated, self.cut = [], False, False
 
@@ -298,8 +291,8 @@ class Episode:
             return None
         if limits.max_turn_length is not None:
             left = min(left, limits.max_turn_length)
-        turn, begun = self.transcript.turns, self.transcript.response_length > 0
-        after = self.latest_turn if begun else None
+        turn, prompt_rows = self.transcript.turns, self.transcript.response_length > 0
+        after = self.latest_turn if prompt_rows else None
         return TurnRequest((self.key, self.index, turn), ids, left, after)
 
     def add_turn(self, completion: Completion) -> Action:
@@ -343,8 +336,6 @@ class Episode:
             self.turn_rewards.append(reward)
 
 
-# An episode that is over, as evaluation and pages read it: its text, and what it came to.
-
 SUCCESS = ("success", "solved", "correct")  # what environments call it in their `info`
 
 
@@ -370,12 +361,12 @@ def played(episode: Episode, parser: CallParser | None) -> PlayedEpisode:
     transcript = episode.transcript
     assert transcript is not None
     assert episode.end is not None, "the episode was played"
-    said = after_prompt(episode.messages, transcript.turns)
-    own = [str(message["content"]) for message in said if message["role"] == "assistant"]
-    parsed = [parse_turn(parser, text) for text in own] if parser is not None else []
+    messages = after_prompt(episode.messages, transcript.turns)
+    replies = [str(message["content"]) for message in messages if message["role"] == "assistant"]
+    parsed = [parse_turn(parser, text) for text in replies] if parser is not None else []
     return PlayedEpisode(
-        text="\n".join(f"{message['role']}> {message['content']}" for message in said),
-        answer=own[-1] if own else "",
+        text="\n".join(f"{message['role']}> {message['content']}" for message in messages),
+        answer=replies[-1] if replies else "",
         turns=transcript.turns,
         calls=sum(len(turn.tool_calls) for turn in parsed),
         malformed=sum(len(turn.malformed) for turn in parsed),
@@ -390,16 +381,13 @@ def played(episode: Episode, parser: CallParser | None) -> PlayedEpisode:
 
 def after_prompt(messages: Sequence[Message], turns: int) -> Sequence[Message]:
     """The messages from the policy's first turn on, of which there are `turns`."""
-    own = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    return messages[own[-turns] :] if 0 < turns <= len(own) else ()
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[replies[-turns] :] if 0 < turns <= len(replies) else ()
 
 
 def success_of(info: Mapping[str, object]) -> bool | None:
     """Whether an episode succeeded, by the first name of `SUCCESS` that its `info` has."""
     return next((bool(info[name]) for name in SUCCESS if name in info), None)
-
-
-# Episodes as rows of a batch: what was sampled is learned from, all of it is attended to.
 
 
 def collate_episodes(
@@ -423,27 +411,31 @@ def collate_episodes(
     for episode in episodes:
         assert episode.transcript is not None, "the episode was played"
         number = episode.key * each + episode.index
-        pairs += [(number, episode, one) for one in episode.transcript.finished()]
-    own = [sequence for _, _, sequence in pairs]
+        pairs += [(number, episode, sequence) for sequence in episode.transcript.finished()]
+    sequences = [sequence for _, _, sequence in pairs]
     index = [episode.row for _, episode, _ in pairs]
-    begun = Batch(
+    prompt_rows = Batch(
         {"group_ids": prompts["group_ids"][index]},
         {name: values[index] for name, values in prompts.columns.items() if name != "prompt_ids"}
-        | {"prompt_ids": [sequence.prompt_ids for sequence in own]},
+        | {"prompt_ids": [sequence.prompt_ids for sequence in sequences]},
     )
     batch = collate_completions(
-        begun,
-        range(len(own)),
-        [sequence.token_ids for sequence in own],
-        [sequence.log_probs for sequence in own],
+        prompt_rows,
+        range(len(sequences)),
+        [sequence.token_ids for sequence in sequences],
+        [sequence.log_probs for sequence in sequences],
         pad_token_id=pad_token_id,
     )
-    versions = pad([sequence.versions for sequence in own], 0, side="right")
+    versions = pad([sequence.versions for sequence in sequences], 0, side="right")
     fields: dict[str, torch.Tensor] = {
-        "response_mask": pad([[float(s) for s in one.sampled] for one in own], 0.0, side="right"),
-        "environment_rewards": pad([one.rewards for one in own], 0.0, side="right"),
+        "response_mask": pad(
+            [[float(s) for s in sequence.sampled] for sequence in sequences], 0.0, side="right"
+        ),
+        "environment_rewards": pad([sequence.rewards for sequence in sequences], 0.0, side="right"),
         "token_versions": versions,
-        "policy_version": torch.tensor([min(one.versions, default=version) for one in own]),
+        "policy_version": torch.tensor(
+            [min(sequence.versions, default=version) for sequence in sequences]
+        ),
         "truncated": torch.tensor([episode.truncated for _, episode, _ in pairs]),
         "episode_failed": torch.tensor([episode.dropped for _, episode, _ in pairs]),
     }
@@ -451,7 +443,7 @@ def collate_episodes(
         numbers = torch.tensor([number for number, _, _ in pairs])
         fields |= {
             "episode_ids": numbers,
-            "first_turn": torch.tensor([one.first_turn for one in own]),
+            "first_turn": torch.tensor([sequence.first_turn for sequence in sequences]),
             "continues": torch.cat((numbers[:-1] == numbers[1:], torch.zeros(1).bool())),
         }
     columns: dict[str, list[object]] = {
@@ -459,7 +451,7 @@ def collate_episodes(
         "episode_error": [episode.error for _, episode, _ in pairs],
         "episode_info": [episode.info for _, episode, _ in pairs],
         "episode_turns": [episode.transcript.turns for _, episode, _ in pairs],  # type: ignore[union-attr]
-        "episode_turn_spans": [turn_spans(episode, one) for _, episode, one in pairs],
+        "episode_turn_spans": [turn_spans(episode, sequence) for _, episode, sequence in pairs],
         "episode_reward": [sum(episode.turn_rewards) for _, episode, _ in pairs],
         "environment_seconds": [episode.environment_seconds for _, episode, _ in pairs],
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ import jsonschema
 
 from engine.agents.tools import Tool
 from engine.errors import ConfigError
-from engine.rewards.calls import text_of
+from engine.rewards.calls import on_daemon_thread, text_of
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -46,30 +45,19 @@ class McpServers:
     def tools(self) -> list[Tool]:
         """The tools of all servers; each is started and asked once, for its list."""
         if self._listed is None:
-            found: list[Tool] = []
-            failed: list[BaseException] = []
-
-            def ask() -> None:  # a loop of its own: the caller's may be running
-                try:
-                    found.extend(asyncio.run(self._list()))
-                except BaseException as error:  # told to the caller
-                    failed.append(error)
-
-            thread = threading.Thread(target=ask, name="mcp-list", daemon=True)
-            thread.start()
-            thread.join((_START_S + _CLOSE_S) * len(self._servers))
-            if thread.is_alive():
+            # On a thread, in a loop of its own: the caller's may be running.
+            listing = on_daemon_thread(asyncio.run, self._list())
+            try:
+                self._listed = listing.result((_START_S + _CLOSE_S) * len(self._servers))
+            except TimeoutError:
                 raise ConfigError(
                     f"rollout.agent.environment.options.mcp_servers: {', '.join(self._servers)} "
                     f"neither answered nor ended within {_START_S:g} s each; check their commands"
-                )
-            if failed:
-                raise failed[0]
-            self._listed = found
+                ) from None
         return self._listed
 
     async def _list(self) -> list[Tool]:
-        found: list[Tool] = []
+        tools: list[Tool] = []
         for name in self._servers:
             try:
                 async with asyncio.timeout(_START_S), self._client(name) as client:
@@ -87,8 +75,8 @@ class McpServers:
                     f"rollout.agent.environment.options.mcp_servers.{name} doesn't answer "
                     f"({type(error).__name__}: {text_of(error)}); check its command or url"
                 ) from error
-            found += [self._tool(name, one) for one in listed]
-        return found
+            tools += [self._tool(name, tool) for tool in listed]
+        return tools
 
     def _tool(self, server: str, listed: ListedTool) -> Tool:
         parameters = dict(listed.input_schema)
@@ -106,10 +94,10 @@ class McpServers:
 
     async def _call(self, server: str, tool: str, /, **arguments: object) -> str:
         client = await self._connected(server)
-        said = await client.call_tool(tool, arguments)
-        texts = [getattr(part, "text", f"({part.type})") for part in said.content]
+        result = await client.call_tool(tool, arguments)
+        texts = [getattr(part, "text", f"({part.type})") for part in result.content]
         text = "\n".join(texts)
-        return f"error: {text}" if said.is_error else text
+        return f"error: {text}" if result.is_error else text
 
     def _client(self, name: str) -> Client:
         try:
@@ -152,11 +140,11 @@ def _opened(servers: str) -> McpServers:
     return McpServers(json.loads(servers))
 
 
-def _checked(parameters: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+def _checked(schema: Mapping[str, object], arguments: Mapping[str, object]) -> dict[str, object]:
     try:
-        jsonschema.validate(dict(given), parameters)
+        jsonschema.validate(dict(arguments), schema)
     except jsonschema.ValidationError as error:
         raise ValueError(error.message) from None
     except jsonschema.SchemaError:  # the server's own check has to do
-        return dict(given)
-    return dict(given)
+        return dict(arguments)
+    return dict(arguments)

@@ -1,6 +1,7 @@
 """An episode as a checkpoint holds it: tensors and plain values.
 
-Also a prompt's unfinished episodes, in a form that outlives the process playing them.
+One that is over is complete. One that plays goes on from its environment's state, at the token that
+its turn had got to. `PartialEpisodes` are those of a prompt.
 """
 
 from __future__ import annotations
@@ -17,11 +18,6 @@ from torch import Tensor
 
 from engine.agents.episode import Episode, TrainingSequence, Transcript
 from engine.rollout.stream import PartialCompletion
-
-# An episode as a checkpoint holds it: tensors and plain values.
-#
-# One that is over is whole. One that plays goes on from its environment's state, at the token that
-# its turn had got to.
 
 
 class EpisodeTree(TypedDict):
@@ -75,7 +71,7 @@ def save_episode(
         "told": json.dumps(told, default=_plain),
         "seconds": time.monotonic() - episode.started,
         "environment": torch.from_numpy(np.frombuffer(environment, np.uint8).copy()),
-        "sequences": [_sequence_tree(one) for one in transcript.sequences],
+        "sequences": [_sequence_tree(sequence) for sequence in transcript.sequences],
         "turn": {
             name: torch.tensor([] if turn is None else getattr(turn, name), dtype=dtype)
             for name, dtype in _TURN.items()
@@ -88,13 +84,13 @@ def load_episode(episode: Episode, tree: EpisodeTree) -> SavedTurn | None:
     told = json.loads(tree["told"])
     for name in _TOLD:
         setattr(episode, name, told[name])
-    sequences = [_sequence(one) for one in tree["sequences"]]
+    sequences = [_sequence(sequence) for sequence in tree["sequences"]]
     transcript = Transcript(sequences[0].prompt_ids)
     transcript.sequences = sequences
     transcript.turns, transcript.sampled_tokens = told["turns"], told["sampled_tokens"]
     episode.transcript = transcript
     if episode.end != "failed":
-        sampled = [one.token_ids[start:stop] for one in sequences for start, stop in one.turns]
+        sampled = [s.token_ids[start:stop] for s in sequences for start, stop in s.turns]
         episode.actions = [episode.tokenizer.action(ids) for ids in sampled]
     if episode.end is not None:
         return None
@@ -105,19 +101,19 @@ def load_episode(episode: Episode, tree: EpisodeTree) -> SavedTurn | None:
 
 def token_versions(trees: Sequence[EpisodeTree]) -> set[int]:
     """The versions of all sampled tokens."""
-    found: set[int] = set()
+    versions: set[int] = set()
     for tree in trees:
-        found.update(tree["turn"]["token_versions"].tolist())
-        for one in tree["sequences"]:
-            found.update(one["versions"][one["sampled"]].tolist())
-    return found
+        versions.update(tree["turn"]["token_versions"].tolist())
+        for sequence in tree["sequences"]:
+            versions.update(sequence["versions"][sequence["sampled"]].tolist())
+    return versions
 
 
-def _sequence_tree(one: TrainingSequence) -> dict[str, Any]:
-    columns = {name: torch.tensor(getattr(one, name), dtype=d) for name, d in _COLUMNS.items()}
-    prompt = torch.tensor(one.prompt_ids, dtype=torch.int32)
-    turns = torch.tensor(one.turns, dtype=torch.int32).view(-1, 2)
-    return columns | {"prompt_ids": prompt, "first_turn": one.first_turn, "turns": turns}
+def _sequence_tree(sequence: TrainingSequence) -> dict[str, Any]:
+    columns = {name: torch.tensor(getattr(sequence, name), dtype=d) for name, d in _COLUMNS.items()}
+    prompt = torch.tensor(sequence.prompt_ids, dtype=torch.int32)
+    turns = torch.tensor(sequence.turns, dtype=torch.int32).view(-1, 2)
+    return columns | {"prompt_ids": prompt, "first_turn": sequence.first_turn, "turns": turns}
 
 
 def _sequence(tree: dict[str, Any]) -> TrainingSequence:
@@ -134,12 +130,9 @@ def _plain(value: object) -> object:
     return plain() if plain is not None else str(value)
 
 
-# A prompt's episodes that are not all over, in a form that outlives the process playing them.
-
-
 @dataclass(frozen=True, slots=True)
 class PartialEpisodes:
-    """Those that are over and those that can go on; the others are begun again."""
+    """A prompt's episodes that are over or can go on; the others restart."""
 
     episodes: Sequence[EpisodeTree]  # each by its `index`
 
@@ -158,5 +151,5 @@ class PartialEpisodes:
         return PartialEpisodes(tree["episodes"])
 
     def by_index(self) -> dict[int, EpisodeTree]:
-        """Of each index, what was saved."""
+        """The saved episodes by their index."""
         return {tree["index"]: tree for tree in self.episodes}

@@ -7,11 +7,9 @@ model. Shipped tools are in `builtin_tools`, those of MCP servers in `mcp_server
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +21,10 @@ from pydantic_core import ErrorDetails
 from engine.agents.environment_protocol import Message, ToolCall
 from engine.errors import ConfigError
 from engine.registry import Options, Registry, origin
-from engine.rewards.calls import text_of
+from engine.rewards.calls import on_daemon_thread, text_of
 
-# A tool: a Python function, and the JSON schema that its type hints and docstring make.
-#
-# The schema has the form that chat templates read and `transformers.utils.get_json_schema` writes;
-# pydantic makes it here, as transformers loads torch for it, and checks the arguments of calls
-# too.
+# A tool's schema has the form that chat templates read and `transformers.utils.get_json_schema`
+# writes. Pydantic makes it here, as transformers loads torch for it, and checks calls' arguments.
 
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
@@ -73,7 +68,7 @@ def function_tool(
     {'a': 2, 'b': 0}
     """
     name = getattr(function, "__name__", type(function).__name__)
-    given = Options(f"tool {name!r}", function).parse(options or {}, f"tool {name!r}")
+    bound_options = Options(f"tool {name!r}", function).parse(options or {}, f"tool {name!r}")
     description, described = _read_docstring(name, function)
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -82,7 +77,7 @@ def function_tool(
         raise ConfigError(f"tool {name!r}: its type hints can't be read ({error})") from error
     fields: dict[str, Any] = {}
     names = [p.name for p in parameters if not _is_option(p)]
-    for place, parameter in enumerate(p for p in parameters if not _is_option(p)):
+    for index, parameter in enumerate(p for p in parameters if not _is_option(p)):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"tool {name!r} takes *{parameter.name}; name each argument")
         if parameter.name not in hints:
@@ -96,7 +91,7 @@ def function_tool(
         text = described[parameter.name]
         # An alias, as pydantic keeps some names to itself.
         field = Field(default, alias=parameter.name, description=text)
-        fields[f"argument_{place}"] = (hints[parameter.name], field)
+        fields[f"argument_{index}"] = (hints[parameter.name], field)
     try:
         model = create_model(name, __config__=_CONFIG, **fields)
         schema = _plain(model.model_json_schema(by_alias=True))
@@ -111,7 +106,7 @@ def function_tool(
     return Tool(
         name,
         {"type": "function", "function": described_function},
-        _bound(function, given),
+        partial(function, **bound_options) if bound_options else function,
         partial(_arguments, model, names),
     )
 
@@ -120,18 +115,14 @@ def _is_option(parameter: inspect.Parameter) -> bool:
     return parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
 
 
-def _bound(function: Callable[..., object], options: Mapping[str, object]) -> Callable[..., object]:
-    return partial(function, **options) if options else function
-
-
 def _arguments(
-    model: type[BaseModel], names: list[str], given: Mapping[str, object]
+    model: type[BaseModel], names: list[str], arguments: Mapping[str, object]
 ) -> dict[str, object]:
     try:
-        made = model.model_validate(dict(given))
+        made = model.model_validate(dict(arguments))
     except ValidationError as error:
-        raise ValueError("; ".join(_sentence(one, names) for one in error.errors())) from None
-    return {name: getattr(made, f"argument_{place}") for place, name in enumerate(names)}
+        raise ValueError("; ".join(_sentence(entry, names) for entry in error.errors())) from None
+    return {name: getattr(made, f"argument_{i}") for i, name in enumerate(names)}
 
 
 def _sentence(error: ErrorDetails, names: list[str]) -> str:
@@ -147,16 +138,16 @@ def _sentence(error: ErrorDetails, names: list[str]) -> str:
 def _plain(schema: object) -> Any:
     """A schema without titles and defaults, which only cost tokens."""
     if isinstance(schema, list):
-        return [_plain(one) for one in schema]
+        return [_plain(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    plain = {}
     for key, value in schema.items():
         if key in ("properties", "$defs"):
-            found[key] = {name: _plain(one) for name, one in value.items()}
+            plain[key] = {name: _plain(entry) for name, entry in value.items()}
         elif key not in ("title", "default"):
-            found[key] = value if key in ("enum", "const", "required") else _plain(value)
-    return found
+            plain[key] = value if key in ("enum", "const", "required") else _plain(value)
+    return plain
 
 
 def _read_docstring(name: str, function: Callable[..., object]) -> tuple[str, dict[str, str]]:
@@ -170,24 +161,20 @@ def _read_docstring(name: str, function: Callable[..., object]) -> tuple[str, di
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     described: dict[str, str] = {}
     lines = (sections.get("Args") or sections.get("Arguments") or "").splitlines()
-    margin = min((len(one) - len(one.lstrip()) for one in lines if one.strip()), default=0)
+    margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
     last = ""
     for line in lines:
-        found = _ARGUMENT.match(line[margin:])
-        if found and line.strip():
-            last = found.group(1)
-            described[last] = found.group(2).strip()
+        match = _ARGUMENT.match(line[margin:])
+        if match and line.strip():
+            last = match.group(1)
+            described[last] = match.group(2).strip()
         elif last and line.strip():  # it goes on
             described[last] += " " + line.strip()
     return " ".join(parts[0].split()), described
 
 
-# Tools by name.
-#
-# Adding one: a function with `@register_tool("name")` in a module of this package or in a plugin.
-# Its
-# options are its keyword-only parameters with defaults. `package.module:function` names one that
-# isn't registered.
+# Tools by name. The options of one are its keyword-only parameters with defaults.
+# `package.module:function` names one that isn't registered.
 
 _F = TypeVar("_F", bound=Callable[..., object])
 ToolSpec: TypeAlias = "str | Mapping[str, object] | Tool | Callable[..., object]"
@@ -216,15 +203,15 @@ def register_tool(name: str) -> Callable[[_F], _F]:
 
 def resolve_tools(specs: Iterable[ToolSpec]) -> dict[str, Tool]:
     """The tools by the names that a model calls; ConfigError for one that isn't there, or twice."""
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for spec in specs:
         tool = spec if isinstance(spec, Tool) else _made(spec)
-        if tool.name in found:
+        if tool.name in by_name:
             raise ConfigError(
                 f"rollout.agent.environment.options.tools has two tools {tool.name!r}; rename one"
             )
-        found[tool.name] = tool
-    return found
+        by_name[tool.name] = tool
+    return by_name
 
 
 def _made(spec: str | Mapping[str, Any] | Callable[..., object]) -> Tool:
@@ -322,45 +309,17 @@ def _readable(result: object) -> str:
 
 
 async def on_thread(function: Callable[[], T]) -> T:
-    """Call a plain function on a daemon thread; one whose caller gives up is made to end.
+    """Call a plain function on a daemon thread.
 
-    It ends when it next executes Python code. One that hangs inside C code stays on its thread,
-    for which nobody waits.
+    One whose caller gives up stays on its thread until it returns, and nobody waits for that.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    lock = threading.Lock()
-    running = True
 
-    def finish(result: object, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        nonlocal running
-        result, failed = None, None
+    def call() -> T:
         try:
-            result = function()
-        except Exception as error:
-            failed = error
+            return function()
+        except Exception:
+            raise
         except BaseException as error:  # SystemExit, say, must not end more than the call
-            failed = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
-        finally:
-            with lock:
-                running = False
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, result, failed)
+            raise RuntimeError(f"{type(error).__name__}: {text_of(error)}") from error
 
-    thread = threading.Thread(target=work, name="tool", daemon=True)
-    thread.start()
-    try:
-        return await future
-    finally:
-        with lock:  # while we hold it, the thread lives and its ident is its own
-            if running and thread.ident is not None:
-                ident = ctypes.c_ulong(thread.ident)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+    return await asyncio.wrap_future(on_daemon_thread(call))

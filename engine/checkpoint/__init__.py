@@ -1,4 +1,8 @@
-"""Checkpoints: atomic, checksummed, saved asynchronously, on a disk or in an object store."""
+"""Checkpoints: atomic, checksummed, saved asynchronously, on a disk or in an object store.
+
+Read `store` first: it commits, finds and removes them. `format` has their files, `state_dict` the
+way of a state to them and back, `saver` saves beside training, `run_lock` keeps other runs out.
+"""
 
 from engine.checkpoint.saver import Saver, SaveStats
 from engine.checkpoint.store import (

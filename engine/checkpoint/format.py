@@ -1,6 +1,15 @@
 """The files of a checkpoint: what they are, how they are checked, and how a rank's state is read.
 
-When they are written, committed and removed is in `saver` and `store`.
+    step_500/
+      actor-00000-of-00001.json                     a rank's values, checksums of its other files
+      actor-00000-of-00001.model.safetensors        its tensors, a file for each part of its state
+      actor-00000-of-00001.optimizer.safetensors
+      state.json, state.<part>.safetensors          the controller's state
+      checksums.json                                SHA-256 and size of every file above
+      COMPLETE                                      written last; the digest of checksums.json
+
+Without `COMPLETE` a folder is torn. When files are written, committed and removed is in `saver` and
+`store`; how tensors are named and placed for torch's DCP, in `state_dict`.
 """
 
 from __future__ import annotations
@@ -31,22 +40,6 @@ from engine.checkpoint.state_dict import (
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.digests import FileEntry, hash_chunks
 from engine.storage.folder import Folder
-
-# What files a checkpoint consists of, and how they are checked.
-#
-#     step_500/
-#       actor-00000-of-00001.json                     a rank's values, checksums of its other files
-#       actor-00000-of-00001.model.safetensors        its tensors, a file for each part of its
-# state
-#       actor-00000-of-00001.optimizer.safetensors
-#       state.json, state.<part>.safetensors          the controller's state
-#       checksums.json                                SHA-256 and size of every file above
-#       COMPLETE                                      written last; holds the digest of
-# checksums.json
-#
-# Without `COMPLETE` a folder is torn. Tensors are named and placed as
-# `torch.distributed.checkpoint`
-# reads them (`dcp_metadata`). What does not live here: when and where folders are made (`store`).
 
 STATE, CHECKSUMS, MARKER = "state", "checksums.json", "COMPLETE"
 _RANK = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-(?P<world>\d{5})\.json")
@@ -93,10 +86,10 @@ def write_state(
     """Write a state dict whose tensors were extracted; its JSON file comes last."""
     files, parts = {}, {}
     for part, tensors in groups.items():
-        file, places = f"{rank_prefix}.{part}.safetensors", shard_offsets(values, tensors)
-        start = name_prefix(rank_prefix, part, shared=places is not None)
-        places = places or {name: [0] * tensor.dim() for name, tensor in tensors.items()}
-        metadata = file_metadata({start + name: place for name, place in places.items()})
+        file, offsets = f"{rank_prefix}.{part}.safetensors", shard_offsets(values, tensors)
+        start = name_prefix(rank_prefix, part, shared=offsets is not None)
+        offsets = offsets or {name: [0] * tensor.dim() for name, tensor in tensors.items()}
+        metadata = file_metadata({start + name: offset for name, offset in offsets.items()})
         named = {start + name: tensor for name, tensor in tensors.items()}
         files[file] = folder.write(file, safetensors_bytes(named, metadata))
         parts[part] = {"file": file, "prefix": start}
@@ -107,17 +100,17 @@ def write_state(
         "files": {name: _as_json(file) for name, file in files.items()},
         "tensor_bytes": size,
     }
-    own = folder.write(f"{rank_prefix}.json", [json.dumps(report).encode()])
-    return WrittenFiles(files | {f"{rank_prefix}.json": own}, size)
+    name = f"{rank_prefix}.json"
+    return WrittenFiles(files | {name: folder.write(name, [json.dumps(report).encode()])}, size)
 
 
 def read_written_files(folder: Folder, rank_prefix: str) -> WrittenFiles:
     """The files that a rank wrote, by its JSON file."""
-    data = folder.read(f"{rank_prefix}.json")
-    report = _parse(folder, f"{rank_prefix}.json", data)
-    files = {name: FileEntry(**file) for name, file in report["files"].items()}
-    own = hash_chunks([data])
-    return WrittenFiles(files | {f"{rank_prefix}.json": own}, report["tensor_bytes"])
+    name = f"{rank_prefix}.json"
+    data = folder.read(name)
+    report = _parse(folder, name, data)
+    files = {file: FileEntry(**entry) for file, entry in report["files"].items()}
+    return WrittenFiles(files | {name: hash_chunks([data])}, report["tensor_bytes"])
 
 
 def read_state(folder: Folder, rank_prefix: str, checksums: dict[str, FileEntry]) -> StateDict:
@@ -152,11 +145,11 @@ def read_tensors(folder: Folder, part: TensorFile, checksums: dict[str, FileEntr
 
 def ranks_in(names: Iterable[str]) -> dict[str, dict[int, set[int]]]:
     """Which ranks of which roles have a JSON file: `{role: {world_size: {rank, …}}}`."""
-    found: dict[str, dict[int, set[int]]] = {}
+    roles: dict[str, dict[int, set[int]]] = {}
     for match in filter(None, map(_RANK.fullmatch, names)):
-        worlds = found.setdefault(match["role"], {})
+        worlds = roles.setdefault(match["role"], {})
         worlds.setdefault(int(match["world"]), set()).add(int(match["rank"]))
-    return found
+    return roles
 
 
 def write_checksums(folder: Folder, checksums: dict[str, FileEntry]) -> str:
@@ -189,13 +182,13 @@ def read_checksums(folder: Folder, marker: Marker) -> dict[str, FileEntry]:
 
 def check_sizes(folder: Folder, checksums: dict[str, FileEntry]) -> None:
     """Raise DamagedCheckpointError unless every file is there in its full size."""
-    found = folder.sizes()
-    for name, wanted in checksums.items():
-        if name not in found:
+    sizes = folder.sizes()
+    for name, entry in checksums.items():
+        if name not in sizes:
             raise DamagedCheckpointError(f"{folder}/{name} is missing")
-        if found[name] != wanted.size:
+        if sizes[name] != entry.size:
             raise DamagedCheckpointError(
-                f"{folder}/{name} has {found[name]} bytes where {wanted.size} were written"
+                f"{folder}/{name} has {sizes[name]} bytes where {entry.size} were written"
             )
 
 
@@ -205,8 +198,8 @@ def verify(folder: Folder) -> Marker:
     checksums = read_checksums(folder, marker)
     check_sizes(folder, checksums)
     with ThreadPoolExecutor(_READERS) as pool:
-        for name, found in zip(checksums, pool.map(folder.digest, checksums), strict=True):
-            _compare(folder, name, found, checksums)
+        for name, entry in zip(checksums, pool.map(folder.digest, checksums), strict=True):
+            _compare(folder, name, entry, checksums)
     return marker
 
 
@@ -228,14 +221,14 @@ def _checked_bytes(folder: Folder, name: str, checksums: dict[str, FileEntry]) -
     return data
 
 
-def _compare(folder: Folder, name: str, found: FileEntry, checksums: dict[str, FileEntry]) -> None:
-    wanted = checksums.get(name)
-    if wanted is None:
+def _compare(folder: Folder, name: str, entry: FileEntry, checksums: dict[str, FileEntry]) -> None:
+    recorded = checksums.get(name)
+    if recorded is None:
         raise DamagedCheckpointError(f"{folder}/{name} is not in {CHECKSUMS}")
-    if found != wanted:
+    if entry != recorded:
         raise DamagedCheckpointError(
-            f"{folder}/{name} differs from its checksum: {found.size} bytes of SHA-256 "
-            f"{found.sha256[:12]}, recorded {wanted.size} bytes of {wanted.sha256[:12]}"
+            f"{folder}/{name} differs from its checksum: {entry.size} bytes of SHA-256 "
+            f"{entry.sha256[:12]}, recorded {recorded.size} bytes of {recorded.sha256[:12]}"
         )
 
 
@@ -251,9 +244,6 @@ def _parse(folder: Folder, name: str, data: bytes) -> dict[str, Any]:
 
 def _as_json(file: FileEntry) -> dict[str, str | int]:
     return {"sha256": file.sha256, "size": file.size}
-
-
-# The state that each rank of a role saved, read file by file: few ranks need all of it.
 
 
 @dataclass
@@ -309,13 +299,11 @@ def read_role_states(uri: str, role: str) -> list[RankState]:
             f"{folder} has no state of role {role!r}; resume with the algorithm that wrote it"
         )
     [world_size] = worlds
-    ranks = []
-    for rank in range(world_size):
-        values, parts = read_state_index(
-            folder, rank_file_prefix(role, rank, world_size), checksums
-        )
-        ranks.append(RankState(values, parts, folder, checksums))
-    return ranks
+    prefixes = [rank_file_prefix(role, rank, world_size) for rank in range(world_size)]
+    return [
+        RankState(*read_state_index(folder, prefix, checksums), folder, checksums)
+        for prefix in prefixes
+    ]
 
 
 def read_controller_state(uri: str) -> RankState:
@@ -325,8 +313,7 @@ def read_controller_state(uri: str) -> RankState:
     """
     folder = Folder(uri)
     checksums = read_checksums(folder, read_marker(folder))
-    values, parts = read_state_index(folder, STATE, checksums)
-    return RankState(values, parts, folder, checksums)
+    return RankState(*read_state_index(folder, STATE, checksums), folder, checksums)
 
 
 def read_values(uri: str) -> StateDict:

@@ -1,6 +1,8 @@
-"""One run at a time writes a folder of checkpoints: a lock file with its owner and a heartbeat.
+"""One run at a time writes a folder of checkpoints: `hold_lock`.
 
-Which checkpoints are in the folder is in `store`.
+The lock is a file in the folder that names its owner, who writes it again every 10 s. It is created
+exclusively (in S3 by a conditional write), and taken from an owner that has ended or that writes no
+more, in S3 on condition that the file is still the same. Clocks of machines are not compared.
 """
 
 from __future__ import annotations
@@ -9,25 +11,29 @@ import contextlib
 import json
 import logging
 import os
-import random
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from engine.errors import CheckpointError, DamagedCheckpointError, LockedCheckpointsError
+from engine.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    LockedCheckpointsError,
+    StorageError,
+)
 from engine.storage.filesystem import process_start
 from engine.storage.folder import CheckpointStorageError, Folder
+from engine.storage.s3 import Objects
 
 log = logging.getLogger(__name__)
 
+NAME = ".lock.json"
 BEAT_S, STALE_S = 10.0, 45.0
-_PREFIX = ".lock-"
 _PAUSE_S = 0.5  # between two looks at a lock that may be stale
-_JOIN_S = 10.0  # for a beat under way
+_JOIN_S = 10.0  # for a write under way
 _held: dict[tuple[int, str], FolderLock] = {}  # this process's, by its id and the folder's address
 
 
@@ -72,75 +78,78 @@ class _NotWrittenError(CheckpointStorageError):
 
 
 @dataclass(frozen=True, slots=True)
-class LockFile:
-    """What a lock's file says: who has it, and a count that shows that it is alive."""
+class Owner:
+    """The process that has a lock, as the lock's file names it."""
 
     machine: str  # a boot of a machine, and the container there: process ids are unique in it
     host: str
     pid: int
     started: str  # of the process, in clock ticks: numbers of processes come again
     since: str  # e.g. "2026-11-22T08:00:00Z"
-    beat: int = 0
+    beat: int = 0  # counts the writes of the file, which show that the owner is alive
 
-    @property
-    def owner(self) -> str:
-        """In words, e.g. "process 812 on node-3, since 2026-11-22T08:00:00Z"."""
+    def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
-    @property
-    def is_here(self) -> bool:
-        """Whether its process would be one of this machine and container."""
-        return self.machine == _machine()
+    def as_json(self) -> bytes:
+        """Return the content of the lock's file."""
+        return json.dumps(asdict(self)).encode()
 
-    def is_of_process(self, other: LockFile | bytes) -> bool:
-        """Whether another lock is of the same process, which may have the folder twice."""
-        return isinstance(other, LockFile) and (self.machine, self.pid, self.started) == (
-            other.machine,
-            other.pid,
-            other.started,
-        )
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process is known to have ended."""
-        return self.is_here and process_start(self.pid) != self.started
+    @staticmethod
+    def parse(data: bytes) -> Owner | None:
+        """Return the owner that a lock's file names; None for a file that is something else."""
+        try:
+            owner = Owner(**json.loads(data))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        return owner if isinstance(owner.pid, int) else None
 
 
 class FolderLock:
-    """The lock of one folder; see the module's docstring."""
+    """The lock of one folder, for this process."""
 
     def __init__(self, root: Folder, beat_s: float, stale_s: float) -> None:
-        self.root, self._beat_s, self._stale_s = root, beat_s, stale_s
-        self._name = f"{_PREFIX}{uuid.uuid4().hex[:12]}.json"
+        self._root, self._beat_s, self._stale_s = root, beat_s, stale_s
+        self._objects = Objects(root.uri) if root.files.is_s3 else None
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        host, pid = socket.gethostname(), os.getpid()
-        self._file = LockFile(_machine(), host, pid, process_start(pid) or "", since)
-        self._last_beat = 0.0
-        self._overtaken: set[str] = set()  # stale locks of others
+        pid = os.getpid()
+        self._owner = Owner(_machine(), socket.gethostname(), pid, process_start(pid) or "", since)
         self._lost = False
-        self._ended = threading.Event()
+        self._ended, self._mutex = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._keep, name="checkpoint lock", daemon=True)
 
     def acquire(self) -> None:
-        """Take the lock, from a stale holder too; raise LockedCheckpointsError at a live one."""
-        first_seen: dict[str, tuple[LockFile | bytes, float]] = {}
+        """Take the lock, from a stale owner too; raise LockedCheckpointsError at a live one."""
+        before, since = self._read()[0], time.monotonic()
         while True:
-            live = self._live_locks(first_seen)
-            if not live:
-                self._write()
-                if not self._locks().keys() - self._overtaken:
+            data, tag = self._read()
+            owner = Owner.parse(data or b"")
+            here = owner is not None and owner.machine == self._owner.machine
+            stale = data == before and time.monotonic() - since > self._stale_s
+            if data is None or stale or (owner and here and self._may_replace(owner)):
+                if self._write(tag, new=data is None) and self._is_confirmed(data):
                     break
-                self.root.remove_file(self._name)
-            time.sleep(random.uniform(_PAUSE_S / 5, _PAUSE_S))
-        self._remove_overtaken()
+            elif owner and (here or data != before):
+                raise LockedCheckpointsError(
+                    f"{self._root} is in use by another run ({owner}); wait for its end or stop "
+                    "it, or give this run another checkpoint folder"
+                )
+            elif data != before:
+                before, since = data, time.monotonic()
+            time.sleep(_PAUSE_S)
         self._thread.start()
 
-    def check(self) -> None:
-        """Raise LockedCheckpointsError if another run has taken the folder over."""
-        self._lost = self._lost or self._is_overtaken()
+    def check(self, renew: bool = False) -> None:
+        """Raise LockedCheckpointsError if another run has the lock; with `renew`, write it."""
+        with self._mutex:
+            data, tag = self._read()
+            if data not in (None, self._owner.as_json()):
+                self._lost = True
+            elif (renew or data is None) and not self._lost:
+                self._lost = not self._write(tag, new=data is None)
         if self._lost:
             raise LockedCheckpointsError(
-                f"another run has taken {self.root} over, because this one gave no sign of life "
+                f"another run has taken {self._root} over, because this one gave no sign of life "
                 f"for {self._stale_s:g} s; nothing more is written; stop one of the two"
             )
 
@@ -149,80 +158,67 @@ class FolderLock:
         self._ended.set()
         self._thread.join(_JOIN_S)
         try:
-            self.root.remove_file(self._name)
+            if self._read()[0] == self._owner.as_json():
+                self._root.remove_file(NAME)
         except CheckpointError as error:
-            log.warning("%s stays locked for %g s: %s", self.root, self._stale_s, error)
+            log.warning("%s stays locked for %g s: %s", self._root, self._stale_s, error)
 
-    def _live_locks(self, first_seen: dict[str, tuple[LockFile | bytes, float]]) -> list[str]:
-        """Other locks that may be alive; raises where one is. Notes those that are stale."""
-        now, live = time.monotonic(), []
-        for name, lock in self._locks().items():
-            before, since = first_seen.setdefault(name, (lock, now))
-            ended = isinstance(lock, LockFile) and lock.has_ended
-            if ended or (lock == before and now - since > self._stale_s):
-                if name not in self._overtaken:
-                    owner = lock.owner if isinstance(lock, LockFile) else "an unknown run"
-                    log.warning("%s: the lock of %s is stale and is taken over", self.root, owner)
-                self._overtaken.add(name)
-            elif isinstance(lock, LockFile) and (lock.is_here or lock != before):
-                raise LockedCheckpointsError(
-                    f"{self.root} is in use by another run ({lock.owner}); wait for its end or "
-                    "stop it, or give this run another checkpoint folder"
-                )
-            else:
-                live.append(name)
-        return live
+    def _may_replace(self, owner: Owner) -> bool:
+        """Whether an owner on this machine has ended, or is this process, which may resume."""
+        return owner.pid == self._owner.pid or process_start(owner.pid) != owner.started
 
-    def _locks(self) -> dict[str, LockFile | bytes]:
-        """The lock files of others by name; bytes for one that can't be understood."""
-        found: dict[str, LockFile | bytes] = {}
-        for name in sorted(self.root.names()):
-            if name.startswith(_PREFIX) and name != self._name:
-                with contextlib.suppress(DamagedCheckpointError):  # it is gone meanwhile
-                    found[name] = _parse(self.root.read(name))
-        return {name: lock for name, lock in found.items() if not self._file.is_of_process(lock)}
-
-    def _write(self) -> None:
-        self._file = replace(self._file, beat=self._file.beat + 1)
-        try:
-            self.root.create()
-            self.root.write(self._name, [json.dumps(asdict(self._file)).encode()])
-        except CheckpointError as error:
-            raise _NotWrittenError(str(error)) from error
-        self._last_beat = time.monotonic()
-
-    def _is_overtaken(self) -> bool:
-        """Whether another run took this lock for stale; others that only look withdraw."""
-        names = {name for name in self.root.names() if name.startswith(_PREFIX)}
-        missing, others = self._name not in names, names - {self._name} - self._overtaken
-        overdue = time.monotonic() - self._last_beat > self._stale_s
-        return (missing and overdue) or bool(others and (missing or overdue))
+    def _is_confirmed(self, replaced: bytes | None) -> bool:
+        """Whether nobody else has taken the same stale lock at the same moment."""
+        if replaced is None:
+            return True
+        name = Owner.parse(replaced) or "an unknown run"
+        log.warning("%s: the lock of %s is stale and is taken over", self._root, name)
+        if self._objects is None:  # there the last one to write has it
+            time.sleep(_PAUSE_S)
+        return self._read()[0] == self._owner.as_json()
 
     def _keep(self) -> None:
         """Write the file again until the lock is released, or lost."""
         while not self._ended.wait(self._beat_s):
             try:
-                self.check()
-                self._write()
-                self._remove_overtaken()
+                self.check(renew=True)
             except CheckpointError as error:
-                log.warning("the lock of %s could not be kept: %s", self.root, error)
+                log.warning("the lock of %s could not be kept: %s", self._root, error)
             except LockedCheckpointsError as error:
                 log.error("%s", error)
                 return
 
-    def _remove_overtaken(self) -> None:
-        """Delete stale locks, also one that its holder, awake again, has written again."""
-        for name in self._overtaken & self.root.names():
-            self.root.remove_file(name)
+    def _read(self) -> tuple[bytes | None, str]:
+        """Return what is in the lock's file, None without one, and its entity tag in S3."""
+        try:
+            # The tag first: should the file change in between, the next write is refused.
+            tag = self._objects.entity_tag(NAME) if self._objects is not None else ""
+            return self._root.read(NAME), tag
+        except (FileNotFoundError, DamagedCheckpointError):
+            return None, ""
+        except StorageError as error:
+            raise CheckpointStorageError(str(error)) from error
 
-
-def _parse(data: bytes) -> LockFile | bytes:
-    try:
-        lock = LockFile(**json.loads(data))
-    except (ValueError, TypeError, RecursionError):
-        return data
-    return lock if isinstance(lock.pid, int) else data
+    def _write(self, tag: str, new: bool) -> bool:
+        """Write the lock, which must be `new` or still have its tag; False where it isn't so."""
+        self._owner = replace(self._owner, beat=self._owner.beat + 1)
+        data = self._owner.as_json()
+        try:
+            if self._objects is not None:
+                # S3 also refuses a write that is repeated because its answer was lost.
+                return self._objects.put(NAME, data, only_if=tag) or self._read()[0] == data
+            self._root.create()
+            if new and self._root.is_local:
+                Path(self._root.path, NAME).open("xb").close()
+            self._root.write(NAME, [data])
+            return True
+        except FileExistsError:
+            return False
+        except (OSError, StorageError) as error:
+            if new and self._root.is_local:  # or an empty file would lock the folder
+                with contextlib.suppress(OSError):
+                    Path(self._root.path, NAME).unlink()
+            raise _NotWrittenError(str(error)) from error
 
 
 def _machine() -> str:

@@ -1,6 +1,7 @@
 """Asynchronous saves: roles copy their state, training continues, writing and commit follow.
 
-Also the background call that each rank's writing runs in; its error is raised by `wait`.
+`Saver` has one save in flight over all roles; `Background` runs a call such as a rank's writing.
+How a role writes is in `engine.workers.stateful`, what a commit is in `store`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from engine.checkpoint.format import rank_file_prefix
@@ -23,11 +23,10 @@ from engine.checkpoint.store import Checkpoint, CheckpointDraft, CheckpointStore
 from engine.errors import CheckpointError, EngineError
 from engine.storage.folder import CheckpointStorageError, Folder
 
-# One background call at a time, in a worker thread; its error is raised by `wait`.
-
 log = logging.getLogger(__name__)
 
-_Calls = queue.SimpleQueue[Callable[[], None] | None]  # None ends the thread
+_Call = tuple[Callable[[], None], Future[None], str]  # work, its end, and whose work it is
+_Calls = queue.SimpleQueue[_Call | None]  # None ends the thread
 
 
 class Background:
@@ -49,8 +48,13 @@ class Background:
         self.wait()
         self._done = Future()
         if self._calls is None:
-            self._calls = self._start_thread()
-        self._calls.put(partial(_run, work, self._done, self.name))
+            # One thread for all calls, which ends with this object: in a large process it takes a
+            # millisecond to start one. A daemon: a process that ends in the middle leaves a torn
+            # folder, which is never loaded.
+            calls = self._calls = _Calls()
+            threading.Thread(target=_run_all, args=(calls,), name=self.name, daemon=True).start()
+            weakref.finalize(self, calls.put, None)
+        self._calls.put((work, self._done, self.name))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is under way; raise an EngineError, once, if that went wrong."""
@@ -72,38 +76,19 @@ class Background:
                 f"{self.name} failed with {type(error).__name__}: {error}"
             ) from error
 
-    def _start_thread(self) -> _Calls:
-        """Start the worker thread, which ends with this object; return its queue.
-
-        One for all calls: in a large process it takes a millisecond to start a thread.
-        """
-        calls: _Calls = queue.SimpleQueue()
-        # A daemon: a process that ends in the middle leaves a torn folder, which is never loaded.
-        threading.Thread(target=_run_all, args=(calls,), name=self.name, daemon=True).start()
-        weakref.finalize(self, calls.put, None)
-        return calls
-
 
 def _run_all(calls: _Calls) -> None:
     while (call := calls.get()) is not None:
-        call()
-        del call  # or its tensors would stay until the next
+        work, done, name = call
+        try:
+            work()
+        except BaseException as error:  # raised by `wait`
+            log.warning("%s failed: %s", name, error)
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        del call, work, done  # or their tensors would stay until the next
 
-
-def _run(work: Callable[[], None], done: Future[None], name: str) -> None:
-    try:
-        work()
-    except BaseException as error:  # raised by `wait`
-        log.warning("%s failed: %s", name, error)
-        done.set_exception(error)
-    else:
-        done.set_result(None)
-
-
-# Asynchronous saves: roles copy their state, training continues, writing and commit follow.
-#
-# What lives here: one save in flight over all roles, and what it cost. What does not: how a role
-# writes (`engine.workers.stateful`), what a commit is (`store`).
 
 _ANSWER_S = 2.0  # for a rank to tell that its write has passed its deadline
 
@@ -209,9 +194,16 @@ class Saver:
         this one can't begin; a further call may try again.
         """
         begin = time.perf_counter()
-        self._wait_for_previous(step)
+        before, self._requested = self._requested, step
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if self._commit.busy:
+                raise
+            log.warning("no checkpoint at step %s: %s; step %d is being saved", before, error, step)
         draft = self.store.begin(step)
-        draft.metrics, draft.roles = dict(metrics or {}), self._ranks()
+        draft.metrics = dict(metrics or {})
+        draft.roles = {role: group.world_size for role, group in self.groups.items()}
         until = time.monotonic() + self._timeout_s  # one deadline over all roles
         try:
             draft.state = insert_tensors(*self._stager.stage(state))
@@ -265,19 +257,6 @@ class Saver:
         self.last = checkpoint
         return checkpoint.state
 
-    def _wait_for_previous(self, step: int) -> None:
-        """Wait for the save before that of `step`, which begins."""
-        before, self._requested = self._requested, step
-        try:
-            self.wait()
-        except CheckpointError as error:
-            if self._commit.busy:
-                raise
-            log.warning("no checkpoint at step %s: %s; step %d is being saved", before, error, step)
-
-    def _ranks(self) -> dict[str, int]:
-        return {role: group.world_size for role, group in self.groups.items()}
-
     def _wait_for_writers(self, until: float) -> EngineError | None:
         """Wait until no rank writes, or until a deadline over all roles; return the first error."""
         first = None
@@ -309,13 +288,13 @@ class Saver:
     def _wait_for_ranks(self, draft: CheckpointDraft) -> None:
         """Poll for the ranks' JSON files: a call to them would wait behind their next calls."""
         folder, deadline = Folder(draft.folder), time.monotonic() + self._timeout_s
-        wanted = {
+        expected = {
             f"{rank_file_prefix(role, rank, ranks)}.json"
             for role, ranks in draft.roles.items()
             for rank in range(ranks)
         }
         pause = 0.01
-        while missing := sorted(wanted - folder.sizes().keys()):
+        while missing := sorted(expected - folder.sizes().keys()):
             if self._cancelled.wait(pause):
                 raise CheckpointError(f"the checkpoint of step {draft.step} was given up")
             if time.monotonic() > deadline:

@@ -1,7 +1,14 @@
 """State dicts are nested dicts of tensors and plain values; they go to files and come back.
 
-Also the state of the random number generators, and what makes tensors shards to
-`torch.distributed.checkpoint`. Which files a checkpoint has is in `format`.
+Names and offsets in the files are those that torch.distributed.checkpoint's safetensors reader
+takes for shards: it reads all files of a folder as one checkpoint, under any sharding.
+
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    state = {"actor": {"model": dict(model.named_parameters())}}  # plain tensors, or DTensors
+    torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
+
+Which boxes a rank saves is in `engine.runtime.train_state`, files and checksums are in `format`.
 """
 
 from __future__ import annotations
@@ -21,12 +28,6 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from engine.errors import CheckpointError, DivergedError
-
-# State dicts: nested dicts of tensors and plain values, and their way to files and back.
-#
-# What lives here: taking the tensors out of a state dict, copies of them in CPU memory, and the
-# bytes
-# of safetensors files. What does not: names and checksums of files (`format`).
 
 StateDict = dict[str, Any]  # keys are strings; leaves tensors, str, int, float, bool, None or lists
 Tensors = dict[str, Tensor]
@@ -75,8 +76,9 @@ class CpuStager:
                     pinned = tensor.is_cuda
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
                 buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-                if group == WEIGHTS:  # here, while the tensor is in the CPU's cache
-                    sums[name] = _total(tensor)
+                if group == WEIGHTS:  # summed here, while the tensor is in the CPU's cache
+                    wide = torch.float32 if tensor.dtype == torch.float16 else None
+                    sums[name] = tensor.detach().sum(dtype=wide)
                 moving = moving or tensor.is_cuda
                 buffers[key] = tensors[name] = buffer
         if moving:
@@ -90,12 +92,6 @@ class CpuStager:
                     "or look for bad rewards or data"
                 )
         return values, groups
-
-
-def _total(weight: Tensor) -> Tensor:
-    """The sum of a tensor, on its device: finite only if all values are, and cheap to take."""
-    flat = weight.detach()
-    return flat.sum(dtype=torch.float32 if flat.dtype == torch.float16 else None)
 
 
 def extract_tensors(state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
@@ -172,8 +168,6 @@ def byte_count(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# The random number generators of a process: Python's, NumPy's and torch's own.
-
 log = logging.getLogger(__name__)
 
 
@@ -229,21 +223,6 @@ def device_states(states: Sequence[Tensor], devices: int) -> list[Tensor]:
     return [state.clone() for state in states[:devices]]
 
 
-# What makes a checkpoint's tensors shards to `torch.distributed.checkpoint` (DCP).
-#
-# DCP's safetensors reader takes all files of a folder as one checkpoint: it needs names that are
-# unique there, and in each file's header the offset of each shard in its whole tensor. So names
-# begin
-# with role and part, and the header has the offsets. Then DCP loads them, under any sharding:
-#
-#     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-#
-#     state = {"actor": {"model": dict(model.named_parameters())}}  # plain tensors, or DTensors
-#     torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
-#
-# Not here: which boxes a rank saves (`engine.runtime.sharded_train_state`), files and checksums
-# (`format`).
-
 BOXES = "boxes"  # the part of a rank's state that says where its tensors lie in the whole
 _RANK_PREFIX = re.compile(r"(?P<role>.+)-(?P<rank>\d{5})-of-\d{5}")
 
@@ -269,14 +248,14 @@ def shard_offsets(values: StateDict, tensors: Tensors) -> dict[str, list[int]] |
     name, or of its name without the last word, as moments do (`lm_head.weight.exp_avg`).
     """
     boxes: Mapping[str, Mapping[str, list[int]]] = values.get(BOXES, {})
-    found = {}
+    offsets = {}
     for name, tensor in tensors.items():
         box = boxes.get(name) or boxes.get(name.rpartition(".")[0])
         if box is None:
             return None
         is_box = list(tensor.shape) == box["size"]
-        found[name] = list(box["offset"]) if is_box else [0] * tensor.dim()
-    return found
+        offsets[name] = list(box["offset"]) if is_box else [0] * tensor.dim()
+    return offsets
 
 
 def file_metadata(offsets: Mapping[str, list[int]]) -> dict[str, str]:

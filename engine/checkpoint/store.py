@@ -1,6 +1,7 @@
 """Checkpoints under one root are written whole or not at all, and the newest good one is found.
 
-Also which checkpoints are kept and how the others are removed. Who may write is in `run_lock`.
+Also which checkpoints are kept and how the others are removed. Who may write is in `run_lock`,
+files and checksums are in `format`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
@@ -42,8 +44,6 @@ from engine.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from engine.storage.digests import FileEntry
 from engine.storage.filesystem import process_is_alive
 from engine.storage.folder import Folder
-
-# Which checkpoints are kept, and how the others are removed.
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +73,8 @@ def retained(markers: Sequence[Marker], keep: RetentionPolicy) -> set[int]:
 
     Where two are equally good the newer one stays.
     """
-    newest_first = sorted(markers, key=lambda m: -m.sequence)
-    of_step: dict[int, Marker] = {}
-    for marker in newest_first:
-        of_step.setdefault(marker.step, marker)
-    candidates = list(of_step.values())
+    newest = {m.step: m for m in sorted(markers, key=lambda m: m.sequence)}  # of each step
+    candidates = sorted(newest.values(), key=lambda m: -m.sequence)
     stay = candidates[: keep.last]
     sign = 1.0 if keep.mode == "max" else -1.0
     measured = [m for m in candidates if math.isfinite(m.metrics.get(keep.metric, math.nan))]
@@ -102,7 +99,7 @@ def draft_name(step: int) -> str:
     return f".writing-step_{step}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def abandoned_drafts(root: Folder, names: Iterable[str], own: Iterable[str]) -> list[str]:
+def abandoned_drafts(root: Folder, names: Iterable[str], open_names: Iterable[str]) -> list[str]:
     """Drafts whose process has died here, or that another machine left a day ago.
 
     What is named otherwise is nobody's draft, and stays.
@@ -110,7 +107,9 @@ def abandoned_drafts(root: Folder, names: Iterable[str], own: Iterable[str]) -> 
     return [
         name
         for name in names
-        if name not in own and (draft := _DRAFT.fullmatch(name)) and _is_abandoned(root, draft)
+        if name not in open_names
+        and (draft := _DRAFT.fullmatch(name))
+        and _is_abandoned(root, draft)
     ]
 
 
@@ -129,11 +128,6 @@ def _is_abandoned(root: Folder, draft: re.Match[str]) -> bool:
 def _host() -> str:
     return socket.gethostname().replace("-", "_")
 
-
-# Checkpoints under one root: written whole or not at all; the newest good one is found.
-#
-# What lives here: opening, committing and finding checkpoints. What does not: files and checksums
-# (`format`), which ones are kept (`retention`), asynchronous saves (`saver`).
 
 EXPORTS = "huggingface"  # folder under the root: model folders by their checkpoints' names
 _STEP = re.compile(r"step_\d+(\.\d+)?")  # step_500.1: saved when there was a step_500 already
@@ -285,11 +279,11 @@ class CheckpointStore:
 
     def newest_of(self, step: int) -> Checkpoint | None:
         """The newest checkpoint of one step, whose files are not verified; None without one."""
-        found = {name: marker for name, marker in self._markers().items() if marker.step == step}
-        if not found:
+        markers = {name: m for name, m in self._markers().items() if m.step == step}
+        if not markers:
             return None
-        name = max(found, key=lambda name: found[name].sequence)
-        return Checkpoint((self.root / name).uri, found[name])
+        name = max(markers, key=lambda name: markers[name].sequence)
+        return Checkpoint((self.root / name).uri, markers[name])
 
     def adopt(self, other: Checkpoint) -> None:
         """Copy a checkpoint of another root into this one, as older than all that are here.
@@ -310,13 +304,13 @@ class CheckpointStore:
     def _collect(self, folder: Folder, draft: CheckpointDraft) -> dict[str, FileEntry]:
         """The checksums of all files that ranks reported and of the controller's state."""
         present = ranks_in(folder.sizes())
-        wanted = {role: set(worlds) for role, worlds in present.items()}
-        wanted |= {role: {ranks} for role, ranks in draft.roles.items()}
+        expected = {role: set(worlds) for role, worlds in present.items()}
+        expected |= {role: {ranks} for role, ranks in draft.roles.items()}
         checksums: dict[str, FileEntry] = {}
-        for role, worlds in wanted.items():
+        for role, worlds in expected.items():
             for world in worlds:
-                found = present.get(role, {}).get(world, set())
-                if missing := sorted(set(range(world)) - found):
+                written_ranks = present.get(role, {}).get(world, set())
+                if missing := sorted(set(range(world)) - written_ranks):
                     raise CheckpointError(
                         f"{folder}: ranks {missing} of {world} of role {role!r} have written "
                         "nothing; all nodes must see one folder: use a shared disk or s3://"
@@ -325,26 +319,21 @@ class CheckpointStore:
                     written = read_written_files(folder, rank_file_prefix(role, rank, world))
                     checksums |= written.files
                     draft.tensor_bytes += written.tensor_bytes
-        own = write_state(folder, STATE, *extract_tensors(draft.state))
-        draft.tensor_bytes += own.tensor_bytes
-        return checksums | own.files
+        state = write_state(folder, STATE, *extract_tensors(draft.state))
+        draft.tensor_bytes += state.tensor_bytes
+        return checksums | state.files
 
     def _publish(self, folder: Folder, step: int) -> str:
         """Rename a local draft; in an object store it has its final name from the start."""
         name = folder.uri.rsplit("/", 1)[-1]
-        while self.root.is_local:
-            name = self._free_name(step)
-            if folder.move(self.root / name):
-                break
+        while self.root.is_local and not folder.move(self.root / (name := self._free_name(step))):
+            pass  # another process has just taken the name
         return name
 
     def _free_name(self, step: int) -> str:
         taken = self.root.names()
-        name, attempt = f"step_{step}", 0
-        while name in taken:
-            attempt += 1
-            name = f"step_{step}.{attempt}"
-        return name
+        names = chain([f"step_{step}"], (f"step_{step}.{attempt}" for attempt in count(1)))
+        return next(name for name in names if name not in taken)
 
     def _markers(self, faults: list[DamagedCheckpointError] | None = None) -> dict[str, Marker]:
         """The markers of all checkpoints by folder name; torn ones are left out.
@@ -366,11 +355,16 @@ class CheckpointStore:
         return markers
 
     def _remove_old(self, others: Mapping[str, Marker], name: str, marker: Marker) -> None:
-        """Delete superseded and torn checkpoints, and drafts of processes that died."""
+        """Delete superseded and torn checkpoints, and drafts of processes that died.
+
+        Model folders without a checkpoint go as well.
+        """
         good = {n: m for n, m in others.items() if n not in self._damaged}
         stay = retained([*good.values(), marker], self.retention)
+        exports = self.root / EXPORTS
         try:
             names = self.root.folders()
+            export_names = exports.folders() if EXPORTS in names else []
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
             return
@@ -380,19 +374,9 @@ class CheckpointStore:
         old = [n for n in steps if n not in good or good[n].sequence not in stay]
         for gone in (*old, *abandoned_drafts(self.root, names, busy)):
             remove_checkpoint(self.root / gone)
-        if EXPORTS in names:
-            self._remove_exports({*steps, name} - {*old})
-
-    def _remove_exports(self, checkpoints: set[str]) -> None:
-        """Delete model folders without a checkpoint, and drafts of processes that died."""
-        exports = self.root / EXPORTS
-        try:
-            names = exports.folders()
-        except CheckpointError as error:
-            log.warning("old model folders stay: %s", error)
-            return
-        old = [n for n in names if _STEP.fullmatch(n) and n not in checkpoints]
-        for gone in (*old, *abandoned_drafts(exports, names, ())):
+        remaining = {*steps, name} - {*old}
+        old = [n for n in export_names if _STEP.fullmatch(n) and n not in remaining]
+        for gone in (*old, *abandoned_drafts(exports, export_names, ())):
             remove_checkpoint(exports / gone)
 
 

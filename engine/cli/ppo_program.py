@@ -50,8 +50,9 @@ from engine.trainers.auto_placement import (
     step_estimate,
     workload,
 )
+from engine.trainers.layout_checks import check_layouts
 from engine.trainers.run_plan import check_config
-from engine.trainers.run_spec import check_layouts, default_pools, layout_of, resolve_placement
+from engine.trainers.run_spec import default_pools, layout_of, resolve_placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -127,6 +127,9 @@ class DataConfig(RowsConfig):
         "package.module:name",
     )
     options: Options = Field({}, description="Options of a source of your own, by name")
+    plugins: tuple[str, ...] = Field(
+        (), description="Your modules that register the source; none: those of RL"
+    )
     path: str = Field(
         "",
         description="gsm8k: folder, s3:// prefix or hub id; files: file, folder, s3://… or hf://ID",

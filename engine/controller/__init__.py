@@ -1,1 +1,6 @@
-"""The single controller: groups of workers, futures between them, and where they are placed."""
+"""The single controller: one program over many ranks, in this process or on Ray actors.
+
+Read `groups` first: a role on all its ranks, called as one object. `launch` starts the processes
+of a `placement`, `worker_host` is their side of a call; `async_rollout` is rollout that never waits
+for the trainer.
+"""

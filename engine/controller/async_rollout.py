@@ -17,24 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from engine.batch import Batch, Future
+from engine.controller import supervision
 from engine.controller.groups import Roles
 from engine.controller.rollout_queue import AdmissionLimits, RolloutQueue
-from engine.controller.supervision import (
-    Action,
-    Died,
-    Event,
-    Fleet,
-    HealthPolicy,
-    Heartbeat,
-    Kill,
-    Reissue,
-    Replace,
-    Replaced,
-    Started,
-    Stop,
-    Synced,
-    SyncWeights,
-)
 from engine.controller.timeline import Span
 from engine.errors import EngineError, PlacementError, WeightSyncError, WorkerError
 from engine.rollout.stream import Begun
@@ -44,17 +29,12 @@ if TYPE_CHECKING:
     from engine.workers.rollout_worker import PollResult
 
 
-# The policy's weights for rollout processes: full weights and a delta, published per version.
-#
-# Both stay in the object store and only the one a process needs is transferred: the delta if it
-# has
-# the version before, the full weights if it missed a version or has just started. Works while the
-# trainer is busy. Workers compute, check and apply deltas (`engine.weight_transfer`).
-
-
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """One version of the weights."""
+    """One version of the weights: in full, and as a delta against the version before.
+
+    Both stay in the object store, and only the one that a process needs is transferred.
+    """
 
     version: int
     full: Future[Batch]
@@ -81,8 +61,6 @@ class WeightPublisher:
             return PublishedWeights(version, full)
         return PublishedWeights(version, full, self._actor.weights_delta(), base)
 
-
-# The processes of asynchronous rollout, started and closed in background threads.
 
 log = logging.getLogger(__name__)
 
@@ -159,27 +137,11 @@ class RolloutProcesses:
         self._closers.shutdown(wait=False)
 
 
-def spans_of(processes: list[RolloutProcess]) -> list[Span]:
-    """Spans of all processes since the last call; a dead or hanging process has none."""
-    spans: list[Span] = []
-    for process in processes:
-        with contextlib.suppress(WorkerError):
-            spans += process.roles.timeline()
-    return spans
-
-
 def _close_late(starting: futures.Future[Roles]) -> None:
     """Close a process that started after the rollout was closed."""
     if not starting.cancelled() and starting.exception() is None:
         starting.result().close()
 
-
-# Asynchronous rollout: workers that never wait for the trainer, and a queue it takes batches from.
-#
-# An event loop in a thread of its own calls the workers and collects their results.
-# `rollout_queue`
-# has the groups, `staleness` decides what may begin and be taken, `health` which workers are
-# healthy.
 
 _SLICE_S = 0.25  # how long a worker decodes before it reports
 _IDLE_S = 0.25  # how often an idle worker is checked to be alive
@@ -201,7 +163,7 @@ class AsyncRollout:
         self,
         names: Sequence[str],
         limits: AdmissionLimits,
-        health: HealthPolicy,
+        health: supervision.HealthPolicy,
         *,
         spawn: Callable[[str, int], Roles],
         next_prompt: Callable[[], Batch],
@@ -216,7 +178,9 @@ class AsyncRollout:
         self.queue = RolloutQueue(
             limits, version, next_prompt=next_prompt, score=score, keep=keep, finished=finished
         )
-        self.fleet = Fleet.start(names, time.monotonic(), health, limits.staleness, version)
+        self.fleet = supervision.Fleet.start(
+            names, time.monotonic(), health, limits.staleness, version
+        )
         self.restarts = self.resyncs = 0  # resyncs: deltas that failed, so full weights were sent
         self.causes: list[str] = []  # of workers' deaths
         self._reporting: set[str] = set()  # workers that have to report their unfinished groups
@@ -260,16 +224,18 @@ class AsyncRollout:
     def metrics(self) -> dict[str, float]:
         """Totals since the start, and the groups in flight and queued."""
         with self._changed:
-            return {
-                "async/completions": float(self.queue.completions),
-                "async/generated_tokens": float(self.queue.tokens),
-                "async/in_flight": float(len(self.queue.admission.in_flight)),
-                "async/queued": float(len(self.queue.admission.queue)),
-                "async/reissued": float(self.queue.admission.reissued),
-                "async/rejected": float(self.queue.admission.rejected),
-                "async/restarts": float(self.restarts),
-                "async/resyncs": float(self.resyncs),
+            queue, admission = self.queue, self.queue.admission
+            totals = {
+                "completions": queue.completions,
+                "generated_tokens": queue.tokens,
+                "in_flight": len(admission.in_flight),
+                "queued": len(admission.queue),
+                "reissued": admission.reissued,
+                "rejected": admission.rejected,
+                "restarts": self.restarts,
+                "resyncs": self.resyncs,
             }
+        return {f"async/{name}": float(value) for name, value in totals.items()}
 
     @contextmanager
     def paused(self) -> Iterator[tuple[list[tuple[Batch, Batch]], list[Batch]]]:
@@ -286,8 +252,12 @@ class AsyncRollout:
     def take_spans(self) -> list[Span]:
         """Spans of the workers since the last call; a dead or hanging worker has none."""
         with self._changed:
-            every = list(self._processes.running.values())
-        return spans_of(every)
+            processes = list(self._processes.running.values())
+        spans: list[Span] = []
+        for process in processes:
+            with contextlib.suppress(WorkerError):
+                spans += process.roles.timeline()
+        return spans
 
     def close(self) -> None:
         """Stop the loop and all workers."""
@@ -360,13 +330,13 @@ class AsyncRollout:
                 # A further try would find no more room, unless all that the run holds is closed.
                 raise WorkerError(str(started)) if attempt else started
             if isinstance(started, BaseException):
-                self._event(name, attempt, Died(f"it did not start: {started}"), now)
+                self._event(name, attempt, supervision.Died(f"it did not start: {started}"), now)
             elif self.fleet.workers[name].attempt != attempt:
                 self._processes.close_unused(started)  # it was replaced meanwhile
             else:
                 self._processes.accept(name, attempt, started)
-                self._event(name, attempt, Replaced(), now)
-                self._event(name, attempt, Started(), now)
+                self._event(name, attempt, supervision.Replaced(), now)
+                self._event(name, attempt, supervision.Started(), now)
         return progress
 
     def _call(self, name: str, process: RolloutProcess, now: float) -> bool:
@@ -399,7 +369,7 @@ class AsyncRollout:
             result = call.result()
         except WeightSyncError as error:
             if loads is None or process.needs_full_weights:
-                self._event(name, process.attempt, Died(str(error)), now)
+                self._event(name, process.attempt, supervision.Died(str(error)), now)
                 return
             log.warning("rollout worker %s gets the full weights: %s", name, error)
             self.resyncs += 1
@@ -408,12 +378,12 @@ class AsyncRollout:
         except EngineError as error:
             if loads is not None and (failure := loads.failure()) is not None:
                 raise failure from None  # the trainer's own, which no other rollout worker mends
-            self._event(name, process.attempt, Died(str(error)), now)
+            self._event(name, process.attempt, supervision.Died(str(error)), now)
             return
-        self._event(name, process.attempt, Heartbeat(), now)
+        self._event(name, process.attempt, supervision.Heartbeat(), now)
         if isinstance(result, int):  # the version of weights that it loaded
             process.needs_full_weights = False
-            self._event(name, process.attempt, Synced(result), now)
+            self._event(name, process.attempt, supervision.Synced(result), now)
             return
         if result.partial_groups is not None:
             self._reported |= result.partial_groups
@@ -427,28 +397,28 @@ class AsyncRollout:
         self._reporting.discard(name)
         self._changed.notify_all()
 
-    def _event(self, name: str, attempt: int, event: Event, now: float) -> None:
-        if isinstance(event, Died):
+    def _event(self, name: str, attempt: int, event: supervision.Event, now: float) -> None:
+        if isinstance(event, supervision.Died):
             self._report_done(name)
         self._act(*self.fleet.handle(name, attempt, event, now))
 
-    def _act(self, fleet: Fleet, actions: Sequence[Action]) -> None:
+    def _act(self, fleet: supervision.Fleet, actions: Sequence[supervision.Action]) -> None:
         """Execute the actions of the state machine."""
         self.fleet = fleet
         for action in actions:
             match action:
-                case SyncWeights(worker):
+                case supervision.SyncWeights(worker):
                     self._processes.running[worker].sync = True
-                case Kill(worker, _):
+                case supervision.Kill(worker, _):
                     cause = fleet.workers[worker].deaths[-1].cause
                     log.warning("rollout worker given up: %s", cause)
                     self.causes.append(cause)
                     self._report_done(worker)
                     self._processes.kill(worker)
-                case Reissue(worker, _):
+                case supervision.Reissue(worker, _):
                     self.queue.worker_lost(worker)
-                case Replace(worker, attempt):
+                case supervision.Replace(worker, attempt):
                     self.restarts += 1
                     self._processes.start(worker, attempt)
-                case Stop(cause):
+                case supervision.Stop(cause):
                     raise WorkerError(cause)

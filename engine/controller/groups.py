@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from engine.batch import Batch, ConcatFuture, Future, LazyBatch, Ready
@@ -30,12 +29,6 @@ if TYPE_CHECKING:
     from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
     from engine.workers.supervised import SFTWorker
 
-
-# Worker groups: one role on all its ranks, called as if it were one object.
-#
-# `group.update(batch)` is dispatched by the method's rule and returns a future at once. Where the
-# ranks live is up to a subclass: in this process (`local_groups`) or in Ray actors (`ray_groups`).
-# Both give equal results.
 
 _call_numbers = itertools.count(1)
 
@@ -81,7 +74,7 @@ class WorkerGroup(ABC):
                 sent.append(PlainArgument(argument))
                 continue
             pieces = _pieces_read(argument, rule) if isinstance(argument, LazyBatch) else [argument]
-            parts = [_parts(piece) for piece in pieces]
+            parts = [p.parts if isinstance(p, ConcatFuture) else [p] for p in pieces]
             references = [[ref for part in run for ref in self._references(part)] for run in parts]
             sent.append(BatchArgument(tuple(len(run) for run in references)))
             data.extend(itertools.chain.from_iterable(references))
@@ -134,13 +127,12 @@ def timeout_error(what: str, timeout_s: float) -> WorkerError:
 
 def _pieces_read(batch: LazyBatch, rule: DispatchRule) -> Sequence[Batch | Future[Batch]]:
     """The pieces that a method reads fields of; those whose fields aren't known are among them."""
-    if not rule.reads:
-        return batch.pieces
-    return [p for p in batch.pieces if not (fields := _fields(p)) or fields & rule.reads]
 
+    def is_read(piece: Batch | Future[Batch]) -> bool:
+        known = (*piece.names, *piece.columns) if isinstance(piece, Batch) else piece.fields
+        return not known or not rule.reads.isdisjoint(known)
 
-def _fields(piece: Batch | Future[Batch]) -> frozenset[str]:
-    return frozenset((*piece.names, *piece.columns)) if isinstance(piece, Batch) else piece.fields
+    return [p for p in batch.pieces if is_read(p)] if rule.reads else batch.pieces
 
 
 def _is_batch(argument: object, batch: Batch) -> bool:
@@ -148,17 +140,6 @@ def _is_batch(argument: object, batch: Batch) -> bool:
     pieces = argument.pieces if isinstance(argument, LazyBatch) else [argument]
     return any((p.result() if isinstance(p, Ready) else p) is batch for p in pieces)
 
-
-def _parts(piece: Batch | Future[object]) -> Sequence[Batch | Future[object]]:
-    return piece.parts if isinstance(piece, ConcatFuture) else [piece]
-
-
-# The worker groups of a run by role, as a dataflow calls them.
-#
-# A type checker sees `roles.actor` as the actor's worker class called as a group:
-# `roles.actor.update` leads to `ActorWorker.update`, takes batches that may still be computed, and
-# gives a `Future` of what that method returns. Only methods with `@dispatch` can be called; others
-# raise WorkerError.
 
 if TYPE_CHECKING:
 
@@ -182,8 +163,10 @@ if TYPE_CHECKING:
 class Roles:
     """All groups of a run; a context manager that closes them.
 
-    The roles of this project are attributes (`roles.actor`); any role, one that an extension adds
-    too, is `roles["name"]`, a `WorkerGroup` whose methods no type checker knows.
+    The roles of this project are attributes. To a type checker `roles.actor.update` is
+    `ActorWorker.update`, called with batches that may still be computed, and gives a `Future` of
+    what that returns; methods without `@dispatch` raise WorkerError. Any role, one that an
+    extension adds too, is `roles["name"]`, a `WorkerGroup` whose methods no type checker knows.
     """
 
     if TYPE_CHECKING:
@@ -249,10 +232,5 @@ class Roles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

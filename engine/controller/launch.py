@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary
 
 from engine.controller.groups import Roles, WorkerGroup
 from engine.controller.local_groups import LocalGroup, LocalHost, close_hosts, take_spans
-from engine.controller.placement import ClusterNode, Placement, Pool, require_capacity
+from engine.controller.placement import ClusterNode, Placement, require_capacity
 from engine.controller.timeline import CONTROLLER, Recorder, Span, recording
 from engine.controller.worker_host import RoleSpec, WorkerHost
-from engine.errors import EngineError, PlacementError, StorageError, WorkerError
+from engine.errors import PlacementError, StorageError, WorkerError
 from engine.process_setup import release_freed_memory
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
     from engine.batch import Batch
 
-
-# Starts a placement: worker groups in this process, or Ray actors on a placement group.
-#
-# The values (`Placement`, `Pool`) and the check of what a cluster holds are in `placement`.
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +59,16 @@ def launch(
             f"placement has {sorted(placed)}, the dataflow needs {sorted(by_name)}"
         )
     start = _launch_local if placement.kind == "local" else _launch_ray
-    own = Recorder(CONTROLLER) if placement.timeline and recorder is None else None
+    run_recorder = Recorder(CONTROLLER) if placement.timeline and recorder is None else None
     with ExitStack() as closing:  # undoes a launch that fails; otherwise Roles.close runs it
-        if own:
-            closing.enter_context(recording(own))
-        groups, spans = start(placement, by_name, threads, own or recorder, closing)
+        if run_recorder:
+            closing.enter_context(recording(run_recorder))
+        groups, spans = start(placement, by_name, threads, run_recorder or recorder, closing)
 
         def timeline() -> list[Span]:
-            return spans() + (own.take() if own else [])
+            return spans() + (run_recorder.take() if run_recorder else [])
 
-        return Roles(groups, closing.pop_all().close, own or recorder, timeline)
+        return Roles(groups, closing.pop_all().close, run_recorder or recorder, timeline)
 
 
 def _launch_local(
@@ -118,11 +114,16 @@ def _launch_ray(
     from engine.controller.ray_groups import RayGroup, RayHost, stop_actors, wait_all
 
     if not ray.is_initialized():
-        init_ray(init_options(placement, os.environ))
-    require_capacity(placement.pools, _nodes(), placement.strategy)
+        init_ray(init_options(os.environ))
+    nodes = [
+        ClusterNode(f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"])
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+    require_capacity(placement.pools, nodes)
     deadline = time.monotonic() + placement.start_timeout_s
     options = iter(_reserve(placement, closing))
-    run = f"hybridflyte-{placement.run}{'-' if placement.run else ''}{uuid.uuid4().hex[:6]}"
+    run = f"hybridflyte-{uuid.uuid4().hex[:6]}"
     actor_class: Any = ray.remote(RayHost)
     groups: dict[str, WorkerGroup] = {}
     actors: list[ActorHandle] = []
@@ -167,14 +168,14 @@ def _launch_ray(
     return groups, spans
 
 
-def init_options(placement: Placement, environ: Mapping[str, str]) -> dict[str, object]:
+def init_options(environ: Mapping[str, str]) -> dict[str, object]:
     """Arguments of `ray.init`: join the cluster of RAY_ADDRESS, or start one here."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address := environ.get("RAY_ADDRESS"):
         return {"address": address, **quiet}
-    wanted = placement.dashboard or environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0")
+    dashboard = environ.get(DASHBOARD_VARIABLE, "0") not in ("", "0")
     # "local", for without an address Ray joins whatever cluster /tmp names.
-    return {"address": "local", "include_dashboard": wanted, **quiet}
+    return {"address": "local", "include_dashboard": dashboard, **quiet}
 
 
 def init_ray(options: Mapping[str, Any]) -> None:
@@ -212,30 +213,20 @@ def init_ray(options: Mapping[str, Any]) -> None:
         ray_services.ConsolePopen = start_process
 
 
-def _nodes() -> list[ClusterNode]:
-    import ray
-
-    return [
-        ClusterNode(f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"])
-        for n in ray.nodes()
-        if n["Alive"]
-    ]
-
-
 def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]]:
     """Reserve room for all processes at once; return each one's actor options, pool by pool."""
     import ray
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    wanted = [pool for pool in placement.pools for _ in range(pool.world_size)]
-    bundles = [pool.bundle for pool in wanted if pool.bundle]
+    processes = [pool for pool in placement.pools for _ in range(pool.world_size)]
+    bundles = [pool.bundle for pool in processes if pool.bundle]
     group: PlacementGroup | None = None
     if bundles:
-        labels = [dict(pool.labels) for pool in wanted if pool.bundle]
+        labels = [dict(pool.labels) for pool in processes if pool.bundle]
         group = placement_group(
             bundles,
-            strategy=placement.strategy,
+            strategy="PACK",
             bundle_label_selector=labels if any(labels) else None,
         )
         closing.callback(remove_placement_group, group)
@@ -248,7 +239,7 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
             )
     options: list[dict[str, object]] = []
     index = 0
-    for pool in wanted:
+    for pool in processes:
         amounts = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "resources": dict(pool.resources)}
         if group is not None and pool.bundle:
             amounts["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -260,8 +251,6 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
         options.append(amounts)
     return options
 
-
-# Ray for the duration of a run, and whether its machines see the same files.
 
 PROBE_SECONDS = 60.0  # for the first task on each machine
 
@@ -283,7 +272,7 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
         return
     address = os.environ.get("RAY_ADDRESS")
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    options = init_options(Placement(()), os.environ)
+    options = init_options(os.environ)
     if options["address"] == "local":
         options["object_store_memory"] = object_store_memory
     try:
@@ -292,25 +281,21 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
     except Exception as error:  # Ray's own time limit is an Exception and no more
-        raise _not_started(address, error) from error
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = cause.split(". ")[0].rstrip(".;")  # Ray goes on to say what may be the reason
+        if address:
+            raise PlacementError(
+                f"Ray could not be started at RAY_ADDRESS={address}: {cause}; check the address, "
+                "or unset RAY_ADDRESS"
+            ) from error
+        raise WorkerError(
+            f"Ray could not be started: {cause}; run again when this machine has less to do, or "
+            "set rl.trainer.placement=local to do without Ray"
+        ) from error
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def _not_started(address: str | None, error: Exception) -> EngineError:
-    cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    cause = cause.split(". ")[0].rstrip(".;")  # Ray goes on to say what may be the reason
-    if address:
-        return PlacementError(
-            f"Ray could not be started at RAY_ADDRESS={address}: {cause}; check the address, or "
-            "unset RAY_ADDRESS"
-        )
-    return WorkerError(
-        f"Ray could not be started: {cause}; run again when this machine has less to do, or set "
-        "rl.trainer.placement=local to do without Ray"
-    )
 
 
 def require_shared(folders: Sequence[str]) -> None:
@@ -327,13 +312,13 @@ def require_shared(folders: Sequence[str]) -> None:
     if len(nodes) < 2:
         return
     look = ray.remote(num_cpus=0)(_missing)
-    asked = {
+    answers = {
         node: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         ).remote(list(folders))
         for node in nodes
     }
-    for node, answer in asked.items():
+    for node, answer in answers.items():
         try:
             missing = ray.get(answer, timeout=PROBE_SECONDS)
         except RayError as error:
@@ -350,6 +335,3 @@ def require_shared(folders: Sequence[str]) -> None:
 
 def _missing(folders: list[str]) -> list[str]:
     return [folder for folder in folders if not os.path.isdir(folder)]
-
-
-__all__ = ["Placement", "Pool", "launch"]

@@ -29,12 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SOFT_PAUSE = 1  # omp_pause_soft: threads end, settings stay
-_STOP_S = 5.0  # for a call that was told to stop
 _left_behind: list[threading.Thread] = []  # of closed hosts, their last call not ended then
-
-
-class _Stopped(BaseException):
-    """Raised inside a call whose host is closed."""
 
 
 class LocalHost:
@@ -48,19 +43,18 @@ class LocalHost:
         self.host = host
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open = True
-        self._running = threading.Lock()  # guards the next two
-        self._in_call = self._stopping = False
+        self._refuses = False  # calls that have not begun
         # A daemon, so that a call that hangs for good can't keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run_tasks, name=host.name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T], *, call: bool = True) -> futures.Future[T]:
-        """Run `work` after all earlier work; `close` may stop a `call`."""
+    def submit(self, work: Callable[[], T]) -> futures.Future[T]:
+        """Run `work` after all earlier work."""
         if not self._open:
             raise WorkerError(f"{self.host.name} is closed; call its roles before")
         end_openmp_team()
         done: futures.Future[T] = futures.Future()
-        self._tasks.put(partial(_run, partial(self._call, work) if call else work, done))
+        self._tasks.put(partial(self._run, work, done))
         return done
 
     def close(self, grace_s: float = 3.0) -> None:
@@ -71,7 +65,7 @@ class LocalHost:
         """Have the roles closed once earlier calls are done; None where they have been before."""
         if not self._open:
             return None
-        closing = self.submit(self.host.close, call=False)
+        closing = self.submit(self.host.close)
         self._open = False
         self._tasks.put(None)
         return closing
@@ -80,57 +74,35 @@ class LocalHost:
         """Wait for the thread, or leave it behind; raise what closing the roles has raised."""
         if not closing.done():
             log.warning("%s: a call has not ended; left behind", self.host.name)
+            self._refuses = True
             _left_behind.append(self._thread)
             return
         closing.result()
         self._thread.join()
 
-    def stop_calls(self) -> None:
-        """Stop the call that runs at its next line of Python, and begin none of those behind it."""
-        with self._running:
-            self._stopping = True
-            if self._in_call and self._thread.ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread.ident), ctypes.py_object(_Stopped)
-                )
-
     def _run_tasks(self) -> None:
         self.host.use_threads()
-        while True:
-            try:
-                if (task := self._tasks.get()) is None:
-                    return
-                task()
-                del task  # or the last batch would stay until the next call
-            except _Stopped:  # raised between a call's last line and here
-                continue
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # or the last batch would stay until the next call
 
-    def _call(self, work: Callable[[], T]) -> T:
-        """Run `work`, which `close` may stop."""
-        with self._running:
-            if self._stopping:
-                raise WorkerError(f"{self.host.name} is closed")
-            self._in_call = True
+    def _run(self, work: Callable[[], T], done: futures.Future[T]) -> None:
         try:
-            return work()
-        finally:
-            with self._running:
-                self._in_call = False
+            if self._refuses and work != self.host.close:
+                raise WorkerError(f"{self.host.name} is closed")
+            done.set_result(work())
+        except BaseException as error:  # whatever it is, it belongs to who waits for it
+            done.set_exception(error)
 
 
 def close_hosts(hosts: Sequence[LocalHost], grace_s: float = 3.0) -> None:
     """Close the roles of all hosts once earlier calls are done.
 
-    After `grace_s` calls are stopped, all at once: one may wait for another's. One that is in
-    foreign code for longer is left behind.
+    A host whose calls take longer than `grace_s` is left behind: its thread ends with its call.
     """
     found = [(host, host.begin_close()) for host in hosts]
     closing = [(host, future) for host, future in found if future is not None]
-    waited = [future for _, future in closing]
-    if futures.wait(waited, grace_s).not_done:
-        for host, _ in closing:
-            host.stop_calls()
-        futures.wait(waited, _STOP_S)
+    futures.wait([future for _, future in closing], grace_s)
     with ExitStack() as stack:  # each of them, even where another's close raises
         for host, future in closing:
             stack.callback(host.end_close, future)
@@ -157,15 +129,8 @@ def _openmp() -> list[ctypes.CDLL]:
     import torch
 
     folder = Path(torch.__file__).parent / "lib"
-    found = [ctypes.CDLL(str(path)) for path in sorted(folder.glob("libgomp*.so*"))]
-    return [library for library in found if hasattr(library, "omp_pause_resource_all")]
-
-
-def _run(work: Callable[[], T], done: futures.Future[T]) -> None:
-    try:
-        done.set_result(work())
-    except BaseException as error:  # whatever it is, it belongs to who waits for it
-        done.set_exception(error)
+    libraries = [ctypes.CDLL(str(path)) for path in sorted(folder.glob("libgomp*.so*"))]
+    return [library for library in libraries if hasattr(library, "omp_pause_resource_all")]
 
 
 class LocalFuture(Future[object]):
@@ -237,7 +202,15 @@ class LocalGroup(WorkerGroup):
         sources: Sequence[Future[object]],
     ) -> LocalFuture:
         def work(host: WorkerHost) -> object:
-            return host.call(call, *[_value(piece) for piece in data])
+            values = [
+                piece.value()
+                if isinstance(piece, LocalFuture)
+                else piece.result()
+                if isinstance(piece, Future)
+                else piece
+                for piece in data
+            ]
+            return host.call(call, *values)
 
         hosts = self._hosts[: len(collecting)]
         parts = [host.submit(partial(work, host.host)) for host in hosts]
@@ -253,9 +226,3 @@ def take_spans(hosts: Sequence[LocalHost], timeout_s: float) -> list[Span]:
             raise timeout_error(f"{host.host.name}: its timeline", timeout_s)
         spans += part.result()
     return spans
-
-
-def _value(piece: object) -> object:
-    if isinstance(piece, LocalFuture):
-        return piece.value()
-    return piece.result() if isinstance(piece, Future) else piece

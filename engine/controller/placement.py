@@ -11,7 +11,6 @@ from typing import Literal
 
 from engine.errors import PlacementError
 
-Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _TOLERANCE = 1e-6  # Ray counts resources in steps of 1e-4
 
 
@@ -36,8 +35,8 @@ class Pool:
     @property
     def bundle(self) -> dict[str, float]:
         """The resources of one process, e.g. {"CPU": 2.0, "GPU": 1.0}."""
-        wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return {key: amount for key, amount in wanted.items() if amount > 0}
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {key: amount for key, amount in amounts.items() if amount > 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +50,7 @@ class Placement:
     kind: Literal["ray", "local"] = "ray"
     start_timeout_s: float = 600.0  # deadline for the processes to start
     call_timeout_s: float = 1800.0  # deadline for one call
-    strategy: Strategy = "PACK"  # processes on few nodes, or on many; STRICT_: one, or all apart
     timeline: bool = False  # record spans of all calls, see `timeline`
-    run: str = ""  # names the actors in Ray's dashboard: "hybridflyte-<run>-<digits>/actor/0"
-    # Start Ray's dashboard where this launch starts Ray; so does HYBRIDFLYTE_RAY_DASHBOARD=1.
-    dashboard: bool = False
 
     def __post_init__(self) -> None:
         roles = [role for pool in self.pools for role in pool.roles]
@@ -86,29 +81,23 @@ class ClusterNode:
         return min(fits, default=pool.world_size)
 
 
-def require_capacity(
-    pools: Sequence[Pool], nodes: Sequence[ClusterNode], strategy: Strategy = "PACK"
-) -> None:
+def require_capacity(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> None:
     """Raise PlacementError with a table of wanted and present when `nodes` can't hold `pools`.
 
     Counts the nodes' total resources, free or not. It rejects what can never fit: too little in
-    total, a process that fits on no node, a pool or a strategy without enough nodes.
+    total, a process that fits on no node, a pool without enough nodes.
     """
-    reasons = _shortages(pools, nodes) or [
-        *(reason for pool in pools if (reason := _pool_shortage(pool, nodes))),
-        *_strategy_conflicts(strategy, pools, nodes),
-    ]
+    wanted, present = _total_wanted(pools), _total_present(nodes)
+    reasons = [
+        f"{key}: wanted {wanted[key]:g}, present {present.get(key, 0):g}"
+        for key in wanted
+        if wanted[key] > present.get(key, 0.0) + _TOLERANCE
+    ] or [reason for pool in pools if (reason := _pool_shortage(pool, nodes))]
     if reasons:
         raise PlacementError(
             f"the Ray cluster can't hold the placement: {'; '.join(reasons)}; ask for less or add "
             f"nodes\n{_table(pools, nodes)}"
         )
-
-
-def _shortages(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> list[str]:
-    wanted, present = _total_wanted(pools), _total_present(nodes)
-    short = [key for key in wanted if wanted[key] > present.get(key, 0.0) + _TOLERANCE]
-    return [f"{key}: wanted {wanted[key]:g}, present {present.get(key, 0):g}" for key in short]
 
 
 def _pool_shortage(pool: Pool, nodes: Sequence[ClusterNode]) -> str:
@@ -123,24 +112,6 @@ def _pool_shortage(pool: Pool, nodes: Sequence[ClusterNode]) -> str:
         if capacity == 0
         else f"the nodes hold {what} {capacity} times, wanted {pool.world_size} times"
     )
-
-
-def _strategy_conflicts(
-    strategy: Strategy, pools: Sequence[Pool], nodes: Sequence[ClusterNode]
-) -> list[str]:
-    pools = [pool for pool in pools if pool.bundle]
-    processes = sum(pool.world_size for pool in pools)
-    if strategy == "STRICT_SPREAD" and processes > len(nodes):
-        return [f"STRICT_SPREAD wants {processes} nodes, present {len(nodes)}"]
-    wanted = _total_wanted(pools)
-    together = any(
-        all(node.capacity_for(pool) for pool in pools)
-        and all(node.resources.get(k, 0.0) + _TOLERANCE >= wanted[k] for k in wanted)
-        for node in nodes
-    )
-    if strategy == "STRICT_PACK" and pools and not together:
-        return [f"STRICT_PACK wants one node with {_resource_text(wanted)}"]
-    return []
 
 
 def _total_wanted(pools: Sequence[Pool]) -> dict[str, float]:
@@ -165,10 +136,9 @@ def _table(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> str:
         (f"  {p.world_size} × {p.name}{_label_suffix(p.labels)}, each", p.bundle) for p in pools
     ]
     rows += [("present", _total_present(nodes))]
-    rows += [
-        (f"  {node.name}{_label_suffix(_user_labels(node.labels))}", node.resources)
-        for node in nodes
-    ]
+    for node in nodes:
+        labels = {k: v for k, v in node.labels.items() if k != "ray.io/node-id"}  # those of users
+        rows.append((f"  {node.name}{_label_suffix(labels)}", node.resources))
     cells = [["", *keys]]
     cells += [[name, *(f"{has.get(key, 0):g}" for key in keys)] for name, has in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -180,11 +150,6 @@ def _table(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> str:
 
 def _label_suffix(labels: Mapping[str, str]) -> str:
     return f" [{', '.join(f'{k}={v}' for k, v in labels.items())}]" if labels else ""
-
-
-def _user_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """The labels that users gave, without Ray's node id."""
-    return {k: v for k, v in labels.items() if k != "ray.io/node-id"}
 
 
 def _matches(value: str | None, selector: str) -> bool:

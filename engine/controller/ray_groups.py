@@ -20,15 +20,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from engine.batch import Batch, Future
+from engine.controller import worker_host
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
 from engine.controller.timeline import Recorder, span
-from engine.controller.worker_host import (
-    RemoteCall,
-    RoleSpec,
-    WorkerHost,
-    merge_results,
-    rendezvous_address,
-)
 from engine.errors import EngineError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -36,12 +30,12 @@ T = TypeVar("T")
 Stored = MutableMapping[Batch, ObjectRef]  # the controller's batches that are in the object store
 
 
-class RayHost(WorkerHost):
+class RayHost(worker_host.WorkerHost):
     """A host that is a Ray actor; Ray runs its calls in the thread that makes it."""
 
     def __init__(
         self,
-        specs: Sequence[RoleSpec],
+        specs: Sequence[worker_host.RoleSpec],
         rank: int = 0,
         world_size: int = 1,
         threads: int = 0,
@@ -52,7 +46,7 @@ class RayHost(WorkerHost):
 
     def rendezvous_address(self) -> str:
         """A free port of this process's node, "host:port", for its pool's ranks to meet at."""
-        return rendezvous_address(ray.util.get_node_ip_address())
+        return worker_host.rendezvous_address(ray.util.get_node_ip_address())
 
 
 class RayFuture(Future[object]):
@@ -64,7 +58,7 @@ class RayFuture(Future[object]):
 
     def __init__(
         self,
-        call: RemoteCall,
+        call: worker_host.RemoteCall,
         statuses: list[ObjectRef],
         refs: list[ObjectRef],
         timeout_s: float,
@@ -85,7 +79,9 @@ class RayFuture(Future[object]):
         if not self._values:
             with span(f"wait for {self._name}"):
                 wait_all(self.statuses, self._timeout_s, self._ancestors(), until)
-                self._values = [merge_results([_get(ref, self._name, 60.0) for ref in self.refs])]
+                self._values = [
+                    worker_host.merge_results([_get(ref, self._name, 60.0) for ref in self.refs])
+                ]
             self._sources = []  # a success needs no cause, and the arguments may be freed
         return self._values[0]
 
@@ -100,14 +96,14 @@ class RayFuture(Future[object]):
 
     def _ancestors(self) -> list[RayFuture]:
         """The calls that this one takes data from, directly or not, first call first."""
-        found: dict[int, RayFuture] = {}
+        ancestors: dict[int, RayFuture] = {}
         todo = list(self._sources)
         while todo:
             source = todo.pop()
-            if source.number not in found:
-                found[source.number] = source
+            if source.number not in ancestors:
+                ancestors[source.number] = source
                 todo.extend(source._sources)
-        return [found[number] for number in sorted(found)]
+        return [ancestors[number] for number in sorted(ancestors)]
 
 
 class RayGroup(WorkerGroup):
@@ -115,7 +111,7 @@ class RayGroup(WorkerGroup):
 
     def __init__(
         self,
-        spec: RoleSpec,
+        spec: worker_host.RoleSpec,
         actors: Sequence[ActorHandle],
         timeout_s: float,
         recorder: Recorder | None = None,
@@ -137,7 +133,7 @@ class RayGroup(WorkerGroup):
 
     def _submit(
         self,
-        call: RemoteCall,
+        call: worker_host.RemoteCall,
         data: Sequence[object],
         collecting: list[bool],
         sources: Sequence[Future[object]],
@@ -219,15 +215,15 @@ def _put(value: object, timeout_s: float) -> ObjectRef:
 
     threading.Thread(target=put, name="ray-put", daemon=True).start()
     try:
-        found = stored.get(timeout=timeout_s)
+        outcome = stored.get(timeout=timeout_s)
     except queue.Empty:
         raise WorkerError(
             f"the Ray node of this machine took no data within {timeout_s:g} s; its raylet is "
             "stopped or the machine is overloaded: end that Ray, and resume the run on another"
         ) from None
-    if isinstance(found, Exception):
-        raise found
-    return found
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _first_failure(refs: Mapping[ObjectRef, str]) -> EngineError | None:

@@ -1,6 +1,36 @@
 """The groups of asynchronous rollout, from the draw of a prompt to the batch that a step takes.
 
-Admission by staleness decides which groups may start and which are consumed.
+`RolloutQueue` has the prompts, the completions and the scoring of finished groups. `Admission`
+decides by staleness which groups may start and which are consumed.
+
+A group is the n completions of one prompt. The trainer's version v is the number of its updates;
+an update consumes `batch` groups, also where it learns nothing from them. A group is as old as its
+oldest token, and may be consumed at version v only if v - oldest <= η (`staleness`); η = 0 is
+synchronous on-policy training. A prompt is identified by its position in the data stream (its
+key); each sampling of it is a new attempt, and the answer of an attempt that was given up is
+ignored. A key moves through these states:
+
+    data stream ──start──> in flight ──finished──> queue ──take──> consumed
+                 ^             │ lost
+                 └ resample <──┘
+
+One more group starts at version v only if ⌊(consumed + in flight + queued) / batch⌋ <= v + η
+(AReaL, arXiv:2505.24298, staleness-aware training). The rule assumes that groups are consumed in
+the order of their start. A slow group that others pass could still get too old: so the trainer
+waits rather than make an update that pushes a group over its bound. No decoded token is discarded,
+and slow (long) completions aren't under-represented in the data.
+
+Invariants, after every transition (its tests check them):
+
+1. No prompt is lost or doubled: each key that left the data stream is in exactly one place, or
+   was consumed or rejected once.
+2. in flight + queued <= (η + 1)·batch: every started group fits in the queue.
+3. All that is in flight or queued is within η now; so is all that is consumed.
+4. One batch is consumed an update: consumed is v·batch, or (v + 1)·batch while the update runs.
+5. What is in flight or queued can be consumed in time, oldest first.
+
+While one worker with current weights lives and finishes what it starts, `take` returns a batch
+after finitely many transitions.
 """
 
 from __future__ import annotations
@@ -13,67 +43,17 @@ from itertools import accumulate
 import torch
 
 from engine.batch import Batch, Future
-from engine.errors import ConfigError, RolloutError
+from engine.errors import RolloutError
 from engine.rollout.stream import Begun, PartialGroup, take_partial_groups, with_partial_groups
-
-# Admission control of asynchronous rollout: which groups may start, and which are consumed.
-#
-# A group is the n completions of one prompt. The trainer's version v is the number of its updates;
-# an update consumes `batch` groups, also where it learns nothing from them. A group is as old as
-# its
-# oldest token, and may be consumed at version v only if v - oldest <= η (`staleness`); η = 0 is
-# synchronous on-policy training.
-#
-# This is a pure state machine: `Admission` is immutable, and a transition returns the next state.
-# The
-# caller has prompts, completions, threads, clocks and Ray. A prompt is identified by its position
-# in
-# the data stream (its key: 0, 1, 2, …); each sampling of it is a new attempt, and the answer of an
-# attempt that was given up is ignored. A key moves through these states:
-#
-#     data stream ──start──> in flight ──finished──> queue ──take──> consumed
-#                  ^             │ lost
-#                  └ resample <──┘
-#
-# Admission (AReaL, arXiv:2505.24298, staleness-aware training): one more group starts at version v
-# only if ⌊(consumed + in flight + queued) / batch⌋ <= v + η. The rule counts groups and assumes
-# that
-# they are consumed in the order of their start. A slow group that others overtake could still get
-# too
-# old: so the trainer waits rather than make an update that pushes a group over its bound. No
-# decoded
-# token is discarded, and slow (long) completions aren't under-represented in the data.
-#
-# Invariants, after every transition (`Admission.check`):
-#
-# 1. No prompt is lost or doubled: each key that left the data stream is in exactly one place, or
-#    was consumed or rejected once.
-# 2. in flight + queued <= (η + 1)·batch: every started group fits in the queue.
-# 3. All that is in flight or queued is within η now; so is all that is consumed.
-# 4. One batch is consumed an update: consumed is v·batch, or (v + 1)·batch while the update runs.
-# 5. What is in flight or queued can be consumed in time, oldest first.
-#
-# Liveness: while one worker with current weights lives and finishes what it starts, `take` returns
-# a
-# batch after finitely many transitions.
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits of asynchronous rollout; raises ConfigError if the trainer could never get a batch."""
+    """Limits of asynchronous rollout."""
 
     batch: int  # groups an update consumes (train_batch_size), e.g. 32
     staleness: int  # η: versions a group's oldest token may be behind at consumption, e.g. 1
     steps: int | None = None  # updates of the whole run; no group starts that they can't consume
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("batch", self.batch, 1),
-            ("staleness", self.staleness, 0),
-            ("steps", self.steps, 0),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it has to be at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +80,10 @@ class AdmittedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The state: where each prompt is. The first is `Admission(AdmissionLimits(…))`."""
+    """Where each prompt is: an immutable value, whose transitions return the next one.
+
+    The first is `Admission(AdmissionLimits(…))`.
+    """
 
     limits: AdmissionLimits
     version: int = 0  # v, updates done
@@ -241,29 +224,6 @@ class Admission:
             )
         return replace(self, version=version)
 
-    def check(self) -> None:
-        """Raise RolloutError naming each invariant of the module's docstring that is broken."""
-        size, bound = self.limits.batch, self.limits.staleness
-        groups = (*self.in_flight.values(), *self.queue)
-        keys = [*self.resample, *(group.ticket.key for group in groups)]
-        step = self.consumed // size
-        invariants = {
-            "1: a key is in two places": len(set(keys)) == len(keys),
-            "1: a key is lost or doubled": self.drawn == self.consumed + self.rejected + len(keys)
-            and all(0 <= key < self.drawn for key in keys),
-            "2: more groups than places": len(groups) <= (bound + 1) * size,
-            "2: more prompts than updates": len(keys)
-            <= (self.version + bound + 1) * size - self.consumed,
-            "3: a group is too old": all(self.version - g.oldest <= bound for g in groups),
-            "3: a version is unknown": all(g.oldest <= g.newest <= self.version for g in groups),
-            "4: not one batch an update": self.consumed % size == 0
-            and step - self.version in (0, 1),
-            "5: a group can't be consumed in time": self._in_time(self._ages(), step),
-        }
-        broken = [name for name, holds in invariants.items() if not holds]
-        if broken:
-            raise RolloutError(f"admission breaks {'; '.join(broken)}: {self}")
-
     def _in_time(self, ages: Iterable[int], step: int) -> bool:
         """Whether groups this old can be consumed from update `step` on, oldest first."""
         size, bound = self.limits.batch, self.limits.staleness
@@ -288,12 +248,6 @@ class Admission:
         return replace(self, in_flight=in_flight)
 
 
-# The groups of asynchronous rollout, from the draw of a prompt to the batch that a step takes.
-#
-# `staleness.Admission` decides which may begin and be taken; here are their prompts and
-# completions,
-# and the scoring of finished ones. Not thread-safe: `async_rollout` calls it under its lock.
-
 EPISODES = "episode_turns"  # a column of groups of episodes
 _SCORES = "token_level_scores"
 
@@ -309,13 +263,16 @@ class ScoringCall:
         """Each group with its own scores `[n, response]`; raises what the scoring raised."""
         scores = self.scores.result()
         for ticket, (group, rows) in self.groups.items():
-            own = scores.rows(rows)
+            group_scores = scores.rows(rows)
             width = group["response_mask"].shape[1]  # wider groups may have been scored beside it
-            yield ticket, group | (own | {_SCORES: own[_SCORES][:, :width]})
+            yield ticket, group | (group_scores | {_SCORES: group_scores[_SCORES][:, :width]})
 
 
 class RolloutQueue:
-    """Prompts that are being sampled, groups that are being scored, and finished groups."""
+    """Prompts that are being sampled, groups that are being scored, and finished groups.
+
+    Not thread-safe: `AsyncRollout` calls it under its lock.
+    """
 
     def __init__(
         self,
@@ -466,8 +423,8 @@ class RolloutQueue:
 def _versions(group: Batch) -> set[int]:
     """The versions of the weights that sampled the group's tokens; without any, those that they
     would have been sampled under."""
-    found = set(group["token_versions"][group["response_mask"].bool()].tolist())
-    return found or set(group["policy_version"].tolist())
+    versions = set(group["token_versions"][group["response_mask"].bool()].tolist())
+    return versions or set(group["policy_version"].tolist())
 
 
 def _with_key(group: Batch, key: int) -> dict[str, torch.Tensor]:

@@ -1,6 +1,30 @@
 """Supervision of rollout workers: their health, its events, and the actions that restore it.
 
-Whether a machine can do the work at all is in `engine.health`.
+A pure state machine: a `Fleet` is a value; an event gives the next value and the actions to take.
+The caller has the processes, Ray and clocks; `now` is any monotonic clock in seconds. Which worker
+has which prompt is in `rollout_queue`. The transitions out of each state, and their [actions]:
+
+    STARTING    Started [SyncWeights] -> SYNCING
+    SYNCING     Synced -> SERVING; version too old by now [SyncWeights], and no new deadline
+    SERVING     silence -> SUSPECT; the trainer is too far ahead [SyncWeights] -> SYNCING
+    SUSPECT     Heartbeat -> SERVING, or SYNCING if its weights are too old now [SyncWeights]
+    DEAD        the back-off is over [Replace] -> REPLACING
+    REPLACING   Replaced -> STARTING
+    FAILED      final
+
+In any other state a worker dies [Kill, Reissue] when its process ends or a call on it gives no
+result (Died), when the state's deadline passes, and when it is silent for too long (hung, SIGSTOP).
+It is then DEAD, or FAILED if its restart budget is spent. The fleet runs while one worker isn't
+FAILED; after the last, [Stop] has the first cause.
+
+Invariants, after every event (its tests check them):
+
+1. A SERVING worker's weights are at most `max_lag` versions behind the trainer's.
+2. `Fleet.serving` are the only workers that may be given a prompt.
+3. Every death gives exactly one Kill and one Reissue, for the attempt that died.
+4. Events of an earlier attempt (a late heartbeat or answer) change nothing.
+5. No worker waits for ever: each state but FAILED ends by a deadline or by silence, and deaths
+   without service in between always count. So a worker serves at last, or becomes FAILED.
 """
 
 from __future__ import annotations
@@ -10,40 +34,36 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
-from engine.errors import ConfigError, WorkerError
+from engine.errors import WorkerError
 
-# Events of rollout workers, and the actions that supervision takes on them.
-#
-# Plain values: events are the input of the state machine in `health`, actions its output. The
-# caller
-# reports the events and carries out the actions.
+# Events of a worker, which the caller reports.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Started:
     """The worker's process runs and answers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Synced:
     """The worker now has the weights of `version`."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Heartbeat:
     """A heartbeat of a worker."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Died:
     """The worker's process ended, failed to start, or gave no result for a call."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Replaced:
     """The process that Replace started exists; it isn't ready yet."""
 
@@ -51,40 +71,34 @@ class Replaced:
 Event = Started | Synced | Heartbeat | Died | Replaced
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+@dataclass(frozen=True)
+class ProcessAction:
+    """An action on the process with the number `attempt` of a worker."""
+
+    worker: str
+    attempt: int
+
+
+class Kill(ProcessAction):
     """End the process with SIGKILL, which also ends a stopped one."""
 
-    worker: str
-    attempt: int
 
-
-@dataclass(frozen=True, slots=True)
-class Reissue:
+class Reissue(ProcessAction):
     """Sample the unfinished prompts of this process elsewhere (`Admission.lost`)."""
 
-    worker: str
-    attempt: int
 
-
-@dataclass(frozen=True, slots=True)
-class Replace:
+class Replace(ProcessAction):
     """Start a new process, whose events have this `attempt`."""
 
-    worker: str
-    attempt: int
 
-
-@dataclass(frozen=True, slots=True)
-class SyncWeights:
+@dataclass(frozen=True)
+class SyncWeights(ProcessAction):
     """Send the trainer's weights. A worker with these or newer ones ignores them."""
 
-    worker: str
-    attempt: int
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stop:
     """End the run (for a trainer: its attempt) with this cause."""
 
@@ -92,39 +106,6 @@ class Stop:
 
 
 Action = Kill | Reissue | Replace | SyncWeights | Stop
-
-
-# The health of rollout workers, and the actions that restore it.
-#
-# A pure state machine: a `Fleet` is a value; an event gives the next value and the actions to take
-# (both in `health_events`). The caller has the processes, Ray and clocks; `now` is any monotonic
-# clock in seconds. Which worker has which prompt is in `staleness`, a run's retries in `attempts`.
-#
-# The states of a worker, the transitions out of each, and in brackets their actions:
-#
-#     STARTING    Started [SyncWeights] -> SYNCING
-#     SYNCING     Synced -> SERVING; with a version too old by now [SyncWeights], and no new
-# deadline
-#     SERVING     silence -> SUSPECT; the trainer is too far ahead [SyncWeights] -> SYNCING
-#     SUSPECT     Heartbeat -> SERVING, or SYNCING if its weights are too old now [SyncWeights]
-#     DEAD        the back-off is over [Replace] -> REPLACING
-#     REPLACING   Replaced -> STARTING
-#     FAILED      final
-#
-# In any other state a worker dies [Kill, Reissue] when its process ends or a call on it gives no
-# result (Died), when the state's deadline passes, and when it is silent for too long (hung,
-# SIGSTOP).
-# It is then DEAD, or FAILED if its restart budget is spent. The fleet runs while one worker isn't
-# FAILED; after the last, [Stop] has the first cause.
-#
-# Invariants, after every event (`Fleet.check`, where a single value shows them):
-#
-# 1. A SERVING worker's weights are at most `max_lag` versions behind the trainer's.
-# 2. `Fleet.serving` are the only workers that may be given a prompt.
-# 3. Every death gives exactly one Kill and one Reissue, for the attempt that died.
-# 4. Events of an earlier attempt (a late heartbeat or answer) change nothing.
-# 5. No worker waits for ever: each state but FAILED ends by a deadline or by silence, and deaths
-#    without service in between always count. So a worker serves at last, or becomes FAILED.
 
 
 class HealthState(StrEnum):
@@ -139,7 +120,7 @@ class HealthState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
-    """Times in seconds. Raises ConfigError for values that can't work."""
+    """Times in seconds; `suspect_after` is below `dead_after`."""
 
     suspect_after: float = 5.0  # silence that makes a worker SUSPECT
     dead_after: float = 20.0  # silence that makes it DEAD
@@ -149,19 +130,6 @@ class HealthPolicy:
     window: float = 600.0  # deaths longer ago are forgotten if the worker has served since
     backoff: float = 1.0  # before the first restart; doubles with each death in the window
     backoff_max: float = 60.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.suspect_after < self.dead_after:
-            raise ConfigError(
-                f"suspect_after={self.suspect_after} and dead_after={self.dead_after} leave a "
-                "silent worker no time to come back; set 0 < suspect_after < dead_after"
-            )
-        for name in ("start_timeout", "sync_timeout", "window"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it has to be above 0")
-        for name in ("max_restarts", "backoff", "backoff_max"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it may not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +170,6 @@ class Fleet:
         """A fleet whose processes (attempt 0) have just been created."""
         deadline = now + policy.start_timeout
         workers = {name: WorkerHealth(name, HealthState.STARTING, deadline) for name in names}
-        if not workers or max_lag < 0:
-            raise ConfigError(
-                f"a fleet of {len(workers)} workers with max_lag={max_lag}; give it at least one "
-                "worker and a max_lag of at least 0"
-            )
         return cls(policy, max_lag, version, workers)
 
     @property
@@ -236,21 +199,6 @@ class Fleet:
         fleet = replace(self, version=version)
         serving = [fleet.workers[name] for name in fleet.serving]
         return fleet._change(serving, lambda w: fleet._admit(w, w.last_heartbeat, now))
-
-    def check(self) -> None:
-        """Raise WorkerError for a worker that breaks an invariant of the module's docstring."""
-        for worker in self.workers.values():
-            lag = self.version - worker.version
-            known = 0 <= worker.version <= self.version
-            if worker.state is HealthState.SERVING and not (known and lag <= self.max_lag):
-                raise WorkerError(f"{worker} serves at trainer version {self.version}")
-            if (worker.state is HealthState.FAILED) != (
-                len(worker.deaths) > self.policy.max_restarts
-            ):
-                raise WorkerError(f"{worker} doesn't keep its restart budget")
-        failed = all(worker.state is HealthState.FAILED for worker in self.workers.values())
-        if failed != (self.stopped is not None):
-            raise WorkerError(f"fleet stopped={self.stopped} with workers {self.workers}")
 
     def _react(self, worker: WorkerHealth, event: Event, now: float) -> Transition:
         """One event of the current process; one that doesn't apply changes nothing."""

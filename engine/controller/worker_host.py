@@ -24,8 +24,6 @@ from engine.parallel.layout import DataShard, Layout, RankGrid
 from engine.registry import import_plugins
 from engine.workers.role import Dispatch, Metric, ProcessState, Worker, WorkerContext, dispatch_rule
 
-# Splits and pads rows for ranks, and merges what ranks return. Values only, no processes.
-
 
 @dataclass(frozen=True, slots=True)
 class RankMetrics:
@@ -113,8 +111,8 @@ def _reduce(name: str, ranks: Sequence[RankMetrics]) -> float:
     weighted: list[tuple[Metric, float]] = []
     for rank in ranks:
         if name in rank.values:
-            found = rank.values[name]
-            metric = found if isinstance(found, Metric) else Metric(float(found))
+            value = rank.values[name]
+            metric = value if isinstance(value, Metric) else Metric(float(value))
             weighted.append((metric, rank.rows if metric.weight is None else metric.weight))
     kinds = {metric.reduce for metric, _ in weighted}
     if len(kinds) > 1:
@@ -132,13 +130,6 @@ def _reduce(name: str, ranks: Sequence[RankMetrics]) -> float:
         return sum(values) / len(values)
     # A value without weight says nothing, not even where it is NaN.
     return sum(metric.value * weight for metric, weight in weighted if weight) / total
-
-
-# The process side of a worker group: builds roles, receives calls, merges their arguments.
-#
-# One `WorkerHost` lives in one process (this one, or a Ray actor) and has one rank of each role
-# that
-# is placed there. It imports torch, never Ray.
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +174,7 @@ class RemoteCall:
 
 
 class WorkerHost:
-    """One rank of the roles that share a process; `build` makes them.
+    """One rank of the roles that share a process, this one or a Ray actor; `build` makes them.
 
     What a role raises leaves here as an EngineError: its own, with a note that has role, rank,
     method and traceback, or a WorkerError whose message has them.

@@ -1,6 +1,6 @@
 """Padding of prompts and completions to one `Batch`, and which rows share a forward pass.
 
-The layout is that of `engine.batch`. Loads no pandas.
+The layout is that of `engine.batch`. It loads no pandas.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.data.rows import check_names, reward_model
 from engine.errors import ConfigError, DataError
-
-# Which rows go through a model together, by their lengths; pure functions on integers.
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -58,26 +56,20 @@ def shared_prompt_batches(
     batches: list[list[int]] = []
     room = 0
     for group in groups:
-        own = [lengths[row] - prompts[row] for row in group]
-        whole = prompts[group[0]] + sum(own)
-        if whole > room or not batches:
+        responses = [lengths[row] - prompts[row] for row in group]
+        if prompts[group[0]] + sum(responses) > room or not batches:
             batches.append([])
             room = max_tokens
-        fresh = True  # the batch has nothing of this group
-        for row, tokens in zip(group, own, strict=True):
-            cost = tokens + (prompts[row] if fresh else 0)
+        is_first = True  # row of this group in the batch
+        for row, tokens in zip(group, responses, strict=True):
+            cost = tokens + (prompts[row] if is_first else 0)
             if cost > room and batches[-1]:
                 batches.append([])
                 room, cost = max_tokens, tokens + prompts[row]
             batches[-1].append(row)
             room -= cost
-            fresh = False
+            is_first = False
     return batches
-
-
-# Padding: prompts and sampled completions become one `Batch` in the layout of `engine.batch`.
-#
-# Reading rows and turning text into tokens happen elsewhere in this package.
 
 
 def collate_prompts(rows: Sequence[dict[str, Any]], prompt_ids: Sequence[list[int]]) -> Batch:

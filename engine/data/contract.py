@@ -1,6 +1,8 @@
 """The data contract: which columns each kind of table has and what its cells must hold.
 
-Checked with pandera; also one type a column for RL rows of several writers.
+`check` validates a table with pandera, `check_disjoint` that splits share no prompts; both raise a
+sentence with split, column, problem and rows (from 0). `uniform_columns` gives RL rows of several
+writers one type a column.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import pandera.pandas as pandera
 import pyarrow as pa
 from pandera.errors import SchemaError, SchemaErrors
 
+from engine.data import rows
 from engine.data.rows import (
     EXTRA,
     RULE,
@@ -32,10 +35,6 @@ from engine.data.rows import (
 )
 from engine.errors import DataError
 
-# RL rows of several writers with one type a column, so that one Parquet file can hold them.
-#
-# `engine.data.contract` checks what rows must hold; cells that break it pass through unchanged.
-
 
 def uniform_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """Return RL rows whose cells have one type a column, and one a field of dictionaries.
@@ -49,7 +48,11 @@ def uniform_columns(frame: pd.DataFrame) -> pd.DataFrame:
         EXTRA: [{} if is_missing(cell) else cell for cell in extras]
     }
     if RULE in frame:
-        columns[RULE] = [_with_text(cell) for cell in frame[RULE]]
+        truths = [truth_of(cell) for cell in frame[RULE]]
+        columns[RULE] = [
+            cell if truth is None else {**cell, TRUTH: truth}
+            for cell, truth in zip(frame[RULE], truths, strict=True)
+        ]
     for name, cells in columns.items():
         # Of dtype object: pandas must keep the dictionaries as they are.
         column = pd.Series(_with_one_type(cells), index=frame.index, dtype=object)
@@ -62,11 +65,6 @@ def truth_of(rule: object) -> str | None:
     """The ground truth in a cell of `reward_model`, as text; None where it holds none."""
     truth = rule.get(TRUTH) if isinstance(rule, dict) else None
     return None if is_missing(truth) else as_text(truth)
-
-
-def _with_text(rule: object) -> object:
-    truth = truth_of(rule)
-    return {**rule, TRUTH: truth} if isinstance(rule, dict) and truth is not None else rule
 
 
 def _with_one_type(cells: Sequence[object]) -> list[object]:
@@ -93,12 +91,6 @@ def _is_one_type(values: list[object]) -> bool:
     return not (pa.types.is_struct(kind) and kind.num_fields == 0)  # Parquet has no such column
 
 
-# The data contract: which columns each kind of table has and what its cells must hold.
-#
-# `check` validates a table, `check_disjoint` checks that splits share no prompts. Both raise one
-# sentence that names split, column, problem and rows (counted from 0).
-
-
 def _rule(holds: Callable[[object], bool], error: str) -> pandera.Check:
     """Check every cell, missing ones too, and say what it must be."""
     return pandera.Check(holds, element_wise=True, ignore_na=False, error=error)
@@ -114,16 +106,14 @@ def _has_ground_truth(value: object) -> bool:
     return not is_missing(truth) and (not isinstance(value, dict) or bool(str(truth).strip()))
 
 
-def _is_count(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        return False
-    return int(value) >= 0
-
-
 def _is_number(value: object) -> TypeGuard[float]:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
     return math.isfinite(float(value))
+
+
+def _is_count(value: object) -> bool:
+    return _is_amount(value) and isinstance(value, int | np.integer)
 
 
 def _is_amount(value: object) -> TypeGuard[float]:
@@ -141,7 +131,6 @@ _NUMBER = _rule(_is_number, "must be a finite number")
 _AMOUNT = _rule(_is_amount, "must be a finite number, 0 or more")
 _SHARE = _rule(lambda v: not _is_amount(v) or float(v) <= 1, "must be at most 1")
 _ANSWER = _rule(lambda v: isinstance(v, str) or is_missing(v), "must be text or missing")
-_ANSWERS = _rule(lambda v: isinstance(v, list | np.ndarray), "must be a list")
 
 _PROMPT = _column(_MESSAGES, _FILLED)
 _PROSE = _column(_TEXT, _FILLED)
@@ -182,46 +171,32 @@ KTO_ROWS = _table(
     {"prompt": _PROMPT, "completion": _PROSE, "label": _column(_FLAG), "extra_info": _EXTRA}
 )
 
+_BY_TYPE: dict[object, pandera.Check] = {str: _TEXT, int: _COUNT, bool: _FLAG, float: _NUMBER}
+_BY_TYPE[list[str]] = _rule(lambda v: isinstance(v, list | np.ndarray), "must be a list")
+_MODEL = _rule(
+    lambda v: v in ("warm_start", "rl", "champion"), "must be warm_start, rl or champion"
+)
+_EPISODES = {  # of episodes alone
+    "greedy_turns": (_COUNT,),
+    "greedy_return": (_NUMBER,),
+    "greedy_calls": (_COUNT,),
+    "greedy_malformed": (_COUNT,),
+    "greedy_end": (_TEXT,),
+    "sample_turns": (_AMOUNT,),
+    "sample_return": (_NUMBER,),
+    "sample_called": (_AMOUNT, _SHARE),
+    "sample_malformed": (_AMOUNT,),
+}
+
 EVALUATION_ROWS = _table(
     {
-        "dataset": _PROSE,
-        "index": _column(_COUNT),
-        "data_source": _PROSE,
-        "level": _column(_TEXT),
-        "prompt": _PROSE,
-        "ground_truth": _column(_TEXT),
-        "model": _column(
-            _rule(
-                lambda v: v in ("warm_start", "rl", "champion"),
-                "must be warm_start, rl or champion",
-            )
-        ),
-        "greedy_completion": _column(_TEXT),
-        "greedy_answer": _column(_ANSWER),
-        "greedy_correct": _column(_FLAG),
-        "greedy_score": _column(_NUMBER),
-        "greedy_truncated": _column(_FLAG),
-        "sample_answers": _column(_ANSWERS),
-        "samples_correct": _column(_COUNT),
-        "samples": _column(_COUNT),
-        "sample_score": _column(_NUMBER),
-        "majority_answer": _column(_ANSWER),
-        "majority_correct": _column(_FLAG),
+        **{name: _column(_BY_TYPE[kind]) for name, kind in rows.EVALUATION_ROWS.items()},
+        **dict.fromkeys(("dataset", "data_source", "prompt"), _PROSE),
+        "model": _column(_MODEL),
+        **{name: _column(_ANSWER) for name in ("greedy_answer", "majority_answer")},
         "response_length": _column(_AMOUNT),
-        "greedy_length": _column(_COUNT),
-        "truncated": _column(_AMOUNT, _SHARE),
-        "format_rate": _column(_AMOUNT, _SHARE),
-        "errors": _column(_COUNT),
-        # Where problems are episodes.
-        "greedy_turns": _column(_COUNT, required=False),
-        "greedy_return": _column(_NUMBER, required=False),
-        "greedy_calls": _column(_COUNT, required=False),
-        "greedy_malformed": _column(_COUNT, required=False),
-        "greedy_end": _column(_TEXT, required=False),
-        "sample_turns": _column(_AMOUNT, required=False),
-        "sample_return": _column(_NUMBER, required=False),
-        "sample_called": _column(_AMOUNT, _SHARE, required=False),
-        "sample_malformed": _column(_AMOUNT, required=False),
+        **{name: _column(_AMOUNT, _SHARE) for name in ("truncated", "format_rate")},
+        **{name: _column(*rules, required=False) for name, rules in _EPISODES.items()},
     }
 )
 
@@ -245,12 +220,11 @@ def _sentence(
     errors: Sequence[SchemaError], frame: pd.DataFrame, schema: pandera.DataFrameSchema, name: str
 ) -> str:
     """Describe the first problem: wrong columns before wrong cells."""
-    wanted = [column for column, spec in schema.columns.items() if spec.required]
-    missing = [column for column in wanted if column not in frame.columns]
+    required = [column for column, spec in schema.columns.items() if spec.required]
+    parts = [f"has no column {column!r}" for column in required if column not in frame.columns]
     unknown = [str(column) for column in frame.columns if column not in schema.columns]
-    if missing or unknown:
-        parts = [f"has no column {column!r}" for column in missing]
-        parts += [f"has an unknown column {column!r}" for column in unknown]
+    parts += [f"has an unknown column {column!r}" for column in unknown]
+    if parts:
         return f"{name} {' and '.join(parts)}; its columns must be {list(schema.columns)}"
     first = errors[0]
     rule = first.check.error if isinstance(first.check, pandera.Check) else str(first)
@@ -278,26 +252,24 @@ def check_disjoint(splits: Mapping[str, pd.DataFrame]) -> None:
     split. SFT and RL may train on the same prompts, and validate on the same. Prompts are compared
     without case and spacing.
     """
-    rows = {name: _rows_by_prompt(frame) for name, frame in splits.items()}
-    for held_out, other in _pairs_apart(list(splits)):
+    prompts = {name: _rows_by_prompt(frame) for name, frame in splits.items()}
+    pairs = [("test", other) for other in splits if "test" in splits and other != "test"]
+    held_out_splits = [name for name in splits if name.endswith("validation")]
+    pairs += [(a, b) for a in held_out_splits for b in splits if b.endswith("train")]
+    for held_out, other in pairs:
         shared = sorted(
-            (at, rows[other][text]) for text, at in rows[held_out].items() if text in rows[other]
+            (row, prompts[other][text])
+            for text, row in prompts[held_out].items()
+            if text in prompts[other]
         )
         if shared:
-            pairs = ", ".join(f"{a} and {b}" for a, b in shared[:SHOWN])
+            shown = ", ".join(f"{a} and {b}" for a, b in shared[:SHOWN])
             more = ", …" if len(shared) > SHOWN else ""
             prompt = brief(prompt_text(splits[held_out]["prompt"].iloc[shared[0][0]]))
             raise DataError(
-                f"{len(shared)} prompts are in both {held_out} and {other} (rows {pairs}{more}; "
+                f"{len(shared)} prompts are in both {held_out} and {other} (rows {shown}{more}; "
                 f"the first is {prompt}); remove them from one of the two"
             )
-
-
-def _pairs_apart(names: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = [("test", other) for other in names if "test" in names and other != "test"]
-    held_out = [name for name in names if name.endswith("validation")]
-    training = [name for name in names if name.endswith("train")]
-    return pairs + [(a, b) for a in held_out for b in training]
 
 
 def _rows_by_prompt(frame: pd.DataFrame) -> dict[str, int]:

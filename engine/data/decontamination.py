@@ -1,6 +1,7 @@
-"""Training rows that held-out rows contain, and prompts that were seen before.
+"""Training rows that held-out rows contain, prompts that were seen before, and rows of retraining.
 
-For preparation, and for new rows of retraining.
+Only the held-out texts are kept in memory, so a training set may be of any size. How much of a test
+set a finished model has seen is for `engine.promotion.contamination` to measure.
 """
 
 from __future__ import annotations
@@ -22,12 +23,6 @@ from engine.data.row_files import BadRows, mapped_rows
 from engine.data.rows import RULE, normalise, prompt_text
 from engine.data.sources import Splits, evaluation_files
 from engine.errors import DataError
-
-# Training rows that held-out rows contain: the same prompt, or most of its runs of words.
-#
-# What is kept in memory is of the held-out texts alone, so the training set may be of any size.
-# How
-# much of a test set a finished model has seen is `engine.promotion.contamination`'s to measure.
 
 COMMON = 10  # held-out texts
 
@@ -54,16 +49,16 @@ class HeldOut:
 
     ngram: int = 13
     overlap: float = 0.8
-    _whole: set[int] = field(default_factory=set)
+    _hashes: set[int] = field(default_factory=set)
     _texts: dict[int, list[int]] = field(default_factory=dict)  # hash of a run: texts with it
     _added: int = 0
-    _own: Counter[int] = field(default_factory=Counter)  # runs of each text that count
-    _counted: int = 0  # texts that `_own` was counted for
+    _runs: Counter[int] = field(default_factory=Counter)  # of each text, how many count
+    _counted: int = 0  # texts that `_runs` was counted for
 
     def add(self, text: str) -> None:
         """Hold a text out."""
         words = _words(text)
-        self._whole.add(hash(words))
+        self._hashes.add(hash(words))
         for run in self._runs_of(words) if self.overlap else ():
             self._texts.setdefault(run, []).append(self._added)
         self._added += 1
@@ -71,22 +66,22 @@ class HeldOut:
     def find(self, text: str) -> Match:
         """How a text is in the held-out ones; empty where it isn't."""
         words = _words(text)
-        if hash(words) in self._whole:
+        if hash(words) in self._hashes:
             return "exact"
         if self._counted != self._added:
-            self._own = self._shared(self._texts)
+            self._runs = self._shared(self._texts)
             self._counted = self._added
         shared = self._shared(self._runs_of(words)) if self._texts else {}
-        near = any(count >= self.overlap * self._own[held] for held, count in shared.items())
+        near = any(count >= self.overlap * self._runs[held] for held, count in shared.items())
         return "near" if near else ""
 
     def _shared(self, runs: Iterable[int]) -> Counter[int]:
         """How many of the runs each held-out text has, without those of many texts."""
-        most = min(COMMON, max(1, self._added // 2))
+        limit = min(COMMON, max(1, self._added // 2))
         shared: Counter[int] = Counter()
         for run in runs:
             texts = self._texts.get(run, ())
-            if len(texts) <= most:
+            if len(texts) <= limit:
                 shared.update(texts)
         return shared
 
@@ -104,7 +99,7 @@ def without_held_out(splits: Splits, config: DataConfig) -> Splits:
     settings = config.decontaminate
     held_out = HeldOut(settings.ngram, settings.overlap)
     hold_out_files(config, held_out)
-    for prompt in (prompt for one in splits.evaluation.values() for prompt in one["prompt"]):
+    for prompt in (p for frame in splits.evaluation.values() for p in frame["prompt"]):
         held_out.add(question_text(prompt))
     frames: dict[str, Any] = dict(splits.frames())
     notes = list(splits.notes)
@@ -156,8 +151,6 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(text.casefold()))
 
 
-# Which prompts of a split were seen before, in 16 bytes a prompt.
-
 _RECENT = 1 << 16  # keys in a Python set, at some 100 bytes each
 _KEY = np.dtype("S16")
 
@@ -199,12 +192,6 @@ def _holds(array: np.ndarray[tuple[int], np.dtype[np.bytes_]], key: bytes) -> bo
     return at < len(array) and bytes(array[at]) == key.rstrip(b"\0")  # NumPy drops NULs at the end
 
 
-# Which rows of newly arrived files retraining may use, and how many old rows are replayed.
-#
-# A row is new when no held-out split of the champion's dataset contains its prompt, and the
-# champion's `train` does not contain the prompt with the same ground truth. A corrected answer is
-# new. Prompts are compared without case and spacing.
-
 HELD_OUT = ("validation", "sft_validation")  # and the evaluation sets, `test` among them
 
 
@@ -234,12 +221,12 @@ def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
     seen = {key for name in (*HELD_OUT, *judged) for key in prompt_keys(_read_split(dataset, name))}
     train = _read_split(dataset, "train")
     trained = set(zip(prompt_keys(train), map(truth_of, train[RULE]), strict=True))
-    kept = []
+    is_new = []
     for key, rule in zip(keys, arrived[RULE], strict=True):
-        kept.append(key not in seen and (key, truth_of(rule)) not in trained)
-        if kept[-1]:
+        is_new.append(key not in seen and (key, truth_of(rule)) not in trained)
+        if is_new[-1]:
             seen.add(key)
-    return NewRows(arrived[kept].reset_index(drop=True), len(arrived))
+    return NewRows(arrived[is_new].reset_index(drop=True), len(arrived))
 
 
 def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
@@ -248,11 +235,11 @@ def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int)
     Each prompt at most once, and none that is in `new`; fewer rows where `old` has too few.
     """
     seen = set(prompt_keys(new))
-    kept = []
+    is_candidate = []
     for key in prompt_keys(old):
-        kept.append(key not in seen)
+        is_candidate.append(key not in seen)
         seen.add(key)
-    candidates = old[kept].reset_index(drop=True)
+    candidates = old[is_candidate].reset_index(drop=True)
     count = min(len(candidates), round(len(new) * share / (1 - share)))
     return candidates.sample(n=count, random_state=seed)
 

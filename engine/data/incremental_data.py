@@ -9,7 +9,7 @@ last written at or before it, and its content was not ingested before. So the sa
 the same files whenever it runs, and a file that is added late to a past day's folder is ingested
 once, by the next kick-off.
 
-`engine.data.contract` checks the rows; `tasks.new_data` keeps the ledger.
+`engine.data.contract` checks the rows; `engine.stages.new_data` keeps the ledger.
 """
 
 from __future__ import annotations
@@ -54,15 +54,6 @@ class NewFiles:
     waiting: int = field(default=0, compare=False)  # files written since: for a later kick-off
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    path: str
-    uri: str
-    day: date
-    size: int
-    written: datetime
-
-
 def find_new_files(
     prefix: str, kickoff: datetime, ledger: Sequence[DataFile], lookback_days: int
 ) -> NewFiles:
@@ -80,20 +71,26 @@ def find_new_files(
     by_path = {file.path: file for file in ledger}
     contents = {file.sha256 for file in ledger}
     newest = max((day for path in by_path if (day := _day_of(path))), default=date.min)
+    today = kickoff.astimezone(UTC).date()
     known, late, waiting, new = 0, 0, 0, []
-    for file in _listed(prefix):
-        if file.written > kickoff:
+    for path, day, uri, entry in _dated_files(prefix):
+        written_at, size = _written(entry), int(entry["size"] or 0)
+        if written_at > kickoff:
             waiting += 1
             continue
-        if not _within(file.day, kickoff, lookback_days):
+        if not today - timedelta(days=lookback_days) <= day <= today:
             continue
-        data_file = _hashed(file, by_path.get(file.path))
+        written = written_at.astimezone(UTC).isoformat()
+        data_file = by_path.get(path)
+        if data_file is None or (data_file.size, data_file.written) != (size, written):
+            digest = hashlib.sha256(read_bytes(uri)).hexdigest()
+            data_file = DataFile(path=path, sha256=digest, size=size, written=written)
         if data_file.sha256 in contents:
             known += 1
             continue
         contents.add(data_file.sha256)
         new.append(data_file)
-        late += file.day < newest
+        late += day < newest
     return NewFiles(prefix.rstrip("/"), tuple(new), late, known, waiting)
 
 
@@ -115,34 +112,19 @@ def read_new_files(new_files: NewFiles) -> list[dict[str, object]]:
     return rows
 
 
-def _hashed(file: _Listed, before: DataFile | None) -> DataFile:
-    """Hash a file, unless its size and time are those of the ledger."""
-    written = file.written.astimezone(UTC).isoformat()
-    if before is not None and (before.size, before.written) == (file.size, written):
-        return before
-    digest = hashlib.sha256(read_bytes(file.uri)).hexdigest()
-    return DataFile(path=file.path, sha256=digest, size=file.size, written=written)
-
-
-def _within(day: date, kickoff: datetime, lookback_days: int) -> bool:
-    today = kickoff.astimezone(UTC).date()
-    return today - timedelta(days=lookback_days) <= day <= today
-
-
-def _listed(prefix: str) -> Iterator[_Listed]:
-    """All finished data files in dated folders, by path."""
+def _dated_files(prefix: str) -> Iterator[tuple[str, date, str, Entry]]:
+    """Path, day, URI and entry of all finished data files in dated folders, by path."""
     if not is_remote(prefix) and not as_path(prefix).is_dir():
         raise DataError(f"retrain.path={prefix!r} does not exist; give the folder of new data")
     with translated(prefix, DataError):
         files = Files(prefix)
-        found = files.find()
-    for path, entry in sorted(found.items()):
+        entries = files.find()
+    for path, entry in sorted(entries.items()):
         day = _day_of(path)
         file = path.rsplit("/", 1)[-1]
         if day is None or file.startswith(_UNFINISHED) or not file.lower().endswith(_SUFFIXES):
             continue
-        uri = files.uri_of(entry["name"])
-        yield _Listed(path, uri, day, int(entry["size"] or 0), _written(entry))
+        yield path, day, files.uri_of(entry["name"]), entry
 
 
 def _day_of(path: str) -> date | None:

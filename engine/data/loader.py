@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -75,7 +75,8 @@ class PromptLoader:
         if sampling.pass_rate is not None:
             live = {"pass_rate", "pass_rate_recheck"}
             self._settings |= sampling.model_dump(mode="json", include=live)
-        self._digest = _digest_prompts(self._rows)
+        prompts = _as_json([row.get("prompt") for row in self._rows])
+        self._digest = hashlib.sha256(prompts.encode()).hexdigest()
         self._order = make_order(self._rows, seed, shuffle, sampling, self.batch_size)
         self.wants_rates = sampling.pass_rate is not None
         self._rows_of: dict[int, list[int]] = {}  # by their prompt's hash
@@ -143,25 +144,11 @@ def make_order(
     def rates(size: int) -> PassRates | None:
         return None if bounds is None else PassRates(size, bounds, recheck, uses, batch_size)
 
+    options: dict[str, Any] = {"shuffle": shuffle, "difficulty": difficulty, "max_uses": uses}
     if not sampling.weights:
-        return EpochOrder(
-            len(rows),
-            seed,
-            shuffle=shuffle,
-            difficulty=difficulty,
-            max_uses=uses,
-            rates=rates(len(rows)),
-        )
+        return EpochOrder(len(rows), seed, rates=rates(len(rows)), **options)
     sources = [str(row.get("data_source")) for row in rows]
-    return WeightedOrder(
-        sources,
-        sampling.weights,
-        seed,
-        shuffle=shuffle,
-        difficulty=difficulty,
-        max_uses=uses,
-        rates=rates,
-    )
+    return WeightedOrder(sources, sampling.weights, seed, rates=rates, **options)
 
 
 def make_rl_data_loader(
@@ -202,8 +189,8 @@ def add_prompt_ids(
     numbers = numbers or range(1, len(rows) + 1)
     prompts = [row["prompt"] for row in rows]
     if truncation is not None:
-        whole = encode_prompts(tokenizer, prompts, path, numbers)
-        ids: Sequence[list[int] | None] = [truncation.cut(tokens) for tokens in whole]
+        complete = encode_prompts(tokenizer, prompts, path, numbers)
+        ids: Sequence[list[int] | None] = [truncation.cut(tokens) for tokens in complete]
     elif not limit:
         ids = encode_prompts(tokenizer, prompts, path, numbers)
     else:
@@ -221,12 +208,6 @@ def add_prompt_ids(
 def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
     """A table whose cells are the rows' values as they are: no number becomes another type."""
     return pd.DataFrame(rows, dtype=object)
-
-
-def _digest_prompts(rows: list[Row]) -> str:
-    """Tell one list of prompts from another, order included."""
-    text = _as_json([row.get("prompt") for row in rows])
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _as_json(value: object) -> str:

@@ -1,4 +1,10 @@
-"""The sources `gsm8k` and `math`: problems with worked answers, from a folder, S3 or the hub."""
+"""The sources `gsm8k` and `math`: problems with worked answers, from a folder, S3 or the hub.
+
+GSM8K's folder has `train.jsonl` and `test.jsonl`, or Parquet files of these names, also as the hub
+lays them out (`main/train-00000-of-00001.parquet`), with the columns `question` and `answer`, which
+ends in `#### 28`. `math` is the source `files` with templates for MATH's columns
+(arXiv:2103.03874); `PRESETS` has those of both data sets, with verl's instructions.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +24,10 @@ from engine.errors import DataError
 from engine.storage.json_rows import Row
 from engine.storage.readers import list_files, parse_rows, read_bytes
 
-# The source `gsm8k`: grade-school problems with worked answers, from a folder, S3 or the hub.
-#
-# A folder holds `train.jsonl` and `test.jsonl`, or Parquet files of these names, or the hub's own
-# layout (`main/train-00000-of-00001.parquet`). Columns: `question`, `answer` ending in `#### 28`.
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_TIMEOUT_S = 10.0
 _HUB_FILES = ["main/*", "data/*", "train*", "test*"]
+SplitFiles = dict[str, list[tuple[str, bytes]]]  # split → (URI, content) of its files
 
 
 @register_source("gsm8k")
@@ -37,14 +39,17 @@ class GSM8K:
         return _digest(_read_files(config.path))
 
     def load(self, config: DataConfig, seed: int) -> Splits:
-        """SFT and RL share the training rows; validation is carved out of them by `seed`."""
+        """SFT and RL share the training rows; `seed` chooses which of them are for validation."""
         files = _read_files(config.path)
-        pool = _without_repeats(_problems(files["train"]))
+        first: dict[str, Row] = {}  # of equal questions, so that none is in two splits
+        for problem in _problems(files["train"]):
+            first.setdefault(normalise(problem["question"]), problem)
+        pool = list(first.values())
         random.Random(f"gsm8k/{seed}").shuffle(pool)
         held_out = min(config.validation_size, len(pool) // 5)
         if held_out == 0:
             raise DataError(
-                f"{config.path}: {len(pool)} distinct training problems are too few to carve a "
+                f"{config.path}: {len(pool)} distinct training problems are too few to take a "
                 "validation split from; give at least 5"
             )
         validation, train = pool[:held_out], pool[held_out:]
@@ -60,33 +65,24 @@ class GSM8K:
         )
 
 
-SplitFiles = dict[str, list[tuple[str, bytes]]]  # split → (URI, content) of its files
-
-
 def _read_files(path: str) -> SplitFiles:
-    folder = _locate(path)
-    files: SplitFiles = {}
+    """Read the files of each split: one JSONL, or all its Parquet shards, in order."""
+    folder, files = _locate(path), SplitFiles()
     for split in ("train", "test"):
-        uris = _find_files(folder, split)
-        if not uris:
+        shard = re.compile(rf"{split}(-\d+-of-\d+)?\.parquet")
+        for base in (folder, f"{folder}/main", f"{folder}/data"):
+            names = {uri: uri.rpartition("/")[2] for uri in sorted(list_files(base))}
+            uris = [uri for uri, name in names.items() if name == f"{split}.jsonl"]
+            uris = uris or [uri for uri, name in names.items() if shard.fullmatch(name)]
+            if uris:
+                files[split] = [(uri, read_bytes(uri)) for uri in uris]
+                break
+        else:
             raise DataError(
                 f"data.path={path!r} has no {split}.jsonl and no {split}*.parquet (looked in it, "
                 "in main/ and in data/); give a folder that holds GSM8K's train and test files"
             )
-        files[split] = [(uri, read_bytes(uri)) for uri in uris]
     return files
-
-
-def _find_files(folder: str, split: str) -> list[str]:
-    """Return the files of a split: one JSONL, or all its Parquet shards, in order."""
-    shard = re.compile(rf"{split}(-\d+-of-\d+)?\.parquet")
-    for place in (folder, f"{folder}/main", f"{folder}/data"):
-        uris = sorted(list_files(place))
-        whole = [uri for uri in uris if uri.rpartition("/")[2] == f"{split}.jsonl"]
-        shards = [uri for uri in uris if shard.fullmatch(uri.rpartition("/")[2])]
-        if whole or shards:
-            return whole or shards
-    return []
 
 
 def _locate(path: str) -> str:
@@ -164,18 +160,6 @@ def _problems(files: list[tuple[str, bytes]]) -> list[Row]:
     return problems
 
 
-def _without_repeats(problems: list[Row]) -> list[Row]:
-    """Keep the first of equal questions, so that none is in both training and validation."""
-    first: dict[str, Row] = {}
-    for problem in problems:
-        first.setdefault(normalise(problem["question"]), problem)
-    return list(first.values())
-
-
-def _extra(problem: Row, split: str) -> dict[str, object]:
-    return {"kind": "gsm8k", "index": problem["index"], "split": split}
-
-
 def _rl_frame(problems: list[Row], split: str) -> pd.DataFrame:
     return pd.DataFrame(
         [rl_row("gsm8k", p["question"], p["ground_truth"], _extra(p, split)) for p in problems]
@@ -183,19 +167,15 @@ def _rl_frame(problems: list[Row], split: str) -> pd.DataFrame:
 
 
 def _sft_frame(problems: list[Row], split: str) -> pd.DataFrame:
+    extra = {"style": "worked"}
     return pd.DataFrame(
-        [
-            sft_row(p["question"], p["answer"], {"style": "worked", **_extra(p, split)})
-            for p in problems
-        ]
+        [sft_row(p["question"], p["answer"], extra | _extra(p, split)) for p in problems]
     )
 
 
-# The source `math`, and what GSM8K and MATH (arXiv:2103.03874) look like as rows of verl.
-#
-# Both are settings of the source `files`: templates over the columns of their files, which lie in
-# a
-# folder, S3 or on the hub.
+def _extra(problem: Row, split: str) -> dict[str, object]:
+    return {"kind": "gsm8k", "index": problem["index"], "split": split}
+
 
 # The instructions are verl's, so that models and rewards find what they know.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -243,9 +223,9 @@ class Math:
     """`data.source=math`: files with `problem` and `solution`, from `data.path` or the hub."""
 
     def digest(self, config: DataConfig, seed: int) -> str:
-        """As that of the source `files`."""
+        """SHA-256 as of the source `files`."""
         return Files().digest(with_preset(config, "math"), seed)
 
     def load(self, config: DataConfig, seed: int) -> Splits:
-        """As the source `files`: splits by the names of files, ground truths from `\\boxed{…}`."""
+        """Load as `files` does: splits by the names of files, ground truths from `\\boxed{…}`."""
         return Files().load(with_preset(config, "math"), seed)

@@ -1,6 +1,7 @@
-"""In which order rows are drawn: epoch after epoch, from easy to hard, or from sources by weight.
+"""The order in which rows are drawn: by epoch, from easy to hard, or from sources by weight.
 
-With the pass rates that are measured during training.
+Indices in, indices out; each order says where it is and goes on from there. `PassRates` chooses the
+rows of an epoch by the share of right completions that they had (`data.sampling.pass_rate`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import base64
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,6 @@ from engine.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from engine.batch import Batch
 
-
-# Live pass rates: the share of right completions of each row when it was last sampled.
-#
-# They choose the rows of each epoch (`data.sampling.pass_rate`). Orders are in `order`.
 
 PassRateState = dict[str, str]
 
@@ -62,29 +59,36 @@ class PassRates:
 
     def begin_epoch(self) -> None:
         """Choose the rows of the next epoch; none where all were used `max_uses` times."""
-        usable = np.ones_like(self.chosen)
-        if self._max_uses:
-            usable = self._uses < self._max_uses
+        usable = self._uses < (self._max_uses or np.iinfo(np.int32).max)
         # How far outside the bounds; 0 of what was never sampled.
         off = np.nan_to_num(np.maximum(self._low - self._rate, self._rate - self._high), nan=0.0)
-        wanted = usable & (off <= 0)
+        chosen = usable & (off <= 0)
         if self._recheck:
-            wanted |= usable & (self._passed_over >= self._recheck)
-        missing = min(self._at_least, int(usable.sum())) - int(wanted.sum())
+            chosen |= usable & (self._passed_over >= self._recheck)
+        missing = min(self._at_least, int(usable.sum())) - int(chosen.sum())
         if missing > 0:
-            others = np.flatnonzero(usable & ~wanted)
-            wanted[others[np.argsort(off[others], kind="stable")[:missing]]] = True
-        self._passed_over = np.where(wanted, 0, self._passed_over + 1).astype(np.int32)
-        self.chosen = wanted
+            others = np.flatnonzero(usable & ~chosen)
+            chosen[others[np.argsort(off[others], kind="stable")[:missing]]] = True
+        self._passed_over = np.where(chosen, 0, self._passed_over + 1).astype(np.int32)
+        self.chosen = chosen
 
     def state_dict(self) -> PassRateState:
-        """All of it as text, for JSON; exact."""
-        return {name: _packed(array) for name, array in self._arrays().items()}
+        """Return all of it as text, for JSON; exact."""
+        return {
+            name: base64.b64encode(zlib.compress(array.tobytes(), level=1)).decode()
+            for name, array in self._arrays().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Restore `state_dict`; DataError where it is of another number of rows."""
         for name, array in self._arrays().items():
-            array[:] = _unpacked(state[name], array)
+            saved = np.frombuffer(zlib.decompress(base64.b64decode(state[name])), array.dtype)
+            if saved.shape != array.shape:
+                raise DataError(
+                    f"the saved pass rates are of {saved.size} rows, and there are {array.size} "
+                    "here; resume with the same data"
+                )
+            array[:] = saved
 
     def _arrays(self) -> dict[str, NDArray[np.generic]]:
         return {
@@ -108,50 +112,10 @@ def observed_rates(batch: Batch) -> Iterator[tuple[object, float]]:
             yield batch.columns["prompt"][rows[0]], float(right[rows].mean())
 
 
-def _packed(array: NDArray[np.generic]) -> str:
-    return base64.b64encode(zlib.compress(array.tobytes(), level=1)).decode()
-
-
-def _unpacked(text: str, like: NDArray[np.generic]) -> NDArray[np.generic]:
-    found = np.frombuffer(zlib.decompress(base64.b64decode(text)), like.dtype)
-    if found.shape != like.shape:
-        raise DataError(
-            f"the saved pass rates are of {found.size} rows, and there are {like.size} here; "
-            "resume with the same data"
-        )
-    return found
-
-
-# In which order rows are drawn: epoch after epoch, from easy to hard, or from sources by weight.
-#
-# Indices in, indices out; each order says where it is and goes on from there. Rows are in
-# `loader`.
-
 BLOCK = 1024  # draws of a source made at once
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 State = dict[str, Any]
-
-
-class Order(Protocol):
-    """An endless sequence of row indices, or one that ends where every row was used enough."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next row comes from; with several sources, the least of them."""
-        ...
-
-    def next(self) -> int:
-        """The next row; DataError where none may be used again."""
-        ...
-
-    def observe(self, row: int, rate: float) -> None:
-        """Note the share of right completions that a row has had; read at its next epoch."""
-        ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class EpochOrder:
@@ -186,6 +150,7 @@ class EpochOrder:
 
     @property
     def epoch(self) -> int:
+        """The epoch that the next row comes from."""
         return self._epoch
 
     @property
@@ -196,6 +161,7 @@ class EpochOrder:
         return bool(self._max_uses) and self._epoch >= self._max_uses
 
     def next(self) -> int:
+        """Return the next row; DataError where none may be used again."""
         if self.ended:
             raise DataError(
                 f"all {self._size} prompts were used {self._max_uses} times; raise "
@@ -213,6 +179,7 @@ class EpochOrder:
         return row
 
     def observe(self, row: int, rate: float) -> None:
+        """Note the share of right completions that a row has had; read at its next epoch."""
         if self._rates is not None:
             self._rates.observe(row, rate)
 
@@ -236,9 +203,8 @@ class EpochOrder:
     def _draw(self) -> NDArray[np.int64]:
         order = np.arange(self._size)
         if self._shuffle:
-            order = np.random.default_rng([self._seed, self._epoch, *self._stream]).permutation(
-                self._size
-            )
+            draw = np.random.default_rng([self._seed, self._epoch, *self._stream])
+            order = draw.permutation(self._size)
         if self._difficulty is not None:
             order = order[np.argsort(self._difficulty[order], kind="stable")]
         if self._rates is not None:
@@ -269,10 +235,7 @@ class WeightedOrder:
         ConfigError where `weights` are not theirs.
         """
         names = list(dict.fromkeys(sources))
-        for name in [
-            *(n for n in names if n not in weights),
-            *(w for w in weights if w not in names),
-        ]:
+        for name in sorted(set(names) ^ weights.keys()):
             raise ConfigError(
                 f"data.sampling.weights has {sorted(weights)}, and the rows' data_source is one of "
                 f"{sorted(names)}: {name!r} is in one only; give each source a weight"
@@ -281,7 +244,7 @@ class WeightedOrder:
             raise ConfigError(f"data.sampling.weights={dict(weights)}: weights must be above 0")
         self._names, self._seed = sorted(names), seed
         self._weights = np.asarray([weights[name] for name in self._names], dtype=float)
-        self._rows = {n: [i for i, own in enumerate(sources) if own == n] for n in self._names}
+        self._rows = {n: [i for i, name in enumerate(sources) if name == n] for n in self._names}
         self._orders = {
             name: EpochOrder(
                 len(rows),
@@ -294,12 +257,14 @@ class WeightedOrder:
             )
             for number, (name, rows) in enumerate(self._rows.items())
         }
-        self._place = {row: (n, i) for n, own in self._rows.items() for i, row in enumerate(own)}
+        # By row: its source, and its index there.
+        self._index = {row: (n, i) for n, rows in self._rows.items() for i, row in enumerate(rows)}
         self._drawn = 0
         self._block = self._draw_block()
 
     @property
     def epoch(self) -> int:
+        """The least epoch of all sources."""
         return min(order.epoch for order in self._orders.values())
 
     def next(self) -> int:
@@ -314,8 +279,8 @@ class WeightedOrder:
         return self._rows[name][self._orders[name].next()]
 
     def observe(self, row: int, rate: float) -> None:
-        name, place = self._place[row]
-        self._orders[name].observe(place, rate)
+        name, index = self._index[row]
+        self._orders[name].observe(index, rate)
 
     def state_dict(self) -> State:
         sources = {name: order.state_dict() for name, order in self._orders.items()}
@@ -331,12 +296,15 @@ class WeightedOrder:
         return np.random.default_rng([self._seed, self._drawn // BLOCK, 2]).random(BLOCK)
 
 
+Order = EpochOrder | WeightedOrder  # endless, or until every row was used enough
+
+
 def difficulty_of(rows: Sequence[Mapping[str, object]], path: str) -> list[float]:
     """The number that each row has in a column, or below it, e.g. `extra_info.level`.
 
     Of text its first number counts: 5.0 of "Level 5". Raises DataError for a row without any.
     """
-    found: list[float] = []
+    numbers: list[float] = []
     for number, row in enumerate(rows, start=1):
         value: object = row
         for name in path.split("."):
@@ -347,5 +315,5 @@ def difficulty_of(rows: Sequence[Mapping[str, object]], path: str) -> list[float
                 f"data.sampling.curriculum={path!r}: row {number} has {brief(value)} there, and no "
                 "number; give a column that says how hard each row is"
             )
-        found.append(float(match[0]))
-    return found
+        numbers.append(float(match[0]))
+    return numbers

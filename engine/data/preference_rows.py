@@ -1,6 +1,9 @@
-"""Preference rows in canonical form: pairs, and single completions with a label.
+"""Preference rows in canonical form, from files and from a policy's own scored completions.
 
-From files, and from a policy's own completions that a reward has scored.
+A pair is `{prompt, chosen, rejected, margin}`, a labelled row `{prompt, completion, label}`, one
+of steps `{prompt, completions, labels}`: `prompt` is chat messages, responses are text. Files may
+have messages as responses, with or without the conversation before them. Tokens are made in
+`training_examples`.
 """
 
 from __future__ import annotations
@@ -14,21 +17,19 @@ import numpy as np
 
 from engine.config import RowsConfig
 from engine.data.row_files import BadRows, FileRows, RowMapper, data_files, mapped_rows
-from engine.data.rows import brief, has_words, is_messages, is_missing, is_utf8, user_message
+from engine.data.rows import (
+    brief,
+    has_words,
+    is_messages,
+    is_missing,
+    is_utf8,
+    prompt_messages,
+    user_message,
+)
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
-# Preference rows of files in canonical form: pairs, single completions with a label, and
-# completions in steps with a label each.
-#
-# A pair is `{prompt, chosen, rejected, margin}`, a single row `{prompt, completion, label}`, one
-# of
-# steps `{prompt, completions, labels}`: `prompt`
-# chat messages of one turn or several, responses text. Files may have messages as responses, with
-# or
-# without the conversation before them. Tokens are in `preference_examples`.
-
-Kind = Literal["pairs", "labels", "steps"]
+Kind = Literal["pairs", "labels", "steps", "responses"]
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -41,14 +42,17 @@ def read_preference_rows(
     where `config.bad_rows` is "fail", with their numbers and the reason of the first.
     """
     mapper = PreferenceMapper(config, kind)
-    found = []
-    for address in (file for one in addresses for file in data_files(one)):
-        bad = BadRows(address, config.bad_rows)
-        numbered = list(mapped_rows(address, config, bad, mapper=mapper))
+    files = []
+    for file in (file for address in addresses for file in data_files(address)):
+        bad = BadRows(file, config.bad_rows)
+        rows, numbers = list[Row](), list[int]()
+        for number, row in mapped_rows(file, config, bad, mapper=mapper):
+            split = _as_labelled(row) if kind == "labels" and "label" not in row else [row]
+            rows += split
+            numbers += [number] * len(split)
         bad.check()
-        rows = [(number, one) for number, row in numbered for one in _of_kind(row, kind)]
-        found.append(FileRows([row for _, row in rows], [number for number, _ in rows], bad))
-    return found
+        files.append(FileRows(rows, numbers, bad))
+    return files
 
 
 class PreferenceMapper:
@@ -66,72 +70,79 @@ class PreferenceMapper:
     def __call__(self, raw: Row, where: str) -> Row:
         """One canonical row; DataError that begins with `where` for a row that has none."""
         row = self._mapper.named(raw, where)
-        if self._kind == "steps":
-            canonical = steps_row(row, where)
-            return canonical | {"prompt": self._mapper.with_system(canonical["prompt"])}
-        single = self._kind == "labels" and not {"chosen", "rejected"} <= row.keys()
-        canonical = labelled_row(row, where) if single else pair_row(row, where)
+        is_pair = {"chosen", "rejected"} <= row.keys() or self._kind == "pairs"
+        if self._kind == "responses":
+            canonical = _response_row(row, raw, where)
+        elif self._kind == "steps":
+            canonical = _steps_row(row, where)
+        else:
+            canonical = _pair_row(row, where) if is_pair else _labelled_row(row, where)
         return canonical | {"prompt": self._mapper.with_system(canonical["prompt"])}
 
 
-def pair_row(row: Row, where: str) -> Row:
-    """A pair in canonical form; DataError, which begins with `where`, for one that has none."""
+def _pair_row(row: Row, where: str) -> Row:
     prompt, (chosen, rejected) = _conversation(row, ("chosen", "rejected"), where)
     if chosen == rejected:
         raise DataError(f"{where}: columns 'chosen' and 'rejected' are the same; remove the row")
-    return {
-        "prompt": prompt,
-        "chosen": chosen,
-        "rejected": rejected,
-        "margin": _margin(row.get("margin"), where),
-    }
+    margin: Any = 0.0 if is_missing(row.get("margin")) else row["margin"]
+    is_number = not isinstance(margin, bool) and isinstance(margin, int | float | np.number)
+    if not is_number or not math.isfinite(margin):
+        raise DataError(f"{where}: column 'margin' is {brief(margin)}; give a finite number")
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": float(margin)}
 
 
-def labelled_row(row: Row, where: str) -> Row:
-    """A completion with its label in canonical form; DataError for one that has none."""
+def _labelled_row(row: Row, where: str) -> Row:
     prompt, (completion,) = _conversation(row, ("completion",), where)
-    if "label" not in row:
-        raise _missing("label", row, where)
-    given = row["label"]
-    label = given if isinstance(given, bool | np.bool_) else _LABELS.get(_plain_label(given))
+    label = _label(_cell(row, "label", where))
     if label is None:
-        raise DataError(f"{where}: column 'label' is {brief(given)}; give true or false")
-    return {"prompt": prompt, "completion": completion, "label": bool(label)}
+        raise DataError(f"{where}: column 'label' is {brief(row['label'])}; give true or false")
+    return {"prompt": prompt, "completion": completion, "label": label}
 
 
-def steps_row(row: Row, where: str) -> Row:
-    """A completion in steps with their labels in canonical form; DataError for one that has
-    none."""
+def _as_labelled(pair: Row) -> list[Row]:
+    return [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for side in ("chosen", "rejected")
+    ]
+
+
+def _steps_row(row: Row, where: str) -> Row:
     prompt = _prompt(row, where)
     if prompt is None:
         raise _missing("prompt", row, where)
-    for name in ("completions", "labels"):
-        if name not in row:
-            raise _missing(name, row, where)
-    steps, labels = (_entries(row[name]) for name in ("completions", "labels"))
+    cells = [_cell(row, name, where) for name in ("completions", "labels")]
+    steps, labels = (list(c) if isinstance(c, list | tuple | np.ndarray) else [] for c in cells)
     if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         raise DataError(
             f"{where}: column 'completions' is {brief(row['completions'])}; give a list of steps, "
             "texts that are not empty"
         )
-    found = [_LABELS.get(_plain_label(label)) for label in labels]
-    if len(found) != len(steps) or None in found:
+    flags = [_label(label) for label in labels]
+    if len(flags) != len(steps) or None in flags:
         raise DataError(
             f"{where}: column 'labels' is {brief(row['labels'])} for {len(steps)} steps; give true "
             "or false for each"
         )
-    return {"prompt": prompt, "completions": steps, "labels": found}
+    return {"prompt": prompt, "completions": steps, "labels": flags}
 
 
-def _entries(cell: object) -> list[object]:
-    return list(cell) if isinstance(cell, list | tuple | np.ndarray) else []
-
-
-def _of_kind(row: Row, kind: Kind) -> list[Row]:
-    if kind != "labels" or "label" in row:
-        return [row]
-    sides = ((row["chosen"], True), (row["rejected"], False))
-    return [{"prompt": row["prompt"], "completion": text, "label": good} for text, good in sides]
+def _response_row(row: Row, raw: Row, where: str) -> Row:
+    if "prompt" not in row and is_messages(row.get("messages")):
+        *before, last = row["messages"]
+        if last["role"] != "assistant" or not before:
+            raise DataError(f"{where}: 'messages' must end with what the assistant says")
+        row = {"prompt": before, "response": last["content"]}
+    for name, example in (("prompt", "question"), ("response", "answer")):
+        if name not in row:
+            raise _missing(name, raw, where, example)
+    prompt, response = row["prompt"], row["response"]
+    if isinstance(prompt, str):
+        prompt = user_message(prompt)
+    if not is_messages(prompt):
+        raise DataError(f"{where}: column 'prompt' is {brief(prompt)}; give text, or messages")
+    if not isinstance(response, str) or not response.strip():
+        raise DataError(f"{where}: column 'response' is {brief(response)}; give text")
+    return {"prompt": prompt, "response": response}
 
 
 def _conversation(
@@ -141,10 +152,19 @@ def _conversation(
     prompt = _prompt(row, where)
     heads, texts = [], []
     for name in names:
-        if name not in row:
-            raise _missing(name, row, where)
-        head, text = _response(row[name], name, where)
-        heads.append(_whole_prompt(prompt, head, name, where))
+        head, text = _response(_cell(row, name, where), name, where)
+        if prompt is None and not head:
+            raise DataError(
+                f"{where}: there is no column 'prompt', and no message before the response in "
+                f"{name!r}; name the prompt's column in data.columns, e.g. "
+                "data.columns.prompt=question"
+            )
+        if prompt is not None and head and head[-len(prompt) :] != prompt:
+            raise DataError(
+                f"{where}: the messages of column {name!r} don't begin with the prompt; remove "
+                "one of the two"
+            )
+        heads.append(head or prompt or [])
         texts.append(text)
     if heads[0] != heads[-1]:
         raise DataError(
@@ -155,16 +175,9 @@ def _conversation(
 
 
 def _prompt(row: Row, where: str) -> list[dict[str, str]] | None:
-    given = row.get("prompt")
-    if is_missing(given):
+    if is_missing(row.get("prompt")):
         return None
-    prompt: object = user_message(given) if isinstance(given, str) else given
-    if not is_messages(prompt) or not has_words(prompt) or not is_utf8(prompt):
-        raise DataError(
-            f"{where}: column 'prompt' is {brief(given)}; give a string that is not empty, or "
-            'messages [{"role": "user", "content": …}] of which the last is not'
-        )
-    return [_message(one) for one in prompt]
+    return [_message(message) for message in prompt_messages(row["prompt"], where)]
 
 
 def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, str]], str]:
@@ -180,59 +193,31 @@ def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, str]]
             f"{where}: the last message of column {name!r} is of the role "
             f"{messages[-1]['role']!r}; end it with the assistant's"
         )
-    return [_message(one) for one in messages[:-1]], str(messages[-1]["content"])
-
-
-def _whole_prompt(
-    prompt: list[dict[str, str]] | None, head: list[dict[str, str]], name: str, where: str
-) -> list[dict[str, str]]:
-    """The conversation before a response: the column `prompt`, or what its cell begins with."""
-    if prompt is None and not head:
-        raise DataError(
-            f"{where}: there is no column 'prompt', and no message before the response in "
-            f"{name!r}; name the prompt's column in data.columns, e.g. data.columns.prompt=question"
-        )
-    if prompt is None or not head:
-        return prompt or head
-    if head[-len(prompt) :] != prompt:
-        raise DataError(
-            f"{where}: the messages of column {name!r} don't begin with the prompt; remove one of "
-            "the two"
-        )
-    return head
+    return [_message(message) for message in messages[:-1]], str(messages[-1]["content"])
 
 
 def _message(message: dict[str, str]) -> dict[str, str]:
     return {"role": message["role"], "content": message["content"]}
 
 
-def _margin(given: Any, where: str) -> float:
-    if is_missing(given):
-        return 0.0
-    number = not isinstance(given, bool) and isinstance(given, int | float | np.number)
-    if not number or not math.isfinite(given):
-        raise DataError(f"{where}: column 'margin' is {brief(given)}; give a finite number")
-    return float(given)
+def _label(cell: object) -> bool | None:
+    """A label as a boolean: also 1, 0.0, "true" and "False"; None for anything else."""
+    if isinstance(cell, float | np.floating) and float(cell).is_integer():
+        cell = int(cell)
+    return _LABELS.get(str(cell).strip().lower())
 
 
-def _plain_label(given: object) -> str:
-    if isinstance(given, float | np.floating) and float(given).is_integer():
-        given = int(given)
-    return str(given).strip().lower()
+def _cell(row: Row, name: str, where: str) -> object:
+    if name not in row:
+        raise _missing(name, row, where)
+    return row[name]
 
 
-def _missing(name: str, row: Row, where: str) -> DataError:
+def _missing(name: str, row: Row, where: str, example: str = "…") -> DataError:
     return DataError(
         f"{where}: there is no column {name!r}; name one of {sorted(row)} in data.columns, e.g. "
-        f"data.columns.{name}=…"
+        f"data.columns.{name}={example}"
     )
-
-
-# Preference rows from a policy's own completions: groups of one prompt, scored by a reward.
-#
-# The rows have the canonical form of `preference_rows`: a file of them is what `read_preferences`
-# and
-# `read_reward_pairs` read. Sampling and scoring are elsewhere.
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +241,12 @@ class ScoredGroup:
     def usable(self) -> list[tuple[str, float]]:
         """Text and score of what can be learned from, in the order of sampling."""
         return [
-            (one.text, float(one.score))
-            for one in self.completions
-            if one.score is not None
-            and not math.isnan(one.score)
-            and not one.truncated
-            and one.text.strip()
+            (completion.text, float(completion.score))
+            for completion in self.completions
+            if completion.score is not None
+            and not math.isnan(completion.score)
+            and not completion.truncated
+            and completion.text.strip()
         ]
 
 
@@ -335,7 +320,7 @@ def labels_from_groups(
 
 def _distinct(scored: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Each text with the score that it got first."""
-    found: dict[str, float] = {}
+    first: dict[str, float] = {}
     for text, score in scored:
-        found.setdefault(text, score)
-    return found
+        first.setdefault(text, score)
+    return first

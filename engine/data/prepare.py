@@ -1,6 +1,7 @@
 """From files to verl-compatible Parquet with a card, in bounded memory: `prepare`.
 
-With the Parquet writer and the dataset's card.
+Test rows come first, then validation, then training rows, each without the prompts that a split
+before it has. Memory holds 16 bytes of each prompt and the runs of words of held-out rows.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import json
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,19 +29,12 @@ from engine.data.rows import EXTRA, RULE, TRUTH, as_text, is_missing, prompt_tex
 from engine.data.sources import prompt_key, rl_columns
 from engine.data.templates import encode_short_prompts
 from engine.errors import DataError
+from engine.storage.digests import hash_file
 from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# RL rows of any number as one Parquet file in verl's schema, in bounded memory.
-#
-# Fields of `extra_info` get one type each, which is known when the last row was seen: rows wait in
-# a
-# temporary file until then. A field with values of several types becomes text, lists and
-# dictionaries
-# become JSON.
 
 BATCH_ROWS = 4096  # a row group
 _KINDS: dict[type, pa.DataType] = {
@@ -51,7 +46,12 @@ _KINDS: dict[type, pa.DataType] = {
 
 
 class ParquetWriter:
-    """Writes rows that have the contract's columns; the file is there after a clean exit."""
+    """Writes RL rows in verl's schema, in bounded memory; the file is there after a clean exit.
+
+    Fields of `extra_info` get one type each, which is known when the last row was seen: rows wait
+    in a temporary file until then. A field with values of several types becomes text, lists and
+    dictionaries become JSON.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,35 +75,30 @@ class ParquetWriter:
         extra = {name: _plain(value) for name, value in row[EXTRA].items()}
         for name, value in extra.items():
             if value is not None:
-                kind = _kind(value)
-                known = self._kinds.setdefault(name, kind)
-                if known != kind:
-                    self._kinds[name] = _joined(known, kind)
+                kinds = {self._kinds.get(name, _KINDS[type(value)]), _KINDS[type(value)]}
+                mixed = pa.float64() if kinds <= {pa.int64(), pa.float64()} else pa.string()
+                self._kinds[name] = kinds.pop() if len(kinds) == 1 else mixed
         json.dump({**row, RULE: rule, EXTRA: extra}, self._spool, ensure_ascii=False)
         self._spool.write("\n")
         self.rows += 1
 
     def _write(self) -> None:
-        schema = self._schema()
+        text = pa.string()
+        columns = {
+            "data_source": text,
+            "prompt": pa.list_(pa.struct({"role": text, "content": text})),
+            "ability": text,
+            RULE: pa.struct({"style": text, TRUTH: text}),
+        }
+        if self._kinds:
+            columns[EXTRA] = pa.struct(self._kinds)
+        schema = pa.schema(columns)
         partial = self._path.with_suffix(".partial")
         self._spool.seek(0)
         with pq.ParquetWriter(partial, schema) as writer:
             while rows := [self._typed(line) for line in islice(self._spool, BATCH_ROWS)]:
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
         partial.rename(self._path)
-
-    def _schema(self) -> pa.Schema:
-        text = pa.string()
-        message = pa.struct({"role": text, "content": text})
-        columns = {
-            "data_source": text,
-            "prompt": pa.list_(message),
-            "ability": text,
-            RULE: pa.struct({"style": text, TRUTH: text}),
-        }
-        if self._kinds:
-            columns[EXTRA] = pa.struct(self._kinds)
-        return pa.schema(columns)
 
     def _typed(self, line: str) -> dict[str, Any]:
         row: dict[str, Any] = json.loads(line)
@@ -123,17 +118,6 @@ def _plain(value: object) -> object:
     return value if type(value) in _KINDS else as_text(value)
 
 
-def _kind(value: object) -> pa.DataType:
-    return _KINDS[type(value)]
-
-
-def _joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    numbers = {pa.int64(), pa.float64()}
-    return pa.float64() if {one, other} <= numbers else pa.string()
-
-
-# A dataset's card: rows, lengths, digests, samples and what was left out, as Markdown and HTML.
-
 CARD = "README.md"  # where the hub looks for it
 SAMPLES, SHOWN_CHARACTERS, BINS, BAR = 3, 400, 12, 40
 
@@ -146,18 +130,20 @@ class SplitCard:
     unit: str  # of the lengths: "tokens" or "characters"
     lengths: array[int] = field(default_factory=lambda: array("L"))
     samples: list[str] = field(default_factory=list)  # the first rows, as JSON
-    left_out: dict[str, int] = field(default_factory=dict)  # reason: rows
+    left_out: Counter[str] = field(default_factory=Counter)  # rows by reason, e.g. "repeated"
     digest: str = ""  # SHA-256 of the split's file
 
     def add(self, row: Mapping[str, Any], length: int) -> None:
         """Count a row."""
         self.lengths.append(length)
         if len(self.samples) < SAMPLES:
-            self.samples.append(_sample(row))
-
-    def leave_out(self, reason: str, rows: int = 1) -> None:
-        """Count rows that the split doesn't have, e.g. of the reason "repeated"."""
-        self.left_out[reason] = self.left_out.get(reason, 0) + rows
+            shown = {"prompt": prompt_text(row["prompt"])[:SHOWN_CHARACTERS]}
+            for column in ("response", "chosen", "rejected", "completion"):
+                if column in row:
+                    shown[column] = str(row[column])[:SHOWN_CHARACTERS]
+            if isinstance(rule := row.get(RULE), Mapping):
+                shown[TRUTH] = str(rule.get(TRUTH))[:SHOWN_CHARACTERS]
+            self.samples.append(json.dumps(shown, ensure_ascii=False))
 
 
 def card_markdown(
@@ -166,6 +152,7 @@ def card_markdown(
     """The card as Markdown. `digest` is the source's; `notes` are sentences for the end."""
     reasons = list(dict.fromkeys(reason for card in splits for reason in card.left_out))
     head = ["split", "rows", "least", "median", "mean", "95 %", "most", *reasons, "SHA-256"]
+    table = [head, ["---"] * len(head), *(_figures(card, reasons) for card in splits)]
     units = " and ".join(dict.fromkeys(card.unit for card in splits))
     lines = [
         f"# Data: {_inline(source)}",
@@ -173,12 +160,11 @@ def card_markdown(
         f"Source digest `{digest[:16]}`. Lengths are those of prompts, in {units}; columns after "
         "them count the rows that were left out.",
         "",
-        _table_row(head),
-        _table_row(["---"] * len(head)),
-        *(_table_row(_numbers(card, reasons)) for card in splits),
+        *(f"| {' | '.join(cells)} |" for cells in table),
     ]
     for card in splits:
-        lines += ["", f"## {card.name}", *_histogram(card), *_sample_block(card)]
+        samples = (f"\n    {sample}" for sample in card.samples)
+        lines += ["", f"## {card.name}", *_histogram(card), "", "First rows:", *samples]
     if notes:
         lines += ["", "## Left out", "", *(f"- {_inline(note)}" for note in notes)]
     return "\n".join(lines) + "\n"
@@ -191,7 +177,7 @@ def card_html(markdown: str) -> str:
     return MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
 
 
-def _numbers(card: SplitCard, reasons: Sequence[str]) -> list[str]:
+def _figures(card: SplitCard, reasons: Sequence[str]) -> list[str]:
     lengths = np.asarray(card.lengths)
     if not len(lengths):
         cells = ["0", "", "", "", "", ""]
@@ -199,7 +185,7 @@ def _numbers(card: SplitCard, reasons: Sequence[str]) -> list[str]:
         median, high = np.percentile(lengths, [50, 95])
         figures = (lengths.min(), median, lengths.mean(), high, lengths.max())
         cells = [f"{len(lengths):,}", *(f"{figure:,.0f}" for figure in figures)]
-    counts = [f"{card.left_out.get(reason, 0):,}" for reason in reasons]
+    counts = [f"{card.left_out[reason]:,}" for reason in reasons]
     return [card.name, *cells, *counts, f"`{card.digest[:16]}`" if card.digest else ""]
 
 
@@ -207,41 +193,17 @@ def _histogram(card: SplitCard) -> list[str]:
     if not len(card.lengths):
         return []
     counts, edges = np.histogram(np.asarray(card.lengths), bins=BINS)
-    most = max(counts)
+    highest = max(counts)
     bars = [
-        f"{edges[i]:>10,.0f} {'█' * -(-int(count) * BAR // int(most))} {count:,}".rstrip()
+        f"{edges[i]:>10,.0f} {'█' * -(-int(count) * BAR // int(highest))} {count:,}".rstrip()
         for i, count in enumerate(counts)
     ]
     return ["", f"Rows by the prompt's {card.unit}, from:", "", "```", *bars, "```"]
 
 
-def _sample_block(card: SplitCard) -> list[str]:
-    return ["", "First rows:", *(f"\n    {sample}" for sample in card.samples)]
-
-
-def _sample(row: Mapping[str, Any]) -> str:
-    shown = {"prompt": prompt_text(row["prompt"])[:SHOWN_CHARACTERS]}
-    for column in ("response", "chosen", "rejected", "completion"):
-        if column in row:
-            shown[column] = str(row[column])[:SHOWN_CHARACTERS]
-    if isinstance(rule := row.get("reward_model"), Mapping):
-        shown["ground_truth"] = str(rule.get("ground_truth"))[:SHOWN_CHARACTERS]
-    return json.dumps(shown, ensure_ascii=False)
-
-
-def _table_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _inline(text: str) -> str:
     return " ".join(text.split())
 
-
-# From files to verl-compatible Parquet with a card, in bounded memory: `prepare`.
-#
-# Test rows come first, then validation, then training rows, each without the prompts that a split
-# before it has. What stays in memory is 16 bytes of each prompt, and the runs of words of held-out
-# rows.
 
 _BATCH_ROWS = 1024  # encoded at once
 _NO_LIMIT = 1 << 40
@@ -255,73 +217,65 @@ class _Preparation:
     held_out: HeldOut
     notes: list[str] = field(default_factory=list)
 
-    def write(self, split: str, addresses: Sequence[str], *, check: bool) -> SplitCard:
+    def write(self, split: str, addresses: Sequence[str]) -> SplitCard:
         """Write a split's file; its prompts are held out of the next one."""
         card = SplitCard(split, "tokens" if self.tokenizer else "characters")
         path = self.folder / f"{split}.parquet"
         texts: list[str] = []
         with ParquetWriter(path) as writer:
-            new = self._new_rows(split, addresses, card, check)
-            for number, row, length in self._measured(new, card, split):
+            for number, row, length in self._measured(self._new_rows(addresses, card), card):
                 row = rl_columns(row, number, split)
                 writer.add(row)
                 card.add(row, length)
                 if split != "train":
                     texts.append(question_text(row["prompt"]))
             if not writer.rows:
-                raise DataError(f"{split}: no row is left; {self._why(card)}")
+                counts = ", ".join(f"{count} {reason}" for reason, count in card.left_out.items())
+                reasons = "; ".join([counts or "there was none", *self.notes])
+                raise DataError(f"{split}: no row is left; {reasons}")
         for text in texts:
             self.held_out.add(text)
-        with path.open("rb") as file:
-            card.digest = hashlib.file_digest(file, "sha256").hexdigest()
+        card.digest = hash_file(path)
         return card
 
-    def _new_rows(
-        self, split: str, addresses: Sequence[str], card: SplitCard, check: bool
-    ) -> Iterator[tuple[int, Row]]:
-        """Good rows whose prompts are neither repeated nor, with `check`, held out."""
+    def _new_rows(self, addresses: Sequence[str], card: SplitCard) -> Iterator[tuple[int, Row]]:
+        """Good rows whose prompts are neither repeated nor, but for test rows, held out."""
         seen = SeenPrompts()
         for address in addresses:
             bad = BadRows(address, self.config.bad_rows)
             for number, row in mapped_rows(address, self.config, bad, need_truth=True):
                 if not seen.add(prompt_key(row)):
-                    card.leave_out("repeated")
+                    card.left_out["repeated"] += 1
                     continue
-                match = self.held_out.find(question_text(row["prompt"])) if check else ""
+                # Test rows may well be those of an evaluation set.
+                is_test = card.name == "test"
+                match = "" if is_test else self.held_out.find(question_text(row["prompt"]))
                 if match:
-                    card.leave_out(f"held out, {match}")
+                    card.left_out[f"held out, {match}"] += 1
                 else:
                     yield number, row
             bad.check()
             if bad.count:
-                card.leave_out("bad", bad.count)
+                card.left_out["bad"] += bad.count
                 self.notes.append(bad.sentence())
 
     def _measured(
-        self, rows: Iterator[tuple[int, Row]], card: SplitCard, split: str
+        self, rows: Iterator[tuple[int, Row]], card: SplitCard
     ) -> Iterator[tuple[int, Row, int]]:
         """Rows with their prompts' lengths; those over `data.max_prompt_length` are left out."""
         limit = self.config.max_prompt_length or _NO_LIMIT
         while batch := list(islice(rows, _BATCH_ROWS)):
-            for (number, row), length in zip(
-                batch, self._lengths(batch, limit, split), strict=True
-            ):
+            numbers, prompts = [number for number, _ in batch], [row["prompt"] for _, row in batch]
+            if self.tokenizer is None:
+                lengths = [len(prompt_text(prompt)) for prompt in prompts]
+            else:
+                encoded = encode_short_prompts(self.tokenizer, prompts, limit, card.name, numbers)
+                lengths = [limit + 1 if ids is None else len(ids) for ids in encoded]
+            for (number, row), length in zip(batch, lengths, strict=True):
                 if length > limit:
-                    card.leave_out("too long")
+                    card.left_out["too long"] += 1
                 else:
                     yield number, row, length
-
-    def _lengths(self, batch: Sequence[tuple[int, Row]], limit: int, split: str) -> list[int]:
-        prompts = [row["prompt"] for _, row in batch]
-        if self.tokenizer is None:
-            return [len(prompt_text(prompt)) for prompt in prompts]
-        numbers = [number for number, _ in batch]
-        encoded = encode_short_prompts(self.tokenizer, prompts, limit, split, numbers)
-        return [limit + 1 if ids is None else len(ids) for ids in encoded]
-
-    def _why(self, card: SplitCard) -> str:
-        counts = ", ".join(f"{count} {reason}" for reason, count in card.left_out.items())
-        return "; ".join([counts or "there was none", *self.notes])
 
 
 def prepare(
@@ -333,15 +287,14 @@ def prepare(
     characters, and so is `config.max_prompt_length`. Raises DataError for bad rows where
     `config.bad_rows` is "fail", and for a split that loses all its rows.
     """
-    places = split_addresses(config.path, config.splits)
+    addresses = split_addresses(config.path, config.splits)
     folder.mkdir(parents=True, exist_ok=True)
     settings = config.decontaminate
     work = _Preparation(config, folder, tokenizer, HeldOut(settings.ngram, settings.overlap))
     hold_out_files(config, work.held_out)
-    # Test rows may well be those of an evaluation set; they are only held out of the others.
-    order = [split for split in ("test", "validation", "train") if split in places]
-    cards = [work.write(split, places[split], check=split != "test") for split in order]
-    digests = [address_digest(address) for split in places for address in places[split]]
+    order = [split for split in ("test", "validation", "train") if split in addresses]
+    cards = [work.write(split, addresses[split]) for split in order]
+    digests = [address_digest(address) for split in addresses for address in addresses[split]]
     digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
     markdown = card_markdown(config.path, digest, cards, work.notes)
     (folder / CARD).write_text(markdown, encoding="utf-8")

@@ -1,7 +1,10 @@
 """Rows of files and hub datasets: which files are which split, their columns by name, and bad rows.
 
-Reads JSONL, JSON, CSV, Parquet and `hf://` datasets, maps their columns to the contract, and
-refuses or counts rows that can't be used.
+Reads JSONL, JSON, CSV, Parquet and datasets of the Hugging Face hub, by the address
+`hf://ID[@REVISION][:SUBSET[:SPLIT]]`: an empty subset is the dataset's default, a split may be a
+slice such as `train[:10%]`. Columns are mapped to the contract; rows that can't be used are refused
+or counted (`data.bad_rows`), and errors kept for the first few alone. `mapped_rows` streams,
+`read_file_rows` returns all.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -34,19 +38,12 @@ from engine.storage.filesystem import as_path, is_remote
 from engine.storage.json_rows import Numbered, Row
 from engine.storage.readers import is_data_file, list_files, open_file, stream_rows
 
-# Datasets of the Hugging Face hub as rows: `hf://openai/gsm8k:main:train`.
-#
-# An address is `hf://ID[@REVISION][:SUBSET[:SPLIT]]`; an empty subset is the dataset's default,
-# and a
-# split may be a slice such as `train[:10%]`. The library `datasets` finds the files, downloads
-# them
-# and keeps them on the disk, where rows are read a batch at a time.
-
 HUB = "hf://"
 HUB_TIMEOUT_S = 10.0
 _BATCH_ROWS = 1024
 _ADDRESS = re.compile(
-    r"hf://(?P<id>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[^:@]+))?(:(?P<subset>[^:]*))?(:(?P<split>.+))?"
+    r"hf://(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^:@]+))?"
+    r"(?::(?P<subset>[^:]*))?(?::(?P<split>.+))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -62,15 +59,14 @@ class HubDataset:
 
 
 def parse_address(address: str) -> HubDataset:
-    """The parts of an address; DataError for one of another form."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None:
+    """Return the parts of an address; DataError for one of another form."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
         raise DataError(
             f"{address!r} is no dataset of the hub; write hf://ID[@REVISION][:SUBSET[:SPLIT]], "
             "e.g. hf://openai/gsm8k:main:train"
         )
-    parts = {name: found[name] or "" for name in ("id", "revision", "subset", "split")}
-    return HubDataset(**parts)
+    return HubDataset(**match.groupdict(default=""))
 
 
 def hub_commit(dataset: HubDataset) -> str:
@@ -82,7 +78,7 @@ def hub_commit(dataset: HubDataset) -> str:
 
     try:
         # Asked with a deadline: a download would wait without end for a silent network.
-        found = HfApi().dataset_info(
+        info = HfApi().dataset_info(
             dataset.id, revision=dataset.revision or None, timeout=HUB_TIMEOUT_S
         )
     except (OSError, HTTPError, HFValidationError) as error:
@@ -92,7 +88,7 @@ def hub_commit(dataset: HubDataset) -> str:
             "check name, revision and network; a commit that is in the local cache "
             "(hf://ID@COMMIT) needs no network"
         ) from error
-    return str(found.sha)
+    return str(info.sha)
 
 
 def hub_splits(dataset: HubDataset) -> list[str]:
@@ -123,13 +119,10 @@ def hub_rows(address: str) -> Iterator[Numbered]:
             split=dataset.split,
             revision=hub_commit(dataset),
         ).with_format("arrow")
-    number = 0
-    for batch in table.iter(_BATCH_ROWS):
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
-    if not number:
+    if not len(table):
         raise EmptyFileError(f"{address} has no rows; name another split")
+    batches = (batch.to_pylist() for batch in table.iter(_BATCH_ROWS))
+    yield from enumerate(chain.from_iterable(batches), start=1)
 
 
 @contextmanager
@@ -151,8 +144,6 @@ def _refusals(dataset: HubDataset) -> Iterator[None]:
     finally:
         enable_progress_bar()
 
-
-# Which files, or splits of a hub dataset, are train, validation and test; and what they hold.
 
 NAMES: dict[str, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -183,40 +174,34 @@ def split_addresses(
         path = HUB + path
     if path.startswith(HUB):
         return _hub_addresses(path, names, need_train)
-    if is_data_file(path) and not (not is_remote(path) and as_path(path).is_dir()):
+    is_folder = not is_remote(path) and as_path(path).is_dir()
+    if is_data_file(path) and not is_folder:
         return {"train": [path if is_remote(path) else str(Path(as_path(path)).absolute())]}
     files = _files_of(path)
-    found = _by_name({uri: _words(uri) for uri in files}, names)
-    if not found:
+    file_names = {uri: PurePosixPath(uri).name for uri in files}
+    splits: dict[str, list[str]] = {}
+    for split, usual in NAMES.items():
+        known = {names[split].lower()} if split in names else set(usual)
+        # {"train", "00000", "of", …} of train-00000-of-00002.parquet
+        words = {uri: re.split(r"[^a-z0-9]+", name.lower()) for uri, name in file_names.items()}
+        if uris := [uri for uri in files if known & set(words[uri])]:
+            splits[split] = uris
+        elif split in names:
+            raise DataError(f"data.splits.{split}={names[split]!r} is in the name of no file")
+    if not splits:
         return {"train": files}
-    return _checked(found, path, [PurePosixPath(uri).name for uri in files], need_train)
+    return _with_train(splits, path, file_names.values(), need_train)
 
 
 def _files_of(path: str) -> list[str]:
     """The data files of a folder, in `main/` or `data/` below it where it has none itself."""
-    for place in (path.rstrip("/"), f"{path.rstrip('/')}/data", f"{path.rstrip('/')}/main"):
-        if files := sorted(uri for uri in list_files(place) if is_data_file(uri)):
+    for folder in (path.rstrip("/"), f"{path.rstrip('/')}/data", f"{path.rstrip('/')}/main"):
+        if files := sorted(uri for uri in list_files(folder) if is_data_file(uri)):
             return files
     raise DataError(
         f"data.path={path!r} is no data file, and no folder with some (looked in it, in data/ and "
         "in main/); give a .jsonl, .json, .csv or .parquet file, a folder, s3://… or hf://ID"
     )
-
-
-def _words(uri: str) -> set[str]:
-    """The words of a file's name: {"train", "00000", "of", …} of train-00000-of-00002.parquet."""
-    return set(re.split(r"[^a-z0-9]+", PurePosixPath(uri).name.lower()))
-
-
-def _by_name(words: Mapping[str, set[str]], names: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for split, usual in NAMES.items():
-        known = {names[split].lower()} if split in names else set(usual)
-        if uris := [uri for uri, own in words.items() if known & own]:
-            found[split] = uris
-        elif split in names:
-            raise DataError(f"data.splits.{split}={names[split]!r} is in the name of no file")
-    return found
 
 
 def _hub_addresses(
@@ -227,40 +212,35 @@ def _hub_addresses(
         return {"train": [address]}
     there = hub_splits(dataset)
     head = address if dataset.subset or address.count(":") > 1 else f"{address}:"
-    found: dict[str, list[str]] = {}
-    for split, usual in NAMES.items():
-        wanted = [names[split]] if split in names else [n for n in usual if n in there][:1]
-        # A slice such as test[:500] is none of the names, but datasets knows it.
-        if wanted:
-            found[split] = [f"{head}:{wanted[0]}"]
-    return _checked(found, address, there, need_train)
+    # A slice such as test[:500] is no name of a split, but datasets knows it.
+    chosen = {
+        split: names.get(split) or next((name for name in usual if name in there), "")
+        for split, usual in NAMES.items()
+    }
+    splits = {split: [f"{head}:{name}"] for split, name in chosen.items() if name}
+    return _with_train(splits, address, there, need_train)
 
 
-def _checked(
-    found: dict[str, list[str]], path: str, there: Iterable[str], need_train: bool
+def _with_train(
+    splits: dict[str, list[str]], path: str, there: Iterable[str], need_train: bool
 ) -> dict[str, list[str]]:
-    if not found or (need_train and "train" not in found):
+    if not splits or (need_train and "train" not in splits):
         raise DataError(
             f"data.path={path!r} has no training split among {', '.join(there)}; name one in "
             "data.splits.train"
         )
-    return found
+    return splits
 
 
 def address_digest(address: str) -> str:
     """SHA-256 of a file's content; of a hub dataset, its commit with subset and split."""
     if address.startswith(HUB):
         dataset = parse_address(address)
-        named = f"{dataset.id}@{hub_commit(dataset)}:{dataset.subset}:{dataset.split}"
-        return hashlib.sha256(named.encode()).hexdigest()
+        version = f"{dataset.id}@{hub_commit(dataset)}:{dataset.subset}:{dataset.split}"
+        return hashlib.sha256(version.encode()).hexdigest()
     with open_file(address) as file:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
-
-# Rows of any file as rows of ours: columns by name, templates, a system message, limits on text.
-#
-# `engine.data.rl_rows` says what the canonical form is; which rows a run leaves out is in
-# `bad_rows`.
 
 _BOXES = ("\\boxed{", "\\fbox{")
 _CONVERSATIONS = ("prompt", "chosen", "rejected", "completion")  # columns of messages, or text
@@ -281,9 +261,15 @@ class RowMapper:
         self._config = config
         sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         sandbox.filters |= {"boxed": last_boxed, "required": required}
-        self._templates = {
-            column: _compiled(sandbox, column, text) for column, text in config.templates.items()
-        }
+        self._templates: dict[str, Template] = {}
+        for column, text in config.templates.items():
+            try:
+                self._templates[column] = sandbox.from_string(text)
+            except TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"data.templates.{column} is not a Jinja2 template (line {error.lineno}: "
+                    f"{error.message}); correct it"
+                ) from None
 
     def __call__(self, raw: Row, where: str) -> Row:
         """One canonical row; DataError that begins with `where` for a row that has none."""
@@ -300,7 +286,19 @@ class RowMapper:
 
     def named(self, raw: Row, where: str) -> Row:
         """The row with our columns, whatever it holds; DataError for text that no model reads."""
-        row = self._renamed(raw, where)
+        columns = self._config.columns
+        mapped = {}
+        for column, path in columns.items():
+            try:
+                mapped[column] = _value(raw, path)
+            except KeyError:
+                raise DataError(
+                    f"{where}: there is no column {path!r} for data.columns.{column}; its columns "
+                    f"are {sorted(raw)}"
+                ) from None
+        # A column that gives its name to another one is replaced by it.
+        replaced = {*columns, *columns.values()}
+        row = {column: value for column, value in raw.items() if column not in replaced} | mapped
         row |= {c: _rendered(t, raw | row, c, where) for c, t in self._templates.items()}
         for column, value in row.items():
             _check_text(value, column, where)
@@ -311,22 +309,6 @@ class RowMapper:
         if not self._config.system_prompt or prompt[0]["role"] == "system":
             return prompt
         return [{"role": "system", "content": self._config.system_prompt}, *prompt]
-
-    def _renamed(self, raw: Row, where: str) -> Row:
-        """The row under our names; what is not mapped keeps its own."""
-        columns = self._config.columns
-        given = {}
-        for ours, theirs in columns.items():
-            try:
-                given[ours] = _value(raw, theirs)
-            except KeyError:
-                raise DataError(
-                    f"{where}: there is no column {theirs!r} for data.columns.{ours}; its columns "
-                    f"are {sorted(raw)}"
-                ) from None
-        # A column that gives its name to another one is replaced by it.
-        replaced = {*columns, *columns.values()}
-        return {column: value for column, value in raw.items() if column not in replaced} | given
 
 
 def last_boxed(text: str) -> str:
@@ -361,16 +343,6 @@ def _value(raw: Row, path: str) -> object:
     return value
 
 
-def _compiled(sandbox: ImmutableSandboxedEnvironment, column: str, text: str) -> Template:
-    try:
-        return sandbox.from_string(text)
-    except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"data.templates.{column} is not a Jinja2 template (line {error.lineno}: "
-            f"{error.message}); correct it"
-        ) from None
-
-
 def _rendered(template: Template, row: Row, column: str, where: str) -> str:
     try:
         return template.render(row)
@@ -399,11 +371,6 @@ def _check_text(value: object, column: str, where: str) -> None:
             )
 
 
-# Rows that can't be used: counted by file and number, then refused or left out (`data.bad_rows`).
-#
-# A row that is bad costs what a good one costs: its error is kept for the first few alone.
-
-
 @dataclass(slots=True)
 class BadRows:
     """The bad rows of one file."""
@@ -421,11 +388,6 @@ class BadRows:
         self.first = self.first or str(error)
         if len(self.numbers) <= SHOWN:
             self.numbers.append(number)
-
-    def add_empty(self, error: EmptyFileError) -> None:
-        """The file has no rows at all."""
-        self.count = self.total = 1
-        self.first = str(error)
 
     def check(self) -> None:
         """Raise DataError where bad rows are refused."""
@@ -449,18 +411,6 @@ class BadRows:
         )
 
 
-def _rows_or_none(address: str, bad: BadRows) -> Iterator[Numbered]:
-    try:
-        yield from address_rows(address)
-    except EmptyFileError as error:
-        bad.add_empty(error)
-
-
-def address_rows(address: str) -> Iterator[Numbered]:
-    """The rows of a file, an s3:// object or a dataset of the hub (hf://…), by number."""
-    return hub_rows(address) if address.startswith(HUB) else stream_rows(address)
-
-
 def mapped_rows(
     address: str,
     config: RowsConfig,
@@ -476,15 +426,22 @@ def mapped_rows(
     as one bad row with data.bad_rows=drop), StorageError when a store doesn't answer.
     """
     mapper = mapper or RowMapper(config)
-    for number, raw in _rows_or_none(address, bad):
+    rows = hub_rows(address) if address.startswith(HUB) else stream_rows(address)
+    while True:
+        try:
+            number, raw = next(rows)
+        except StopIteration:
+            return
+        except EmptyFileError as error:
+            bad.count, bad.total, bad.first = 1, 1, str(error)
+            return
         bad.total += 1
-        if isinstance(raw, DataError):
-            bad.add(number, raw)
-            continue
         where = f"{address}, row {number}"
         try:
+            if isinstance(raw, DataError):
+                raise raw
             row = mapper(raw, where)
-            if need_truth and row["reward_model"]["ground_truth"] is None:
+            if need_truth and row[RULE][TRUTH] is None:
                 raise DataError(
                     f"{where}: there is no ground truth; name its column in data.columns"
                 )
@@ -492,11 +449,6 @@ def mapped_rows(
             bad.add(number, error)
             continue
         yield number, row
-
-
-# All rows of a few files in memory, in canonical form, with what was left out of them.
-#
-# Streams that need not fit into memory are in `bad_rows`; what a canonical row is, in `rl_rows`.
 
 
 @dataclass(frozen=True, slots=True)

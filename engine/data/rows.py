@@ -1,7 +1,8 @@
-"""Rows of the data contract and their cells.
+"""One row of each kind in the data contract, and RL rows in their canonical form.
 
-One row of each kind, RL rows in canonical form, the types of columns as Flyte shows them, and
-cutting of long prompts. Loads neither pandas nor torch.
+A canonical row has the contract's columns and any others of its file, chat messages as `prompt`,
+and its ground truth in `reward_model` alone. Whole tables are checked in `contract`, whose schemas
+agree with the types here; this module loads neither pandas nor torch.
 """
 
 from __future__ import annotations
@@ -15,13 +16,8 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 
 from engine.errors import DataError
+from engine.storage import json_rows
 from engine.storage.json_rows import Row
-
-# One row of each kind in the data contract, and what its cells are: missing, messages, empty.
-#
-# Also when two prompts count as the same, and how messages show cells and rows. Tables are checked
-# in
-# `contract`; rows of files get this form in `rl_rows`.
 
 SHOWN = 5  # rows that a message names
 EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"  # columns, and a field
@@ -93,11 +89,7 @@ def is_utf8(value: object) -> bool:
     texts = [value] if isinstance(value, str) else []
     if is_messages(value):
         texts = [text for m in value for text in (m["role"], m["content"])]
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return json_rows.is_utf8("".join(texts))
 
 
 def brief(value: object) -> str:
@@ -125,12 +117,6 @@ def _plain(value: object) -> object:
     """Let JSON write what a frame read from Parquet holds."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
-
-# The columns that every row of a table has, with their types, as Flyte's console shows them.
-#
-# What cells must hold beyond that is the pandera schema of the same name in
-# `engine.data.contract`,
-# which these agree with. They are apart from it because loading pandas takes a second.
 
 ColumnTypes = dict[str, object]  # a type by column, e.g. {"index": int}
 
@@ -170,13 +156,6 @@ EVALUATION_ROWS: ColumnTypes = {
     "format_rate": float,
     "errors": int,
 }
-
-
-# RL rows of files in their canonical form: the one that loaders, tasks and rewards get to see.
-#
-# A canonical row has the columns of the contract and any others of its file, chat messages as
-# `prompt`, and its ground truth in `reward_model` alone. Parsing files is in
-# `engine.storage.readers`, whole tables are checked in `contract`.
 
 
 def canonical_rows(rows: Sequence[Row], name: str, *, need_truth: bool = False) -> list[Row]:
@@ -226,7 +205,8 @@ def canonical_row(row: Row, where: str) -> Row:
             kind = "a dictionary" if column == EXTRA else "text"
             raise DataError(f"{where}: column {column!r} is {brief(value)}; give {kind}, or none")
     others = {column: value for column, value in row.items() if column != TRUTH}
-    return {**others, **filled, "prompt": _prompt(row, where), RULE: reward_model(row, where)}
+    prompt = prompt_messages(row.get("prompt"), where)
+    return {**others, **filled, "prompt": prompt, RULE: reward_model(row, where)}
 
 
 def check_names(columns: Iterable[str], where: str) -> None:
@@ -246,7 +226,7 @@ def reward_model(row: Row, where: str) -> Row:
 
     Raises DataError for a cell that is no dictionary, and for two ground truths that differ.
     """
-    rule, own = row.get(RULE), row.get(TRUTH)
+    rule, column = row.get(RULE), row.get(TRUTH)
     if is_missing(rule) or rule == {}:
         rule = {"style": "rule"}
     if not isinstance(rule, dict):
@@ -254,29 +234,27 @@ def reward_model(row: Row, where: str) -> Row:
             f'{where}: column {RULE!r} is {brief(rule)}; give {{"style": "rule", "{TRUTH}": …}}'
         )
     inner = rule.get(TRUTH)
-    if is_missing(own) or is_missing(inner):
-        truth = inner if is_missing(own) else own
+    if is_missing(column) or is_missing(inner):
+        truth = inner if is_missing(column) else column
         return {**rule, TRUTH: None if is_missing(truth) else truth}
-    if as_text(own) != as_text(inner):
+    if as_text(column) != as_text(inner):
         raise DataError(
-            f"{where}: column {TRUTH!r} is {brief(own)}, but {RULE}.{TRUTH} is {brief(inner)}; "
+            f"{where}: column {TRUTH!r} is {brief(column)}, but {RULE}.{TRUTH} is {brief(inner)}; "
             "keep the right one of them"
         )
-    return {**rule, TRUTH: own}
+    return {**rule, TRUTH: column}
 
 
-def _prompt(row: Row, where: str) -> list[Row]:
-    given = row.get("prompt")
-    prompt: object = user_message(given) if isinstance(given, str) else given
-    if not is_messages(prompt) or not has_words(prompt) or not is_utf8(prompt):
+def prompt_messages(cell: object, where: str) -> list[dict[str, Any]]:
+    """The cell of `prompt` as messages; DataError for what is neither text nor messages."""
+    messages: object = user_message(cell) if isinstance(cell, str) else cell
+    if not is_messages(messages) or not has_words(messages) or not is_utf8(messages):
         raise DataError(
-            f"{where}: column 'prompt' is {brief(given)}; give a string that is not empty, or "
+            f"{where}: column 'prompt' is {brief(cell)}; give a string that is not empty, or "
             'messages [{"role": "user", "content": …}] of which the last is not'
         )
-    return list(prompt)
+    return list(messages)
 
-
-# Cuts prompts that are too long, as verl's `data.truncation` says.
 
 Side = Literal["left", "right", "middle"]
 
@@ -296,5 +274,5 @@ class Truncation:
         """
         if len(ids) <= self.limit:
             return ids
-        kept = {"left": 0, "right": self.limit, "middle": self.limit // 2}[self.side]
-        return ids[:kept] + ids[len(ids) - (self.limit - kept) :]
+        head = {"left": 0, "right": self.limit, "middle": self.limit // 2}[self.side]
+        return ids[:head] + ids[len(ids) - (self.limit - head) :]

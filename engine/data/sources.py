@@ -1,13 +1,16 @@
 """Where rows come from: the registry of sources, the source `files`, and evaluation sets.
 
-The sources `gsm8k` and `math` are in `math_problems`, the default one in `word_problems`.
+A source is a class with `@register_source("x")`, here or in a module of yours (`data.source:
+my_module:MySource`). `gsm8k` and `math` are in `math_problems`, the default one in `word_problems`.
+`files` finds splits by the names of files, and takes a validation or test split that is missing
+from the training rows; its memory is bounded by the sizes of the splits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,18 +22,11 @@ from engine.data.contract import uniform_columns
 from engine.data.row_files import BadRows, RowMapper, address_digest, mapped_rows, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, as_text, normalise, prompt_text
 from engine.errors import ConfigError, DataError
-from engine.registry import Registry
+from engine.registry import Registry, import_plugins
 from engine.storage.digests import modules_digest
 from engine.storage.json_rows import Row
 
-# Where rows come from: the registry of sources and the splits that every source gives.
-#
-# A source is a class with `@register_source("x")`, in a module of this package or one of yours
-# (`data.source: my_module:MySource`). Reading files is in `engine.storage.readers`.
-
 OF_ONE_FORM = ("arithmetic", "gsm8k")  # sources with a question and an answer in each row
-# Sources whose prompts differ by numbers or names, and are dealt to splits apart.
-DEALT_APART = ("arithmetic", "guessing", "products", "python_tasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +71,7 @@ class Source(Protocol):
 _registry: Registry[Callable[..., Source]] = Registry(
     "data source",
     "data.source",
-    ("engine.data.word_problems", "engine.data.math_problems", "engine.data.demonstrations"),
+    ("engine.data.word_problems", "engine.data.math_problems"),
     "@register_source(name)",
 )
 register_source = _registry.register
@@ -90,13 +86,12 @@ def load_splits(config: DataConfig, seed: int) -> Splits:
 
     Equal settings, seed and content give equal rows.
     """
-
     source = _source(config)
-    splits = _worded(source.load(config, seed), config)
+    splits = _with_templates(source.load(config, seed), config)
     sets, notes = read_evaluation_sets(config, seed)
     return replace(
         splits,
-        source_digest=_with_more(config, source, splits.source_digest),
+        source_digest=_complete_digest(config, source, splits.source_digest),
         evaluation=sets,
         notes=(*splits.notes, *notes),
     )
@@ -108,17 +103,27 @@ def source_digest(config: DataConfig, seed: int) -> str:
     The code of a source from outside the package is part of it, and so are the evaluation sets.
     """
     source = _source(config)
-    return _with_more(config, source, source.digest(config, seed))
+    return _complete_digest(config, source, source.digest(config, seed))
 
 
-def _with_more(config: DataConfig, source: Source, digest: str) -> str:
+def splits_are_disjoint(config: DataConfig) -> bool:
+    """Whether the source divides its prompts among the splits by itself, by names or numbers."""
+    import_plugins(config.plugins)
+    return bool(getattr(_registry.get(config.source), "disjoint_splits", False))
 
-    more = modules_digest([type(source).__module__]), evaluation_sets_digest(config)
-    named = "\0".join([digest, *filter(None, more)])
-    return hashlib.sha256(named.encode()).hexdigest() if any(more) else digest
+
+def _complete_digest(config: DataConfig, source: Source, digest: str) -> str:
+    sets = [
+        f"{settings.name}\0{address_digest(address)}"
+        for settings in config.evaluation_sets
+        for address in _addresses(settings)
+    ]
+    sets_digest = hashlib.sha256("\n".join(sets).encode()).hexdigest() if sets else ""
+    more = [part for part in (modules_digest([type(source).__module__]), sets_digest) if part]
+    return hashlib.sha256("\0".join([digest, *more]).encode()).hexdigest() if more else digest
 
 
-def _worded(splits: Splits, config: DataConfig) -> Splits:
+def _with_templates(splits: Splits, config: DataConfig) -> Splits:
     """Questions of one form as `data.templates.prompt` and `data.system_prompt` put them."""
     if config.source not in OF_ONE_FORM or not (config.templates or config.system_prompt):
         return splits
@@ -131,39 +136,28 @@ def _worded(splits: Splits, config: DataConfig) -> Splits:
     return replace(splits, **frames)
 
 
-def _check_read(config: DataConfig) -> None:
-    """Raise ConfigError for a setting that the sources with rows of one form don't read."""
-    if config.source not in OF_ONE_FORM:
-        return
-    unread = [name for name in ("columns", "data_source", "splits") if getattr(config, name)]
-    unread += [f"templates.{column}" for column in config.templates if column != "prompt"]
-    if unread:
-        raise ConfigError(
-            f"data.{unread[0]} has no effect with data.source={config.source}; remove it, or set "
-            "data.source=files"
-        )
-    for name in ("sft_size", "train_size"):
-        if not getattr(config, name):
-            raise ConfigError(
-                f"data.{name}=0 (all rows) needs data.source=files; {config.source} takes a number "
-                "above 0"
-            )
-
-
 def _source(config: DataConfig) -> Source:
-    _check_read(config)
+    """The source with its options; ConfigError for a setting that it doesn't read."""
+    import_plugins(config.plugins)
+    if config.source in OF_ONE_FORM:
+        unread = [name for name in ("columns", "data_source", "splits") if getattr(config, name)]
+        unread += [f"templates.{column}" for column in config.templates if column != "prompt"]
+        if unread:
+            raise ConfigError(
+                f"data.{unread[0]} has no effect with data.source={config.source}; remove it, or "
+                "set data.source=files"
+            )
+        for name in ("sft_size", "train_size"):
+            if not getattr(config, name):
+                raise ConfigError(
+                    f"data.{name}=0 (all rows) needs data.source=files; {config.source} takes a "
+                    "number above 0"
+                )
     options = _registry.options(config.source).parse(config.options, "data.options")
     return _registry.get(config.source)(**options)
 
 
-# The source `files`: any JSONL, JSON, CSV or Parquet file, folder, s3:// prefix or hub dataset.
-#
-# Splits are found by the names of files (or of the hub's splits); a validation or test split that
-# is
-# not there is taken from the training rows, by seed. What a row becomes is in `mapping`. Memory is
-# bounded by the sizes of the splits (`data.train_size`, …), not by the files.
-
-CARVED = 5  # at most one row in so many goes to a split that is taken from the training rows
+LARGEST_SHARE = 5  # at most one training row in so many goes to a split that is taken from them
 
 
 @register_source("files")
@@ -184,52 +178,38 @@ class Files:
 
         Raises DataError for bad rows where `data.bad_rows` is "fail", and where no row is left.
         """
-        places = split_addresses(config.path, config.splits)
+        addresses = split_addresses(config.path, config.splits)
         pool = _Pool(config, seed)
-        test = pool.read("test", places.get("test", []), config.test_size)
-        validation = pool.read("validation", places.get("validation", []), config.validation_size)
-        wanted = max(config.sft_size, config.train_size)
-        missing = [
-            (name, size)
-            for name, rows, size in (
-                ("test", test, config.test_size),
-                ("validation", validation, config.validation_size),
-            )
-            if not rows
-        ]
-        both = config.sft_size and config.train_size  # 0: all
-        limit = wanted + sum(size for _, size in missing) if both else 0
-        train = pool.read("train", places["train"], limit)
-        carved: dict[str, list[_Read]] = {}
-        share = len(train) // CARVED
-        for name, size in missing:
+        sizes = {"test": config.test_size, "validation": config.validation_size}
+        rows = {name: pool.read(name, addresses.get(name, []), sizes[name]) for name in sizes}
+        missing = [name for name in sizes if not rows[name]]
+        limit = 0  # all
+        if config.sft_size and config.train_size:
+            limit = max(config.sft_size, config.train_size) + sum(sizes[name] for name in missing)
+        train = pool.read("train", addresses["train"], limit)
+        share = len(train) // LARGEST_SHARE
+        for name in missing:
             if not share:
                 raise DataError(
                     f"{config.path}: {len(train)} distinct training rows are too few to take a "
-                    f"{name} split from; give at least {CARVED}, or a {name} file"
+                    f"{name} split from; give at least {LARGEST_SHARE}, or a {name} file"
                 )
-            count = min(size, share)
-            carved[name], train = train[:count], train[count:]
+            count = min(sizes[name], share)
+            rows[name], train = train[:count], train[count:]
             pool.notes.append(f"{name}: {count} rows, taken from the training rows")
-        test, validation = carved.get("test", test), carved.get("validation", validation)
         return Splits(
             sft_train=_sft_frame(train[: config.sft_size or None], "sft_train"),
-            sft_validation=_sft_frame(validation, "sft_validation"),
+            sft_validation=_sft_frame(rows["validation"], "sft_validation"),
             train=_rl_frame(train[: config.train_size or None], "train"),
-            validation=_rl_frame(validation, "validation"),
-            test=_rl_frame(test, "test"),
+            validation=_rl_frame(rows["validation"], "validation"),
+            test=_rl_frame(rows["test"], "test"),
             source_digest=self.digest(config, seed),
             source_uri=config.path,
             notes=tuple(pool.notes),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A row that was read, and where from."""
-
-    row: Row
-    number: int  # in its file, from 1
+_Read = tuple[int, Row]  # a row's number in its file, from 1, and the row
 
 
 @dataclass
@@ -243,27 +223,28 @@ class _Pool:
 
     def read(self, split: str, addresses: Sequence[str], limit: int) -> list[_Read]:
         """The rows of a split in an order drawn from the seed, `limit` of them at most (0: all)."""
-        kept: list[tuple[int, int, _Read]] = []  # a heap, the last in order on top
+        heap: list[tuple[int, int, _Read]] = []  # the last in order on top
         total, repeated, order = 0, 0, 0
-        own: set[bytes] = set()
+        keys: set[bytes] = set()
         for address in addresses:
             bad = BadRows(address, self.config.bad_rows)
             for number, row in mapped_rows(address, self.config, bad, need_truth=True):
                 total += 1
                 key = prompt_key(row)
-                if key in own or key in self._seen:
+                if key in keys or key in self._seen:
                     repeated += 1
                     continue
-                own.add(key)
+                keys.add(key)
                 order += 1
-                entry = (-_rank(self.seed, split, order), order, _Read(row, number))
-                if limit and len(kept) == limit:
-                    heapq.heappushpop(kept, entry)
+                rank = int.from_bytes(_drawn(f"{self.seed}/{split}/{order}"), "big")
+                entry = (-rank, order, (number, row))
+                if limit and len(heap) == limit:
+                    heapq.heappushpop(heap, entry)
                 else:
-                    heapq.heappush(kept, entry)
+                    heapq.heappush(heap, entry)
             bad.check()
             self.notes += filter(None, [bad.sentence()])
-        if addresses and not kept:
+        if addresses and not heap:
             raise DataError(
                 f"{split}: no row of {', '.join(addresses)} is left: {total} good rows, {repeated} "
                 "of them repeated; give others"
@@ -272,8 +253,8 @@ class _Pool:
             self.notes.append(f"{split}: {repeated} rows repeat a prompt and are left out")
         if limit and order > limit:
             self.notes.append(f"{split}: {limit} of {order} rows, by seed (data.{split}_size)")
-        rows = [entry[2] for entry in sorted(kept, key=lambda entry: -entry[0])]
-        self._seen.update(prompt_key(read.row) for read in rows)
+        rows = [read for _, _, read in sorted(heap, key=lambda entry: -entry[0])]
+        self._seen.update(prompt_key(row) for _, row in rows)
         return rows
 
 
@@ -283,55 +264,34 @@ def prompt_key(row: Row) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _rank(seed: int, split: str, order: int) -> int:
-    drawn = hashlib.blake2b(f"{seed}/{split}/{order}".encode(), digest_size=8).digest()
-    return int.from_bytes(drawn, "big")
+def _drawn(name: str) -> bytes:
+    """8 bytes that look random, by which rows are ordered; equal names give equal ones."""
+    return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
 def rl_columns(row: Row, number: int, split: str) -> Row:
     """The contract's columns of a canonical row; the file's other columns go to `extra_info`."""
-    own = ("prompt", "data_source", "ability", RULE, EXTRA, "response")
-    others = {column: value for column, value in row.items() if column not in own}
-    place = {"index": number - 1, "split": split}
-    return {
-        "data_source": row["data_source"],
-        "prompt": row["prompt"],
-        "ability": row["ability"],
-        RULE: row[RULE],
-        EXTRA: {**others, **row[EXTRA], **place},
-    }
+    names = ("data_source", "prompt", "ability", RULE)
+    others = {c: value for c, value in row.items() if c not in (*names, EXTRA, "response")}
+    extra = {**others, **row[EXTRA], "index": number - 1, "split": split}
+    return {**{name: row[name] for name in names}, EXTRA: extra}
 
 
 def _rl_frame(rows: Sequence[_Read], split: str) -> pd.DataFrame:
-    return uniform_columns(_frame(rl_columns(read.row, read.number, split) for read in rows))
+    columns = [rl_columns(row, number, split) for number, row in rows]
+    return uniform_columns(pd.DataFrame(columns, dtype=object))
 
 
 def _sft_frame(rows: Sequence[_Read], split: str) -> pd.DataFrame:
-    return _frame(
-        {
-            "prompt": read.row["prompt"],
-            "response": _response(read.row),
-            EXTRA: {"index": read.number - 1, "split": split},
-        }
-        for read in rows
-    )
-
-
-def _response(row: Row) -> str:
     """What the warm start learns: the response, or the ground truth where there is none."""
-    response = row.get("response")
-    if isinstance(response, str) and response.strip():
-        return response
-    return as_text(row[RULE][TRUTH])
-
-
-def _frame(rows: Iterator[Row]) -> pd.DataFrame:
-    return pd.DataFrame(list(rows), dtype=object)
-
-
-# Evaluation sets: problems of files of their own, which models are judged on besides `test`.
-#
-# They are read as training files are, each with its own columns (`data.evaluation_sets`).
+    columns = []
+    for number, row in rows:
+        response = row.get("response")
+        if not isinstance(response, str) or not response.strip():
+            response = as_text(row[RULE][TRUTH])
+        extra = {"index": number - 1, "split": split}
+        columns.append({"prompt": row["prompt"], "response": response, EXTRA: extra})
+    return pd.DataFrame(columns, dtype=object)
 
 
 def read_evaluation_sets(
@@ -342,59 +302,44 @@ def read_evaluation_sets(
     Raises DataError for a set without a row, and for bad rows where `data.bad_rows` is "fail".
     """
     frames, notes = {}, list[str]()
-    for one in config.evaluation_sets:
-        rows = _rows(one, config, notes)
-        if one.size and len(rows) > one.size:
-            notes.append(f"{one.split}: {one.size} of {len(rows)} rows, by seed")
-            rows = [rows[place] for place in _drawn(len(rows), one, seed)]
-        frames[one.name] = uniform_columns(pd.DataFrame(rows, dtype=object))
+    for settings in config.evaluation_sets:
+        rows, size = _evaluation_rows(settings, config, notes), settings.size
+        if size and len(rows) > size:
+            notes.append(f"{settings.split}: {size} of {len(rows)} rows, by seed")
+            order = sorted(range(len(rows)), key=lambda i: _drawn(f"{seed}/{settings.name}/{i}"))
+            rows = [rows[i] for i in sorted(order[:size])]
+        frames[settings.name] = uniform_columns(pd.DataFrame(rows, dtype=object))
     return frames, tuple(notes)
 
 
-def evaluation_sets_digest(config: DataConfig) -> str:
-    """SHA-256 (hex) of the files of all sets; empty without sets."""
-    parts = [
-        f"{one.name}\0{address_digest(address)}"
-        for one in config.evaluation_sets
-        for address in _addresses(one)
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest() if parts else ""
-
-
-def _rows(one: EvaluationSetConfig, config: DataConfig, notes: list[str]) -> list[Row]:
-    own = {"columns": one.columns, "templates": one.templates}
-    given = own if one.columns or one.templates or config.source in OF_ONE_FORM else {}
-    source = one.data_source or one.name
-    settings = config.model_copy(update={"data_source": source, **given})
+def _evaluation_rows(
+    settings: EvaluationSetConfig, config: DataConfig, notes: list[str]
+) -> list[Row]:
+    update: dict[str, Any] = {"data_source": settings.data_source or settings.name}
+    if settings.columns or settings.templates or config.source in OF_ONE_FORM:
+        update |= {"columns": settings.columns, "templates": settings.templates}
     rows: list[Row] = []
-    for address in _addresses(one):
+    for address in _addresses(settings):
         bad = BadRows(address, config.bad_rows)
-        for number, row in mapped_rows(address, settings, bad, need_truth=True):
-            rows.append(rl_columns(row, number, one.split))
+        mapped = mapped_rows(address, config.model_copy(update=update), bad, need_truth=True)
+        rows += [rl_columns(row, number, settings.split) for number, row in mapped]
         bad.check()
         notes += filter(None, [bad.sentence()])
     if not rows:
-        raise DataError(f"data.evaluation_sets.{one.name}: no row of {one.path} is left; {notes}")
+        raise DataError(
+            f"data.evaluation_sets.{settings.name}: no row of {settings.path} is left; {notes}"
+        )
     return rows
 
 
-def _addresses(one: EvaluationSetConfig) -> Sequence[str]:
-    """Those of its test split; of a place without one, of validation, or all there is."""
-    places = split_addresses(one.path, {}, need_train=False)
-    return places.get("test") or places.get("validation") or places["train"]
-
-
-def _drawn(count: int, one: EvaluationSetConfig, seed: int) -> list[int]:
-    """Places of `one.size` rows of `count`, in order."""
-
-    def rank(place: int) -> bytes:
-        return hashlib.blake2b(f"{seed}/{one.name}/{place}".encode(), digest_size=8).digest()
-
-    return sorted(sorted(range(count), key=rank)[: one.size])
+def _addresses(settings: EvaluationSetConfig) -> Sequence[str]:
+    """The files of a set's test split; without one, of validation, or all there is."""
+    splits = split_addresses(settings.path, {}, need_train=False)
+    return splits.get("test") or splits.get("validation") or splits["train"]
 
 
 def evaluation_files(dataset: Path) -> dict[str, Path]:
     """The tables of a dataset's folder that models are judged on, by set: `test` first."""
     more = sorted(dataset.glob("test_*.parquet"))
-    own = {path.stem.removeprefix("test_"): path for path in more}
-    return {"test": dataset / "test.parquet"} | own
+    sets = {path.stem.removeprefix("test_"): path for path in more}
+    return {"test": dataset / "test.parquet"} | sets

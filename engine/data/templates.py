@@ -1,7 +1,9 @@
 """Messages and responses to tokens and back: the one place that knows chat templates.
 
-Text that spells control tokens is encoded as plain text; tokens that messages add after a turn
-are made without encoding the turn again.
+A tokenizer reads the spelling of a special token, such as `<|im_end|>`, as the token, no matter who
+wrote it: `ControlTokens` finds such spellings in what people, tools and models wrote, and encodes
+them as plain text. `encode_continuation` makes the tokens that follow a sampled turn without
+encoding the turn again, which would change its ids (BPE is no bijection).
 """
 
 from __future__ import annotations
@@ -28,19 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Text that spells a control token, such as `<|im_end|>`: found, and encoded as plain text.
-#
-# A tokenizer reads the spelling of a special token as the token, no matter who wrote it. So what
-# people, tools and models wrote is told apart from what the chat template writes, and which rows
-# with such spellings a run takes (`data.control_tokens`) is decided here. Templates are in
-# `templates`.
-
 _ENCODED = ("prompt", "response", "chosen", "rejected", "completion")  # columns that become tokens
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens] = WeakKeyDictionary()
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
-    """The control tokens of a tokenizer, read once."""
+    """Return the control tokens of a tokenizer, read once."""
     known = _known.get(tokenizer)
     if known is None or known.stamp != _stamp(tokenizer):
         known = _known[tokenizer] = ControlTokens(tokenizer)
@@ -61,19 +56,19 @@ def rows_spelling_control_tokens(
     caller's to carry out.
     """
     control = control_tokens(tokenizer)
-    found = [
+    spelling = [
         i
         for i, row in enumerate(rows)
         if any(control.spelled_in(row[name]) for name in _ENCODED if name in row)
     ]
-    if found and policy == "fail":
-        shown = row_numbers([numbers[i] if numbers else i for i in found])
+    if spelling and policy == "fail":
+        shown = row_numbers([numbers[i] if numbers else i for i in spelling])
         raise DataError(
-            f"{where}: {len(found)} of {len(rows)} rows ({shown}) spell control tokens of the "
-            f"model such as {control.example(rows[found[0]])!r} in their text; correct them, or "
+            f"{where}: {len(spelling)} of {len(rows)} rows ({shown}) spell control tokens of the "
+            f"model such as {control.example(rows[spelling[0]])!r} in their text; correct them, or "
             "set data.control_tokens to escape (keep it as text) or drop"
         )
-    return found
+    return spelling
 
 
 class ControlTokens:
@@ -116,13 +111,13 @@ class ControlTokens:
 
     def example(self, value: object) -> str:
         """A control token that is spelled in `value`."""
-        found = (m[0] for text in _texts(value) for m in self._spelled.finditer(text))
-        return next(found, next(iter(self.ids)))
+        spelled = (m[0] for text in _texts(value) for m in self._spelled.finditer(text))
+        return next(spelled, next(iter(self.ids)))
 
     def stand_in(self, value: object) -> Any:
         """`value` with stand-ins for the control tokens that its texts spell."""
         if isinstance(value, str):
-            return self._spelled.sub(lambda found: self._stand_ins[found[0]], value)
+            return self._spelled.sub(lambda match: self._stand_ins[match[0]], value)
         if isinstance(value, Mapping):
             return {self.stand_in(key): self.stand_in(item) for key, item in value.items()}
         if isinstance(value, list | tuple | np.ndarray):
@@ -135,8 +130,8 @@ class ControlTokens:
         Raises DataError for a tokenizer that can't tell the two apart.
         """
         originals = {stand_in: spelling for spelling, stand_in in self._stand_ins.items()}
-        text = self._spelled.sub(lambda found: self._aliases[found[0]], text)
-        text = self._stood_in.sub(lambda found: originals[found[0]], text)
+        text = self._spelled.sub(lambda match: self._aliases[match[0]], text)
+        text = self._stood_in.sub(lambda match: originals[match[0]], text)
         twin = self._twin = self._twin or self._make_twin()
         return list(twin.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -147,15 +142,27 @@ class ControlTokens:
             for token in spec["added_tokens"]:
                 if alias := self._aliases.get(token["content"]):
                     token.update(content=alias, normalized=False, special=True)
-            _rename(spec["model"], self._aliases)
+            self._rename_in(spec["model"])
             spec.update(truncation=None, padding=None)
             twin = Tokenizer.from_str(json.dumps(spec))
-            kept = all(twin.token_to_id(self._aliases[text]) == i for text, i in self.ids.items())
+            same_ids = all(
+                twin.token_to_id(self._aliases[text]) == i for text, i in self.ids.items()
+            )
         except Exception as error:  # a slow tokenizer, or tokenizers' bare Exception
             raise self._inseparable() from error
-        if not kept:
+        if not same_ids:
             raise self._inseparable()
         return twin
+
+    def _rename_in(self, model: dict[str, Any]) -> None:
+        """Rename control tokens in the vocabulary of tokenizer.json's model, in place."""
+        names, vocabulary = self._aliases, model["vocab"]
+        if isinstance(vocabulary, dict):
+            model["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
+        else:  # Unigram: pairs of token and score
+            model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+        if isinstance(unknown := model.get("unk_token"), str):
+            model["unk_token"] = names.get(unknown, unknown)
 
     def _inseparable(self) -> DataError:
         return DataError(
@@ -167,17 +174,6 @@ class ControlTokens:
 def _stamp(tokenizer: PreTrainedTokenizerBase) -> tuple[int, tuple[str, ...]]:
     """Changes when special tokens are added, or named otherwise."""
     return len(tokenizer), tuple(map(str, tokenizer.all_special_tokens))
-
-
-def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename tokens in the vocabulary of tokenizer.json's model, in place."""
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
-    else:  # Unigram: pairs of token and score
-        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
-    if isinstance(unknown := model.get("unk_token"), str):
-        model["unk_token"] = names.get(unknown, unknown)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -192,11 +188,6 @@ def _texts(value: object) -> Iterator[str]:
         for item in value:
             yield from _texts(item)
 
-
-# Messages and responses to tokens and back: the one place that knows chat templates.
-#
-# What others wrote never becomes a control token (`control_tokens`): it is encoded as plain text.
-# Padding and batching are elsewhere; training a tokenizer is in `tokenizer`.
 
 Message = Mapping[str, Any]  # e.g. {"role": "user", "content": "What is 2+3?"}
 FROM_0 = range(sys.maxsize)
@@ -215,26 +206,29 @@ def encode_prompt(
     no tools. Raises DataError for a role that neither `ROLES` nor the template has.
     """
     _check_roles(tokenizer, messages)
-    control = control_tokens(tokenizer)
-    escape = control.spelled_in(messages)
-    chat = [dict(m) for m in messages]
-    if escape:
-        chat = control.stand_in(chat)
-    if tokenizer.chat_template:
-        ids: Any = tokenizer.apply_chat_template(
-            chat,
-            tools=[dict(tool) for tool in tools] or None,
-            add_generation_prompt=True,
-            tokenize=not escape,
-            return_dict=False,
-        )
-        return control.encode(ids) if escape else [int(i) for i in ids]
-    text = plain_lines(chat)
-    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
-    ids = encode(text, add_special_tokens=True)
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]
-    return [int(i) for i in ids]
+    chat, encode = _escaped(tokenizer, messages)
+    if not tokenizer.chat_template:
+        ids = encode(plain_lines(chat), add_special_tokens=True)
+        return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+    escape = encode != tokenizer.encode
+    made: Any = tokenizer.apply_chat_template(
+        chat,
+        tools=[dict(tool) for tool in tools] or None,
+        add_generation_prompt=True,
+        tokenize=not escape,
+        return_dict=False,
+    )
+    return encode(made) if escape else [int(i) for i in made]
+
+
+def _escaped(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[list[dict[str, Any]], Callable[..., list[int]]]:
+    """Messages with stand-ins for control tokens that they spell, and what encodes their text."""
+    control, chat = control_tokens(tokenizer), [dict(message) for message in messages]
+    if control.spelled_in(messages):
+        return control.stand_in(chat), control.encode
+    return chat, tokenizer.encode
 
 
 def tool_tokens(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, object]]) -> int:
@@ -270,16 +264,12 @@ def encode_conversation(
     Padding tokens at the end, which no classifier reads, are left out.
     """
     _check_roles(tokenizer, messages)
-    control = control_tokens(tokenizer)
-    escape, chat = control.spelled_in(messages), [dict(m) for m in messages]
-    if escape:
-        chat = control.stand_in(chat)
-    templated = bool(tokenizer.chat_template)
-    text: object = "\n".join(str(message["content"]) for message in chat[-2:])
-    if templated:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
-    ids = [int(i) for i in encode(text, add_special_tokens=not templated)]
+    chat, encode = _escaped(tokenizer, messages)
+    if tokenizer.chat_template:
+        ids = encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
+    else:
+        text = "\n".join(str(message["content"]) for message in chat[-2:])
+        ids = encode(text, add_special_tokens=True)
     while ids and ids[-1] == tokenizer.pad_token_id:
         ids.pop()
     return ids
@@ -350,17 +340,19 @@ def encode_short_prompts(
     name: str,
     numbers: Iterable[int] = FROM_0,
 ) -> list[list[int] | None]:
-    """As `encode_prompts`, but None for a prompt of more than `limit` tokens.
+    """Encode prompts as `encode_prompts` does; None for one of more than `limit` tokens.
 
     A text of four times the characters that `limit` of the longest token have isn't encoded at
     all, as megabytes would take minutes.
     """
-    most = 4 * limit * max(map(len, tokenizer.get_vocab()), default=1)
+    max_characters = 4 * limit * max(map(len, tokenizer.get_vocab()), default=1)
     encoded: list[list[int] | None] = []
     for i, prompt in zip(numbers, prompts, strict=False):
         where = f"{name}, row {i}"
-        written = sum(len(message["content"]) for message in prompt)
-        too_long = written > most and _length(tokenizer, prompt, where) > most
+        too_long = sum(len(message["content"]) for message in prompt) > max_characters
+        if too_long and tokenizer.chat_template:  # which may leave messages out
+            with refusals(tokenizer, where):
+                too_long = len(render(tokenizer, prompt, (), True)) > max_characters
         ids = [] if too_long else _encode_row(tokenizer, prompt, where)
         encoded.append(None if too_long or len(ids) > limit else ids)
     return encoded
@@ -374,15 +366,6 @@ def _encode_row(
         if not ids:
             raise ValueError("it makes no tokens of it")
         return ids
-
-
-def _length(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where: str) -> int:
-    """Characters of the prompt as the template writes it; it may leave messages out."""
-    if not tokenizer.chat_template:
-        return len(plain_lines(prompt))
-    with refusals(tokenizer, where):
-        chat = [dict(message) for message in prompt]
-        return len(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
 @contextmanager
@@ -476,21 +459,13 @@ def stop_token_ids(
     return tuple(sorted(int(i) for i in stops))
 
 
-# The tokens that messages add after a turn of the policy; those of the turn are never made again.
-#
-# A conversation goes on as: what was sampled, then what the chat template writes from the end of
-# that
-# turn to where the policy speaks again. The template is asked about a stand-in for the turn, so
-# that
-# nothing of what was sampled is decoded and encoded, which would change ids (BPE is no bijection).
-
 Tools = Sequence[Mapping[str, object]]
 
 _TURN = "SampledTurn7f3a"  # what the policy is made to have said
 _BEFORE = {"role": "user", "content": "?"}
-_SAID: Message = {"role": "assistant", "content": _TURN}
+_TURN_OF_TEXT: Message = {"role": "assistant", "content": _TURN}
 # For a template in which tools answer only to calls; Mistral's wants ids of nine characters.
-_CALLED: Message = {
+_TURN_OF_A_CALL: Message = {
     "role": "assistant",
     "content": "",
     "tool_calls": [
@@ -516,18 +491,13 @@ def encode_continuation(
     length limit cut: it gets the template's end of turn. A stop token that was sampled is not
     written again, whichever it was. Raises DataError where the template refuses the messages.
     """
-    control = control_tokens(tokenizer)
-    escape = control.spelled_in(messages)
-    chat: Sequence[Message] = [dict(message) for message in messages]
-    if escape:
-        chat = control.stand_in(chat)
+    chat, encode = _escaped(tokenizer, messages)
     if tokenizer.chat_template:
         with refusals(tokenizer, "messages after a turn"):
             text = _after_turn(tokenizer, chat, stop_ids, tools)
     else:
         text = "\n" + plain_lines(chat)
-    encode: Callable[..., list[int]] = control.encode if escape else tokenizer.encode
-    ids = [int(i) for i in encode(text, add_special_tokens=False)]
+    ids = encode(text, add_special_tokens=False)
     if not tokenizer.chat_template and ended_by is None:
         return [tokenizer.eos_token_id, *ids] if tokenizer.eos_token_id is not None else ids
     if ended_by is not None and ids and ids[0] in stop_ids:
@@ -544,26 +514,21 @@ def _after_turn(
     """What the template writes from the end token of a turn on."""
     stops = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stop_ids))]
     problem: Exception | None = None
-    for turn in (_SAID, _CALLED):
+    for turn in (_TURN_OF_TEXT, _TURN_OF_A_CALL):
         try:
             alone = render(tokenizer, [_BEFORE, turn], tools, False)
-            whole = render(tokenizer, [_BEFORE, turn, *messages], tools, True)
+            followed = render(tokenizer, [_BEFORE, turn, *messages], tools, True)
         except Exception as error:  # a template is code of the model's authors
             problem = problem or error
             continue
-        tail, rest = _behind_turn(alone), _behind_turn(whole)
-        if tail is None or rest is None:
+        if _TURN not in alone or _TURN not in followed:
             continue
+        tail, rest = alone.rpartition(_TURN)[2], followed.rpartition(_TURN)[2]
         ends = [tail.find(stop) for stop in stops if stop in tail]
         if ends:
             return rest[min(ends) :]
-        if turn is _SAID:
+        if turn is _TURN_OF_TEXT:
             return rest  # a template without an end token
     if problem is not None:
         raise problem
     raise DataError("the chat template leaves out what the assistant said")
-
-
-def _behind_turn(text: str) -> str | None:
-    """The text behind the stand-in; None where it was left out."""
-    return text.rpartition(_TURN)[2] if _TURN in text else None

@@ -1,9 +1,12 @@
-"""Rows of files as tokens to train on: responses, preferences, and labelled steps."""
+"""Rows of files as tokens to train on: responses, preferences and labelled steps.
+
+A preference is two rows of a batch with one prompt, which a packed forward pass computes once.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, TypeVar
@@ -14,8 +17,7 @@ from engine.batch import Batch
 from engine.config import RowsConfig
 from engine.data.collate import collate_completions
 from engine.data.preference_rows import Kind, read_preference_rows
-from engine.data.row_files import BadRows, RowMapper, data_files, mapped_rows
-from engine.data.rows import brief, is_messages, user_message
+from engine.data.row_files import FileRows
 from engine.data.templates import (
     encode_conversation,
     encode_prompts,
@@ -29,80 +31,7 @@ from engine.storage.json_rows import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# Prompt/response rows of files as tokens, for supervised fine-tuning.
-
 Pair = tuple[list[int], list[int]]  # ids of the prompt, and of the response with its end token
-
-
-def read_sft_pairs(
-    paths: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    config: RowsConfig | None = None,
-    max_length: int = 0,
-    too_long: str = "fail",
-) -> list[Pair]:
-    """Read and encode rows `{prompt, response}` of files, folders, s3://… or hf://….
-
-    `prompt` is text or chat messages, `response` text. Without them, `messages` is a conversation
-    whose last message is the response. Rows of more than `max_length` tokens (0: any) are an error,
-    or left out with `too_long="drop"`. Raises DataError, in a sentence, for bad rows.
-    """
-    config = config or RowsConfig()
-    tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
-    mapper = RowMapper(config)
-    pairs: list[Pair] = []
-    for address in [file for path in paths for file in data_files(path)]:
-        bad = BadRows(address, config.bad_rows)
-        numbered = list(mapped_rows(address, config, bad, mapper=lambda r, w: _row(mapper, r, w)))
-        bad.check()
-        numbers = [number for number, _ in numbered]
-        prompts = encode_prompts(
-            tokenizer, (row["prompt"] for _, row in numbered), address, numbers
-        )
-        for (number, row), prompt in zip(numbered, prompts, strict=True):
-            response = encode_response(tokenizer, row["response"])
-            length = len(prompt) + len(response)
-            if not max_length or length <= max_length:
-                pairs.append((prompt, response))
-            elif too_long != "drop":
-                raise DataError(
-                    f"{address}, row {number}: {length} tokens are more than {max_length}; shorten "
-                    "it, or leave such rows out with data.too_long=drop"
-                )
-    return pairs
-
-
-def _row(mapper: RowMapper, raw: Row, where: str) -> Row:
-    """The prompt as messages, and the response."""
-    row = mapper.named(raw, where)
-    if "prompt" not in row and is_messages(row.get("messages")):
-        *prompt, last = row["messages"]
-        if last["role"] != "assistant" or not prompt:
-            raise DataError(f"{where}: 'messages' must end with what the assistant says")
-        row = {"prompt": prompt, "response": last["content"]}
-    missing = [name for name in ("prompt", "response") if name not in row]
-    if missing:
-        raise DataError(
-            f"{where}: there is no column {missing[0]!r}; name one of {sorted(raw)} in "
-            f"data.columns, e.g. data.columns.{missing[0]}=answer"
-        )
-    prompt, response = row["prompt"], row["response"]
-    if isinstance(prompt, str):
-        prompt = user_message(prompt)
-    if not is_messages(prompt):
-        raise DataError(f"{where}: column 'prompt' is {brief(prompt)}; give text, or messages")
-    if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{where}: column 'response' is {brief(response)}; give text")
-    return {"prompt": mapper.with_system(prompt), "response": response}
-
-
-# Preferences as tokens: pairs and labelled completions, and the batches that they make.
-#
-# Rows of files are in `preference_rows`. In a batch each example is two rows with one prompt,
-# which a
-# packed forward pass computes once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +66,42 @@ class LabelledExample:
         return self.completion_ids, self.other_ids or self.completion_ids
 
 
+@dataclass(frozen=True, slots=True)
+class StepExample:
+    """A conversation whose last message was written in steps."""
+
+    prompt_ids: list[int]  # up to the first step's last token, which is not among them
+    completion_ids: list[int]  # the rest of the conversation
+    ends: list[int]  # index of each step's last token in completion_ids, e.g. [0, 7]
+    labels: list[bool]  # of each step, whether it is right
+
+
 PreferenceExample = PairExample | LabelledExample
-E = TypeVar("E", bound=PreferenceExample)
+E = TypeVar("E", bound=Pair | PreferenceExample | StepExample)
+
+
+def read_sft_pairs(
+    paths: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    config: RowsConfig | None = None,
+    max_length: int = 0,
+    too_long: str = "fail",
+) -> list[Pair]:
+    """Read and encode rows `{prompt, response}` of files, folders, s3://… or hf://….
+
+    `prompt` is text or chat messages, `response` text. Without them, `messages` is a conversation
+    whose last message is the response. Rows of more than `max_length` tokens (0: any) are an error,
+    or left out with `too_long="drop"`. Raises DataError, in a sentence, for bad rows.
+    """
+
+    def encode(tokenizer: PreTrainedTokenizerBase, file: FileRows) -> list[Pair]:
+        prompts = [row["prompt"] for row in file.rows]
+        prompt_ids = encode_prompts(tokenizer, prompts, file.bad.name, file.numbers)
+        responses = [encode_response(tokenizer, row["response"]) for row in file.rows]
+        return list(zip(prompt_ids, responses, strict=True))
+
+    return _read(paths, tokenizer, "responses", encode, config, max_length, too_long)
 
 
 def read_preferences(
@@ -158,30 +121,23 @@ def read_preferences(
     Examples:
         >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
     """
-    config = config or RowsConfig()
-    tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
-    examples: list[PreferenceExample] = []
-    addresses = [path] if isinstance(path, str) else list(path)
-    for file in read_preference_rows(addresses, config, kind):
-        found = encode_preferences(tokenizer, file.rows, file.bad.name, file.numbers)
-        examples += within(found, max_length, file.bad.name, file.numbers, too_long)
-    return examples
 
+    def encode(tokenizer: PreTrainedTokenizerBase, file: FileRows) -> list[PreferenceExample]:
+        prompts = [row["prompt"] for row in file.rows]
+        encoded = encode_prompts(tokenizer, prompts, file.bad.name, file.numbers)
+        examples: list[PreferenceExample] = []
+        for prompt, row in zip(encoded, file.rows, strict=True):
+            if "label" in row:
+                completion = encode_response(tokenizer, row["completion"])
+                examples.append(LabelledExample(prompt, completion, row["label"]))
+            else:
+                chosen, rejected = (
+                    encode_response(tokenizer, row[side]) for side in ("chosen", "rejected")
+                )
+                examples.append(PairExample(prompt, chosen, rejected, row["margin"]))
+        return examples
 
-def encode_preferences(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], name: str, numbers: Iterable[int]
-) -> list[PreferenceExample]:
-    """Encode canonical rows of the table `name`; DataError for one that the template refuses."""
-    prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], name, numbers)
-
-    def example(prompt: list[int], row: Row) -> PreferenceExample:
-        if "label" in row:
-            completion = encode_response(tokenizer, row["completion"])
-            return LabelledExample(prompt, completion, row["label"])
-        chosen, rejected = (encode_response(tokenizer, row[s]) for s in ("chosen", "rejected"))
-        return PairExample(prompt, chosen, rejected, row["margin"])
-
-    return [example(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+    return _read(path, tokenizer, kind, encode, config, max_length, too_long)
 
 
 def read_reward_pairs(
@@ -192,52 +148,118 @@ def read_reward_pairs(
     max_length: int = 0,
     too_long: str = "fail",
 ) -> list[PairExample]:
-    """As `read_preferences`, of pairs: whole conversations, for a reward model.
+    """Read pairs as `read_preferences` does, as whole conversations for a reward model.
 
     What chosen and rejected begin with in common counts as the prompt, which is computed once.
     """
+
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PairExample:
+        chosen, rejected = (
+            _conversation(tokenizer, row, row[side], where) for side in ("chosen", "rejected")
+        )
+        longest = min(len(chosen), len(rejected)) - 1
+        if chosen == rejected or longest < 1:
+            raise DataError(
+                f"{where}: both conversations are the same tokens, or too few; remove it"
+            )
+        shared = max(1, min(longest, _common(chosen, rejected)))
+        return PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])
+
+    return _read(path, tokenizer, "pairs", _by_row(encode), config, max_length, too_long)
+
+
+def read_steps(
+    path: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    config: RowsConfig | None = None,
+    separator: str = "\n",
+    max_length: int = 0,
+    too_long: str = "fail",
+) -> list[StepExample]:
+    """Read and encode rows `{prompt, completions, labels}` of files, folders, s3://… or hf://….
+
+    `completions` are the steps of a response, which `separator` joins. Rows of more than
+    `max_length` tokens (0: any) are an error, or left out with `too_long="drop"`. Raises DataError,
+    in a sentence, for bad rows. The reward `process_reward_model` ends steps at the same tokens.
+    """
+
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> StepExample:
+        steps: list[str] = row["completions"]
+        ids, ends = _conversation(tokenizer, row, separator.join(steps), where), list[int]()
+        for i in range(1, len(steps)):
+            begin = _conversation(tokenizer, row, separator.join([*steps[:i], ""]), where)
+            ends.append(_common(ids, begin) - 1)
+        ends.append(len(ids) - 1)
+        if ends[0] < 1 or any(b <= a for a, b in pairwise(ends)):
+            raise DataError(
+                f"{where}: two of its steps end in one token; join them, or split elsewhere"
+            )
+        first = ends[0]
+        return StepExample(ids[:first], ids[first:], [end - first for end in ends], row["labels"])
+
+    return _read(path, tokenizer, "steps", _by_row(encode), config, max_length, too_long)
+
+
+def _read(
+    path: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    encode: Callable[[PreTrainedTokenizerBase, FileRows], list[E]],
+    config: RowsConfig | None,
+    max_length: int,
+    too_long: str,
+) -> list[E]:
+    """Encode the rows of all files; DataError for long ones unless they are dropped."""
     config = config or RowsConfig()
     tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
-    examples: list[PairExample] = []
-    for file in read_preference_rows([path] if isinstance(path, str) else path, config, "pairs"):
-        name, numbers = file.bad.name, file.numbers
-        found = [
-            _conversations(tokenizer, row, f"{name}, row {i}")
-            for row, i in zip(file.rows, numbers, strict=True)
-        ]
-        examples += within(found, max_length, name, numbers, too_long)
+    examples: list[E] = []
+    for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
+        encoded = encode(tokenizer, file)
+        lengths = [_length(example) for example in encoded]
+        long = [i for i, length in enumerate(lengths) if max_length and length > max_length]
+        if long and too_long != "drop":
+            raise DataError(
+                f"{file.bad.name}: {len(long)} of {len(encoded)} examples are longer than "
+                f"{max_length} tokens, first row {file.numbers[long[0]]} with {lengths[long[0]]}; "
+                "shorten them, or leave them out with data.too_long=drop"
+            )
+        left_out = set(long)
+        examples += [example for i, example in enumerate(encoded) if i not in left_out]
     return examples
 
 
-def _conversations(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PairExample:
-    sides = []
-    for side in ("chosen", "rejected"):
-        turns = [*row["prompt"], {"role": "assistant", "content": row[side]}]
-        with refusals(tokenizer, where):
-            sides.append(encode_conversation(tokenizer, turns))
-    chosen, rejected = sides
-    most = min(len(chosen), len(rejected)) - 1
-    if chosen == rejected or most < 1:
-        raise DataError(f"{where}: both conversations are the same tokens, or too few; remove it")
-    differ = (i for i in range(most) if chosen[i] != rejected[i])
-    shared = max(1, next(differ, most))
-    return PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])
+def _length(example: Pair | PreferenceExample | StepExample) -> int:
+    """Tokens of the longer row that an example makes."""
+    if isinstance(example, tuple):
+        return sum(map(len, example))
+    if isinstance(example, StepExample):
+        return len(example.prompt_ids) + len(example.completion_ids)
+    return len(example.prompt_ids) + max(map(len, example.responses))
 
 
-def within(
-    examples: Sequence[E], max_length: int, name: str, numbers: Sequence[int], too_long: str
-) -> list[E]:
-    """The examples of at most `max_length` tokens; DataError for others unless they are dropped."""
-    lengths = [len(e.prompt_ids) + max(map(len, e.responses)) for e in examples]
-    long = [i for i, length in enumerate(lengths) if max_length and length > max_length]
-    if long and too_long != "drop":
-        raise DataError(
-            f"{name}: {len(long)} of {len(examples)} examples are longer than {max_length} tokens, "
-            f"first row {numbers[long[0]]} with {lengths[long[0]]}; shorten them, or leave them "
-            "out with data.too_long=drop"
-        )
-    left_out = set(long)
-    return [example for i, example in enumerate(examples) if i not in left_out]
+def _by_row(
+    encode: Callable[[PreTrainedTokenizerBase, Row, str], E],
+) -> Callable[[PreTrainedTokenizerBase, FileRows], list[E]]:
+    """Encode a file row by row, each with the words that its errors begin with."""
+    return lambda tokenizer, file: [
+        encode(tokenizer, row, f"{file.bad.name}, row {number}")
+        for row, number in zip(file.rows, file.numbers, strict=True)
+    ]
+
+
+def _conversation(
+    tokenizer: PreTrainedTokenizerBase, row: Row, response: str, where: str
+) -> list[int]:
+    with refusals(tokenizer, where):
+        turns = [*row["prompt"], {"role": "assistant", "content": response}]
+        return encode_conversation(tokenizer, turns)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return sum(1 for _ in same)
 
 
 def with_others(examples: Sequence[LabelledExample]) -> list[LabelledExample]:
@@ -248,33 +270,32 @@ def with_others(examples: Sequence[LabelledExample]) -> list[LabelledExample]:
     prompts = [tuple(example.prompt_ids) for example in examples]
     if len(set(prompts)) < 2:
         raise DataError("KTO needs rows with two prompts or more; give rows with other prompts")
-    found: list[LabelledExample] = []
+    paired: list[LabelledExample] = []
     other = 0
     for i, example in enumerate(examples):
         other = max(other, i + 1)
         while prompts[other % len(examples)] == prompts[i]:
             other += 1
-        found.append(replace(example, other_ids=examples[other % len(examples)].completion_ids))
-    return found
+        paired.append(replace(example, other_ids=examples[other % len(examples)].completion_ids))
+    return paired
+
+
+def examples_digest(examples: Sequence[PreferenceExample]) -> str:
+    """SHA-256 (hex) of the tokens of examples, in their order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(repr((example.prompt_ids, *example.responses)).encode())
+    return digest.hexdigest()
 
 
 def collate_preferences(examples: Sequence[PreferenceExample], pad_token_id: int) -> Batch:
-    """Two rows an example, the second one right after the first.
+    """Make two rows an example, the second one right after the first.
 
     With `ref_response_log_probs [2N]` where all have them, and of labelled completions `desirable
     [2N]` bool.
     """
-    prompts = Batch(
-        {"group_ids": torch.arange(len(examples))}, {"prompt_ids": [e.prompt_ids for e in examples]}
-    )
     responses = [ids for example in examples for ids in example.responses]
-    batch = collate_completions(
-        prompts,
-        [i for i in range(len(examples)) for _ in range(2)],
-        responses,
-        [[0.0] * len(ids) for ids in responses],
-        pad_token_id=pad_token_id,
-    ).select(["input_ids", "attention_mask", "responses", "response_mask"])
+    batch = _padded([e.prompt_ids for e in examples], responses, pad_token_id)
     known = [example.reference for example in examples if example.reference is not None]
     if len(known) == len(examples):
         flat = torch.tensor(known, dtype=torch.float32).flatten()
@@ -286,8 +307,11 @@ def collate_preferences(examples: Sequence[PreferenceExample], pad_token_id: int
 
 
 def collate_scored(examples: Sequence[PairExample], pad_token_id: int) -> Batch:
-    """Two conversations an example, each with a token after its last one, which alone is masked in:
-    a value before it is the conversation's score. With `margin [2N]`."""
+    """Make two conversations an example, each with a token after its last one.
+
+    That token alone is masked in: a value before it is the conversation's score. With `margin
+    [2N]`, and `ref_response_log_probs [2N]` where all examples have them.
+    """
     longer = [
         replace(
             e,
@@ -304,104 +328,32 @@ def collate_scored(examples: Sequence[PairExample], pad_token_id: int) -> Batch:
     return batch | {"response_mask": alone, "margin": margins}
 
 
-def examples_digest(examples: Sequence[PreferenceExample]) -> str:
-    """A digest of the tokens of examples, in their order."""
-    found = hashlib.sha256()
-    for example in examples:
-        found.update(repr((example.prompt_ids, *example.responses)).encode())
-    return found.hexdigest()
-
-
-# Completions in steps as tokens, for process rewards: where each step ends, and if it is right.
-#
-# Rows of files are in `preference_rows`. The reward `process_reward_model` finds the same places.
-
-
-@dataclass(frozen=True, slots=True)
-class StepExample:
-    """A conversation whose last message was written in steps."""
-
-    prompt_ids: list[int]  # up to the first step's last token, which is not among them
-    completion_ids: list[int]  # the rest of the conversation
-    ends: list[int]  # of each step, the place of its last token in completion_ids, e.g. [0, 7]
-    labels: list[bool]  # of each step, whether it is right
-
-
-def read_steps(
-    path: str | Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    config: RowsConfig | None = None,
-    separator: str = "\n",
-    max_length: int = 0,
-    too_long: str = "fail",
-) -> list[StepExample]:
-    """Read and encode rows `{prompt, completions, labels}` of files, folders, s3://… or hf://….
-
-    `completions` are the steps of a response, which `separator` joins. Rows of more than
-    `max_length` tokens (0: any) are an error, or left out with `too_long="drop"`. Raises DataError,
-    in a sentence, for bad rows.
-    """
-    config = config or RowsConfig()
-    tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
-    examples: list[StepExample] = []
-    for file in read_preference_rows([path] if isinstance(path, str) else path, config, "steps"):
-        for row, number in zip(file.rows, file.numbers, strict=True):
-            where = f"{file.bad.name}, row {number}"
-            found = _example(tokenizer, row, separator, where)
-            length = len(found.prompt_ids) + len(found.completion_ids)
-            if not max_length or length <= max_length:
-                examples.append(found)
-            elif too_long != "drop":
-                raise DataError(
-                    f"{where}: {length} tokens are more than {max_length}; shorten it, or leave "
-                    "such rows out with data.too_long=drop"
-                )
-    return examples
-
-
-def _example(
-    tokenizer: PreTrainedTokenizerBase, row: Row, separator: str, where: str
-) -> StepExample:
-    def encode(text: str) -> list[int]:
-        turns = [*row["prompt"], {"role": "assistant", "content": text}]
-        with refusals(tokenizer, where):
-            return encode_conversation(tokenizer, turns)
-
-    steps: list[str] = row["completions"]
-    whole, ends = encode(separator.join(steps)), list[int]()
-    for i in range(1, len(steps)):
-        part = encode(separator.join([*steps[:i], ""]))
-        ends.append(_common(whole, part) - 1)
-    ends.append(len(whole) - 1)
-    if ends[0] < 1 or any(b <= a for a, b in pairwise(ends)):
-        raise DataError(
-            f"{where}: two of its steps end in one token; join them, or split elsewhere"
-        )
-    first = ends[0]
-    return StepExample(whole[:first], whole[first:], [end - first for end in ends], row["labels"])
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(1 for _ in same)
-
-
 def collate_steps(examples: Sequence[StepExample], pad_token_id: int) -> Batch:
-    """A row an example, with a token after its last one. `response_mask` is 1 on the tokens after
-    steps' ends: values before them are the steps' scores. With `step_labels [B, R]`."""
-    prompts = Batch(
-        {"group_ids": torch.arange(len(examples))}, {"prompt_ids": [e.prompt_ids for e in examples]}
-    )
+    """Make a row an example, with a token after its last one.
+
+    `response_mask` is 1 on the tokens after steps' ends: values before them are the steps' scores.
+    With `step_labels [B, R]`.
+    """
     rows = [[*example.completion_ids, pad_token_id] for example in examples]
-    nothing = [[0.0] * len(ids) for ids in rows]
-    batch = collate_completions(
-        prompts, range(len(rows)), rows, nothing, pad_token_id=pad_token_id
-    ).select(["input_ids", "attention_mask", "responses"])
+    batch = _padded([e.prompt_ids for e in examples], rows, pad_token_id)
     mask, labels = (torch.zeros(batch["responses"].shape) for _ in range(2))
     for row, example in enumerate(examples):
         columns = [end + 1 for end in example.ends]
         mask[row, columns] = 1.0
         labels[row, columns] = torch.tensor(example.labels).float()
     return batch | {"response_mask": mask, "step_labels": labels}
+
+
+def _padded(
+    prompts: Sequence[list[int]], responses: Sequence[list[int]], pad_token_id: int
+) -> Batch:
+    """Pad responses `[B, R]`, equally many for each prompt in order, behind their prompts."""
+    each = len(responses) // max(1, len(prompts))
+    groups = Batch({"group_ids": torch.arange(len(prompts))}, {"prompt_ids": list(prompts)})
+    return collate_completions(
+        groups,
+        [i for i in range(len(prompts)) for _ in range(each)],
+        responses,
+        [[0.0] * len(ids) for ids in responses],
+        pad_token_id=pad_token_id,
+    ).select(["input_ids", "attention_mask", "responses", "response_mask"])

@@ -1,7 +1,12 @@
 """The default source: grade-school word problems in GSM8K's answer format, made from a seed.
 
-Templates of stories, problems drawn from them without repetition, answer styles, and the
-splits' rows.
+A story starts with a number, goes on with clauses that add, subtract or multiply, and ends with a
+question. An answer is a line of GSM8K's calculator marks a step, then `#### <number>`:
+
+    Tom has 23 apples. He buys 14 and eats 9. How many apples now?
+    <<23+14=37>>37
+    <<37-9=28>>28
+    #### 28
 """
 
 from __future__ import annotations
@@ -20,12 +25,6 @@ from engine.config import DataConfig
 from engine.data.rows import normalise, rl_row, sft_row
 from engine.data.sources import Splits, register_source
 from engine.errors import ConfigError, DataError
-
-# Templates of the arithmetic word problems: data only, no random draws.
-#
-# A story starts with a number, continues with clauses that add, subtract or multiply, and ends
-# with
-# a question. Each template belongs to one corpus, whose mix of answer styles `arithmetic` defines.
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +197,6 @@ STORY_TEMPLATES: tuple[StoryTemplate, ...] = (
 )
 
 
-# Grade-school word problems drawn from a seed, and divided over splits without repetition.
-#
-# What lives here: a problem's numbers, steps and text. The templates are in `story_templates`, the
-# written answers in `arithmetic`.
-
-
 @dataclass(frozen=True, slots=True)
 class Level:
     """What a difficulty means."""
@@ -284,7 +277,9 @@ def draw_problem(rng: random.Random, level: Level) -> Problem | None:
         value = step.result
     subject = template.subject.format(name=name, pronoun=pronoun)
     question = template.question.format(thing=thing)
-    middle = f" {subject} {_join(clauses)}." if clauses else ""
+    *head, last = clauses or [""]
+    sentence = f"{', '.join(head)} and {last}" if head else last  # "a", "a and b", "a, b and c"
+    middle = f" {subject} {sentence}." if clauses else ""
     return Problem(template, f"{opening}{middle} {question}", tuple(steps))
 
 
@@ -311,15 +306,9 @@ def _draw_clause(
     operator, clause = rng.choice(choices)
     if operator == "*":
         return Step(value, "*", dict(template.growth)[clause]), clause
-    most = level.largest - value if operator == "+" else value - 1
-    number = rng.randint(2, most)
+    limit = level.largest - value if operator == "+" else value - 1
+    number = rng.randint(2, limit)
     return Step(value, operator, number), clause.format(n=number)
-
-
-def _join(clauses: list[str]) -> str:
-    """Join clauses as a sentence does: "a", "a and b", "a, b and c"."""
-    *head, last = clauses
-    return f"{', '.join(head)} and {last}" if head else last
 
 
 def deal_problems(
@@ -347,7 +336,12 @@ def deal_problems(
             if problem is None or problem.key in seen_keys or text in seen_texts:
                 misses += 1
                 if misses > 2000:
-                    raise DataError(_exhausted(sizes, difficulty, len(seen_keys)))
+                    counts = ", ".join(f"{name} {count}" for name, count in sizes.items())
+                    raise DataError(
+                        f"data.difficulty={difficulty} has only about {len(seen_keys)} distinct "
+                        f"problems and the splits ask for {sum(sizes.values())} ({counts}); "
+                        "lower the sizes in data, or raise data.difficulty"
+                    )
                 continue
             misses = 0
             seen_keys.add(problem.key)
@@ -357,26 +351,6 @@ def deal_problems(
     return dealt
 
 
-def _exhausted(sizes: Mapping[str, int], difficulty: int, found: int) -> str:
-    return (
-        f"data.difficulty={difficulty} has only about {found} distinct problems and the splits "
-        f"ask for {sum(sizes.values())} ({', '.join(f'{k} {v}' for k, v in sizes.items())}); "
-        "lower the sizes in data, or raise data.difficulty"
-    )
-
-
-# The default source: word problems in GSM8K's answer format, made from a seed.
-#
-# What lives here: the answer styles, their mix in each corpus, and the splits' rows. Problems are
-# drawn in `problems`. An answer is a line of GSM8K's calculator marks a step, then `####
-# <number>`:
-#
-#     Tom has 23 apples. He buys 14 and eats 9. How many apples now?
-#     <<23+14=37>>37
-#     <<37-9=28>>28
-#     #### 28
-
-
 @dataclass(frozen=True, slots=True)
 class StyleMix:
     """Shares of the answer styles in one corpus; they add up to 1."""
@@ -384,11 +358,6 @@ class StyleMix:
     worked: float  # every step, then the answer, e.g. 0.75
     bare: float  # the answer alone, e.g. 0.15
     slip: float  # worked, with one wrong result carried through, e.g. 0.1
-
-    def __post_init__(self) -> None:
-        shares = (self.worked, self.bare, self.slip)
-        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-9:
-            raise DataError(f"{self}: shares must not be negative and must add up to 1")
 
 
 # Real corpora differ in how much they explain. With equally many templates per corpus, the whole is
@@ -458,6 +427,8 @@ class Arithmetic:
     `data.options.largest`: the largest number of a problem, in place of the difficulty's own.
     """
 
+    disjoint_splits = True
+
     def __init__(self, *, largest: int = 0) -> None:
         """Raise ConfigError for a number that leaves no problems."""
         if largest and largest < SMALLEST:
@@ -469,8 +440,7 @@ class Arithmetic:
 
     def digest(self, config: DataConfig, seed: int) -> str:
         """SHA-256 of the generator's sources and its parameters."""
-        files = [Path(str(file)) for file in (__file__, __file__, __file__)]
-        code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
         parameters = {"difficulty": config.difficulty, "sizes": _sizes(config), "seed": seed}
         if self._largest:
             parameters["largest"] = self._largest
@@ -478,12 +448,20 @@ class Arithmetic:
 
     def load(self, config: DataConfig, seed: int) -> Splits:
         """Deal distinct problems to five splits; only the SFT splits carry written answers."""
-        dealt = deal_problems(_sizes(config), config.difficulty, seed, self._largest)
         frames: dict[str, Any] = {}
-        for split, rows in dealt.items():
+        problems = deal_problems(_sizes(config), config.difficulty, seed, self._largest)
+        for split, split_problems in problems.items():
             rng = random.Random(f"styles/{split}/{seed}")
-            build = _sft_row if split.startswith("sft") else _rl_row
-            frames[split] = pd.DataFrame([build(p, split, i, rng) for i, p in enumerate(rows)])
+            rows = []
+            for i, problem in enumerate(split_problems):
+                extra = {"kind": problem.template.name, "index": i, "split": split}
+                if split.startswith("sft"):
+                    style, answer = styled_answer(problem, rng)
+                    rows.append(sft_row(problem.question, answer, {"style": style, **extra}))
+                else:
+                    truth = str(problem.answer)
+                    rows.append(rl_row("arithmetic", problem.question, truth, extra))
+            frames[split] = pd.DataFrame(rows)
         uri = f"arithmetic://difficulty={config.difficulty}/seed={seed}"
         return Splits(**frames, source_digest=self.digest(config, seed), source_uri=uri)
 
@@ -497,14 +475,3 @@ def _sizes(config: DataConfig) -> dict[str, int]:
         "train": config.train_size,
         "sft_train": config.sft_size,
     }
-
-
-def _rl_row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, object]:
-    extra = {"kind": problem.template.name, "index": index, "split": split}
-    return rl_row("arithmetic", problem.question, str(problem.answer), extra)
-
-
-def _sft_row(problem: Problem, split: str, index: int, rng: random.Random) -> dict[str, object]:
-    style, response = styled_answer(problem, rng)
-    extra = {"style": style, "kind": problem.template.name, "index": index, "split": split}
-    return sft_row(problem.question, response, extra)

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from engine.controller.groups import Roles
 
 
-# The registry of dataflows, and which one a configuration runs on.
-
 if TYPE_CHECKING:
     Step = Callable[[Roles, Batch, "Algo"], "StepResult"]
 
@@ -143,9 +141,6 @@ def _by_estimator(config: AlgorithmConfig, needed: frozenset[str]) -> str:
     return able[0]
 
 
-# Which forward passes over a batch a configuration asks for, known before anything starts.
-
-
 @dataclass(frozen=True, slots=True)
 class RequiredPasses:
     """What a step computes beyond rollout, reward and update."""
@@ -195,9 +190,6 @@ class RequiredPasses:
         )
 
 
-# Which teachers a row has, and how much each counts.
-
-
 def teacher_weights(config: AlgorithmConfig, batch: Batch) -> Tensor:
     """Shares `[B, T]` of T teachers: by `weight`, or 1 of the one that `route_by` chooses.
 
@@ -223,13 +215,6 @@ def teacher_weights(config: AlgorithmConfig, batch: Batch) -> Tensor:
     return torch.nn.functional.one_hot(chosen, len(names)).float()
 
 
-# The arithmetic between the roles' calls: rewards, correction, advantages.
-#
-# It has the global batch: group statistics, whitening, selections by covariance and edited masks
-# are
-# computed here once, before the batch is split over ranks and micro-batches.
-
-
 class AlgoState(TypedDict):
     """What a checkpoint has of `Algo`."""
 
@@ -246,7 +231,12 @@ class StepResult:
 
 
 class Algo:
-    """Advantages by configuration. Its state (KL coefficient, generator) is checkpointed."""
+    """The arithmetic between the roles' calls, which has the global batch.
+
+    Group statistics, whitening, selections by covariance and edited masks are computed here once,
+    before rows are split over ranks and micro-batches. Its state (KL coefficient, generator) is
+    checkpointed.
+    """
 
     def __init__(
         self,
@@ -306,8 +296,13 @@ class Algo:
         rewards = self._rewards_with_kl(self.shaped_rewards(batch, present), batch, present)
         fields, mask = self._rollout_correction(batch, present)
         # Estimators see the mask before rejection: a reward on a rejected token still counts.
+        known = batch | fields
+        inputs = {name: known[name] for name in _OPTIONAL_INPUTS if name in known}
+        if "old_log_probs" in self.estimator.requires:
+            inputs["old_log_probs"] = _old_log_probs(batch)
+        group_ids = batch["group_ids"]
         out = self.estimator(
-            self._estimator_inputs(batch | fields, rewards, present), **self._options
+            AdvantageInputs(rewards, present, group_ids, **inputs), **self._options
         )
         fields |= {
             "token_level_rewards": rewards,
@@ -315,15 +310,19 @@ class Algo:
             "returns": mask_out(mask, out.returns.float()),
             "response_mask": mask,
         }
-        fields |= policy_losses.prepare(
+        fields |= self._prepared(batch, fields["advantages"], mask)
+        return Batch(fields)
+
+    def _prepared(self, batch: Batch, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """What the policy loss computes over the global batch."""
+        return policy_losses.prepare(
             self._loss_mode,
             _old_log_probs(batch),
-            fields["advantages"],
+            advantages,
             mask,
             generator=self.generator,
             **self._loss_options,
         )
-        return Batch(fields)
 
     def shaped_rewards(self, batch: Batch, mask: Tensor) -> Tensor:
         """Scores, clipped and less the penalty for length, `[B, R]`, before any KL."""
@@ -360,15 +359,7 @@ class Algo:
         mask = batch["response_mask"]
         gap = mask_out(mask, batch["ref_log_probs"] - _old_log_probs(batch))
         self.metrics["distillation/reverse_kl"] = float(masked_mean(-gap, mask))
-        prepared = policy_losses.prepare(
-            self._loss_mode,
-            _old_log_probs(batch),
-            gap,
-            mask,
-            generator=self.generator,
-            **self._loss_options,
-        )
-        return Batch({"advantages": gap} | prepared)
+        return Batch({"advantages": gap} | self._prepared(batch, gap, mask))
 
     def state_dict(self) -> AlgoState:
         """The adaptive KL coefficient and the generator."""
@@ -405,7 +396,12 @@ class Algo:
         """Rewards less β·KL and whitened, as configured."""
         config = self.config.algorithm
         if config.use_kl_in_reward:
-            kl = self._reward_kl(batch, mask)
+            kind = config.kl_penalty
+            kl = (
+                batch["ref_kl"]
+                if kind == "full"
+                else kl_estimate(_old_log_probs(batch), batch["ref_log_probs"], kind, mask=mask)
+            )
             rewards = shaping.kl_in_reward(rewards, kl, mask, self.kl_control.value)
             mean = float(masked_mean(kl, mask))
             self.metrics |= {"reward/kl": mean, "reward/kl_coef": self.kl_control.value}
@@ -413,12 +409,6 @@ class Algo:
         if self.config.reward.whiten:
             rewards = shaping.whiten_rewards(rewards, mask)
         return mask_out(mask, rewards)
-
-    def _reward_kl(self, batch: Batch, mask: Tensor) -> Tensor:
-        kind = self.config.algorithm.kl_penalty
-        if kind == "full":
-            return batch["ref_kl"]
-        return kl_estimate(_old_log_probs(batch), batch["ref_log_probs"], kind, mask=mask)
 
     def _rollout_correction(self, batch: Batch, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Importance weights, if configured, and the mask after rejection."""
@@ -434,12 +424,6 @@ class Algo:
         self.metrics |= {f"rollout_corr/{name}": value for name, value in out.metrics.items()}
         fields = {} if out.weights is None else {"rollout_is_weights": out.weights.float()}
         return fields, out.response_mask
-
-    def _estimator_inputs(self, batch: Batch, rewards: Tensor, mask: Tensor) -> AdvantageInputs:
-        optional = {name: batch[name] for name in _OPTIONAL_INPUTS if name in batch}
-        if "old_log_probs" in self.estimator.requires:
-            optional["old_log_probs"] = _old_log_probs(batch)
-        return AdvantageInputs(rewards, mask, batch["group_ids"], **optional)
 
 
 _OPTIONAL_INPUTS = (
@@ -465,17 +449,13 @@ def _mask_without_failures(batch: Batch) -> Tensor:
         return mask
     if bool(batch["reward_failed"].all()):
         if "episode_failed" in batch and bool(batch["episode_failed"].all()):
-            raise EpisodeError(_why_none_is_left(batch))
+            why = "a limit ended them (rollout.agent.on_limit=drop)"
+            if errors := [error for error in batch.columns["episode_error"] if error]:
+                why = f"{len(errors)} failed, the first with: {errors[0]}"
+            raise EpisodeError(
+                f"none of the {len(batch)} episodes of a step can be learned from: {why}"
+            )
         raise RewardError(
             f"the reward failed for all {len(batch)} completions of a step; its log has the cause"
         )
     return mask_out(~batch["reward_failed"][:, None], mask)
-
-
-def _why_none_is_left(batch: Batch) -> str:
-    """A sentence for a step whose episodes are all left out."""
-    errors = [error for error in batch.columns["episode_error"] if error]
-    why = "a limit ended them (rollout.agent.on_limit=drop)"
-    if errors:
-        why = f"{len(errors)} failed, the first with: {errors[0]}"
-    return f"none of the {len(batch)} episodes of a step can be learned from: {why}"

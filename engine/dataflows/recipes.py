@@ -12,11 +12,8 @@ import torch
 from engine.algorithms.preference_losses import get_pair_loss
 from engine.algorithms.shaping import Refill, first_groups, refill_decision
 from engine.batch import Batch, ConcatFuture, LazyBatch
-from engine.config import RLConfig
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult, register_dataflow
-
-# Stages that several algorithms share; a pass that nothing reads is left out.
 
 
 def generate_and_score(roles: Roles, prompts: Batch, algo: Algo) -> LazyBatch:
@@ -42,11 +39,6 @@ def add_log_probs(roles: Roles, batch: LazyBatch, algo: Algo) -> LazyBatch:
     return batch
 
 
-# Dynamic sampling within a step: collects groups with signal, and samples more as needed.
-#
-# `Algo.rows_with_signal` finds the groups, `algorithms.dynamic_sampling` decides when to stop.
-
-
 class DynamicSampling:
     """Collects groups with signal over several rollouts of one step, `wanted` of them at most.
 
@@ -56,7 +48,6 @@ class DynamicSampling:
 
     def __init__(self, algo: Algo, wanted: int) -> None:
         self._algo, self._wanted = algo, wanted
-        self._settings = algo.config.algorithm.filter_groups
         self._kept: list[Batch] = []
         self._last: Batch | None = None
         self._rollouts = self._groups = self._sampled = 0
@@ -67,8 +58,14 @@ class DynamicSampling:
         There is one round without a source of more prompts (asynchronous rollout, which filters
         groups itself).
         """
+        limit = self._algo.config.algorithm.filter_groups.max_num_gen_batches
         yield prompts
-        while self._algo.more_prompts is not None and self._decision() is Refill.MORE:
+        while self._algo.more_prompts is not None:
+            if (
+                refill_decision(self._groups, self._wanted, self._rollouts, limit)
+                is not Refill.MORE
+            ):
+                return
             yield self._algo.more_prompts()
 
     def add(self, lazy: LazyBatch) -> None:
@@ -93,17 +90,9 @@ class DynamicSampling:
         metrics["sampling/groups_kept"] = float(min(self._groups, self._wanted))
         if not self._kept:
             return self._last
-        whole = Batch.concat(self._kept)
-        every = torch.ones(len(whole), dtype=torch.bool)
-        return whole.rows(first_groups(whole["group_ids"], every, self._wanted))
-
-    def _decision(self) -> Refill:
-        return refill_decision(
-            self._groups, self._wanted, self._rollouts, self._settings.max_num_gen_batches
-        )
-
-
-# From scored groups to preference pairs.
+        groups = Batch.concat(self._kept)
+        rows = torch.ones(len(groups), dtype=torch.bool)
+        return groups.rows(first_groups(groups["group_ids"], rows, self._wanted))
 
 
 def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
@@ -131,31 +120,18 @@ def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
     return batch.rows(torch.tensor(chosen, dtype=torch.long))
 
 
-# GRPO and its family: advantages from a group's rewards, no critic (arXiv:2402.03300).
-
-
+@register_dataflow("rloo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 @register_dataflow("grpo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 def grpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample groups, score them, learn from the differences within each group."""
+    """GRPO (arXiv:2402.03300): sample groups, learn from the differences within each; no critic.
+
+    RLOO (arXiv:2402.14740) is the same step with another estimator, whose baseline is the mean
+    reward of the group's other completions.
+    """
     batch = generate_and_score(roles, prompts, algo)
     batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])
-
-
-# RLOO: REINFORCE with the other completions' mean reward as the baseline (arXiv:2402.14740).
-
-
-@register_dataflow("rloo", roles={"actor", "rollout", "reward"}, optional={"reference"})
-def rloo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, score, and compare each completion with the rest of its group."""
-    batch = generate_and_score(roles, prompts, algo)
-    batch = add_log_probs(roles, batch, algo)
-    batch |= algo.advantages(batch)
-    return StepResult(batch, [roles.actor.update(batch)])
-
-
-# ReMax: the reward of one greedy completion a prompt is the baseline (arXiv:2310.10505).
 
 
 @register_dataflow(
@@ -165,7 +141,7 @@ def rloo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     provides={"baseline_rewards"},
 )
 def remax(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample and decode greedily, score both, learn from the difference."""
+    """ReMax (arXiv:2310.10505): the baseline is the reward of one greedy completion a prompt."""
     batch = LazyBatch(roles.rollout.generate(prompts))
     greedy = LazyBatch(roles.rollout.generate_greedy(prompts))
     batch |= roles.reward.score(batch)
@@ -176,24 +152,17 @@ def remax(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     return StepResult(batch, [roles.actor.update(batch)])
 
 
-# DAPO: groups whose completions all score the same are replaced by more samples
-# (arXiv:2503.14476, section 3.2).
-
-
 @register_dataflow(
     "dapo", roles={"actor", "rollout", "reward"}, optional={"reference"}, refills=True
 )
 def dapo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample until enough groups have signal, then learn as GRPO does."""
+    """DAPO (arXiv:2503.14476, 3.2): sample until enough groups have signal, then as GRPO."""
     sampling = DynamicSampling(algo, wanted=len(prompts))
     for requested in sampling.rounds(prompts):
         sampling.add(generate_and_score(roles, requested, algo))
     batch = add_log_probs(roles, LazyBatch(sampling.batch()), algo)
     batch |= algo.advantages(batch)
     return StepResult(batch, [roles.actor.update(batch)])
-
-
-# PPO: advantages from a learned value of each state (arXiv:1707.06347, GAE arXiv:1506.02438).
 
 
 @register_dataflow(
@@ -203,7 +172,7 @@ def dapo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     provides={"values"},
 )
 def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, then reward, critic and reference concurrently, then both updates."""
+    """PPO (arXiv:1707.06347): a critic values each state (GAE, arXiv:1506.02438)."""
     batch = generate_and_score(roles, prompts, algo)
     batch |= roles.critic.values(batch)
     batch = add_log_probs(roles, batch, algo)
@@ -213,23 +182,16 @@ def ppo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     return StepResult(batch, [critic, policy])
 
 
-# Online DPO: the best and worst of each group are a preference pair (arXiv:2402.04792).
-
-
-def _compares(config: RLConfig) -> bool:
-    return get_pair_loss(config.algorithm.preference.loss).needs_reference
-
-
 @register_dataflow(
     "online_dpo",
     roles={"actor", "rollout", "reward"},
     optional={"reference"},
     uses_advantages=False,
-    uses_reference=_compares,
+    uses_reference=lambda config: get_pair_loss(config.algorithm.preference.loss).needs_reference,
     pairs=True,
 )
 def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample groups, score them, learn to prefer each group's best to its worst."""
+    """Online DPO (arXiv:2402.04792): learn to prefer each group's best completion to its worst."""
     batch = generate_and_score(roles, prompts, algo)
     pairs = LazyBatch(preference_pairs(batch, algo))
     if not len(pairs):
@@ -239,15 +201,11 @@ def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     return StepResult(batch, [roles.actor.update_pairs(pairs)])
 
 
-# On-policy distillation: the student samples, teachers say what they think of each token
-# (arXiv:2306.13649).
-
-
 @register_dataflow(
     "distillation", roles={"actor", "rollout", "teacher", "reward"}, uses_advantages=False
 )
 def distillation(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """One step: sample, ask the teachers, move the student towards them.
+    """On-policy distillation (arXiv:2306.13649): move the student's samples towards the teachers.
 
     The reward is not learned from; it measures the student.
     """

@@ -322,10 +322,9 @@ def read_cluster(kinds: Mapping[str, Device] | None = None) -> Cluster:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from engine.controller.launch import init_options, init_ray
-    from engine.controller.placement import Placement
 
     if not ray.is_initialized():
-        init_ray(init_options(Placement(()), os.environ))
+        init_ray(init_options(os.environ))
     nodes = {
         node["NodeID"]: ClusterNode(
             f"{node['NodeManagerAddress']} {node['NodeID'][:6]}", node["Resources"], node["Labels"]

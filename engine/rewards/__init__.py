@@ -1,4 +1,9 @@
-"""What a completion is worth: the reward protocol, its registry, rules, and the guarded call."""
+"""What a completion is worth: reward functions by name, and calls of them that can't hang a run.
+
+Read `reward_function` first: what a reward is and what it returns. `scorer` is what trainers and
+evaluation use, `calls` and `process` call a function on threads or in processes of its own.
+`answers`, `formats`, `code` (with `sandbox`), `http_rewards` and `model_based` are the rewards.
+"""
 
 from engine.rewards.calls import RewardScorer, RewardThreads, score
 from engine.rewards.reward_function import (

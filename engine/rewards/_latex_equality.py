@@ -12,11 +12,10 @@ from math_verify import parse, verify
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that it has no deadline
 
 
-def equal(wanted: str, said: str) -> bool:
-    """Whether the answer in `said` equals the one in `wanted`, e.g. "\\boxed{0.5}"."""
-    gold = parse(wanted, parsing_timeout=None)
-    answer = parse(said, parsing_timeout=None)
-    return bool(gold and answer) and bool(verify(gold, answer, timeout_seconds=None))
+def equal(expected: str, answer: str) -> bool:
+    """Whether the answer in one text equals the one in another, e.g. "\\boxed{0.5}"."""
+    gold, parsed = (parse(text, parsing_timeout=None) for text in (expected, answer))
+    return bool(gold and parsed) and bool(verify(gold, parsed, timeout_seconds=None))
 
 
 # The first comparison fills the parser's tables; those that are forked from this process have them.

@@ -1,6 +1,7 @@
 """Rewards for right answers: rules that compare a completion with the ground truth.
 
-GSM8K's answer line, MATH's boxed answer, multiple choice, and exact match.
+GSM8K's answer line (`answer_match`, `answer_and_format`), MATH's boxed answer (`math`), the letter
+of a multiple choice (`multiple_choice`), and text (`exact_match`, `normalised_match`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from typing import Literal
 from engine.errors import RewardError
 from engine.rewards.reward_function import register_reward
 
-# GSM8K's rule: 1 where the number after the last `####` equals the ground truth, else 0.
-#
-# `method="flexible"` takes the last number of the text instead, whatever stands around it.
+# GSM8K's rule: the number after the last `####`.
 
 _NUMBER = r"[-+]?\$?[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
 # What follows must not continue the number: "1e5", "1/2" and "1.2.3" are not answers we can read.
@@ -38,11 +37,11 @@ def extract_answer(text: str, *, method: Literal["strict", "flexible"] = "strict
     '5'
     """
     if method == "flexible":
-        numbers = [found.group() for found in _ANYWHERE.finditer(text[-_NUMBER_TAIL:])]
+        numbers = [match.group() for match in _ANYWHERE.finditer(text[-_NUMBER_TAIL:])]
         return normalise_number(numbers[-1]) if numbers else None
     _, mark, rest = text.rpartition("####")
-    found = _AFTER_MARK.match(rest) if mark else None
-    return normalise_number(found.group(1)) if found else None
+    match = _AFTER_MARK.match(rest) if mark else None
+    return normalise_number(match.group(1)) if match else None
 
 
 def has_format(text: str) -> bool:
@@ -75,20 +74,20 @@ def answer_match(
     method: Literal["strict", "flexible"] = "strict",
     **columns: Sequence[object],
 ) -> list[float]:
-    """Score B completions 1.0 or 0.0; raise RewardError where a ground truth is not a number."""
+    """Score B completions 1.0 where `extract_answer` gives the ground truth, else 0.0.
+
+    Raises RewardError where a ground truth is not a number.
+    """
     scores = []
     for i, (completion, truth) in enumerate(zip(completions, ground_truth, strict=True)):
-        wanted = normalise_number(str(truth))
-        if wanted is None:
+        expected = normalise_number(str(truth))
+        if expected is None:
             raise RewardError(
                 f"ground_truth of row {i} is {truth!r}, not a number; answer_match compares "
                 "numbers only, so correct the row or choose another reward.name"
             )
-        scores.append(1.0 if extract_answer(completion, method=method) == wanted else 0.0)
+        scores.append(1.0 if extract_answer(completion, method=method) == expected else 0.0)
     return scores
-
-
-# GSM8K's rule in two parts: a right answer, and an answer line where it belongs.
 
 
 @register_reward(
@@ -117,13 +116,13 @@ def answer_and_format(
 
 # The answer in LaTeX's `\boxed{…}`, as MATH's solutions and many models write it.
 
-LONGEST = 1000  # characters; no answer needs more, and a longer one must not cost time
+LONGEST = 1000  # characters of an answer in LaTeX
 _MARK = "\\boxed{"
 _MARKS = (_MARK, "\\fbox{")
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{…}` or `\\fbox{…}`; None where there is none, or no end.
+    """The content of the last `\\boxed{…}` or `\\fbox{…}`; None where there is none, or no end.
 
     >>> last_boxed(r"so \\boxed{1} or \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
@@ -133,17 +132,17 @@ def last_boxed(text: str) -> str | None:
         return None
     first = start + len(mark)
     depth = 1
-    for place in range(first, min(len(text), first + LONGEST)):
-        letter = text[place]
-        if letter in "{}" and text[place - 1] != "\\":
+    for i in range(first, min(len(text), first + LONGEST)):
+        letter = text[i]
+        if letter in "{}" and text[i - 1] != "\\":
             depth += 1 if letter == "{" else -1
             if not depth:
-                return _unwrapped(text[first:place].strip())
+                return _unwrapped(text[first:i].strip())
     return None
 
 
 def _unwrapped(inner: str) -> str:
-    """The inside of a box that holds nothing but a box."""
+    """Remove the box that an answer in a box consists of, e.g. of "\\boxed{5}"."""
     while inner.startswith(_MARK) and inner.endswith("}"):
         within = inner[len(_MARK) : -1]
         depth = 0
@@ -154,11 +153,6 @@ def _unwrapped(inner: str) -> str:
         inner = within.strip()
     return inner
 
-
-# MATH's rule: 1 where the answer equals the ground truth as mathematics, by `math-verify`.
-#
-# The answer is what stands in the last `\boxed{…}`; without one, the last expression of the text.
-# A comparison can take any time and memory, so it runs in a pool's process.
 
 _MATH_TAIL = 2000  # characters at the end that are searched for an answer without a box
 
@@ -174,41 +168,42 @@ def math(
     boxed_only: bool = False,
     **columns: Sequence[object],
 ) -> list[float]:
-    """Score B completions 1.0 or 0.0.
+    """Score B completions 1.0 where they equal the ground truth as mathematics, else 0.0 (MATH).
 
-    A ground truth is LaTeX, e.g. "\\frac{1}{2}", or a solution that has it in a box. `boxed_only`
-    gives 0 to an answer without a box.
+    The answer is in the last box; without one it is the last expression of the text, or with
+    `boxed_only` none. A ground truth is LaTeX, e.g. "\\frac{1}{2}", or a solution that has it in a
+    box. `math-verify` compares, which can take any time and memory: in a pool's process.
     """
     pairs = zip(completions, ground_truth, strict=True)
     return [float(_is_right(text, str(truth), boxed_only)) for text, truth in pairs]
 
 
 def _is_right(text: str, truth: str, boxed_only: bool) -> bool:
-    wanted = (last_boxed(truth) or truth).strip().strip("$").strip()
-    found = last_boxed(text)
-    if found is None and (boxed_only or "\\boxed" in text):  # a box without an end holds no answer
+    expected = (last_boxed(truth) or truth).strip().strip("$").strip()
+    boxed = last_boxed(text)
+    if boxed is None and (boxed_only or "\\boxed" in text):  # a box without an end holds no answer
         return False
-    if found is not None and _plain(found) == _plain(wanted):
+    if boxed is not None and _plain(boxed) == _plain(expected):
         return True
-    said = text[-_MATH_TAIL:] if found is None else f"\\boxed{{{found}}}"
-    if len(wanted) > LONGEST:
+    if len(expected) > LONGEST:
         return False
     from engine.rewards._latex_equality import equal
 
-    return equal(f"\\boxed{{{wanted}}}", said)
+    answer = text[-_MATH_TAIL:] if boxed is None else f"\\boxed{{{boxed}}}"
+    return equal(f"\\boxed{{{expected}}}", answer)
 
 
 def _plain(latex: str) -> str:
-    """Without what changes nothing: blanks, `\\left`, `\\dfrac`, a full stop."""
-    for written, meant in (("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac")):
-        latex = latex.replace(written, meant)
+    """LaTeX without what changes nothing: blanks, `\\left`, `\\dfrac`, a full stop."""
+    for old, new in (("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac")):
+        latex = latex.replace(old, new)
     return "".join(latex.split()).rstrip(".")
 
 
-# The letter of a multiple choice: 1 where it is the ground truth's.
+# The letter of a multiple choice.
 
 _CHOICE_TAIL = 2000  # characters at the end that are searched
-_SAID = re.compile(
+_STATED = re.compile(
     r"(?i:answer|choice|option)\b[\s:*]{0,8}(?:(?i:is)\b[\s:*]{0,8})?[(\[]?([A-Z])\b"
 )
 _LETTER = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
@@ -224,8 +219,8 @@ def choice(text: str) -> str | None:
     if boxed is not None:
         text = re.sub(r"\\[a-z]+", " ", boxed)
     tail = text[-_CHOICE_TAIL:]
-    found = _SAID.findall(tail) or _LETTER.findall(tail)
-    return found[-1] if found else None
+    letters = _STATED.findall(tail) or _LETTER.findall(tail)
+    return letters[-1] if letters else None
 
 
 @register_reward("multiple_choice", answer=choice)
@@ -236,9 +231,9 @@ def multiple_choice(
     ground_truth: Sequence[object],
     **columns: Sequence[object],
 ) -> list[float]:
-    """Score B completions 1.0 or 0.0.
+    """Score B completions 1.0 where `choice` gives the ground truth's letter, else 0.0.
 
-    A ground truth is a letter, or the place of the right choice from 0. Raises RewardError where
+    A ground truth is a letter, or the number of the right choice from 0. Raises RewardError where
     it is neither.
     """
     pairs = zip(completions, ground_truth, strict=True)
@@ -246,20 +241,18 @@ def multiple_choice(
 
 
 def _letter(truth: object, row: int) -> str:
-    written = str(truth).strip().strip("().").upper()
-    if written.isascii() and written.isdigit() and int(written[:3]) < 26:
-        return chr(ord("A") + int(written[:3]))
-    if len(written) == 1 and "A" <= written <= "Z":
-        return written
+    text = str(truth).strip().strip("().").upper()
+    if text.isascii() and text.isdigit() and int(text[:3]) < 26:
+        return chr(ord("A") + int(text[:3]))
+    if len(text) == 1 and "A" <= text <= "Z":
+        return text
     raise RewardError(
         f"ground_truth of row {row} is {truth!r}; multiple_choice needs a letter from A to Z, or "
-        "the place of the right choice, from 0"
+        "the number of the right choice, from 0"
     )
 
 
-# The answer is the ground truth: letter by letter, or as SQuAD normalises both.
-#
-# A ground truth that is a list is one of several right answers.
+# Text that equals the ground truth, or one of a list of right answers.
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -276,7 +269,7 @@ def text_answer(text: str, *, after: str = "") -> str | None:
 
 
 def normalised(text: str) -> str:
-    """Lower case, without punctuation, articles and doubled blanks (Rajpurkar et al. 2016).
+    """Return text in lower case, without punctuation, articles and doubled blanks (as SQuAD does).
 
     >>> normalised("The  Eiffel Tower!")
     'eiffel tower'
@@ -320,7 +313,7 @@ def _scores(
     scores = []
     for text, truth in zip(completions, truths, strict=True):
         answer = text_answer(text, after=after)
-        several = truth if isinstance(truth, list | tuple) else [truth]
-        wanted = {form(str(one)) for one in several}
-        scores.append(float(answer is not None and form(answer) in wanted))
+        truths_of_row = truth if isinstance(truth, list | tuple) else [truth]
+        expected = {form(str(right)) for right in truths_of_row}
+        scores.append(float(answer is not None and form(answer) in expected))
     return scores

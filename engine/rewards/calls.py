@@ -1,13 +1,13 @@
-"""Calls of a reward function in this process, which can't hang a run, end it, or corrupt a batch.
+"""Calls of a reward function, which can't hang a run, end it, or corrupt a batch.
 
-One call on a thread with a deadline, calls on all rows or on each, and scoring of completions
-with them.
+`score` is the front door: all rows in one call, and each by itself where that fails, so that only
+the rows at fault have no score. It is given a `RewardScorer`; `RewardThreads` is the one that calls
+a function on threads of this process, `process` has those in processes of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import logging
 import queue
@@ -27,12 +27,6 @@ from engine.rewards.reward_function import (
     read,
     require_components,
 )
-
-# One call of a reward function, on a daemon thread of its own and with a deadline.
-#
-# What lives here: starting a call, running coroutines, giving up on what hangs. What does not:
-# what
-# a result must look like (`result`) and what is done about a failure (`runner`).
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,84 +59,70 @@ class RewardRows:
         """Return row `index` as rows of its own (B = 1)."""
         return self.select([index])
 
-    def select(self, places: Sequence[int]) -> RewardRows:
-        """Return the rows at `places`, in that order."""
-        columns = {name: [values[i] for i in places] for name, values in self.columns.items()}
-        prompts, completions = (
-            [some[i] for i in places] for some in (self.prompts, self.completions)
+    def select(self, indices: Sequence[int]) -> RewardRows:
+        """Return the rows at `indices`, in that order."""
+        return RewardRows(
+            [self.prompts[i] for i in indices],
+            [self.completions[i] for i in indices],
+            {name: [values[i] for i in indices] for name, values in self.columns.items()},
         )
-        return RewardRows(prompts, completions, columns)
 
 
-@dataclass(frozen=True, slots=True)
-class RewardOutcome:
-    """What a call ended with: a result or an error. A call that hangs has none."""
+# One call on a daemon thread, for which Python doesn't wait at its exit. Nothing can stop a plain
+# function in this process: one that hangs is given up, and stays on its thread until it returns.
 
-    row: int
-    result: object = None
-    error: BaseException | None = None
+
+def on_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Call a function on a thread of its own; whatever it raises is the future's."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # SystemExit, say, must not end more than the call
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=getattr(function, "__name__", ""), daemon=True).start()
+    return future
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """Where `asyncio.to_thread` runs: asyncio takes nothing but a ThreadPoolExecutor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free = threading.BoundedSemaphore(32)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        def in_turn() -> T:
+            with self._free:
+                return fn(*args, **kwargs)
+
+        return on_daemon_thread(in_turn)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for nothing: what still runs has been given up."""
 
 
 class DeadlinePassed(Exception):
-    """Our own deadline, as distinct from a TimeoutError that the reward raised."""
+    """The call's own deadline, as distinct from a TimeoutError that the reward raised."""
 
 
-class RewardCall:
-    """A call under way; its outcome goes to a queue.
+def call_reward(function: RewardFunction, rows: RewardRows, deadline: float) -> object:
+    """Call a reward function in this thread; a coroutine function's result is awaited.
 
-    A coroutine is cancelled at `deadline` (on `time.monotonic`'s clock). A plain function is not,
-    as nothing can stop one for certain: whoever waits for it decides when to `abandon` it.
+    A coroutine is cancelled at `deadline` (of `time.monotonic`), which raises DeadlinePassed. A
+    plain function is not: whoever waits for the thread gives it up.
     """
-
-    def __init__(
-        self,
-        function: RewardFunction,
-        rows: RewardRows,
-        deadline: float,
-        outcomes: queue.SimpleQueue[RewardOutcome],
-        row: int = 0,
-    ) -> None:
-        self._function, self._deadline = function, deadline
-        self._outcomes, self._row = outcomes, row
-        # Lists of its own: a function may empty them, and the rows may be needed again.
-        self._prompts, self._completions = list(rows.prompts), list(rows.completions)
-        self._columns = {name: list(values) for name, values in rows.columns.items()}
-        self._lock = threading.Lock()
-        self._stoppable = True
-        self._thread = threading.Thread(target=self._run, name=f"reward-{row}", daemon=True)
-        self._thread.start()
-
-    def abandon(self) -> None:
-        """Make a hung function end when it next executes Python code, so that it can't spin on.
-
-        One that sleeps inside C code stays, on a daemon thread, until that code returns.
-        Coroutines are left to their cancellation.
-        """
-        with self._lock:  # while we hold it, the thread lives and its ident is its own
-            if self._stoppable and self._thread.ident is not None:
-                ident = ctypes.c_ulong(self._thread.ident)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
-
-    def _run(self) -> None:
-        try:
-            result: object = self._function(self._prompts, self._completions, **self._columns)
-            self._not_stoppable()
-            if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result, self._deadline))
-            outcome = RewardOutcome(self._row, result)
-        except BaseException as error:  # whatever it is, it must not end the run in this thread
-            self._not_stoppable()
-            outcome = RewardOutcome(self._row, error=error)
-        self._outcomes.put(outcome)
-
-    def _not_stoppable(self) -> None:
-        with self._lock:
-            self._stoppable = False
+    # Lists of its own: a function may empty them, and the rows may be needed again.
+    columns = {name: list(values) for name, values in rows.columns.items()}
+    result: object = function(list(rows.prompts), list(rows.completions), **columns)
+    return asyncio.run(_awaited(result, deadline)) if inspect.isawaitable(result) else result
 
 
 async def _awaited(result: Awaitable[object], deadline: float) -> object:
-    loop = asyncio.get_running_loop()
-    loop.set_default_executor(_DaemonThreads())
+    asyncio.get_running_loop().set_default_executor(_DaemonThreads())
     timeout = asyncio.timeout(deadline - time.monotonic())
     try:
         async with timeout:
@@ -153,45 +133,13 @@ async def _awaited(result: Awaitable[object], deadline: float) -> object:
         raise
 
 
-class _DaemonThreads(ThreadPoolExecutor):
-    """Where `asyncio.to_thread` runs: Python waits at its exit for a pool's threads, not for these.
-
-    Asyncio accepts nothing but a ThreadPoolExecutor, so this is one by name alone.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(max_workers=1)
-        self._free = threading.BoundedSemaphore(32)
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-
-        def work() -> None:
-            with self._free:
-                if not future.set_running_or_notify_cancel():
-                    return
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:  # handed to whoever awaits it
-                    future.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for nothing: what still runs has been given up."""
-
-
-# Scoring in this process: one call on all rows, or one on each, on threads with a deadline.
-#
-# What lives here: who is called when, and the texts of failures. What does not: one call (`call`),
-# the same in a process of its own (`process`), and what is done about failures (`runner`).
+# Scoring on threads of this process.
 
 AT_ONCE = 16  # single rows that are scored side by side
 TURNS = 8  # a row that takes more than 1/8 of the time no longer keeps others waiting
 _LONGEST = 300  # characters of an exception's text
 
-RowResult: TypeAlias = Scores | RewardFailure  # of one row
+RowResult: TypeAlias = Scores | RewardFailure
 
 
 class RewardScorer(Protocol):
@@ -220,18 +168,24 @@ class RewardScorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowStarted:
-    """The call on a row began."""
+class RowsStarted:
+    """The call on rows, of one or of several, began."""
 
-    row: int
+    key: int
 
 
 @dataclass(frozen=True, slots=True)
-class RowEnded:
-    """The call on a row ended."""
+class RowsEnded:
+    """The call on rows ended."""
 
-    row: int
+    key: int
     result: RowResult
+
+    def scores(self) -> Scores:
+        """The scores; raise the RewardFailure where there are none."""
+        if isinstance(self.result, RewardFailure):
+            raise self.result
+        return self.result
 
 
 class RewardThreads:
@@ -252,99 +206,94 @@ class RewardThreads:
     def score_all(
         self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
     ) -> Scores:
-        outcomes: queue.SimpleQueue[RewardOutcome] = queue.SimpleQueue()
-        self._before_call(rows)
-        call = RewardCall(self._function, rows, time.monotonic() + timeout_s, outcomes)
-        try:
-            outcome = outcomes.get(timeout=timeout_s)
-        except queue.Empty:
-            call.abandon()
-            raise late(self.name, len(rows), timeout_s) from None
-        return self._read(outcome, len(rows), timeout_s, components)
+        for event in self.events({0: rows}, timeout_s, components=components):
+            if isinstance(event, RowsEnded):
+                return event.scores()
+        raise late(self.name, len(rows), timeout_s)
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
         events = self.events(rows, timeout_s)
-        return {event.row: event.result for event in events if isinstance(event, RowEnded)}
+        return {event.key: event.result for event in events if isinstance(event, RowsEnded)}
 
     def events(
         self,
         rows: Mapping[int, RewardRows],
         timeout_s: float,
         *,
+        components: tuple[str, ...] | None = None,
         at_once: int = AT_ONCE,
         tick_s: float = float("inf"),
-    ) -> Iterator[RowStarted | RowEnded | None]:
-        """Call the reward on single rows, side by side; tell what began and ended.
+    ) -> Iterator[RowsStarted | RowsEnded | None]:
+        """Call the reward on each entry of `rows`, side by side; yield what began and ended.
 
-        The threads are at most `at_once * (TURNS + 1)`: a row that takes long gives its turn to
+        The threads are at most `at_once * (TURNS + 1)`: a call that takes long gives its turn to
         the next but may still end, so a few that hang don't keep the others from being scored.
         None comes after `tick_s` in which nothing happened.
         """
         deadline = time.monotonic() + timeout_s
-        outcomes: queue.SimpleQueue[RewardOutcome] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[int, Future[object]]] = queue.SimpleQueue()
         waiting = deque(rows)
-        turns: dict[int, float] = {}  # row → when its turn is over
-        calls: dict[int, RewardCall] = {}
-        while waiting or calls:
+        turns: dict[int, float] = {}  # key → when its turn is over
+        under_way = 0
+        while waiting or under_way:
             now = time.monotonic()
-            turns = {row: until for row, until in turns.items() if until > now}
+            turns = {key: until for key, until in turns.items() if until > now}
             while waiting and len(turns) < at_once and now < deadline:
-                row = waiting.popleft()
-                yield RowStarted(row)
-                self._before_call(rows[row])
-                calls[row] = RewardCall(self._function, rows[row], deadline, outcomes, row)
-                turns[row] = now + timeout_s / TURNS
+                key = waiting.popleft()
+                yield RowsStarted(key)
+                self._before_call(rows[key])
+                call = on_daemon_thread(call_reward, self._function, rows[key], deadline)
+                call.add_done_callback(lambda done, key=key: ended.put((key, done)))  # type: ignore[misc]
+                turns[key] = now + timeout_s / TURNS
+                under_way += 1
             wake = min([deadline, now + tick_s, *(turns.values() if waiting else ())])
             try:
-                outcome = outcomes.get(timeout=max(wake - time.monotonic(), 0.0))
+                key, call = ended.get(timeout=max(wake - time.monotonic(), 0.0))
             except queue.Empty:
                 if time.monotonic() >= deadline:
-                    break
+                    return
                 yield None
                 continue
-            turns.pop(outcome.row, None)
-            del calls[outcome.row]
-            yield RowEnded(outcome.row, self._row_result(outcome, timeout_s))
-        for call in calls.values():
-            call.abandon()
+            turns.pop(key, None)
+            under_way -= 1
+            try:
+                result: RowResult = self._read(call, len(rows[key]), timeout_s, components, key)
+            except RewardFailure as failure:
+                result = failure
+            yield RowsEnded(key, result)
 
     def close(self) -> None:
         """Nothing is left to end: what still runs has been given up."""
 
-    def _row_result(self, outcome: RewardOutcome, timeout_s: float) -> RowResult:
-        try:
-            return self._read(outcome, 1, timeout_s, None, outcome.row)
-        except RewardFailure as failure:
-            return failure
-
     def _read(
         self,
-        outcome: RewardOutcome,
+        call: Future[object],
         size: int,
         timeout_s: float,
         components: tuple[str, ...] | None,
-        first_row: int = 0,
+        first_row: int,
     ) -> Scores:
-        """Read a result; raise RewardFailure for an error in its place."""
-        error = outcome.error
-        if error is None:
-            try:
-                return read(self.name, outcome.result, size, components, first_row)
-            except RewardFailure:
-                raise
-            except Exception as failed:  # any object may be here, and fail in its own way
-                raise RewardFailure(
-                    "malformed",
-                    f"reward {self.name!r} returned {type(outcome.result).__name__}, which can't "
-                    f"be read ({type(failed).__name__}: {text_of(failed)}); return a plain list",
-                ) from failed
+        """Read a call's result; raise RewardFailure for an error in its place."""
+        error = call.exception()
         if isinstance(error, DeadlinePassed):
             raise late(self.name, size, timeout_s)
         if isinstance(error, RewardError):  # it says what is wrong by itself
             raise RewardFailure("raised", text_of(error)) from error
-        raise RewardFailure(
-            "raised", f"reward {self.name!r} raised {type(error).__name__}: {text_of(error)}"
-        ) from error
+        if error is not None:
+            raise RewardFailure(
+                "raised", f"reward {self.name!r} raised {type(error).__name__}: {text_of(error)}"
+            ) from error
+        result = call.result()
+        try:
+            return read(self.name, result, size, components, first_row)
+        except RewardFailure:
+            raise
+        except Exception as failed:  # any object may be here, and fail in its own way
+            raise RewardFailure(
+                "malformed",
+                f"reward {self.name!r} returned {type(result).__name__}, which can't "
+                f"be read ({type(failed).__name__}: {text_of(failed)}); return a plain list",
+            ) from failed
 
 
 def late(
@@ -372,13 +321,7 @@ def text_of(error: BaseException) -> str:
     return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}…"
 
 
-# Scoring completions so that a reward function can't hang a run, end it, or corrupt a batch.
-#
-# What lives here: when rows are called together, and when by themselves to find out which of them
-# are
-# at fault. What does not: the calls (`threads`, `process`), and what becomes of rows without a
-# score
-# (`engine.workers.reward`).
+# All rows together, and single ones where that fails, to find out which of them are at fault.
 
 OnError: TypeAlias = Literal["drop", "zero", "fail"]
 
@@ -431,10 +374,10 @@ def score_rows(
     except RewardFailure as failure:
         if len(rows) == 1:
             return Scores.of(components, {}, {0: failure}), failure
-        return _one_by_one(scorer, rows, timeout_s, components), failure
+        return score_single_rows(scorer, rows, timeout_s, components), failure
 
 
-def _one_by_one(
+def score_single_rows(
     scorer: RewardScorer,
     rows: RewardRows,
     timeout_s: float,
@@ -442,24 +385,21 @@ def _one_by_one(
 ) -> Scores:
     """Score each row by itself, all within one deadline; a row that hangs fails."""
     results = scorer.score_each({row: rows.row(row) for row in range(len(rows))}, timeout_s)
-    found: dict[int, list[float]] = {}
+    values: dict[int, list[float]] = {}
     failures: dict[int, RewardFailure] = {}
     for row in range(len(rows)):
-        one = results.get(row) or late(scorer.name, 1, timeout_s)
-        if isinstance(one, Scores):
-            try:
-                require_components(scorer.name, one.components, components)
-            except RewardFailure as failure:
-                one = failure
-        if isinstance(one, RewardFailure):
-            failures[row] = one
-            continue
-        components = one.components  # the first row with a result settles them for the others
-        if one.failures:
-            failures[row] = one.failures[0]
-        else:
-            found[row] = one.rows[0]
-    return Scores.of(components, found, failures)
+        result = results.get(row) or late(scorer.name, 1, timeout_s)
+        try:
+            if isinstance(result, RewardFailure):
+                raise result
+            require_components(scorer.name, result.components, components)
+            components = result.components  # the first row with a result settles them for all
+            if result.failures:
+                raise result.failures[0]
+            values[row] = result.rows[0]
+        except RewardFailure as failure:
+            failures[row] = failure
+    return Scores.of(components, values, failures)
 
 
 def _log(name: str, scores: Scores, whole: RewardFailure | None, on_error: OnError) -> None:

@@ -1,6 +1,14 @@
 """Rewards for programs: 1 where a Python solution passes all of its test cases.
 
-Test cases as data sets write them, and judging a program by them in sandboxes.
+The program is the last fenced block of a completion, or the whole text. It runs in a sandbox
+(`sandbox`) of its own, and never meets the results that are expected of it. `read_tests` reads test
+cases as data sets write them, in three kinds, as JSON text or values:
+
+- input and output: `{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}` (APPS, TACO, verl), or a list of
+  `{"input": …, "output": …}` (LiveCodeBench);
+- calls: the same with `fn_name`, e.g. `{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}`;
+- assertions: Python text, a list of such lines (MBPP), or `{"test": …, "entry_point": "f"}`
+  (HumanEval, whose test calls `check(f)`).
 """
 
 from __future__ import annotations
@@ -20,17 +28,8 @@ from typing import Any, Protocol
 from engine.errors import RewardError
 from engine.rewards.reward_function import register_reward
 from engine.rewards.sandbox import programs
-from engine.rewards.sandbox.run import ALL, Ended, Limits, Sandbox, Walls
-
-# Test cases of a program: what data sets write, and judging a program by them in sandboxes.
-#
-# Three kinds, as JSON text or values:
-#
-# - input and output: `{"inputs": ["1 2\n"], "outputs": ["3\n"]}` (APPS, TACO, verl), or a list of
-#   `{"input": …, "output": …}` (LiveCodeBench);
-# - calls: the same with `fn_name`, e.g. `{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}`;
-# - assertions: Python text, a list of such lines (MBPP), or `{"test": …, "entry_point": "f"}`
-#   (HumanEval, whose test calls `check(f)`).
+from engine.rewards.sandbox.programs import Remote, ask
+from engine.rewards.sandbox.run import ALL, Limits, Sandbox, Walls
 
 _CLOSE = 1e-6  # of two numbers, relative or absolute
 
@@ -70,13 +69,13 @@ class InputOutput:
     ) -> Verdict:
         verdict, until = Verdict(), time.monotonic() + seconds
         with Sandbox(limits, walls) as sandbox:
-            for given, wanted in zip(self.inputs, self.outputs, strict=True):
+            for stdin, expected in zip(self.inputs, self.outputs, strict=True):
                 left = until - time.monotonic()
                 if left <= 0:
                     break
-                ended = sandbox.run(program, left, given)
+                ended = sandbox.run(program, left, stdin)
                 verdict.layers = verdict.layers or ended.layers
-                ok = ended.well and same_output(ended.output, wanted)
+                ok = ended.well and same_output(ended.output, expected)
                 verdict.passed.append(ok)
                 if ended.how == "lost" or (stop and not ok):
                     break
@@ -97,19 +96,18 @@ class Calls:
     def judge(
         self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
     ) -> Verdict:
-        from engine.rewards.sandbox.programs import Remote, ask
-
         verdict, until = Verdict(), time.monotonic() + seconds
-        ours, theirs = socket.socketpair()
-        with ours, Sandbox(limits, walls, theirs) as sandbox:
+        channel, program_end = socket.socketpair()
+        with channel, Sandbox(limits, walls, program_end) as sandbox:
             sandbox.begin("served", program, seconds)
             try:
-                names = programs.receive(ours, until - time.monotonic())
-                target = self._target(names, lambda name: ask(ours, "name", name, until=until))
-                for given, wanted in zip(self.inputs, self.outputs, strict=True):
+                names = programs.receive(channel, until - time.monotonic())
+                target = self._target(names, lambda name: ask(channel, "name", name, until=until))
+                for arguments, expected in zip(self.inputs, self.outputs, strict=True):
                     try:
-                        said = ask(ours, "call", target, _arguments(given), until=until)
-                        ok = not isinstance(said, Remote) and _same_result(said, wanted)
+                        details = programs.encode((tuple(arguments), {}), repr)
+                        result = ask(channel, "call", target, details, until=until)
+                        ok = not isinstance(result, Remote) and _same_result(result, expected)
                     except programs.Closed:
                         raise
                     except Exception:  # the program's own, or no value at all
@@ -119,21 +117,21 @@ class Calls:
                         break
             except Exception:  # the sandbox has gone, or the program gives no such function
                 verdict.passed.append(False)
-            ours.close()
+            channel.close()
             verdict.layers = sandbox.end().layers
         return verdict
 
     def _target(self, names: Sequence[str], of: Callable[[str], Any]) -> object:
-        """The place of the function; LookupError where the program has none of that name."""
+        """What the program calls the function; LookupError where it has none of that name."""
         first, _, method = self.name.partition(".")
         if not method and first not in names and "Solution" in names:  # LeetCode's form
             first, method = "Solution", first
         if first not in names:
             raise LookupError(self.name)
-        found = of(first)
+        function = of(first)
         if method:
-            found = getattr(found(), method)
-        return found._remote[1]
+            function = getattr(function(), method)
+        return function._remote[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +155,12 @@ class Assertions:
         ):
             judged.begin("served", program, seconds)
             tests.begin("tests", self.text, seconds, candidate=self.candidate)
-            said = tests.end()
-        return Verdict(self._read(said), said.layers)
-
-    def _read(self, said: Ended) -> list[bool]:
+            ended = tests.end()
         try:
-            passed = json.loads(said.output) if said.how == "itself" else []
+            passed = json.loads(ended.output) if ended.how == "itself" else []
         except ValueError:
             passed = []
-        return [one is True for one in passed][: self.count]
+        return Verdict([ok is True for ok in passed][: self.count], ended.layers)
 
 
 def read_tests(truth: object, row: int) -> CodeTests:
@@ -203,13 +198,13 @@ def _tests(value: Any) -> CodeTests:
 
 
 def _pairs(inputs: Iterable[Any], outputs: Iterable[Any], name: str | None) -> CodeTests:
-    given, wanted = list(inputs), list(outputs)
-    if len(given) != len(wanted):
-        raise ValueError(f"{len(given)} inputs and {len(wanted)} outputs")
+    inputs, outputs = list(inputs), list(outputs)
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
     if name:
-        arguments = [list(_call_arguments(one)) for one in given]
-        return Calls(name, arguments, [_plain(_loaded(one)) for one in wanted])
-    return InputOutput([_text(one) for one in given], [_text(one) for one in wanted])
+        arguments = [list(_call_arguments(text)) for text in inputs]
+        return Calls(name, arguments, [_plain(_loaded(text)) for text in outputs])
+    return InputOutput([_text(lines) for lines in inputs], [_text(lines) for lines in outputs])
 
 
 def _assertions(text: str, entry_point: str) -> Assertions:
@@ -239,66 +234,63 @@ def _call_arguments(value: object) -> Any:
 
 
 def _text(value: str | Iterable[object]) -> str:
-    """Lines as one text."""
+    """Join lines."""
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
 def _plain(value: object) -> object:
     """Arrays, as Parquet gives them, as lists; tuples too, as JSON has none."""
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     if hasattr(value, "tolist"):
         value = value.tolist()
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _arguments(given: Sequence[object]) -> object:
-    return programs.encode((tuple(given), {}), repr)
-
-
-def same_output(said: str, wanted: str) -> bool:
+def same_output(output: str, expected: str) -> bool:
     """Whether two outputs are the same but for blanks at ends of lines, and rounding."""
-    one, other = ([line.split() for line in text.strip().splitlines()] for text in (said, wanted))
-    return len(one) == len(other) and all(
-        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(one, other, strict=True)
+    lines, expected_lines = (
+        [line.split() for line in text.strip().splitlines()] for text in (output, expected)
+    )
+    return len(lines) == len(expected_lines) and all(
+        len(words) == len(others) and all(map(_same_word, words, others))
+        for words, others in zip(lines, expected_lines, strict=True)
     )
 
 
-def _same_word(said: str, wanted: str) -> bool:
-    if said == wanted:
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
-    if "." not in wanted and "e" not in wanted.lower():  # whole numbers are exact
+    if "." not in expected and "e" not in expected.lower():  # whole numbers are exact
         return False
     try:
-        return math.isclose(float(said), float(wanted), rel_tol=_CLOSE, abs_tol=_CLOSE)
+        return math.isclose(float(word), float(expected), rel_tol=_CLOSE, abs_tol=_CLOSE)
     except ValueError:
         return False
 
 
-def _same_result(said: object, wanted: Any) -> bool:
+def _same_result(result: object, expected: Any) -> bool:
     """As `same_value`; some data sets put each result into a list of one (APPS)."""
-    alone = isinstance(wanted, list) and len(wanted) == 1
-    return same_value(said, wanted) or (alone and same_value(said, wanted[0]))
+    alone = isinstance(expected, list) and len(expected) == 1
+    return same_value(result, expected) or (alone and same_value(result, expected[0]))
 
 
-def same_value(said: object, wanted: object) -> bool:
+def same_value(value: object, expected: object) -> bool:
     """Whether two results are the same; tuples are lists, and floats are close."""
-    said, wanted = _plain(said), _plain(wanted)
-    if isinstance(wanted, list) and isinstance(said, list):
-        return len(said) == len(wanted) and all(map(same_value, said, wanted))
-    if isinstance(wanted, Mapping) and isinstance(said, Mapping):
-        theirs = {str(key): one for key, one in said.items()}  # JSON has no other keys
-        mine = {str(key): one for key, one in wanted.items()}
-        return theirs.keys() == mine.keys() and all(same_value(theirs[k], mine[k]) for k in mine)
-    if isinstance(wanted, float) and isinstance(said, int | float) and not isinstance(said, bool):
-        return math.isclose(said, wanted, rel_tol=_CLOSE, abs_tol=_CLOSE)
-    return type(said) is type(wanted) and bool(said == wanted)
+    value, expected = _plain(value), _plain(expected)
+    if isinstance(expected, list) and isinstance(value, list):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(expected, Mapping) and isinstance(value, Mapping):
+        # JSON has no keys but strings.
+        entries, others = ({str(k): v for k, v in d.items()} for d in (value, expected))
+        return entries.keys() == others.keys() and all(
+            same_value(entries[key], others[key]) for key in others
+        )
+    if isinstance(expected, float) and isinstance(value, int | float):
+        close = math.isclose(value, expected, rel_tol=_CLOSE, abs_tol=_CLOSE)
+        return close and not isinstance(value, bool)
+    return type(value) is type(expected) and bool(value == expected)
 
-
-# Programs against test cases: 1 where a Python solution passes them all.
-#
-# The program is what stands in the last fenced block, or the whole text. It runs in a sandbox
-# (`sandbox`) of its own, and never meets the results that are expected of it.
 
 _FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LONGEST = 200_000  # characters of a program

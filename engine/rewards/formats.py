@@ -1,6 +1,6 @@
-"""Rewards for form and length, and the reward that an episode's environment gave.
+"""Rewards for form and length, and `environment`, the reward that an episode's environment gave.
 
-Regular expressions, thinking in tags, JSON schema, the cosine of the length, and `environment`.
+A regular expression or a schema's patterns can take any time on a text, so these are pooled.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from typing import Any
 from engine.errors import RewardError
 from engine.rewards.reward_function import declared_components, register_reward, resolve_reward
 
-# A regular expression: 1 where it is found, and where what it reads is the ground truth.
-#
-# An expression can take any time on a text, so it runs in a pool's process.
-
 
 @register_reward("regular_expression", pooled=True)
 def regular_expression(
@@ -28,7 +24,7 @@ def regular_expression(
     pattern: str = "",
     **columns: Sequence[object],
 ) -> list[float]:
-    """Score B completions 1.0 or 0.0.
+    """Score B completions 1.0 where `pattern` is found, else 0.0.
 
     Where `pattern` has a group `(?P<answer>…)`, what its last match reads must equal the ground
     truth, but for blanks around. Raises RewardError for a pattern that is none.
@@ -36,24 +32,22 @@ def regular_expression(
     if not pattern:
         raise RewardError("regular_expression looks for nothing; set reward.options.pattern")
     try:
-        wanted = re.compile(pattern)
+        compiled = re.compile(pattern)
     except re.error as error:
         raise RewardError(f"reward.options.pattern={pattern!r} is no pattern: {error}") from None
     pairs = zip(completions, ground_truth, strict=True)
-    return [float(_matches(wanted, text, truth)) for text, truth in pairs]
+    return [float(_matches(compiled, text, truth)) for text, truth in pairs]
 
 
-def _matches(wanted: re.Pattern[str], text: str, truth: object) -> bool:
-    if "answer" not in wanted.groupindex:
-        return wanted.search(text) is not None
+def _matches(pattern: re.Pattern[str], text: str, truth: object) -> bool:
+    if "answer" not in pattern.groupindex:
+        return pattern.search(text) is not None
     last = None
-    for last in wanted.finditer(text):  # noqa: B007 (the last one counts)
+    for last in pattern.finditer(text):  # noqa: B007 (the last one counts)
         pass
     read = last["answer"] if last else None
     return read is not None and read.strip() == str(truth).strip()
 
-
-# Whether a completion has its parts in tags, e.g. `<think>…</think><answer>…</answer>`.
 
 _TAGS = ("think", "answer")
 
@@ -88,10 +82,6 @@ def think_format(
     return [float(has_tags(text, tags)) for text in completions]
 
 
-# Whether a completion is JSON that keeps a JSON schema.
-#
-# A schema's patterns can take any time on a text, so it runs in a pool's process.
-
 _FENCE = "```"
 
 
@@ -113,49 +103,45 @@ def json_schema(
     schema: dict[str, object] | None = None,
     **columns: Sequence[object],
 ) -> list[float]:
-    """Score B completions 1.0 or 0.0.
+    """Score B completions 1.0 where they are JSON that keeps a JSON schema, else 0.0.
 
     Without `schema`, each row's ground truth is one, as JSON text. `$ref` reaches nothing outside
     of the schema. Raises RewardError for a schema that is none.
     """
     pairs = zip(completions, ground_truth, strict=True)
-    return [float(_keeps(text, truth if schema is None else schema)) for text, truth in pairs]
+    return [
+        float(_keeps_schema(text, truth if schema is None else schema)) for text, truth in pairs
+    ]
 
 
-def _keeps(text: str, schema: object) -> bool:
+def _keeps_schema(text: str, schema: object) -> bool:
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
     from referencing import Registry
 
     try:
-        wanted = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(wanted, Mapping | bool):
-            raise ValueError(f"it is of type {type(wanted).__name__}")
-        kind = validator_for(wanted)
-        kind.check_schema(wanted)
+        rules = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(rules, Mapping | bool):
+            raise ValueError(f"it is of type {type(rules).__name__}")
+        validator = validator_for(rules)
+        validator.check_schema(rules)
     except (ValueError, SchemaError) as error:
         reason = getattr(error, "message", str(error))
         raise RewardError(
             f"the JSON schema is none ({reason}); correct reward.options.schema or the ground truth"
         ) from None
     try:
-        said = json.loads(json_text(text), parse_constant=_no_constant)
+        value = json.loads(json_text(text), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return False
     try:
-        return bool(kind(wanted, registry=Registry()).is_valid(said))
+        return bool(validator(rules, registry=Registry()).is_valid(value))
     except RecursionError:  # deeper than any answer needs to be
         return False
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
-
-
-# The cosine reward: a short right answer is worth more, a short wrong one less.
-#
-# Yeo et al. 2025 (arXiv:2502.03373), with the values of open-r1. DAPO's penalty near the limit of
-# tokens is `reward.overlong_buffer`.
 
 
 def least_of_right(
@@ -177,8 +163,10 @@ def cosine_length(
     wrong: tuple[float, float] = (-1.0, -0.5),
     **columns: Sequence[object],
 ) -> list[float]:
-    """Score B completions by their length in characters.
+    """Score B completions by the cosine of their length: a short right one is worth more.
 
+    Yeo et al. 2025 (arXiv:2502.03373), with the values of open-r1; a short wrong one is worth less.
+    (DAPO's penalty near the limit of tokens is `reward.overlong_buffer`.)
     `answer` is the reward that says which are right; `right` and `wrong` are the scores of an
     empty completion and of one of `max_length` characters or more. Raises RewardError for an
     `answer` that has components.
@@ -199,8 +187,6 @@ def cosine_length(
     return scores
 
 
-# What the environment of an episode gave: the reward of multi-turn runs (docs/agents.md).
-
 NAME = "environment"
 
 
@@ -212,9 +198,9 @@ def environment(
     episode_reward: Sequence[float] | None = None,
     **columns: Sequence[object],
 ) -> list[float]:
-    """The sum of each episode's rewards; raises RewardError without episodes.
+    """Give each episode the sum of its environment's rewards (docs/agents.md).
 
-    The reward role leaves each turn's part on that turn.
+    The reward role leaves each turn's part on that turn. Raises RewardError without episodes.
     """
     if episode_reward is None:
         raise RewardError(

@@ -1,6 +1,8 @@
-"""Rewards behind HTTP: a scorer of yours, and a model that judges by a rubric.
+"""Rewards behind HTTP: `remote`, a scorer of yours, and `judge`, a model that judges by a rubric.
 
-With the requests: several at once, with deadlines and retries.
+Several requests are sent at once, each with a deadline. One that the server can't take now (429,
+5xx, no connection, no answer in time) is sent again after a pause that doubles; one that it refuses
+(other 4xx) is not.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import re
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,13 +31,8 @@ from engine.errors import RewardError
 from engine.redaction import redact
 from engine.rewards.reward_function import register_reward
 
-# Requests to servers that score: several at once, with a deadline and retries.
-#
-# A request that the server can't take now (429, 5xx, no connection, no answer in time) is sent
-# again
-# after a pause that doubles; one that it refuses (other 4xx) is not.
-
 T = TypeVar("T")
+NAN = float("nan")
 _PAUSE_S = 0.25  # before the first retry
 _LONGEST_PAUSE_S = 10.0
 logger = logging.getLogger("engine.rewards")
@@ -84,15 +83,29 @@ class Caller:
         await self._client.aclose()
 
 
-async def each(reward: str, count: int, call: Callable[[int], Awaitable[float]]) -> Sequence[float]:
-    """Call for each of `count` completions at once; NaN where that failed, and one warning."""
-    results = await asyncio.gather(*(call(i) for i in range(count)), return_exceptions=True)
-    failed = [one for one in results if isinstance(one, BaseException)]
-    if failed:
-        if not isinstance(failed[0], RewardError):
-            raise failed[0]
-        logger.warning("%d of %d completions have no score: %s", len(failed), count, failed[0])
-    return [float("nan") if isinstance(one, BaseException) else one for one in results]
+async def ask_each(
+    reward: str, count: int, ask: Callable[[int], Awaitable[T]], missing: Callable[[int], T]
+) -> list[T]:
+    """Ask `count` times at once; where that raises RewardError, `missing` stands in, and a warning.
+
+    `ask` and `missing` are given a number from 0.
+    """
+    results = await asyncio.gather(*(ask(i) for i in range(count)), return_exceptions=True)
+    answers, failures = list[T](), list[BaseException]()
+    for i, result in enumerate(results):
+        if isinstance(result, BaseException):
+            failures.append(result)
+            answers.append(missing(i))
+        else:
+            answers.append(result)
+    if failures:
+        if not isinstance(failures[0], RewardError):
+            raise failures[0]
+        logger.warning(
+            "reward %r: %d of %d requests gave no score: %s",
+            *(reward, len(failures), count, failures[0]),
+        )
+    return answers
 
 
 # A scorer behind HTTP: yours, in any language, on any machine.
@@ -101,12 +114,7 @@ async def each(reward: str, count: int, call: Callable[[int], Awaitable[float]])
 # answer    {"scores": [0.5, …]}, one finite number a completion
 
 
-def _remote_threshold(pass_from: float = 1.0) -> float:
-    """The least score of a right completion."""
-    return pass_from
-
-
-@register_reward("remote", right_from=_remote_threshold)
+@register_reward("remote", right_from="pass_from")
 async def remote(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -130,53 +138,45 @@ async def remote(
             "reward 'remote' needs reward.options.url, and a batch_size of at least 1"
         )
     table = {"ground_truth": ground_truth, **columns}
-    starts = range(0, len(completions), batch_size)
-    found: dict[int, list[float]] = {}
-    caller = Caller(
+    batches = [slice(i, i + batch_size) for i in range(0, len(completions), batch_size)]
+    async with Caller(
         "remote",
         concurrency=concurrency,
         retries=retries,
         timeout_s=request_timeout_s,
         api_key_env=api_key_env,
-    )
-    async with caller:
+    ) as caller:
 
-        async def ask(number: int) -> float:
-            part = slice(starts[number], starts[number] + batch_size)
+        async def ask(number: int) -> list[float]:
+            rows = batches[number]
             request = {
-                "prompts": list(prompts[part]),
-                "completions": list(completions[part]),
-                "columns": {name: plain(values[part]) for name, values in table.items()},
+                "prompts": list(prompts[rows]),
+                "completions": list(completions[rows]),
+                "columns": {name: _json_values(values[rows]) for name, values in table.items()},
             }
-            found[number] = _scores(await caller.post(url, request), len(completions[part]))
-            return 0.0
+            answer = await caller.post(url, request)
+            scores = answer.get("scores") if isinstance(answer, dict) else None
+            count = len(completions[rows])
+            if not isinstance(scores, list) or len(scores) != count:
+                raise RewardError(
+                    f"reward 'remote' was answered {str(answer)[:200]!r} for {count} completions; "
+                    'answer {"scores": […]} with one number each'
+                )
+            return [score if isinstance(score, int | float) else NAN for score in scores]
 
-        await each("remote", len(starts), ask)
-    nothing = float("nan")
-    return [
-        score
-        for number, start in enumerate(starts)
-        for score in found.get(number, [nothing] * len(completions[start : start + batch_size]))
-    ]
-
-
-def plain(values: Iterable[object]) -> object:
-    """Values as JSON has them; arrays as lists, and what it has no form for as text."""
-    return json.loads(json.dumps(list(values), default=_listed))
-
-
-def _listed(value: object) -> object:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _scores(answer: object, count: int) -> list[float]:
-    scores = answer.get("scores") if isinstance(answer, dict) else None
-    if not isinstance(scores, list) or len(scores) != count:
-        raise RewardError(
-            f"reward 'remote' was answered {str(answer)[:200]!r} for {count} completions; answer "
-            '{"scores": […]} with one number each'
+        found = await ask_each(
+            "remote", len(batches), ask, lambda i: [NAN] * len(completions[batches[i]])
         )
-    return [one if isinstance(one, int | float) else float("nan") for one in scores]
+    return list(chain.from_iterable(found))
+
+
+def _json_values(values: Sequence[object]) -> object:
+    """Values as JSON has them; arrays as lists, and what it has no form for as text."""
+
+    def listed(value: object) -> object:
+        return value.tolist() if hasattr(value, "tolist") else str(value)
+
+    return json.loads(json.dumps(list(values), default=listed))
 
 
 # A model that judges, behind an OpenAI-compatible endpoint: a rubric in, a number out.
@@ -208,12 +208,7 @@ _asked: Counter[tuple[str, str]] = Counter()  # requests of this process, by end
 _known: dict[str, float] = {}
 
 
-def _judge_threshold(pass_from: float = 0.5) -> float:
-    """The least score of a right completion."""
-    return pass_from
-
-
-@register_reward("judge", right_from=_judge_threshold)
+@register_reward("judge", right_from="pass_from")
 async def judge(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -247,15 +242,14 @@ async def judge(
         raise RewardError(
             "reward 'judge' needs reward.options.url and .model, and a scale from low to high"
         )
-    template, number = _template(rubric), _compiled(pattern)
-    caller = Caller(
+    template, number = _template(rubric), _score_pattern(pattern)
+    async with Caller(
         "judge",
         concurrency=concurrency,
         retries=retries,
         timeout_s=request_timeout_s,
         api_key_env=api_key_env,
-    )
-    async with caller:
+    ) as caller:
 
         async def ask(row: int) -> float:
             fields = {name: values[row] for name, values in columns.items()} | {
@@ -265,13 +259,19 @@ async def judge(
                 "low": f"{scale[0]:g}",
                 "high": f"{scale[1]:g}",
             }
+            try:
+                question = template.render(fields)
+            except TemplateError as error:
+                words = f"reward.options.rubric can't be filled in: {error}"
+                raise RewardError(words) from None
             request = {
                 "model": model,
-                "messages": [{"role": "user", "content": _rendered(template, fields)}],
+                "messages": [{"role": "user", "content": question}],
                 "temperature": temperature,
                 "max_tokens": max_tokens,
             }
-            key = _key(url, request, scale, pattern)
+            content = json.dumps([url, request, scale, pattern], sort_keys=True)
+            key = hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()
             known = _remembered(key, cache)
             if known is not None:
                 return known
@@ -281,7 +281,7 @@ async def judge(
             _remember(key, cache, score)
             return score
 
-        return await each("judge", len(completions), ask)
+        return await ask_each("judge", len(completions), ask, lambda _: NAN)
 
 
 @functools.cache
@@ -292,26 +292,14 @@ def _template(rubric: str) -> Template:
         raise RewardError(f"reward.options.rubric is no Jinja2 template: {error}") from None
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _score_pattern(pattern: str) -> re.Pattern[str]:
     try:
-        found = re.compile(pattern)
+        compiled = re.compile(pattern)
     except re.error as error:
         raise RewardError(f"reward.options.pattern={pattern!r} is no pattern: {error}") from None
-    if found.groups < 1:
+    if compiled.groups < 1:
         raise RewardError(f"reward.options.pattern={pattern!r} has no group that reads the number")
-    return found
-
-
-def _rendered(template: Template, fields: dict[str, object]) -> str:
-    try:
-        return template.render(fields)
-    except TemplateError as error:
-        raise RewardError(f"reward.options.rubric can't be filled in: {error}") from None
-
-
-def _key(url: str, request: dict[str, object], scale: tuple[float, float], pattern: str) -> str:
-    content = json.dumps([url, request, scale, pattern], sort_keys=True)
-    return hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()
+    return compiled
 
 
 def _spend(url: str, model: str, budget: int) -> None:
@@ -325,15 +313,16 @@ def _spend(url: str, model: str, budget: int) -> None:
 
 
 def _read(answer: Any, number: re.Pattern[str], scale: tuple[float, float]) -> float:
+    """The score, from 0 to 1, that a judge's answer ends with."""
     try:
         text = str(answer["choices"][0]["message"]["content"])
     except (KeyError, IndexError, TypeError):
         raise RewardError(f"reward 'judge' was answered {str(answer)[:200]!r}") from None
-    found = list(number.finditer(text))
+    matches = list(number.finditer(text))
     try:
-        value = float(found[-1].group(1)) if found else float("nan")
+        value = float(matches[-1].group(1)) if matches else NAN
     except (ValueError, TypeError):
-        value = float("nan")
+        value = NAN
     low, high = scale
     if not low <= value <= high:
         raise RewardError(
@@ -344,15 +333,10 @@ def _read(answer: Any, number: re.Pattern[str], scale: tuple[float, float]) -> f
 
 
 def _remembered(key: str, cache: str) -> float | None:
-    if key in _known:
-        return _known[key]
-    if cache:
-        try:
+    if key not in _known and cache:
+        with suppress(OSError, ValueError):  # not there, or not complete
             _known[key] = float((Path(cache) / key[:2] / key).read_text())
-        except (OSError, ValueError):  # not there, or not whole
-            return None
-        return _known[key]
-    return None
+    return _known.get(key)
 
 
 def _remember(key: str, cache: str, score: float) -> None:

@@ -1,7 +1,8 @@
 """A reward function in a process of its own, or in several, none of which can end the run.
 
-What runs in the process, the run's side of it, and the pool for scoring completion by
-completion. Imports neither torch nor pydantic.
+`RewardProcess` is the run's side, `open_service` makes what runs in the process: it loads the
+function and answers calls (`engine.worker_process`). `RewardPool` scores completion by completion
+in several processes. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from engine.errors import ConfigError, EngineError, RewardError
+from engine.errors import ConfigError, RewardError, WorkerError
 from engine.rewards.calls import (
     AT_ONCE,
     TURNS,
     RewardRows,
     RewardThreads,
-    RowEnded,
     RowResult,
-    RowStarted,
+    RowsEnded,
+    RowsStarted,
     late,
+    score_single_rows,
 )
-from engine.rewards.guard import START_S, GuardedProcess, ProcessEnded, TooLate, how_ended
 from engine.rewards.reward_function import (
     RewardFailure,
     Scores,
@@ -42,12 +43,9 @@ from engine.rewards.reward_function import (
     import_reward,
     resolve_reward,
 )
+from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
 
-# What runs in a reward's process: it loads the function, and answers calls that come by a channel.
-#
-# What lives here: the messages, and the seeds of the random generators. What does not: starting
-# and
-# ending the process (`process`, `guard`), and the calls themselves (`threads`).
+# In the reward's process.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,90 +60,82 @@ class LoadReward:
 
 @dataclass(frozen=True, slots=True)
 class RewardLoaded:
-    """Answers `LoadReward`; a ConfigError in its place says why there is none."""
+    """Answers `LoadReward`."""
 
     name: str  # in messages
     components: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreAll:
-    """A call on all rows; Scores or a RewardFailure answer it."""
+class ScoreRows:
+    """A call on each entry of `rows`.
 
-    rows: RewardRows
-    timeout_s: float
-    components: tuple[str, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreEach:
-    """A call on each row; RowStarted and RowEnded answer it, None at each tick, RowsDone last."""
+    RowsEnded answers each, before it RowsStarted where there are several, None each tick, and
+    RowsDone where some don't end in time.
+    """
 
     rows: Mapping[int, RewardRows]
     timeout_s: float
-    tick_s: float
+    components: tuple[str, ...] | None = None  # that must come back; None: any
+    tick_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class RowsDone:
-    """Nothing more comes for `ScoreEach`."""
+    """Nothing more comes for `ScoreRows`, though some calls have not ended."""
 
 
-def serve(channel: Connection) -> None:
-    """Load the reward, then answer requests until the other end closes."""
-    try:
-        load: LoadReward = channel.recv()
-        if load.memory_bytes:
-            resource.setrlimit(resource.RLIMIT_AS, (load.memory_bytes, load.memory_bytes))
-        reward = _Reward(load)
-    except EngineError as error:
-        channel.send(ConfigError(str(error)))
-        return
-    except EOFError:
-        return
-    channel.send(RewardLoaded(reward.threads.name, reward.threads.components))
-    while True:
-        try:
-            request = channel.recv()
-        except EOFError:
-            return
-        if isinstance(request, ScoreAll):
-            channel.send(reward.score_all(request))
-        else:
-            reward.score_each(request, channel)
-        sys.stdout.flush()
+def open_service(load: LoadReward, channel: Connection) -> RewardService:
+    """Load the function of a reward's process."""
+    return RewardService(load, channel)
 
 
-class _Reward:
+class RewardService:
     """The function, and whether it has drawn from the random generators."""
 
-    def __init__(self, load: LoadReward) -> None:
+    def __init__(self, load: LoadReward, channel: Connection) -> None:
+        if load.memory_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (load.memory_bytes, load.memory_bytes))
         if ":" not in load.name:
             import_reward(load.name, load.modules)
         function = resolve_reward(load.name, load.options)
         components = declared_components(load.name)
-        self.threads = RewardThreads(function, components, before_call=_seed)
+        self._threads = RewardThreads(function, components, before_call=_seed)
+        self._channel = channel
         self._draws = False
+        self.loaded = RewardLoaded(self._threads.name, components)
 
-    def score_all(self, request: ScoreAll) -> object:
-        _seed(request.rows)
-        before = _generators()
-        try:
-            return self.threads.score_all(request.rows, request.timeout_s, request.components)
-        except RewardFailure as failure:
-            return failure
-        finally:
-            self._draws = self._draws or _generators() != before
+    def run(self) -> None:
+        """Answer requests until the other end closes."""
+        while True:
+            try:
+                request: ScoreRows = self._channel.recv()
+            except EOFError:
+                return
+            self._score(request)
+            sys.stdout.flush()
 
-    def score_each(self, request: ScoreEach, channel: Connection) -> None:
-        """Side by side; but one after the other where the function draws from generators."""
-        at_once = 1 if self._draws else AT_ONCE
-        events = self.threads.events(
-            request.rows, request.timeout_s, at_once=at_once, tick_s=request.tick_s
-        )
-        for event in events:
-            channel.send(event)
-        channel.send(RowsDone())
+    def _score(self, request: ScoreRows) -> None:
+        """Score rows side by side; one after the other if the function draws from generators."""
+        alone = next(iter(request.rows.values())) if len(request.rows) == 1 else None
+        if alone is not None:
+            _seed(alone)
+        before = _generator_states()
+        left = len(request.rows)
+        for event in self._threads.events(
+            request.rows,
+            request.timeout_s,
+            components=request.components,
+            at_once=1 if self._draws else AT_ONCE,
+            tick_s=request.tick_s,
+        ):
+            left -= isinstance(event, RowsEnded)
+            if alone is None or not isinstance(event, RowsStarted):
+                self._channel.send(event)
+        if alone is not None and not self._draws:
+            self._draws = _generator_states() != before
+        if left:
+            self._channel.send(RowsDone())
 
 
 def _seed(rows: RewardRows) -> None:
@@ -158,27 +148,22 @@ def _seed(rows: RewardRows) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-def _generators() -> tuple[object, ...]:
+def _generator_states() -> tuple[object, ...]:
     """The state of the generators, to be compared."""
     torch = sys.modules.get("torch")
     drawn = b"" if torch is None else torch.get_rng_state().numpy().tobytes()
     return random.getstate(), pickle.dumps(np.random.get_state()), drawn
 
 
-# A reward function in a process of its own: whatever it does there, the run goes on.
-#
-# What lives here: the run's end of it. The process is started once and keeps its state (a model
-# that
-# it loaded, say) between calls, until a call ends it or takes too long; the next call starts
-# another.
-# `guarded` starts and ends processes, `process_main` runs in them.
+# The run's side.
 
 
 class RewardProcess:
     """Calls a reward in its own process.
 
-    Raises ConfigError for a name that can't be resolved there, and RewardError where the process
-    ends while it loads the function.
+    The process keeps its state (a model that it loaded, say) between calls, until a call ends it or
+    takes too long; the next call starts another. Raises ConfigError for a name that can't be
+    resolved there, and RewardError where the process ends while it loads the function.
     """
 
     def __init__(
@@ -192,60 +177,56 @@ class RewardProcess:
     ) -> None:
         """`modules` are those that may register `name`, likely ones first.
 
-        `imports` are the engine's or a library's, never a user's: the guard loads them once, and
-        each process has them at its start. `memory_bytes` limits the process's address space.
+        `imports`: see `WorkerProcess`. `memory_bytes` limits the process's address space.
         """
         self._load = LoadReward(name, options or {}, modules, memory_bytes)
-        self._process = GuardedProcess("engine.rewards.process:serve", imports)
-        self.name, self.components = name, None
-        loaded = self._running()
+        self._process = WorkerProcess(
+            f"reward {name!r}", "engine.rewards.process:open_service", imports
+        )
+        loaded = self._start()
         self.name, self.components = loaded.name, loaded.components
 
     def score_all(
         self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
     ) -> Scores:
-        try:
-            self._running()
-            deadline = time.monotonic() + timeout_s
-            self._process.send(ScoreAll(rows, timeout_s, components), deadline)
-            answer = self._process.receive(deadline)
-        except TooLate:
-            self._process.end()
-            raise late(self.name, len(rows), timeout_s) from None
-        except (RewardError, ConfigError) as error:  # of a new start
-            raise RewardFailure("crashed", str(error)) from None
-        if isinstance(answer, ProcessEnded):
-            raise self._crashed(answer, len(rows))
-        if isinstance(answer, RewardFailure):
-            if answer.cause == "deadline":
-                self._process.end()  # what hangs must not go on beside the next call
-            raise answer
-        assert isinstance(answer, Scores)
-        return answer
+        self._restart()
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, RowResult] = {}
+        request = ScoreRows({0: rows}, timeout_s, components)
+        self._score_group(request, deadline, timeout_s, set(), results)
+        result = results.get(0) or late(self.name, len(rows), timeout_s)
+        if isinstance(result, RewardFailure):
+            raise result
+        return result
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
-        """As `RewardThreads.score_each`; rows that were under way as the process was lost are
-        tried alone, so that only those that end it fail."""
+        """As `RewardThreads.score_each`.
+
+        Rows that were under way as the process was lost are tried alone, so that only those that
+        end it fail.
+        """
         deadline = time.monotonic() + timeout_s
         groups = deque([list(rows)])
         results: dict[int, RowResult] = {}
         while groups and time.monotonic() < deadline:
             group = groups.popleft()
             patience = _patience(timeout_s, deadline, len(groups) if len(group) == 1 else 0)
-            started, lost = self._attempt(
-                {row: rows[row] for row in group}, timeout_s, deadline, patience, results
-            )
-            if lost is None:
+            started: set[int] = set()
+            try:
+                part = {row: rows[row] for row in group}
+                request = ScoreRows(part, timeout_s, tick_s=patience / 4)
+                self._score_group(request, deadline, patience, started, results)
                 continue
-            suspects = [row for row in group if row in started and row not in results]
-            untried = [row for row in group if row not in started]
+            except RewardFailure as failure:
+                lost = failure
             if not started and lost.cause == "crashed":  # the function can't even be loaded
                 return results | dict.fromkeys([*group, *chain(*groups)], lost)
+            suspects = [row for row in group if row in started and row not in results]
             if len(suspects) == 1:
                 results[suspects[0]] = lost
             else:
                 groups.extend([row] for row in suspects)
-            if untried:
+            if untried := [row for row in group if row not in started]:
                 groups.appendleft(untried)
         if groups:
             self._process.end()
@@ -255,71 +236,57 @@ class RewardProcess:
         """End the process and all that it left behind."""
         self._process.close()
 
-    def _attempt(
+    def _score_group(
         self,
-        rows: Mapping[int, RewardRows],
-        timeout_s: float,
+        request: ScoreRows,
         deadline: float,
         patience_s: float,
+        started: set[int],
         results: dict[int, RowResult],
-    ) -> tuple[set[int], RewardFailure | None]:
-        """Score rows in one process, into `results`; which were started, and how it was lost."""
-        started: set[int] = set()
+    ) -> None:
+        """Score rows in one process, into `results`; raise RewardFailure where it is lost."""
+        self._restart()
         try:
-            self._running()
-            until = min(deadline, time.monotonic() + patience_s)
-            self._process.send(ScoreEach(rows, timeout_s, patience_s / 4), until)
-            while True:
-                until = min(deadline, time.monotonic() + patience_s)
-                message = self._process.receive(until)
-                if isinstance(message, RowStarted):
-                    started.add(message.row)
-                elif isinstance(message, RowEnded):
-                    results[message.row] = message.result
+            self._process.send(request, min(deadline, time.monotonic() + patience_s))
+            if len(request.rows) == 1:
+                started.update(request.rows)
+            while not request.rows.keys() <= results.keys():
+                message = self._process.receive(min(deadline, time.monotonic() + patience_s))
+                if isinstance(message, RowsStarted):
+                    started.add(message.key)
+                elif isinstance(message, RowsEnded):
+                    results[message.key] = message.result
                 elif isinstance(message, ProcessEnded):
-                    return started, self._crashed(message, 1)
+                    size = max(map(len, request.rows.values()))
+                    what = f"{size} completions" if size > 1 else "a completion"
+                    raise RewardFailure(
+                        "crashed",
+                        f"the process of reward {self.name!r} {message.how} while it scored {what}",
+                        message.stderr,
+                    )
                 elif isinstance(message, RowsDone):
-                    if len(results.keys() & rows.keys()) < len(rows):
-                        self._process.end()  # what hangs must not go on beside the next call
-                    return started, None
+                    self._process.end()  # what hangs must not go on beside the next call
+                    return
         except TooLate:
             self._process.end()
-            return started, None if time.monotonic() >= deadline else late(self.name, 1, patience_s)
-        except (RewardError, ConfigError) as error:  # of a new start
-            return started, RewardFailure("crashed", str(error))
+            if time.monotonic() < deadline:
+                raise late(self.name, 1, patience_s) from None
 
-    def _running(self) -> RewardLoaded:
-        """Start the process if it isn't there; return what it loaded."""
-        if self._process.running:
-            return RewardLoaded(self.name, self.components)
-        self._process.start()
+    def _start(self) -> RewardLoaded:
         try:
-            deadline = time.monotonic() + START_S
-            self._process.send(self._load, deadline)
-            answer = self._process.receive(deadline)
-        except TooLate:
-            self._process.end()
-            raise RewardError(
-                f"reward {self.name!r} was not loaded within {START_S:g} s; let its module import "
-                "less"
-            ) from None
-        if isinstance(answer, ConfigError):
-            self._process.end()
-            raise answer
-        if isinstance(answer, ProcessEnded):
-            raise RewardError(
-                f"the process of reward {self.name!r} {how_ended(answer.code)} while it imported "
-                "the reward's module; correct what runs on import"
-            )
-        assert isinstance(answer, RewardLoaded)
-        return answer
+            loaded = self._process.start(self._load)
+        except WorkerError as error:
+            raise RewardError(str(error)) from None
+        assert isinstance(loaded, RewardLoaded)
+        return loaded
 
-    def _crashed(self, ended: ProcessEnded, size: int) -> RewardFailure:
-        what = f"{size} completions" if size > 1 else "a completion"
-        return RewardFailure(
-            "crashed",
-            f"the process of reward {self.name!r} {how_ended(ended.code)} while it scored {what}",
-        )
+    def _restart(self) -> None:
+        """Start the process if it isn't there; raise RewardFailure where that fails."""
+        if not self._process.running:
+            try:
+                self._start()
+            except (RewardError, ConfigError) as error:
+                raise RewardFailure("crashed", str(error)) from None
 
 
 def _patience(timeout_s: float, deadline: float, alone: int) -> float:
@@ -333,19 +300,17 @@ def _patience(timeout_s: float, deadline: float, alone: int) -> float:
     return max(patience, 0.01)
 
 
-# A reward in several processes, completion by completion, each with a deadline of its own.
-#
-# For the engine's rules whose time and memory depend on what a model writes. A completion that
-# takes
-# too long costs its process, which is forked again with all modules loaded, and no other
-# completion.
-
 MEMORY_BYTES = 4 << 30  # address space of a process; what needs more has no score
-_MOST = 8  # processes, unless asked for
+_MOST_PROCESSES = 8  # unless asked for
 
 
 class RewardPool:
-    """Calls a registered reward on single rows; its processes start with the first call."""
+    """Calls a registered reward on single rows, each with a deadline, in several processes.
+
+    For the engine's rules whose time and memory depend on what a model writes. A completion that
+    takes too long costs its process, which is forked again with all modules loaded, and no other
+    completion. The processes start with the first call.
+    """
 
     def __init__(
         self,
@@ -363,25 +328,14 @@ class RewardPool:
         self.components: tuple[str, ...] | None = components
         self._options, self._module = options, module
         self._imports = (module, *imports)
-        self._size = processes or min(_MOST, os.cpu_count() or 1)
+        self._size = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
         self._limit_s = sample_timeout_s
         self._free: list[RewardProcess] = []
 
     def score_all(
         self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
     ) -> Scores:
-        results = self.score_each({row: rows.row(row) for row in range(len(rows))}, timeout_s)
-        found: dict[int, list[float]] = {}
-        failures: dict[int, RewardFailure] = {}
-        for row in range(len(rows)):
-            result = results.get(row) or late(self.name, 1, timeout_s)
-            if isinstance(result, RewardFailure):
-                failures[row] = result
-            elif result.failures:
-                failures[row] = result.failures[0]
-            else:
-                found[row] = result.rows[0]
-        return Scores.of(self.components, found, failures)
+        return score_single_rows(self, rows, timeout_s, self.components)
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
         waiting = deque(rows)
@@ -398,8 +352,9 @@ class RewardPool:
             finally:
                 self._free.append(process)
 
-        with ThreadPoolExecutor(min(self._size, len(rows))) as threads:
-            for done in [threads.submit(work) for _ in range(min(self._size, len(rows)))]:
+        count = min(self._size, len(rows))
+        with ThreadPoolExecutor(count) as threads:
+            for done in [threads.submit(work) for _ in range(count)]:
                 done.result()
         return results
 

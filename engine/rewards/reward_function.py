@@ -1,7 +1,17 @@
 """What a reward function is, rewards by name, and what one may return.
 
-The protocol, the registry, named components and their weights, and the check of returned
-values. Calling one is `calls`.
+A reward function takes prompts and their completions, the rows' `ground_truth`, and every other
+column of the data by keyword, and returns one float a completion:
+
+    def reward(prompts, completions, *, ground_truth, **columns) -> list[float]: ...
+
+or, where the score has parts, one such list for each named component:
+
+    ... -> dict[str, list[float]]:   # e.g. {"answer": [1.0, 0.0], "format": [1.0, 1.0]}
+
+It may be a coroutine function (`async def`) of the same signature. The names and their order must
+be the same at every call; `register_reward(..., components=...)` says them before the first one.
+Calling one is `calls`.
 """
 
 from __future__ import annotations
@@ -17,21 +27,6 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from engine.errors import ConfigError, RewardError
 from engine.registry import Options, Registry, import_plugins
-
-# What a reward function is; calling one safely is `runner`'s job.
-#
-# A reward function takes prompts and their completions, the rows' `ground_truth`, and every other
-# column of the data by keyword, and returns one float a completion:
-#
-#     def reward(prompts, completions, *, ground_truth, **columns) -> list[float]: ...
-#
-# or, where the score has parts, one such list for each named component:
-#
-#     ... -> dict[str, list[float]]:   # e.g. {"answer": [1.0, 0.0], "format": [1.0, 1.0]}
-#
-# It may be a coroutine function (`async def`) of the same signature. The names and their order
-# must
-# be the same at every call; `register_reward(..., components=...)` says them before the first one.
 
 RewardResult: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]]
 
@@ -52,9 +47,6 @@ class RewardFunction(Protocol):
         ground_truth: Sequence[Any],
         **columns: Sequence[Any],
     ) -> RewardResult | Awaitable[RewardResult]: ...
-
-
-# Named components of a reward: their weights. What they are is the reward's own business.
 
 
 def ordered_weights(
@@ -86,10 +78,9 @@ def ordered_weights(
     return [float(weights.get(name, 1.0)) for name in components] or [1.0]
 
 
-# Checks what a reward function returned: one finite float per completion.
-#
-# Nothing is broadcast, cut or filled up. A result of the wrong form is wrong as a whole; a wrong
-# value in a well-formed result is wrong for its completion alone.
+# What a reward function returned: one finite float per completion. Nothing is broadcast, cut or
+# filled up. A result of the wrong form is wrong as a whole; a wrong value in a well-formed result
+# is wrong for its completion alone.
 
 Cause: TypeAlias = Literal["raised", "deadline", "malformed", "not_finite", "crashed"]
 _LONGEST_TRACEBACK = 8000  # characters
@@ -134,13 +125,13 @@ class Scores:
     def of(
         cls,
         components: tuple[str, ...] | None,
-        found: Mapping[int, list[float]],
+        values: Mapping[int, list[float]],
         failures: dict[int, RewardFailure],
     ) -> Scores:
-        """All rows from those that are `found`, and 0 for those that are not."""
+        """Scores of all rows from the `values` of those that have some; 0 for the others."""
         width = 1 if components == () else len(components or ())
-        size = len(found.keys() | failures.keys())
-        return cls(components, [found.get(i, [0.0] * width) for i in range(size)], failures)
+        size = len(values.keys() | failures.keys())
+        return cls(components, [values.get(i, [0.0] * width) for i in range(size)], failures)
 
     def raise_if_none(self) -> None:
         """Raise RewardError, with the first failure's message, where no completion has a score."""
@@ -160,21 +151,28 @@ def read(
     RewardFailure ("malformed") for a result of another form; failures of single values are in
     what is returned, under rows that count from 0.
     """
+    names: tuple[str, ...]
     if isinstance(result, Mapping):
         names = tuple(result)
+        if not (names and all(isinstance(key, str) for key in names)):
+            raise RewardFailure(
+                "malformed",
+                f"reward {name!r} returned a mapping with keys {list(names)}; "
+                "it must have at least one component, each named by a string",
+            )
         columns = [
             _checked(f"reward {name!r}, component {key!r},", result[key], size) for key in names
         ]
     else:
         names, columns = (), [_checked(f"reward {name!r}", result, size)]
-    _check_names(name, names, components, isinstance(result, Mapping))
-    found: dict[int, list[float]] = {}
+    require_components(name, names, components)
+    scores: dict[int, list[float]] = {}
     failures: dict[int, RewardFailure] = {}
     for row, values in enumerate(zip(*columns, strict=True)):
-        numbers = [_number(value) for value in values]
+        numbers = [float32_or_nan(value) for value in values]
         wrong = next((i for i, number in enumerate(numbers) if math.isnan(number)), None)
         if wrong is None:
-            found[row] = numbers
+            scores[row] = numbers
             continue
         part = f" as {names[wrong]!r}" if names else ""
         failures[row] = RewardFailure(
@@ -182,7 +180,7 @@ def read(
             f"reward {name!r} returned {_short(values[wrong])}{part} for completion "
             f"{first_row + row}; it must be a finite float",
         )
-    return Scores.of(names, found, failures)
+    return Scores.of(names, scores, failures)
 
 
 def _checked(who: str, values: Any, size: int) -> list[object]:
@@ -204,34 +202,22 @@ def _checked(who: str, values: Any, size: int) -> list[object]:
     return entries
 
 
-def _check_names(
-    name: str, names: tuple[object, ...], expected: tuple[str, ...] | None, mapping: bool
-) -> None:
-    if mapping and not (names and all(isinstance(key, str) for key in names)):
-        raise RewardFailure(
-            "malformed",
-            f"reward {name!r} returned a mapping with keys {list(names)}; "
-            "it must have at least one component, each named by a string",
-        )
-    require_components(name, names, expected)
-
-
 def require_components(
     name: str, names: tuple[object, ...] | None, expected: tuple[str, ...] | None
 ) -> None:
     """Raise RewardFailure where reward `name` returned other components than `expected`, if any."""
     if expected is not None and names != expected:
-        had, wanted = (
+        returned, declared = (
             f"components {list(some)}" if some else "a plain list" for some in (names, expected)
         )
         raise RewardFailure(
             "malformed",
-            f"reward {name!r} returned {had} where {wanted} was declared or returned before; "
-            "return the same names in the same order at every call",
+            f"reward {name!r} returned {returned} where {declared} was declared or returned "
+            "before; return the same names in the same order at every call",
         )
 
 
-def _number(value: Any) -> float:
+def float32_or_nan(value: Any) -> float:
     """Return a finite float within float32's range, or NaN."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
@@ -247,29 +233,23 @@ def _short(value: object) -> str:
         return f"{type(value).__name__}"
 
 
-# Reward functions by name.
-#
-# Adding one: a module in this package whose function carries `@register_reward("name")`, with
-# `components=("answer", ...)` if it returns named components. Its options are its keyword-only
-# parameters with defaults; `reward.options` sets them.
-#
-# A completion is right where its reward says so with at least 1 (`right_from`): by the component
-# `correct` (else `answer`), or by the score of a reward that has neither.
+# Reward functions by name. The options of one are its keyword-only parameters with defaults;
+# `reward.options` sets them.
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredReward:
-    """A registered reward; no components where it returns a plain list."""
+    """A registered reward; see `register_reward`."""
 
     function: RewardFunction
-    components: tuple[str, ...]  # in the order in which it returns them, e.g. ("answer", "format")
+    components: tuple[str, ...]
     pooled: bool = False
     imports: tuple[str, ...] = ()
     answer: Callable[..., str | None] | None = None
     well_formed: Callable[..., bool] | None = None
-    right_from: Callable[..., float] | None = None
+    right_from: str | Callable[..., float] | None = None
 
 
 _registry: Registry[RegisteredReward] = Registry(
@@ -294,17 +274,20 @@ def register_reward(
     imports: tuple[str, ...] = (),
     answer: Callable[..., str | None] | None = None,
     well_formed: Callable[..., bool] | None = None,
-    right_from: Callable[..., float] | None = None,
+    right_from: str | Callable[..., float] | None = None,
 ) -> Callable[[_F], _F]:
     """Make a reward function selectable as `reward.name=<name>`; a name can be taken once.
 
-    `components` are the names that it returns, in order; none for a reward that returns a plain
-    list. `pooled` is for the engine's own rewards whose time depends on what a model writes: they
-    run in processes of their own, each completion with a deadline (see `pool`); those processes
-    load `imports` once. `answer(completion)` reads the answer that evaluation shows and votes on;
-    `well_formed(completion)` says whether it keeps the format; `right_from()` is the least score
-    of a right one, 1 without it. Options of the reward that are keywords of these are given to
-    them. Raises ConfigError for a name that is taken and for a component that is named twice.
+    `components` are the names that it returns, in order, e.g. ("answer", "format"); none for a
+    reward that returns a plain list. `pooled` is for the engine's own rewards whose time depends on
+    what a model writes: they run in a `RewardPool`, whose processes load `imports` once.
+    `answer(completion)` reads the answer that evaluation shows and votes on;
+    `well_formed(completion)` says whether it keeps the format. A completion is right from a score
+    of 1 on, or as `right_from` says: the option that has the least score of a right one, or a
+    function that returns it. What counts is the component `correct` (else `answer`), or the score
+    of a reward that has neither. Options of the reward that are keywords of these functions are
+    given to them. Raises ConfigError for a name that is taken and for a component that is named
+    twice.
     """
     if isinstance(components, str) or len(set(components)) < len(components):
         raise ConfigError(

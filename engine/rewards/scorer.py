@@ -1,20 +1,24 @@
 """The scorer of a run: what RL learns from, and what validation, evaluation and gate judge by.
 
-Several rewards as one, and where each of them runs: in this process, in a pool, or in a process
-of its own.
+One `RewardConfig` makes one `Scorer`. It gives scores by component, their weighted sum, and what an
+evaluation needs: which completions are right, which answers they give, which keep the format.
+`CombinedReward` is several rewards as one, and `open_reward` says where each of them runs: in this
+process, in a pool, or in a process of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from engine.errors import ConfigError
 from engine.redaction import redact_values
+from engine.registry import keyword_defaults
 from engine.rewards.calls import (
     OnError,
     RewardRows,
@@ -40,19 +44,16 @@ if TYPE_CHECKING:
     from engine.config import RewardConfig, RewardSpec
 
 
-# Several rewards as one: another one for each source of rows, and further components.
-#
-# The reward of a row's source gives the component `answer`, or those that it names itself; each
-# further reward adds a component of its own. What they weigh is not known here.
-
 ANSWER = "answer"  # the component that a plain list becomes
 SOURCE = "data_source"
 
 
 class CombinedReward:
-    """Calls each reward on its rows, all side by side; a row that one of them fails on has failed.
+    """Several rewards as one: another one for each source of rows, and further components.
 
-    A component that a row's source doesn't have is 0 there.
+    The reward of a row's source gives the component `answer`, or those that it names itself; each
+    further reward adds a component of its own. All are called side by side; a row that one of them
+    fails on has failed. A component that a row's source doesn't have is 0 there.
     """
 
     def __init__(
@@ -63,16 +64,18 @@ class CombinedReward:
     ) -> None:
         """Raises ConfigError for components that can't be told apart."""
         self._main, self._sources, self._further = main, dict(sources), dict(further)
-        self.name = " + ".join([main.name, *(one.name for one in further.values())])
-        self._named = {id(one): one.components for one in self._all()}
-        for name, one in self._further.items():
-            if one.components:
+        self.name = " + ".join([main.name, *(reward.name for reward in further.values())])
+        self._by_source = [main, *self._sources.values()]
+        self._all = [*self._by_source, *self._further.values()]
+        self._components = {id(reward): reward.components for reward in self._all}  # as known
+        for name, reward in self._further.items():
+            if reward.components:
                 raise ConfigError(
-                    f"reward.components.{name} is {one.name!r}, which has components of its own, "
-                    f"{list(one.components)}; choose a reward with one score"
+                    f"reward.components.{name} is {reward.name!r}, which has components of its "
+                    f"own, {list(reward.components)}; choose a reward with one score"
                 )
-        own = {name for one in self._answering() for name in one.components or (ANSWER,)}
-        if twice := sorted(own & self._further.keys()):
+        names = {name for reward in self._by_source for name in reward.components or (ANSWER,)}
+        if twice := sorted(names & self._further.keys()):
             raise ConfigError(
                 f"reward.components names {twice}, which the reward itself has; choose other names"
             )
@@ -80,48 +83,53 @@ class CombinedReward:
     @property
     def components(self) -> tuple[str, ...] | None:
         """All names in order; None as long as a reward has not said its own."""
-        own: dict[str, None] = {}
-        for one in self._answering():
-            names = self._named[id(one)]
+        known: dict[str, None] = {}
+        for reward in self._by_source:
+            names = self._components[id(reward)]
             if names is None:
                 return None
-            own |= dict.fromkeys(names or (ANSWER,))
-        return (*own, *self._further)
+            known |= dict.fromkeys(names or (ANSWER,))
+        return (*known, *self._further)
 
     def components_of(self, source: object) -> tuple[str, ...]:
         """Those that the reward of a source's rows gives, as far as is known, without further."""
-        names = self._named[id(self._sources.get(str(source), self._main))]
+        names = self._components[id(self._sources.get(str(source), self._main))]
         return names or (ANSWER,)
 
     def score_all(
         self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
     ) -> Scores:
         parts = self._parts(rows)
+
+        def score_part(part: tuple[RewardScorer, list[int], str]) -> Scores:
+            reward, indices, _ = part
+            names = self._components[id(reward)]
+            return score_rows(reward, rows.select(indices), timeout_s, names)[0]
+
         with ThreadPoolExecutor(max(1, len(parts))) as threads:
-            done = list(
-                threads.map(
-                    lambda part: score_rows(
-                        part[0], rows.select(part[1]), timeout_s, self._named[id(part[0])]
-                    )[0],
-                    parts,
-                )
-            )
-        found: list[dict[str, float]] = [{} for _ in range(len(rows))]
+            scores_by_part = list(threads.map(score_part, parts))
+        by_name: list[dict[str, float]] = [{} for _ in range(len(rows))]
         failures: dict[int, RewardFailure] = {}
-        for (scorer, places, label), scores in zip(parts, done, strict=True):
+        for (reward, indices, label), scores in zip(parts, scores_by_part, strict=True):
             if scores.components is not None:
-                self._named[id(scorer)] = scores.components
-            names = self._labels(scorer, label, scores.components)
-            for row, place in enumerate(places):
-                if row in scores.failures:
-                    failures.setdefault(place, scores.failures[row])
+                self._components[id(reward)] = scores.components
+            if label and scores.components:
+                raise RewardFailure(
+                    "malformed",
+                    f"reward.components.{label} returned components, {list(scores.components)}; "
+                    f"let reward {reward.name!r} return one list of scores",
+                )
+            names = (label,) if label else scores.components or (ANSWER,)
+            for i, row in enumerate(indices):
+                if i in scores.failures:
+                    failures.setdefault(row, scores.failures[i])
                 else:
-                    found[place] |= dict(zip(names, scores.rows[row], strict=True))
-        order = self.components or tuple(dict.fromkeys(name for row in found for name in row))
+                    by_name[row] |= dict(zip(names, scores.rows[i], strict=True))
+        order = self.components or tuple(dict.fromkeys(name for row in by_name for name in row))
         if order:
             require_components(self.name, order, components)
         values = {
-            row: [found[row].get(name, 0.0) for name in order]
+            row: [by_name[row].get(name, 0.0) for name in order]
             for row in range(len(rows))
             if row not in failures
         }
@@ -129,46 +137,25 @@ class CombinedReward:
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
         results: dict[int, RowResult] = {}
-        for row, one in rows.items():
-            scores = self.score_all(one, timeout_s, None)
+        for row, single in rows.items():
+            scores = self.score_all(single, timeout_s, None)
             results[row] = scores.failures.get(0, scores)
         return results
 
     def close(self) -> None:
-        for one in self._all():
-            one.close()
-
-    def _answering(self) -> list[RewardScorer]:
-        return [self._main, *self._sources.values()]
-
-    def _all(self) -> list[RewardScorer]:
-        return [*self._answering(), *self._further.values()]
+        for reward in self._all:
+            reward.close()
 
     def _parts(self, rows: RewardRows) -> list[tuple[RewardScorer, list[int], str]]:
         """Who scores which rows; with the component's name, for a further reward."""
         sources = rows.columns.get(SOURCE, [""] * len(rows))
-        places: dict[str, list[int]] = {}
+        by_source: dict[str, list[int]] = {}
         for row, source in enumerate(sources):
-            places.setdefault(str(source) if source in self._sources else "", []).append(row)
-        parts = [(self._sources.get(name, self._main), at, "") for name, at in places.items()]
-        everywhere = list(range(len(rows)))
-        return [*parts, *((one, everywhere, name) for name, one in self._further.items())]
+            by_source.setdefault(str(source) if source in self._sources else "", []).append(row)
+        parts = [(self._sources.get(name, self._main), at, "") for name, at in by_source.items()]
+        every_row = list(range(len(rows)))
+        return [*parts, *((reward, every_row, name) for name, reward in self._further.items())]
 
-    def _labels(
-        self, scorer: RewardScorer, label: str, names: tuple[str, ...] | None
-    ) -> Sequence[str]:
-        if not label:
-            return names or (ANSWER,)
-        if names:
-            raise RewardFailure(
-                "malformed",
-                f"reward.components.{label} returned components, {list(names)}; let reward "
-                f"{scorer.name!r} return one list of scores",
-            )
-        return (label,)
-
-
-# Where a reward runs: in this process, in a pool of processes, or in a process of its own.
 
 Isolation: TypeAlias = Literal["process", "none"]
 
@@ -212,12 +199,6 @@ def open_reward(
     return RewardProcess(name, options, (module, *plugins))
 
 
-# The scorer of a run: what RL learns from, and what validation, evaluation and gate judge by.
-#
-# One `RewardConfig` makes one scorer. It gives scores by component, their weighted sum, and what
-# an
-# evaluation needs: which completions are right, which answers they give, which keep the format.
-
 R = TypeVar("R")
 RIGHT = ("correct", "answer")  # components that say which completions are right
 
@@ -233,8 +214,28 @@ class Scorer:
         """`plugins` are the modules that may register the rewards."""
         self.config = config
         self._opened: list[RewardScorer] = []
+
+        def opened(spec: RewardSpec) -> RewardScorer:
+            self._opened.append(
+                open_reward(
+                    spec.name,
+                    spec.options,
+                    isolation=config.isolation,
+                    plugins=plugins,
+                    processes=config.processes,
+                    sample_timeout_s=config.sample_timeout_s,
+                )
+            )
+            return self._opened[-1]
+
         try:
-            self.reward = self._open(config, plugins)
+            self.reward = opened(config)
+            if config.sources or config.components:
+                self.reward = CombinedReward(
+                    self.reward,
+                    {name: opened(spec) for name, spec in config.sources.items()},
+                    {name: opened(spec) for name, spec in config.components.items()},
+                )
             if self.components is not None:
                 self.weights(self.components)
         except BaseException:
@@ -286,13 +287,15 @@ class Scorer:
         Each is at least 1 there, or what the reward of the row's `sources` entry says.
         """
         totals, names = self.totals(scores), scores.components or ()
-        least = self._by_source(sources, _right_from)
+        thresholds = self._by_source(sources, _right_from)
         right = []
-        for row, (source, bound) in enumerate(zip(sources, least, strict=True)):
-            own = self._components_of(source, names)
-            by = next((names.index(name) for name in RIGHT if name in own and name in names), None)
-            value = totals[row] if by is None else scores.rows[row][by]
-            right.append(row not in scores.failures and value >= bound)
+        for row, (source, threshold) in enumerate(zip(sources, thresholds, strict=True)):
+            of_source = names
+            if isinstance(self.reward, CombinedReward):
+                of_source = self.reward.components_of(source)
+            judging = [name for name in RIGHT if name in of_source and name in names]
+            value = scores.rows[row][names.index(judging[0])] if judging else totals[row]
+            right.append(row not in scores.failures and value >= threshold)
         return right
 
     def answers(
@@ -300,10 +303,10 @@ class Scorer:
     ) -> tuple[list[str | None], bool]:
         """The answers that completions give, None without one; and whether any can be read."""
         readers = self._by_source(sources, _reader)
-        found = [
+        answers = [
             read(text) if read else None for read, text in zip(readers, completions, strict=True)
         ]
-        return found, any(readers)
+        return answers, any(readers)
 
     def well_formed(
         self, completions: Sequence[str], sources: Sequence[object]
@@ -318,33 +321,6 @@ class Scorer:
         """End the rewards' processes and what they left behind."""
         while self._opened:
             self._opened.pop().close()
-
-    def _components_of(self, source: object, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The components that rows of a source have, of all that there are."""
-        if isinstance(self.reward, CombinedReward):
-            return self.reward.components_of(source)
-        return names
-
-    def _open(self, config: RewardConfig, plugins: tuple[str, ...]) -> RewardScorer:
-        def opened(spec: RewardSpec) -> RewardScorer:
-            self._opened.append(
-                open_reward(
-                    spec.name,
-                    spec.options,
-                    isolation=config.isolation,
-                    plugins=plugins,
-                    processes=config.processes,
-                    sample_timeout_s=config.sample_timeout_s,
-                )
-            )
-            return self._opened[-1]
-
-        main = opened(config)
-        if not config.sources and not config.components:
-            return main
-        sources = {name: opened(spec) for name, spec in config.sources.items()}
-        further = {name: opened(spec) for name, spec in config.components.items()}
-        return CombinedReward(main, sources, further)
 
     def _by_source(self, sources: Sequence[object], of: Callable[[RewardSpec], R]) -> list[R]:
         """What `of` makes of the spec of each row's source, made once a spec."""
@@ -383,32 +359,31 @@ def scorer_identity(config: RewardConfig, code: str = "") -> str:
 
 def _reader(spec: RewardSpec) -> Callable[[str], str | None] | None:
     entry = registered_reward(spec.name)
-    return None if entry is None else _with_options(entry.answer, spec)
+    return None if entry is None or not entry.answer else _with_options(entry.answer, spec)
 
 
 def _form(spec: RewardSpec) -> Callable[[str], bool] | None:
     """What says whether a text keeps the format: it has an answer, where nothing else does."""
     entry = registered_reward(spec.name)
-    if entry is None:
-        return None
-    if entry.well_formed is not None:
+    if entry is not None and entry.well_formed is not None:
         return _with_options(entry.well_formed, spec)
-    read = _with_options(entry.answer, spec)
+    read = _reader(spec)
     return None if read is None else lambda text: read(text) is not None
 
 
 def _right_from(spec: RewardSpec) -> float:
+    """The least score of a right completion."""
     entry = registered_reward(spec.name)
     if entry is None or entry.right_from is None:
         return 1.0
-    least = _with_options(entry.right_from, spec)
-    return 1.0 if least is None else float(least())
+    if not isinstance(entry.right_from, str):
+        return float(_with_options(entry.right_from, spec)())
+    options: Mapping[str, Any] = keyword_defaults(entry.function) | dict(spec.options)
+    return float(options[entry.right_from])
 
 
-def _with_options(function: Callable[..., R] | None, spec: RewardSpec) -> Callable[..., R] | None:
+def _with_options(function: Callable[..., R], spec: RewardSpec) -> Callable[..., R]:
     """The function with those of a reward's options that are keywords of it."""
-    if function is None:
-        return None
     names = inspect.signature(function).parameters
     options = {name: value for name, value in spec.options.items() if name in names}
-    return lambda *arguments: function(*arguments, **options)
+    return functools.partial(function, **options)

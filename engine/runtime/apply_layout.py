@@ -30,17 +30,14 @@ from engine.parallel.process_groups import Ranks
 from engine.parallel.sequence_parallel import apply_ulysses
 from engine.parallel.tensor_parallel import apply_tensor_parallel, tied_parameters
 
-# What a rank keeps of a model, read from files straight into its shards.
-#
-# The model was laid out over the ranks without storage (`engine.models.unloaded`). A rank's memory
-# then holds its shards and, while one is read, a bucket; no rank has a whole model.
-
 
 @torch.no_grad()
 def load_shards(
     module: nn.Module, source: UnloadedModel, device: torch.device, parameters: torch.device
 ) -> None:
     """Give `module`, this rank's part of `source`'s, storage and values.
+
+    The rank's memory then holds its shards and, while one is read, a bucket.
 
     Buffers go to `device`; `parameters` is the same, or the CPU where they are offloaded. Names are
     those of the whole model, or of the embedding that a head in another stage is tied to.
@@ -69,12 +66,6 @@ def load_shards(
         elif box.elements:
             source.files.read(source.names[name], box.offset, shard)
 
-
-# Whether a sharded model's passes take packed rows: by its configuration, and by a check.
-#
-# `engine.models.packing` packs. Layouts and families that can't take packed rows get padded ones,
-# and
-# so does a model whose packed rows, when they are first used, don't give what padded ones do.
 
 log = logging.getLogger(__name__)
 
@@ -140,12 +131,6 @@ def _computes_in_half(module: nn.Module, config: ParallelConfig) -> bool:
         return config.compute_dtype != "float32"
     return any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
 
-
-# A model laid out over a role's ranks: this rank's module, sharded, with its storage.
-#
-# `engine.parallel` has the axes; here is the order in which they are applied, and when weights
-# that
-# are still in files are read.
 
 ModelPart = PreTrainedModel | CriticModel | stages.PipelineStage  # what one rank trains
 

@@ -107,12 +107,12 @@ def read_call(
 
 
 def _resolve(
-    policy: PreTrainedModel, given: GenerationConfig | None, arguments: dict[str, Any]
+    policy: PreTrainedModel, generation_config: GenerationConfig | None, arguments: dict[str, Any]
 ) -> GenerationConfig:
     """transformers' merge of arguments, `given`, the model's own configuration and defaults."""
     try:
         prepare: Any = policy._prepare_generation_config
-        config, rest = prepare(given, **arguments)
+        config, rest = prepare(generation_config, **arguments)
     except ValueError as error:
         raise ConfigError(f"generate: {error}") from None
     for name, value in rest.items():

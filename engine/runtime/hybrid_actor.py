@@ -22,31 +22,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine import models
 from engine.config import RolloutConfig, Section, explain
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, EngineError, RolloutError
-from engine.models import (
-    DTYPES,
-    UnloadedModel,
-    check_vocabulary,
-    load_model,
-    open_model,
-    require_model_folder,
-    save_policy,
-    vocabulary_and_context,
-)
 from engine.models.loading import adapter_base_path, load_model_config
 from engine.parallel.layout import Layout, ModelShape, check_layout, rollout_layout
 from engine.parallel.process_groups import init_process_group
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, engine_capabilities
 from engine.runtime.generate_arguments import read_call
 from engine.runtime.policy_runtime import PolicyRuntime
-from engine.runtime.rollout_weights import RolloutWeights, SharedWeights
+from engine.runtime.rollout_weights import SharedWeights
 from engine.runtime.sharded_policy import ShardedPolicy
-
-# The settings of `hybrid_config`, and the layout of ranks that they give. Imports no torch.
-
-_ELSEWHERE = ("pp_size", "sp_size")  # axes without an ordinary forward and backward pass
 
 
 class HybridConfig(Section):
@@ -77,7 +64,7 @@ class HybridConfig(Section):
         values = values or {}
         unknown = sorted(str(key) for key in values.keys() - cls.model_fields.keys())
         if unknown:
-            elsewhere = unknown[0] in _ELSEWHERE
+            elsewhere = unknown[0] in ("pp_size", "sp_size")  # no ordinary forward and backward
             hint = f"; RLTrainer spreads by {unknown[0][:2]} (actor.parallel)" if elsewhere else ""
             raise ConfigError(
                 f"hybrid_config has no key {', '.join(map(repr, unknown))}; its keys are "
@@ -87,8 +74,8 @@ class HybridConfig(Section):
             config = cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(f"hybrid_config: {explain(error)}") from None
-        given = {config.tp_size, config.rollout_tp_size} - {None}
-        if len(given) > 1:
+        sizes = {config.tp_size, config.rollout_tp_size} - {None}
+        if len(sizes) > 1:
             raise ConfigError(
                 f"hybrid_config: tp_size={config.tp_size} and rollout_tp_size="
                 f"{config.rollout_tp_size} are both that of generate; training's is train_tp_size"
@@ -137,15 +124,15 @@ class HybridConfig(Section):
     def _require_ranks(self, world_size: int) -> None:
         """Raise ConfigError where the sizes need more ranks than there are."""
         training = self.train_tp_size * (self.dp_size or 1) * (self.fsdp_size or 1)
-        asked = max(training, self.rollout_tp)
-        if asked <= world_size:
+        needed = max(training, self.rollout_tp)
+        if needed <= world_size:
             return
         names = ("dp_size", "fsdp_size", "tp_size", "train_tp_size", "rollout_tp_size")
         used = ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n) or 1) > 1)
         there = "this process is alone" if world_size == 1 else f"there are {world_size}"
         raise ConfigError(
-            f"hybrid_config's {used} needs {asked} ranks, but {there}; run it under torchrun with "
-            f"{asked} processes (torchrun --nproc-per-node {asked} …), or leave the sizes out"
+            f"hybrid_config's {used} needs {needed} ranks, but {there}; run it under torchrun with "
+            f"{needed} processes (torchrun --nproc-per-node {needed} …), or leave the sizes out"
         )
 
     def _data_axes(self, data_ranks: int, in_node: int) -> tuple[int, int]:
@@ -169,8 +156,6 @@ class HybridConfig(Section):
             return self.dp_size or max(1, data_ranks // min(shared, data_ranks)), shared
         return self.dp_size or max(1, data_ranks // self.fsdp_size), self.fsdp_size
 
-
-# The ranks that a launcher such as torchrun started this process with.
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 
@@ -211,13 +196,6 @@ def _whole_number(name: str, default: int) -> int:
         ) from None
 
 
-# `HybridActor`: one causal language model to train and to sample from, without a reload between.
-#
-# It is the policy's module tree under another root, over the `PolicyRuntime` that the RL workers
-# use
-# too. `generate`'s arguments are read in `generate_arguments`; many ranks are in `sharded_policy`.
-
-
 class HybridActor(nn.Module):
     """A policy and its rollout engine over the same weights.
 
@@ -236,10 +214,10 @@ class HybridActor(nn.Module):
 
     def __init__(
         self,
-        model: PreTrainedModel | UnloadedModel | None = None,
+        model: PreTrainedModel | models.UnloadedModel | None = None,
         hybrid_config: Mapping[str, object] | None = None,
         *,
-        policy: PreTrainedModel | UnloadedModel | None = None,
+        policy: PreTrainedModel | models.UnloadedModel | None = None,
         contiguous: bool = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
         rollout_engine: str = "native",
@@ -256,36 +234,54 @@ class HybridActor(nn.Module):
         for an impossible layout, and ModelError if the tokenizer has tokens that the model lacks.
         """
         super().__init__()
-        source = _one_model(model, policy)
-        policy = source.module if isinstance(source, UnloadedModel) else source
-        if contiguous:
-            _make_contiguous(policy)
+        if (model is None) == (policy is None):
+            raise ConfigError(
+                f"HybridActor got {'no model' if model is None else 'both model and policy'}; give "
+                "model, a transformers causal LM, or use HybridActor.from_pretrained(path)"
+            )
+        source: Any = policy if model is None else model
+        module: PreTrainedModel = (
+            source.module if isinstance(source, models.UnloadedModel) else source
+        )
+        for parameter in module.parameters() if contiguous else ():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
         sizes = HybridConfig.of(hybrid_config)
         _check_rollout(rollout_engine, sizes)
         world_size, on_node = init_from_launcher()
-        layout = sizes.check(policy.config, world_size, on_node)
+        layout = sizes.check(module.config, world_size, on_node)
         self.tokenizer = tokenizer
         if tokenizer is not None:
-            check_vocabulary(policy.config.get_text_config().vocab_size, tokenizer, "the actor")
+            models.check_vocabulary(
+                module.config.get_text_config().vocab_size, tokenizer, "the actor"
+            )
         self._sharded: ShardedPolicy | None = None
         if world_size > 1:
             self._sharded = ShardedPolicy(source, layout, sizes.rollout_tp)
             self.runtime, weights = self._sharded.runtime, self._sharded.weights
         else:
-            device = None if isinstance(source, UnloadedModel) else policy.device
+            device = None if isinstance(source, models.UnloadedModel) else module.device
             self.runtime = PolicyRuntime(source, device=device)
-            weights = SharedWeights(policy)
+            weights = SharedWeights(module)
         # Not registered as a child, which would put "policy." before every name. The root has the
         # policy's own dictionaries, so what changes in one changes in the other.
-        self.__dict__["policy"] = policy
+        self.__dict__["policy"] = module
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = getattr(policy, shared)
-        self.training = policy.training
+            self.__dict__[shared] = getattr(module, shared)
+        self.training = module.training
         options: dict[str, Any] = dict(rollout_options or {})
-        context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        context = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         self._max_model_len = int(options.get("max_model_len") or context or 0)
-        _init_rollout(self.runtime, rollout_engine, weights, options)
-        self._seen = _writes(policy.parameters())
+        try:
+            self.runtime.init_rollout(rollout_engine, weights, options)
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise ConfigError(
+                f"rollout_options don't fit rollout_engine={rollout_engine!r}: {error}; leave it "
+                "out"
+            ) from None
+        self._seen = _writes(module.parameters())
         self._closed = False
         self._trained = False  # whether weights may have changed in a way `_writes` doesn't show
 
@@ -314,26 +310,26 @@ class HybridActor(nn.Module):
         world_size, on_node = init_from_launcher()
         sizes.layout(world_size, on_node)
         name = str(dtype).removeprefix("torch.")
-        if name not in DTYPES:
-            raise ConfigError(f"dtype={name!r} is not supported; use one of {[*DTYPES]}")
+        if name not in models.DTYPES:
+            raise ConfigError(f"dtype={name!r} is not supported; use one of {[*models.DTYPES]}")
         if device is not None and world_size > 1:
             raise ConfigError(
                 f"device={str(device)!r} with {world_size} ranks: each takes the device of its "
                 "LOCAL_RANK, or the CPU; leave device out"
             )
-        require_model_folder(path, "path")
-        vocabulary, _ = vocabulary_and_context(path)
+        models.require_model_folder(path, "path")
+        vocabulary, _ = models.vocabulary_and_context(path)
         if world_size > 1:
             config = load_model_config(adapter_base_path(path) or path)
             sizes.check(config, world_size, on_node)
         loaded = _tokenizer(path, tokenizer)
         if loaded is not None:
-            check_vocabulary(vocabulary, loaded, str(path))
-        policy: PreTrainedModel | UnloadedModel
+            models.check_vocabulary(vocabulary, loaded, str(path))
+        policy: PreTrainedModel | models.UnloadedModel
         if world_size > 1:  # each rank reads its shard
-            policy = open_model(path, name)
+            policy = models.open_model(path, name)
         else:
-            policy = load_model(path, name)
+            policy = models.load_model(path, name)
             if device is not None:
                 policy.to(device)  # type: ignore[arg-type]  # a str is fine
         return cls(
@@ -473,7 +469,7 @@ class HybridActor(nn.Module):
         if self._sharded is not None:
             self._sharded.save_pretrained(folder, **options)
         else:
-            save_policy(self.policy, folder, options)
+            models.save_policy(self.policy, folder, options)
 
     def close(self) -> None:
         """Close the rollout engine; the policy stays as it is."""
@@ -501,25 +497,6 @@ class HybridActor(nn.Module):
             raise problem
 
 
-def _one_model(
-    model: PreTrainedModel | UnloadedModel | None, policy: PreTrainedModel | UnloadedModel | None
-) -> PreTrainedModel | UnloadedModel:
-    """The one that was given; ConfigError for none and for two."""
-    given = [one for one in (model, policy) if one is not None]
-    if len(given) != 1:
-        raise ConfigError(
-            f"HybridActor got {'no model' if not given else 'both model and policy'}; give model, "
-            "a transformers causal LM, or use HybridActor.from_pretrained(path)"
-        )
-    return given[0]
-
-
-def _make_contiguous(model: PreTrainedModel) -> None:
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
 def _writes(parameters: Iterable[Tensor]) -> tuple[int, int]:
     """A value that differs once a parameter was replaced, or written where autograd counts."""
     found = list(parameters)
@@ -536,33 +513,18 @@ def _check_rollout(engine: str, sizes: HybridConfig) -> None:
         )
 
 
-def _init_rollout(
-    runtime: PolicyRuntime, name: str, weights: RolloutWeights, options: dict[str, object]
-) -> None:
-    try:
-        runtime.init_rollout(name, weights, options)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise ConfigError(
-            f"rollout_options don't fit rollout_engine={name!r}: {error}; leave it out"
-        ) from None
-
-
 def _tokenizer(
-    path: str | Path, given: PreTrainedTokenizerBase | str | Path | None
+    path: str | Path, tokenizer: PreTrainedTokenizerBase | str | Path | None
 ) -> PreTrainedTokenizerBase | None:
     """The given one, or that of the model's folder; None for a folder without one."""
-    if given is None:
+    if tokenizer is None:
         names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
         folder = Path(path)
         if folder.is_dir() and not any((folder / name).exists() for name in names):
             return None
         return load_tokenizer(path)
-    return load_tokenizer(given) if isinstance(given, str | Path) else given
+    return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
-
-# What switching between training and rollout costs: measured time and memory.
 
 Mode = Literal["train", "rollout", "eval"]
 
@@ -621,16 +583,12 @@ def _leave(actor: HybridActor, mode: Mode) -> None:
 
 
 def _timed(switch: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
     started = time.perf_counter()
     switch()
-    _synchronize(device)
+    synchronize()
     return time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _allocated(switch: Callable[[], object], device: torch.device) -> int:

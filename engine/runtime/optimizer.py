@@ -22,14 +22,13 @@ from engine.parallel import fsdp, gradients
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
 
-# Dynamic loss scaling: small float16 gradients must not vanish (arXiv:1710.03740, section 3.2).
-
 GROWTH_INTERVAL = 2000  # updates without an overflow until the scale doubles, as torch's GradScaler
 LARGEST = 2.0**24
 
 
 class LossScale:
-    """The factor that a loss is multiplied with, and its gradients divided by.
+    """The factor that a loss is multiplied with, and its gradients divided by: small float16
+    gradients must not vanish (arXiv:1710.03740, section 3.2).
 
     It halves where gradients overflow, which skips the update, and doubles after
     `GROWTH_INTERVAL` updates in a row.
@@ -70,15 +69,6 @@ def update_metrics(norms: Sequence[float], scale: LossScale | None) -> dict[str,
     return metrics
 
 
-# Float32 masters of weights that are stored in bfloat16 or float16 (arXiv:1710.03740).
-#
-# Forward, backward and rollout read the working weights. The optimizer updates their masters and
-# writes the rounded result into the working weights in place, so that whatever shares their
-# storage
-# sees it. An update below the working dtype's resolution is lost in the weight and not in its
-# master.
-# Gradients are accumulated in float32.
-
 REDUCED = (torch.bfloat16, torch.float16)
 
 
@@ -88,16 +78,12 @@ def has_master(parameter: Tensor) -> bool:
 
 
 def make_master(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    """A float32 copy of this rank's part of a parameter."""
+    """A float32 copy of this rank's part of a parameter (arXiv:1710.03740, section 3.1).
+
+    The optimizer updates masters and rounds them into the working weights in place, which rollout
+    may share: an update below the working dtype's resolution is lost there, and not in the master.
+    """
     return local_tensor(parameter).detach().to(device, torch.float32, copy=True)
-
-
-@torch.no_grad()
-def write_working_weights(parameters: Iterable[nn.Parameter], masters: Iterable[Tensor]) -> None:
-    """Round masters into their parameters, in place; both on one device."""
-    working = [local_tensor(parameter) for parameter in parameters]
-    if working:
-        torch._foreach_copy_(working, list(masters))
 
 
 def accumulate_in_float32(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -120,9 +106,6 @@ def _widen(parameter: Tensor) -> None:
         parameter.grad = parameter.grad.float()
 
 
-# What an optimizer step does to the weights: AdamW, Adam or SGD, of torch or compiled.
-
-
 def make_update_rule(
     config: OptimConfig,
     stored: Sequence[Tensor],
@@ -138,11 +121,7 @@ def make_update_rule(
         groups.append({"params": matrices})
     if vectors := [tensor for tensor in stored if tensor.dim() < 2]:
         groups.append({"params": vectors, "weight_decay": 0.0})
-    options: dict[str, Any] = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "fused": True,
-    }
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "SGD":
         return torch.optim.SGD(groups, momentum=config.momentum, **options)
     options["betas"] = (config.beta1, config.beta2)
@@ -152,17 +131,6 @@ def make_update_rule(
         return CompiledAdamW(groups, working, **options)
     return torch.optim.AdamW(groups, **options)
 
-
-def state_kind(optimizer: str) -> str:
-    """The kind of a rule's state: rules of one kind can go on from each other's."""
-    return "Adam" if optimizer == "AdamW" else optimizer
-
-
-# Optimizer, learning-rate schedule and gradient clipping, for SFT, actor and critic.
-#
-# Weights stored in bfloat16 or float16 have float32 masters here (`master_weights`). On many ranks
-# each updates the shards that it stores (`update_rules`). Gradients must be reduced over the ranks
-# before a step.
 
 MASTER = "master"  # among a parameter's moments in a state dict
 _OFFLOAD_ELEMENTS = 64 << 20  # parameters whose moments are on the device at a time
@@ -201,7 +169,8 @@ class Optimizer:
         working = {self._stored[name]: self._named[name] for name in self._with_master}
         self._rule = make_update_rule(config, list(self._stored.values()), working)
         self._compiled = self._rule if isinstance(self._rule, CompiledAdamW) else None
-        self._kind = state_kind(config.optimizer)
+        # Rules of one kind can go on from each other's state.
+        self._kind = "Adam" if config.optimizer == "AdamW" else config.optimizer
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._rule, lambda step: learning_rate_factor(step, total_steps, config)
         )
@@ -281,16 +250,14 @@ class Optimizer:
         if not self._offload:
             yield list(self._named)
             return
-        part: list[str] = []
-        size = 0
+        part, size = list[str](), 0
         for name, stored in self._stored.items():
             if part and size + stored.numel() > _OFFLOAD_ELEMENTS:
                 yield part
                 part, size = [], 0
             part.append(name)
             size += stored.numel()
-        if part:
-            yield part
+        yield part
 
     def _update(self, names: list[str]) -> None:
         """Update the parameters `names`; those without a gradient stay."""
@@ -306,19 +273,14 @@ class Optimizer:
                 stored.data = local_tensor(parameter)  # it may have been moved since
             stored.grad = local_tensor(parameter.grad)
         self._rule.step()
-        self._write(rounded)
+        if rounded and self._compiled is None:  # which has rounded them itself
+            working = [local_tensor(self._named[name]) for name in rounded]
+            with torch.no_grad():
+                torch._foreach_copy_(working, [self._stored[name] for name in rounded])
         for name in names:
             self._stored[name].grad = None
         if self._offload:
             self._move_state(names, to_device=False)
-
-    def _write(self, names: Sequence[str]) -> None:
-        """Round the masters `names` into the working weights."""
-        if self._compiled is not None:
-            return  # it has
-        write_working_weights(
-            [self._named[name] for name in names], [self._stored[name] for name in names]
-        )
 
     def offload(self) -> None:
         """Move moments and masters to CPU memory, e.g. before a rollout; the next step moves them

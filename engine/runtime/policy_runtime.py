@@ -14,20 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine import models
 from engine.batch import Batch
 from engine.config import LoRAConfig, ParallelConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import RolloutError
-from engine.models import (
-    CriticModel,
-    UnloadedModel,
-    adapter_parameters,
-    has_adapters,
-    load_policy_model,
-    open_policy_model,
-    save_model,
-    save_tensors,
-)
 from engine.parallel.layout import Layout
 from engine.parallel.module_shards import named_tensors
 from engine.parallel.process_groups import Ranks
@@ -36,13 +27,6 @@ from engine.runtime.apply_layout import ModelPart, load_shards
 from engine.runtime.rollout_weights import RolloutWeights, SharedWeights, merged_tensors
 from engine.runtime.sharded_model import ShardedModel
 from engine.weight_transfer import WeightReceiver, WeightSender
-
-# A policy on this process's ranks: one object for training and for rollout.
-#
-# `HybridActor` has one, and the actor, rollout and reference workers of a process share one
-# (`WorkerContext.process`): a notebook runs the code that trains in production. The optimizer and
-# the
-# state to save are in `sharded_train_state`.
 
 
 @runtime_checkable
@@ -62,13 +46,16 @@ class SleepingEngine(RolloutEngine, Protocol):
 class PolicyRuntime:
     """A policy's sharded weights, the rollout engine over them, and their version.
 
+    `HybridActor` has one, and the actor, rollout and reference workers of a process share one
+    (`WorkerContext.process`).
+
     `sharded` trains; `rollout_weights` are the same weights for `engine`; `version` counts updates.
     `loaded_in_shards`: no rank ever had all of it.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel | CriticModel | UnloadedModel,
+        model: PreTrainedModel | models.CriticModel | models.UnloadedModel,
         ranks: Ranks | None = None,
         config: ParallelConfig | None = None,
         *,
@@ -80,7 +67,7 @@ class PolicyRuntime:
         """
         ranks, config = ranks or Ranks(Layout()), config or ParallelConfig()
         self.sharded = ShardedModel(model, ranks, config, device=device)
-        self.loaded_in_shards = isinstance(model, UnloadedModel)
+        self.loaded_in_shards = isinstance(model, models.UnloadedModel)
         self.version = 0
         self.rollout_weights: RolloutWeights = SharedWeights(self.module)
         self._engine: RolloutEngine | None = None
@@ -216,7 +203,7 @@ class PolicyRuntime:
         if self.sharded.ranks.layout.world_size == 1:
             yield from _transferred_tensors(self.module).items()
             return
-        adapters = has_adapters(self.module)
+        adapters = models.has_adapters(self.module)
         yield from self.sharded.full_tensors((lambda name: ".lora_" in name) if adapters else None)
 
 
@@ -225,15 +212,12 @@ def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     Of a model with adapters: these alone, since all processes load the same base.
     """
-    if has_adapters(model):
-        return {name: p.data for name, p in adapter_parameters(model).items()}
+    if models.has_adapters(model):
+        return {name: p.data for name, p in models.adapter_parameters(model).items()}
     named: dict[str, Tensor] = dict(model.named_parameters())
-    kept = model.state_dict(keep_vars=True)
-    named |= {name: b for name, b in model.named_buffers() if name in kept}
+    state = model.state_dict(keep_vars=True)
+    named |= {name: b for name, b in model.named_buffers() if name in state}
     return {name: tensor.data for name, tensor in named.items()}
-
-
-# A policy on many ranks as a Hugging Face folder, which rank 0 writes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,21 +230,21 @@ class StartModel:
     seed: int = 0  # of new adapters
     tokenizer: str = ""  # its folder; empty: the model's
 
-    def open(self) -> PreTrainedModel | UnloadedModel:
+    def open(self) -> PreTrainedModel | models.UnloadedModel:
         """To be loaded by the ranks that keep it, where that can be."""
-        return open_policy_model(self.path, self.dtype, self.lora, self.seed)
+        return models.open_policy_model(self.path, self.dtype, self.lora, self.seed)
 
     def load(self) -> PreTrainedModel:
         """Whole."""
-        return load_policy_model(self.path, self.dtype, self.lora, self.seed)
+        return models.load_policy_model(self.path, self.dtype, self.lora, self.seed)
 
     def load_on(self, device: torch.device) -> PreTrainedModel:
         """Whole, read straight onto `device`."""
         opened = self.open()
-        whole: Any = opened.module if isinstance(opened, UnloadedModel) else opened
-        if isinstance(opened, UnloadedModel):
-            load_shards(whole, opened, device, device)
-        moved: PreTrainedModel = whole.to(device)
+        model: Any = opened.module if isinstance(opened, models.UnloadedModel) else opened
+        if isinstance(opened, models.UnloadedModel):
+            load_shards(model, opened, device, device)
+        moved: PreTrainedModel = model.to(device)
         return moved
 
 
@@ -274,16 +258,16 @@ def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
     if ranks.layout.world_size == 1 or not policy.loaded_in_shards:
         model = policy.full_model(start.load)
         if ranks.rank == 0:
-            save_model(model, load_tokenizer(start.tokenizer or start.path), folder)
+            models.save_model(model, load_tokenizer(start.tokenizer or start.path), folder)
         return
 
     adapters: dict[str, Tensor] = {}
-    if has_adapters(policy.module):
+    if models.has_adapters(policy.module):
         adapters = dict(policy.sharded.full_tensors(lambda name: ".lora_" in name))
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         opened: Any = start.open()
         tokenizer = load_tokenizer(start.tokenizer or start.path)
-        save_tensors(opened.module, tensors, tokenizer, folder, adapters)
+        models.save_tensors(opened.module, tensors, tokenizer, folder, adapters)
 
     policy.write_full(write, merged_tensors(policy.sharded, adapters) if adapters else None)

@@ -1,12 +1,13 @@
 """The weights that a rollout engine decodes with: the trainer's own storage, or a resharded copy.
 
-Also a policy with adapters as tensor-parallel ranks decode it: shards of W + α/r · B·A.
+Where a rank's training shards are those that its rollout needs, both use one storage. Otherwise
+only the boxes that ranks lack are exchanged (`engine.parallel.reshard`), into buffers of the
+rollout's layout or into vLLM's own parameters. `rollout_weights` and `vllm_weights` choose.
 """
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,76 +32,6 @@ from engine.rollout.protocol import RolloutEngine
 from engine.runtime.sharded_model import ShardedModel
 from engine.storage.weight_files import file_tensors
 
-# A policy with adapters as native's tensor-parallel ranks decode it: shards of W + α/r · B·A.
-#
-# The base is frozen: its shards are sent once, or are the trainer's own. Whenever the policy
-# changes,
-# ranks gather the adapters, which are small, and each computes its own part of the merged
-# matrices.
-
-
-class MergedShards:
-    """This rank's merged tensors, by the names of a model without adapters: `tensors`."""
-
-    def __init__(self, sharded: ShardedModel, to: RolloutLayout, *, shared: bool) -> None:
-        """All ranks of the policy call it together.
-
-        `shared`: training and rollout have the same shards, so that the base needs no copy. Raises
-        ConfigError for adapters that are not plain LoRA, and for a quantised base.
-        """
-        self._sharded = sharded
-        self._scales = adapter_scales(sharded.module)
-        own = local_tensors(sharded.module, rename=self._base_name)
-        dtype = next(iter(own.values())).dtype
-        stored = gather_shard_map(sharded.module, rename=self._base_name)
-        shape = ModelShape.of(sharded.module.config)
-        wanted = rollout_shard_map(stored.shapes, to, shape, dtype)
-        rank = sharded.ranks.rank
-        self._boxes: dict[str, Box] = {
-            name: shard.box
-            for name, parameter in wanted.parameters.items()
-            for shard in parameter.shards
-            if rank in shard.ranks
-        }
-        self._base = own
-        if not shared:
-            plan = plan_reshard(stored, wanted).for_rank(rank)
-            device = next(iter(own.values())).device
-            self._base = {
-                name: torch.empty(size, dtype=dtype, device=device)
-                for name, size in plan.target_shapes().items()
-            }
-            Exchange(plan, own, self._base).run()
-        self.tensors = {
-            name: torch.empty_like(tensor) if self._module(name) in self._scales else tensor
-            for name, tensor in self._base.items()
-        }
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Merge the newest adapters; all ranks of the policy call it together."""
-        adapters = dict(self._sharded.full_tensors(lambda name: ".lora_" in name))
-        for name, merged in self.tensors.items():
-            module = self._module(name)
-            if module not in self._scales:
-                continue
-            down, up = (adapters[f"{module}.{m}.{ADAPTER}.weight"] for m in ("lora_A", "lora_B"))
-            (row, column), (rows, columns) = self._boxes[name].offset, self._boxes[name].size
-            part = up[row : row + rows] @ down[:, column : column + columns]
-            merged.copy_(self._base[name] + part * self._scales[module])
-
-    def _base_name(self, name: str) -> str | None:
-        """A parameter's name in the model without adapters; None for an adapter's."""
-        return (
-            None if ".lora_" in name else self._sharded.full_name(name).replace(".base_layer", "")
-        )
-
-    @staticmethod
-    def _module(name: str) -> str:
-        """The module of which `name` is the weight; empty for a bias."""
-        return name.removesuffix(".weight") if name.endswith(".weight") else ""
-
 
 @torch.no_grad()
 def merged_tensors(
@@ -124,7 +55,7 @@ def merged_tensors(
 
 def adapter_scales(module: nn.Module) -> dict[str, float]:
     """α/r of each adapted module of the whole policy; all ranks call it together."""
-    found: dict[str, float] = {}
+    scales: dict[str, float] = {}
     for name, layer in module.named_modules():
         adapted: Any = layer
         if not hasattr(adapted, "base_layer"):
@@ -139,19 +70,12 @@ def adapter_scales(module: nn.Module) -> dict[str, float]:
                 f"{name!r} is quantised (model.lora.quantize), and ranks can't have parts of it; "
                 "set rollout.tensor_parallel_size to 1"
             )
-        found[name] = float(adapted.scaling[ADAPTER])
-    every = [found] * (dist.get_world_size() if dist.is_initialized() else 1)
+        scales[name] = float(adapted.scaling[ADAPTER])
+    by_rank = [scales] * (dist.get_world_size() if dist.is_initialized() else 1)
     if dist.is_initialized():
-        dist.all_gather_object(every, found)
-    return {name: scale for part in every for name, scale in part.items()}
+        dist.all_gather_object(by_rank, scales)
+    return {name: scale for part in by_rank for name, scale in part.items()}
 
-
-# The weights that a rollout engine decodes with: the trainer's own storage, or a resharded copy.
-#
-# Where a rank's training shards are those that its rollout needs, both use one storage and
-# `refresh`
-# does nothing. Otherwise `refresh` transfers only the boxes that ranks lack
-# (`engine.parallel.reshard`), into buffers of the rollout's layout or into vLLM's own parameters.
 
 LoadModel = Callable[[], PreTrainedModel]
 
@@ -172,7 +96,7 @@ class VllmRanks(RolloutEngine, Protocol):
     def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 
 
-class RolloutWeights(ABC):
+class RolloutWeights:
     """The weights that the rollout engine of this rank decodes with."""
 
     model: Any  # given to the engine: a transformers model, or this rank's shard of one
@@ -184,10 +108,9 @@ class RolloutWeights(ABC):
         self.refresh()
         engine.update_weights(self.model, version)
 
-    def require_intact(self) -> None:  # noqa: B027 (only exchanges can fail midway)
+    def require_intact(self) -> None:
         """Raise RolloutError if an exchange failed midway: old and new weights are mixed."""
 
-    @abstractmethod
     def refresh(self) -> None:
         """Update `model` to the trainer's weights; all ranks of the policy call it together."""
 
@@ -198,9 +121,6 @@ class SharedWeights(RolloutWeights):
     def __init__(self, model: nn.Module | TPModelShard) -> None:
         self.model = model
 
-    def refresh(self) -> None:
-        """Do nothing: an optimizer step changes this storage."""
-
 
 class ReshardedWeights(RolloutWeights):
     """Buffers in the rollout's layout; an exchange fills what a rank lacks."""
@@ -209,8 +129,8 @@ class ReshardedWeights(RolloutWeights):
         config = sharded.module.config
         device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
         stored = gather_shard_map(sharded.module, rename=sharded.full_name)
-        wanted = rollout_shard_map(stored.shapes, to, ModelShape.of(config), dtype)
-        own = plan_reshard(stored, wanted).for_rank(sharded.ranks.rank)
+        target_map = rollout_shard_map(stored.shapes, to, ModelShape.of(config), dtype)
+        own = plan_reshard(stored, target_map).for_rank(sharded.ranks.rank)
         target: dict[str, Tensor]
         if to.tp == 1:
             self.model = _empty_model(config, dtype, device)
@@ -244,23 +164,78 @@ class AdapterWeights(RolloutWeights):
 
     def refresh(self) -> None:
         """Gather the adapters, which are small, and copy them in place."""
-        own = adapter_parameters(self.model)
+        parameters = adapter_parameters(self.model)
         with torch.no_grad():
-            for name, full in self._sharded.full_tensors(own.__contains__):
-                own[name].copy_(full)
+            for name, full in self._sharded.full_tensors(parameters.__contains__):
+                parameters[name].copy_(full)
 
 
 class MergedWeights(RolloutWeights):
-    """Tensor-parallel shards of a policy with adapters, merged into them at each refresh."""
+    """A policy with adapters as tensor-parallel ranks decode it: shards of W + α/r · B·A.
+
+    The base is frozen: its shards are sent once, or are the trainer's own. At each refresh ranks
+    gather the adapters, which are small, and each merges its own part of the matrices.
+    """
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout, *, shared: bool) -> None:
-        self._merged = MergedShards(sharded, to, shared=shared)
-        index, group = _tp_group(to, sharded.ranks.rank)
-        self.model = TPModelShard(sharded.module.config, self._merged.tensors, group, index)
+        """All ranks of the policy call it together.
 
+        `shared`: training and rollout have the same shards, so that the base needs no copy. Raises
+        ConfigError for adapters that are not plain LoRA, and for a quantised base.
+        """
+        self._sharded = sharded
+        self._scales = adapter_scales(sharded.module)
+        own = local_tensors(sharded.module, rename=self._base_name)
+        dtype = next(iter(own.values())).dtype
+        stored = gather_shard_map(sharded.module, rename=self._base_name)
+        shape = ModelShape.of(sharded.module.config)
+        target_map = rollout_shard_map(stored.shapes, to, shape, dtype)
+        rank = sharded.ranks.rank
+        self._boxes: dict[str, Box] = {
+            name: shard.box
+            for name, parameter in target_map.parameters.items()
+            for shard in parameter.shards
+            if rank in shard.ranks
+        }
+        self._base = own
+        if not shared:
+            plan = plan_reshard(stored, target_map).for_rank(rank)
+            device = next(iter(own.values())).device
+            self._base = {
+                name: torch.empty(size, dtype=dtype, device=device)
+                for name, size in plan.target_shapes().items()
+            }
+            Exchange(plan, own, self._base).run()
+        self._tensors = {
+            name: torch.empty_like(tensor) if self._module(name) in self._scales else tensor
+            for name, tensor in self._base.items()
+        }
+        self.refresh()
+        index, group = _tp_group(to, rank)
+        self.model = TPModelShard(sharded.module.config, self._tensors, group, index)
+
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Gather the adapters, and merge this rank's part of them."""
-        self._merged.refresh()
+        """Merge the newest adapters; all ranks of the policy call it together."""
+        adapters = dict(self._sharded.full_tensors(lambda name: ".lora_" in name))
+        for name, merged in self._tensors.items():
+            module = self._module(name)
+            if module not in self._scales:
+                continue
+            down, up = (adapters[f"{module}.{m}.{ADAPTER}.weight"] for m in ("lora_A", "lora_B"))
+            (row, column), (rows, columns) = self._boxes[name].offset, self._boxes[name].size
+            part = up[row : row + rows] @ down[:, column : column + columns]
+            merged.copy_(self._base[name] + part * self._scales[module])
+
+    def _base_name(self, name: str) -> str | None:
+        """A parameter's name in the model without adapters; None for an adapter's."""
+        full_name = self._sharded.full_name(name)
+        return None if ".lora_" in name else full_name.replace(".base_layer", "")
+
+    @staticmethod
+    def _module(name: str) -> str:
+        """The module of which `name` is the weight; empty for a bias."""
+        return name.removesuffix(".weight") if name.endswith(".weight") else ""
 
 
 class VllmWeights(RolloutWeights):
@@ -285,17 +260,14 @@ class VllmWeights(RolloutWeights):
         if self._exchange is not None:
             self._exchange.require_intact()
 
-    def refresh(self) -> None:
-        """Do nothing: `sync_weights` writes into the engine's parameters."""
-
     def _plan(self, engine: VllmRanks) -> Exchange:
         sharded, module = self._sharded, self._sharded.module
         stored = gather_shard_map(module, rename=sharded.full_name)
         shape = ModelShape.of(self.model.config)
-        wanted = rollout_shard_map(stored.shapes, self._to, shape, engine.dtype, fused=True)
-        own = plan_reshard(stored, wanted).for_rank(sharded.ranks.rank)
+        target_map = rollout_shard_map(stored.shapes, self._to, shape, engine.dtype, fused=True)
+        plan = plan_reshard(stored, target_map).for_rank(sharded.ranks.rank)
         source = local_tensors(module, rename=sharded.full_name)
-        return Exchange(own, source, engine.parameters())
+        return Exchange(plan, source, engine.parameters())
 
 
 class StreamedWeights(RolloutWeights):
@@ -317,9 +289,6 @@ class StreamedWeights(RolloutWeights):
         assert isinstance(engine, VllmRanks)
         kind = self.model.config.model_type
         engine.update_from(file_tensors(kind, self._sharded.full_tensors()), version)
-
-    def refresh(self) -> None:
-        """Do nothing: `sync_weights` gathers the tensors."""
 
 
 def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutWeights:
@@ -369,13 +338,13 @@ def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) 
 
 def _tp_group(to: RolloutLayout, rank: int) -> tuple[int, dist.ProcessGroup]:
     """This rank's index in, and the group of, the ranks that decode together."""
-    found: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
     for members in to.tp_groups():  # all ranks create all groups
         group = dist.new_group(list(members), sort_ranks=False)  # shards are in this order
         if rank in members:
-            found = group
-    assert found is not None
-    return to.place(rank).tp, found
+            own_group = group
+    assert own_group is not None
+    return to.place(rank).tp, own_group
 
 
 def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

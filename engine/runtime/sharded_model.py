@@ -1,7 +1,8 @@
-"""A model sharded over a role's ranks: forward and backward passes of micro-batches, and steps.
+"""A model sharded over a role's ranks, one or many, and passes of micro-batches over it.
 
-How rows become mini-batches and micro-batches within a token budget, and the loop over them.
-The optimizer is in `optimizer`, its saved state in `train_state`.
+How rows become mini-batches and micro-batches within a token budget, and `ShardedModel`, whose
+passes are the same under every layout. `engine.models` defines a forward pass, `engine.parallel`
+shards a model; the optimizer is in `optimizer`, its saved state in `train_state`.
 """
 
 from __future__ import annotations
@@ -57,15 +58,12 @@ from engine.parallel.process_groups import Ranks, init_process_group
 from engine.parallel.sequence_parallel import local_tokens, split_packed, split_tokens, sum_tokens
 from engine.parallel.vocab_parallel import VocabParallelStatistics
 from engine.runtime.apply_layout import (
-    ModelPart,
     accept,
     apply_layout,
     check_sample,
     floating_dtype,
 )
 from engine.runtime.optimizer import LossScale, Optimizer
-
-# Mini-batches: which rows make one optimizer step, on one rank or on many.
 
 
 def minibatch_indices(
@@ -99,9 +97,6 @@ def _total(rows: int, ranks: Ranks) -> int:
     return int(ranks.sum_over(torch.tensor(rows, device=ranks.mesh.device_type), DATA_AXES))
 
 
-# Micro-batches: rows of similar length, or of shared prompts, trimmed, within a token budget.
-
-
 def micro_batches(
     batch: Batch, max_tokens: int, packing: Packing = False
 ) -> Iterator[tuple[Tensor, Batch]]:
@@ -114,8 +109,8 @@ def micro_batches(
     """
     for index in _cut(batch, max_tokens, packing):
         rows = torch.tensor(index)
-        every = index == list(range(len(batch)))
-        yield rows, trim(batch if every else batch.rows(rows))
+        all_rows = index == list(range(len(batch)))
+        yield rows, trim(batch if all_rows else batch.rows(rows))
 
 
 def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:
@@ -170,236 +165,14 @@ def untrimmed(
     return out
 
 
-# Forward and backward passes of micro-batches over a rank's shard of a model.
-#
-# A pass runs the module, or this rank's pipeline stage; with sequence parallelism each rank
-# computes
-# its part of every sequence, and the outputs are summed over the ranks.
-
-
 @dataclass(frozen=True, slots=True)
 class _Share:
     """A rank's part of a micro-batch's sequences."""
 
     seqs: Sequences
-    positions: Tensor  # [b, L / sp] of its columns in the whole sequences
+    positions: Tensor  # [b, L / sp] of its columns in the full sequences
     rows: PackedRows | None  # the part of packed rows; None: they are padded
 
-
-class MicroBatchRunner:
-    """Runs micro-batches through a sharded module; all ranks that share it call it together."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        ranks: Ranks,
-        config: ParallelConfig,
-        device: torch.device,
-        pipeline: Pipeline | None,
-    ) -> None:
-        """`pipeline`: the schedule of this rank's stage; None for a model without stages."""
-        self.module, self.ranks, self.config, self.device = module, ranks, config, device
-        self._pipeline = pipeline
-        self._adapters_off = False
-
-    def without_adapters(self) -> MicroBatchRunner:
-        """The same with the module's adapters disabled."""
-        base = copy.copy(self)
-        base._adapters_off = True
-        return base
-
-    def outputs(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
-        """`reader`'s outputs `[b, R]` of each micro-batch, on this rank's device."""
-        if self._pipeline is None:
-            for micro in micros:
-                with self._forward_context(), reader.around(self.module, micro):
-                    yield self._forward(micro, reader)
-            return
-        yield from self._run_pipeline(micros, reader)
-
-    def backward(
-        self, micros: Sequence[Batch], reader: OutputReader, loss: Callable[[int, Outputs], Tensor]
-    ) -> None:
-        """Run each micro-batch forward and backward; `loss` takes its index and its outputs."""
-        if self._pipeline is None:
-            for index, micro in enumerate(micros):
-                with self._forward_context(), reader.around(self.module, micro):
-                    loss(index, self._forward(micro, reader)).backward()
-            return
-        shares = [self._share(micro) for micro in micros]
-
-        def read(index: int, hidden: Tensor) -> Tensor:
-            own = reader.from_hidden(self.module, hidden, shares[index].seqs, micros[index])
-            return loss(index, self._merge_sequences(own))
-
-        self._run_stages(shares, read, backward=True)
-
-    def logits(self, micro: Batch) -> Tensor:
-        """This rank's logits `[N, V]` of the positions that its readers read."""
-
-        def run() -> Tensor:
-            if not self._shards_sequences:
-                return model_logits(self.module, left_align(micro))
-            hidden, seqs = self._hidden(micro)
-            return response_logits(require_vocabulary_head(self.module), hidden, seqs)
-
-        with torch.no_grad(), self._forward_context():
-            return fsdp.run_forward(self.module, run)
-
-    def packing_error(self, sample: Batch) -> float:
-        """How far the module's packed rows are from padded ones; see `forward.packing_error`."""
-        training = self.module.training
-        self.module.eval()  # without dropout
-
-        def run() -> float:
-            if not self._shards_sequences and self._pipeline is None:
-                return packing_error(self.module, sample)
-            return distance(*(self._states(sample, packing) for packing in (True, False)))
-
-        with torch.no_grad(), self._forward_context():
-            stages = self._pipeline is not None
-            error = run() if stages else fsdp.run_forward(self.module, run)
-        self.module.train(training)
-        return error
-
-    def _run_pipeline(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
-        """Run all micro-batches through the pipeline; the last stage broadcasts the outputs."""
-        assert self._pipeline is not None
-        shares = [self._share(micro) for micro in micros]
-        done: dict[int, Outputs] = {}
-
-        def read(index: int, hidden: Tensor) -> None:
-            own = reader.from_hidden(self.module, hidden, shares[index].seqs, micros[index])
-            done[index] = self._merge_sequences(own)
-
-        self._run_stages(shares, read, backward=False)
-        group, last = self.ranks.group("pp"), self.ranks.size("pp") - 1
-        for index, micro in enumerate(micros):
-            found = done.get(index) or {
-                name: torch.zeros(micro["responses"].shape, device=self.device)
-                for name in reader.names()
-            }
-            for name in reader.names():
-                dist.broadcast(found[name], group=group, group_src=last)
-            yield found
-
-    def _forward(self, micro: Batch, reader: OutputReader) -> Outputs:
-        if not self._shards_sequences:
-            return fsdp.run_forward(self.module, lambda: reader.from_model(self.module, micro))
-
-        def run() -> Outputs:
-            hidden, seqs = self._hidden(micro)
-            return reader.from_hidden(self.module, hidden, seqs, micro)
-
-        return self._merge_sequences(fsdp.run_forward(self.module, run))
-
-    def _merge_sequences(self, own: Outputs) -> Outputs:
-        """Outputs of all tokens, from each rank's part of the sequences."""
-        return {name: sum_tokens(value, self.ranks) for name, value in own.items()}
-
-    def _hidden(self, micro: Batch, packing: Packing | None = None) -> tuple[Tensor, Sequences]:
-        """Hidden states of this rank's part of the sequences, and the tokens in it."""
-        share = self._share(micro, packing)
-        if share.rows is None:
-            return hidden_states(self.module, share.seqs, position_ids=share.positions), share.seqs
-        module: Any = self.module
-        return packed_forward(module.base_model, share.rows).last_hidden_state, share.seqs
-
-    def _states(self, sample: Batch, packing: Packing) -> Tensor:
-        """Hidden states [N, H] of all ranks' tokens, for a sample that is packed, or not.
-
-        Of stages the last one has them, others none.
-        """
-        found: list[Tensor] = []
-        if self._pipeline is None:
-            hidden, own = self._hidden(sample, packing)
-            found = [hidden]
-        else:
-            share = self._share(sample, packing)
-            own = share.seqs
-            self._run_stages([share], lambda _, last: found.append(last), backward=False)
-        every = left_align(sample)
-        if not found:
-            return torch.zeros(0, 1)
-        [hidden] = found
-        whole = hidden.new_zeros(*sample["responses"].shape, hidden.shape[-1])
-        seqs, every = own.to(hidden.device), every.to(hidden.device)
-        whole[seqs.rows, seqs.columns] = own.states(hidden)
-        return sum_tokens(whole, self.ranks)[every.rows, every.columns]
-
-    def _share(self, micro: Batch, packing: Packing | None = None) -> _Share:
-        """This rank's part of the sequences."""
-        seqs = left_align(micro)
-        rows = pack(self.module, seqs, packing, multiple=self.ranks.size("sp", "tp"))
-        if rows is None and not self._shards_sequences:
-            columns = torch.arange(seqs.input_ids.shape[1], device=seqs.input_ids.device)
-            return _Share(seqs, columns[None], None)
-        if rows is None:
-            ids, positions = split_tokens(seqs.input_ids, self.ranks)
-            places = seqs.positions
-        else:
-            ids, positions = split_packed(rows.input_ids, rows.position_ids, self.ranks)
-            places = rows.index(*(t.to(ids.device) for t in (seqs.rows, seqs.positions)))
-            rows = replace(rows, input_ids=ids, position_ids=positions)
-            seqs = seqs.to(ids.device)
-        mine, columns = local_tokens(places, ids.shape[1], self.ranks)
-        own = Sequences(
-            ids,
-            seqs.rows[mine],
-            columns,
-            seqs.targets[mine],
-            seqs.columns[mine],
-            packed=rows is not None,
-        )
-        return _Share(own, positions, rows)
-
-    def _run_stages(self, shares: Sequence[_Share], read: OnHidden, *, backward: bool) -> None:
-        """Send this rank's parts of micro-batches through the pipeline."""
-        assert self._pipeline is not None
-        with self._forward_context():
-            self._pipeline.run(
-                [share.seqs.input_ids for share in shares],
-                read,
-                backward=backward,
-                positions=[share.positions for share in shares],
-                segments=[share.rows and share.rows.segments for share in shares],
-            )
-
-    @property
-    def _shards_sequences(self) -> bool:
-        """Whether ranks split sequences between them."""
-        return self.ranks.size("sp") > 1
-
-    @contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        module: Any = self.module
-        with self._precision():
-            if not self._adapters_off:
-                yield
-                return
-            with BaseModelView(module).weights():
-                yield
-
-    def _precision(self) -> AbstractContextManager[object]:
-        """Autocast, where FSDP doesn't cast the weights, and they are not of that dtype already."""
-        if not self.config.compute_dtype or fsdp.shards_weights(self.ranks):
-            return nullcontext()
-        dtype = getattr(torch, self.config.compute_dtype)
-        other = any(p.is_floating_point() and p.dtype != dtype for p in self.module.parameters())
-        enabled = other and dtype != torch.float32
-        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled)
-
-
-# A model sharded over a role's ranks, one or many, and passes of micro-batches over it.
-#
-# `engine.models` defines a forward pass, `engine.parallel` shards a model and `micro_batch_runner`
-# runs passes; here every layout has the same two calls, `outputs` (no gradient) and `accumulate`
-# (gradients of a loss). The caller defines the loss and takes the optimizer step.
-#
-# On many ranks a batch is this rank's rows; a loss divides by the counts of all rows
-# (`global_counts`). Ranks that differ in tp, sp or pp only have the same rows, compute the same
-# loss
-# and get the same outputs.
 
 Metrics = dict[str, MeanAccumulator]
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
@@ -423,8 +196,21 @@ def process_device() -> torch.device:
     return torch.device("cpu")
 
 
+def zero_loss(outputs: Outputs) -> Tensor:
+    """A loss without gradient: its backward pass takes part in collectives, and does no more."""
+    return torch.stack([value.sum() for value in outputs.values()]).sum() * 0.0
+
+
 class ShardedModel:
-    """This rank's shard of a model, and its passes."""
+    """This rank's shard of a model, and its passes; every layout has the same calls.
+
+    `outputs` runs micro-batches without gradient. Training runs each one in `forward`, or all of
+    them in `train_stages` where the model `has_stages`, then calls `all_reduce_gradients`; the
+    loop is `TrainingWorker.accumulate`. A batch is this rank's rows, and a loss divides by the
+    counts of all ranks' rows (`global_counts`). Ranks that differ in tp, sp or pp only have the
+    same rows, compute the same loss and get the same outputs: with sequence parallelism each
+    computes its part of every sequence, and the outputs are summed.
+    """
 
     def __init__(
         self,
@@ -444,15 +230,19 @@ class ShardedModel:
         if isinstance(model, nn.Module) and device is None:
             model = model.to(self.device)
         self.module = apply_layout(model, ranks, config, self.device)
-        pipeline = _pipeline(self.module, ranks, config, self.device)
-        self._runner = MicroBatchRunner(self.module, ranks, config, self.device, pipeline)
-        self._packing_checked = False
+        self._pipeline: Pipeline | None = None  # the schedule of this rank's stage
+        if ranks.size("pp") > 1:
+            name = config.compute_dtype
+            dtype = getattr(torch, name) if name else floating_dtype(self.module)
+            width = self.module.config.hidden_size
+            self._pipeline = Pipeline(self.module, ranks, width, dtype, self.device)
+        self._adapters_off = self._packing_checked = False
         self.loss_scale: LossScale | None = None  # the optimizer's, where it has one
 
     def without_adapters(self) -> ShardedModel:
         """The same model with its adapters disabled: the base of a policy with adapters."""
         base = copy.copy(self)
-        base._runner = self._runner.without_adapters()
+        base._adapters_off = True
         return base
 
     def statistics(self) -> TokenStatistics:
@@ -472,49 +262,130 @@ class ShardedModel:
         chosen = batch if rows is None else batch.rows(rows)
         return list(micro_batches(chosen, max_tokens, packing_of(self.module)))
 
+    def pad_passes(self, micros: Sequence[Batch], batch: Batch) -> list[Batch]:
+        """`micros` on this rank's device, and dummies up to the largest number of any rank.
+
+        Ranks gather sharded weights together, so all must run equally many passes; a dummy is a
+        row of `batch`.
+        """
+        self._check_packing(batch)
+        passes = [self._to_device(micro) for micro in micros]
+        if not fsdp.shards_weights(self.ranks):
+            return passes
+        missing = self.ranks.max_over(len(passes), DATA_AXES) - len(passes)
+        return passes + [self._to_device(batch.rows([0])) for _ in range(missing)]
+
     @torch.no_grad()
     def outputs(
         self, batch: Batch, passes: Sequence[tuple[Tensor, Batch]], reader: OutputReader
     ) -> Outputs:
         """`reader`'s outputs `[B, R, …]` for all rows of `batch`, on the CPU; `passes` are its
         micro-batches, each with its row numbers."""
-        self._check_packing(batch)
         shape, out = batch["responses"].shape, dict[str, Tensor]()
-        micros = self._pad_passes([micro for _, micro in passes], batch)
-        for index, got in enumerate(self._runner.outputs(micros, reader)):  # dummies too
+        micros = self.pad_passes([micro for _, micro in passes], batch)
+        for index, outputs in enumerate(self._outputs(micros, reader)):  # dummies too
             if index < len(passes):
                 rows, micro = passes[index]
-                for name, value in got.items():
-                    whole = out.get(name)
-                    if whole is None:
-                        whole = torch.zeros((*shape, *value.shape[2:]), dtype=value.dtype)
-                        out[name] = whole
-                    whole[rows, : micro["responses"].shape[1]] = value.cpu()
+                for name, value in outputs.items():
+                    if name not in out:
+                        out[name] = torch.zeros((*shape, *value.shape[2:]), dtype=value.dtype)
+                    out[name][rows, : micro["responses"].shape[1]] = value.cpu()
         return {name: out[name] if name in out else torch.zeros(shape) for name in reader.names()}
 
-    def accumulate(
-        self, batch: Batch, micros: Sequence[Batch], reader: OutputReader, loss: Loss
-    ) -> list[Metrics]:
-        """Add the gradients of `loss` over the micro-batches, summed over all ranks' rows; times
-        `loss_scale`, where there is one.
+    def read(self, batch: Batch, max_tokens: int, reader: OutputReader) -> Outputs:
+        """`outputs` of all rows, in micro-batches within the token budget."""
+        return self.outputs(batch, self.micro_batches(batch, max_tokens), reader)
 
-        `batch` is the batch of the micro-batches; a row of it makes dummy passes where other ranks
-        have more. Only ranks of the last pipeline stage have metrics: see `all_reduce_metrics`.
+    def _outputs(self, micros: Sequence[Batch], reader: OutputReader) -> Iterator[Outputs]:
+        """`reader`'s outputs `[b, R]` of each micro-batch, on this rank's device."""
+        if self._pipeline is None:
+            for micro in micros:
+                with self.forward(micro, reader) as outputs:
+                    yield outputs
+            return
+        shares, done = [self._share(micro) for micro in micros], dict[int, Outputs]()
+
+        def read(index: int, hidden: Tensor) -> None:
+            done[index] = self._read_hidden(reader, hidden, shares[index].seqs, micros[index])
+
+        self._run_stages(shares, read, backward=False)
+        group, last = self.ranks.group("pp"), self.ranks.size("pp") - 1
+        for index, micro in enumerate(micros):
+            outputs = done.get(index) or {
+                name: torch.zeros(micro["responses"].shape, device=self.device)
+                for name in reader.names()
+            }
+            for name in reader.names():
+                dist.broadcast(outputs[name], group=group, group_src=last)
+            yield outputs
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the model is a pipeline, whose passes `train_stages` runs."""
+        return self._pipeline is not None
+
+    @contextmanager
+    def forward(self, micro: Batch, reader: OutputReader) -> Iterator[Outputs]:
+        """`reader`'s outputs `[b, R]` of one micro-batch, of a model without stages.
+
+        The loss and its backward pass belong into the block: autocast and routers' replay end with
+        it.
         """
-        self._check_packing(batch)
-        even = self._pad_passes(micros, batch)
-        parts: list[Metrics] = []
+        with self._forward_context(), reader.around(self.module, micro):
+            if not self._shards_sequences:
+                yield fsdp.run_forward(self.module, lambda: reader.from_model(self.module, micro))
+                return
 
-        def loss_or_zero(index: int, got: Outputs) -> Tensor:
-            if index >= len(micros):  # a dummy pass: collectives only
-                return torch.stack([value.sum() for value in got.values()]).sum() * 0.0
-            value, metrics = loss(got, even[index])
+            def run() -> Outputs:
+                hidden, seqs = self._hidden(micro)
+                return reader.from_hidden(self.module, hidden, seqs, micro)
+
+            yield self._sum_parts(fsdp.run_forward(self.module, run))
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times `loss_scale`, where there is one."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
+
+    def train_stages(
+        self, passes: Sequence[Batch], count: int, reader: OutputReader, loss: Loss
+    ) -> list[Metrics]:
+        """Run all passes forward and backward through the pipeline; those from `count` on are
+        dummies. Returns the metrics of `loss` on the last stage, none on others."""
+        shares, parts = [self._share(micro) for micro in passes], list[Metrics]()
+
+        def read(index: int, hidden: Tensor) -> Tensor:
+            outputs = self._read_hidden(reader, hidden, shares[index].seqs, passes[index])
+            if index >= count:
+                return zero_loss(outputs)
+            value, metrics = loss(outputs, passes[index])
             parts.append(metrics)
-            return value if self.loss_scale is None else value * self.loss_scale.value
+            return self.scaled(value)
 
-        self._runner.backward(even, reader, loss_or_zero)
-        self._all_reduce_gradients()
+        self._run_stages(shares, read, backward=True)
         return parts
+
+    def all_reduce_gradients(self) -> None:
+        """Sum the gradients over the ranks, where FSDP has not."""
+        if self.ranks.layout.world_size == 1:
+            return
+        if not fsdp.shards_weights(self.ranks):
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            gradients.all_reduce_gradients(trained, self.ranks)
+        if isinstance(self.module, stages.PipelineStage):
+            stages.sum_tied_gradients(self.module, self.ranks)
+
+    def logits(self, micro: Batch) -> Tensor:
+        """This rank's logits `[N, V]` of the positions that its readers read."""
+        self._check_packing(micro)
+
+        def run() -> Tensor:
+            if not self._shards_sequences:
+                return model_logits(self.module, left_align(micro))
+            hidden, seqs = self._hidden(micro)
+            return response_logits(require_vocabulary_head(self.module), hidden, seqs)
+
+        with torch.no_grad(), self._forward_context():
+            return fsdp.run_forward(self.module, run)
 
     def any_rank_has(self, count: int) -> bool:
         """Whether `count` is above 0 on any rank."""
@@ -528,26 +399,28 @@ class ShardedModel:
 
     def global_counts(self, mask: Tensor) -> Denominators:
         """Denominators of `mask [B, T]` over all ranks' rows."""
-        own = Denominators.from_mask(mask)
-        counts = torch.tensor([own.tokens, own.sequences], dtype=torch.float64, device=self.device)
+        local = Denominators.from_mask(mask)
+        counts = torch.tensor(
+            [local.tokens, local.sequences], dtype=torch.float64, device=self.device
+        )
         tokens, sequences = self.ranks.sum_over(counts, DATA_AXES).tolist()
-        return Denominators(tokens, sequences, own.width)
+        return Denominators(tokens, sequences, local.width)
 
     def all_reduce_metrics(self, parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all ranks' micro-batches merged, on every rank."""
-        own = merge(parts)
+        local = merge(parts)
         group = self.ranks.group("pp", *DATA_AXES)
         if group is None:
-            return own
-        plain = {name: (type(s), float(s.total), float(s.count)) for name, s in own.items()}
-        every: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, plain, group=group)
+            return local
+        plain = {name: (type(s), float(s.total), float(s.count)) for name, s in local.items()}
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, plain, group=group)
         return merge(
             {
-                name: kind(torch.tensor(t).double(), torch.tensor(c).double())
-                for name, (kind, t, c) in e
+                name: kind(torch.tensor(total).double(), torch.tensor(count).double())
+                for name, (kind, total, count) in metrics.items()
             }
-            for e in (ranks.items() for ranks in every)
+            for metrics in gathered
         )
 
     def full_name(self, name: str) -> str:
@@ -579,43 +452,132 @@ class ShardedModel:
         embedding = f"{module.embedding_name}.weight"
         return dict.fromkeys(stages.tied_across_stages(module), embedding)
 
-    def logits(self, micro: Batch) -> Tensor:
-        """This rank's logits `[N, V]` of the positions that its readers read."""
-        self._check_packing(micro)
-        return self._runner.logits(micro)
-
     def _check_packing(self, batch: Batch) -> None:
         """The first time, see that packed rows give what padded ones do; else pad from then on."""
         if self._packing_checked or not packing_of(self.module):
             return
         self._packing_checked = True
-        error = self._runner.packing_error(check_sample(batch))
+        error = self._packing_error(check_sample(batch))
         accept(self.module, error, self.ranks, self.config)
 
-    def _pad_passes(self, micros: Sequence[Batch], batch: Batch) -> list[Batch]:
-        """`micros`, padded with dummy passes to the largest number of any rank.
+    def _packing_error(self, sample: Batch) -> float:
+        """How far the module's packed rows are from padded ones; see `forward.packing_error`."""
+        training = self.module.training
+        self.module.eval()  # without dropout
 
-        Ranks gather sharded weights together, so all must run equally many passes.
-        """
-        own = [self._to_device(micro) for micro in micros]
-        if not fsdp.shards_weights(self.ranks):
-            return own
-        missing = self.ranks.max_over(len(own), DATA_AXES) - len(own)
-        return own + [self._to_device(batch.rows([0])) for _ in range(missing)]
+        def run() -> float:
+            if not self._shards_sequences and self._pipeline is None:
+                return packing_error(self.module, sample)
+            return distance(*(self._states(sample, packing) for packing in (True, False)))
+
+        with torch.no_grad(), self._forward_context():
+            error = run() if self.has_stages else fsdp.run_forward(self.module, run)
+        self.module.train(training)
+        return error
 
     def _to_device(self, micro: Batch) -> Batch:
         if self.device.type == "cpu":
             return micro
         return Batch({n: t.to(self.device) for n, t in micro.as_dict().items()}, micro.columns)
 
-    def _all_reduce_gradients(self) -> None:
-        if self.ranks.layout.world_size == 1:
-            return
-        if not fsdp.shards_weights(self.ranks):
-            trained = [p for p in self.module.parameters() if p.requires_grad]
-            gradients.all_reduce_gradients(trained, self.ranks)
-        if isinstance(self.module, stages.PipelineStage):
-            stages.sum_tied_gradients(self.module, self.ranks)
+    def _read_hidden(
+        self, reader: OutputReader, hidden: Tensor, seqs: Sequences, micro: Batch
+    ) -> Outputs:
+        """Outputs of all tokens, from this rank's part of the last stage's hidden states."""
+        return self._sum_parts(reader.from_hidden(self.module, hidden, seqs, micro))
+
+    def _sum_parts(self, local: Outputs) -> Outputs:
+        """Outputs of all tokens, from each rank's part of the sequences."""
+        return {name: sum_tokens(value, self.ranks) for name, value in local.items()}
+
+    def _hidden(self, micro: Batch, packing: Packing | None = None) -> tuple[Tensor, Sequences]:
+        """Hidden states of this rank's part of the sequences, and the tokens in it."""
+        share = self._share(micro, packing)
+        if share.rows is None:
+            return hidden_states(self.module, share.seqs, position_ids=share.positions), share.seqs
+        module: Any = self.module
+        return packed_forward(module.base_model, share.rows).last_hidden_state, share.seqs
+
+    def _states(self, sample: Batch, packing: Packing) -> Tensor:
+        """Hidden states [N, H] of all ranks' tokens, for a sample that is packed, or not.
+
+        Of stages the last one has them, others none.
+        """
+        states: list[Tensor] = []
+        if self._pipeline is None:
+            hidden, local = self._hidden(sample, packing)
+            states = [hidden]
+        else:
+            share = self._share(sample, packing)
+            local = share.seqs
+            self._run_stages([share], lambda _, last: states.append(last), backward=False)
+        if not states:
+            return torch.zeros(0, 1)
+        [hidden] = states
+        merged = hidden.new_zeros(*sample["responses"].shape, hidden.shape[-1])
+        part, full = local.to(hidden.device), left_align(sample).to(hidden.device)
+        merged[part.rows, part.columns] = local.states(hidden)
+        return sum_tokens(merged, self.ranks)[full.rows, full.columns]
+
+    def _share(self, micro: Batch, packing: Packing | None = None) -> _Share:
+        """This rank's part of the sequences."""
+        seqs = left_align(micro)
+        rows = pack(self.module, seqs, packing, multiple=self.ranks.size("sp", "tp"))
+        if rows is None and not self._shards_sequences:
+            columns = torch.arange(seqs.input_ids.shape[1], device=seqs.input_ids.device)
+            return _Share(seqs, columns[None], None)
+        if rows is None:
+            ids, positions = split_tokens(seqs.input_ids, self.ranks)
+            places = seqs.positions
+        else:
+            ids, positions = split_packed(rows.input_ids, rows.position_ids, self.ranks)
+            places = rows.index(*(t.to(ids.device) for t in (seqs.rows, seqs.positions)))
+            rows = replace(rows, input_ids=ids, position_ids=positions)
+            seqs = seqs.to(ids.device)
+        mine, columns = local_tokens(places, ids.shape[1], self.ranks)
+        local = Sequences(
+            ids,
+            seqs.rows[mine],
+            columns,
+            seqs.targets[mine],
+            seqs.columns[mine],
+            packed=rows is not None,
+        )
+        return _Share(local, positions, rows)
+
+    def _run_stages(self, shares: Sequence[_Share], read: OnHidden, *, backward: bool) -> None:
+        """Send this rank's parts of micro-batches through the pipeline."""
+        assert self._pipeline is not None
+        with self._forward_context():
+            self._pipeline.run(
+                [share.seqs.input_ids for share in shares],
+                read,
+                backward=backward,
+                positions=[share.positions for share in shares],
+                segments=[share.rows and share.rows.segments for share in shares],
+            )
+
+    @property
+    def _shards_sequences(self) -> bool:
+        """Whether ranks split sequences between them."""
+        return self.ranks.size("sp") > 1
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """Adapters off, where they are to be; autocast, where FSDP doesn't cast the weights and
+        they are not of that dtype already."""
+        module: Any = self.module
+        adapters = BaseModelView(module).weights() if self._adapters_off else nullcontext()
+        with self._autocast(), adapters:
+            yield
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if not self.config.compute_dtype or fsdp.shards_weights(self.ranks):
+            return nullcontext()
+        dtype = getattr(torch, self.config.compute_dtype)
+        other = any(p.is_floating_point() and p.dtype != dtype for p in self.module.parameters())
+        enabled = other and dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=dtype, enabled=enabled)
 
 
 def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: int) -> Optimizer:
@@ -630,14 +592,3 @@ def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: i
     )
     sharded.loss_scale = optimizer.loss_scale
     return optimizer
-
-
-def _pipeline(
-    module: ModelPart, ranks: Ranks, config: ParallelConfig, device: torch.device
-) -> Pipeline | None:
-    """The schedule of this rank's stage; None for a model in one piece."""
-    if ranks.size("pp") == 1:
-        return None
-    asked = config.compute_dtype
-    dtype = getattr(torch, asked) if asked else floating_dtype(module)
-    return Pipeline(module, ranks, module.config.hidden_size, dtype, device)

@@ -31,16 +31,10 @@ from engine.parallel.layout import Layout, rollout_layout
 from engine.parallel.module_shards import local_tensor, named_tensors
 from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import Completion, SamplingParams
+from engine.runtime.apply_layout import floating_dtype
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights
 from engine.runtime.sharded_model import process_device
-
-# Collective generation: each rank passes its own prompts and gets their completions back.
-#
-# Ranks of one data-parallel index (they differ in tp only) pass the same prompts. The ranks of a
-# rollout group decode the union of their prompts together; groups with the same union decode a
-# part
-# of it each. Only Python objects are exchanged here, no weights.
 
 Prompts = Sequence[Sequence[int]]
 T = TypeVar("T")
@@ -56,7 +50,12 @@ class RolloutTask:
 
 
 class RolloutPeers:
-    """All ranks of an actor. Every method is a collective: all ranks call it together."""
+    """All ranks of an actor. Every method is a collective: all ranks call it together.
+
+    Ranks of one data-parallel index (they differ in tp only) pass the same prompts. The ranks of a
+    rollout group decode the union of their prompts together; groups with the same union decode a
+    part of it each. Only Python objects are exchanged here, no weights.
+    """
 
     def __init__(self, layout: Layout, rank: int, groups: Sequence[Sequence[int]]) -> None:
         """`groups`: ranks that share matrices in rollout, group by group."""
@@ -71,16 +70,16 @@ class RolloutPeers:
     def raise_everywhere(self, problem: EngineError | None) -> None:
         """Raise on every rank if any has a `problem`: its own error, else the lowest rank's."""
         try:
-            every: list[EngineError | None] = self._gather(problem)
+            problems: list[EngineError | None] = self._gather(problem)
         except RolloutError:
             if problem is None:
                 raise
-            every = []  # this rank's own problem is the cause
+            problems = []  # this rank's own problem is the cause
         if problem is not None:
             raise problem
-        for rank, theirs in enumerate(every):
-            if theirs is not None:
-                raise type(theirs)(f"rank {rank} of {len(every)}: {theirs}")
+        for rank, other in enumerate(problems):
+            if other is not None:
+                raise type(other)(f"rank {rank} of {len(problems)}: {other}")
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank's `flag` is set."""
@@ -91,77 +90,73 @@ class RolloutPeers:
 
         Raises ConfigError, on every rank, where their arguments differ.
         """
-        every = self._gather((list(map(list, prompts)), params))
-        by_index = self._by_data_index(every)
-        for rank, (_, theirs) in enumerate(every):
-            if dataclasses.replace(theirs, seed=0) != dataclasses.replace(every[0][1], seed=0):
+        calls = self._gather((list(map(list, prompts)), params))
+        by_index, first = self._by_data_index(calls), calls[0][1]
+        for rank, (_, other) in enumerate(calls):
+            if dataclasses.replace(other, seed=0) != dataclasses.replace(first, seed=0):
                 raise ConfigError(
-                    f"rank {rank} generates with {theirs} and rank 0 with {every[0][1]}; call "
+                    f"rank {rank} generates with {other} and rank 0 with {first}; call "
                     "generate with the same arguments on all ranks"
                 )
-        own = self._union_of[self._group]
-        before = sum(len(by_index[i]) for other in self._unions if other < own for i in other)
-        union = [prompt for i in own for prompt in by_index[i]]
-        groups = self._unions[own]
+        indices = self._union_of[self._group]
+        before = sum(len(by_index[i]) for other in self._unions if other < indices for i in other)
+        union = [prompt for i in indices for prompt in by_index[i]]
+        groups = self._unions[indices]
         index = groups.index(self._group)
         low, high = (len(union) * i // len(groups) for i in (index, index + 1))
-        first = every[0][1]
         params = dataclasses.replace(first, first_prompt=first.first_prompt + before + low)
         return RolloutTask(union[low:high], params, by_index)
 
     def gather(self, task: RolloutTask, done: Sequence[Completion]) -> list[Completion]:
         """The completions of this rank's own prompts, from its own and other groups."""
-        own = self._union_of[self._group]
-        whole = list(done)
+        union, completions = self._union_of[self._group], list(done)
         if max(map(len, self._unions.values())) > 1:
             leads = self._rank == self._groups[self._group][0]
-            every = self._gather(whole if leads else [])
-            whole = [c for g in self._unions[own] for c in every[self._groups[g][0]]]
-        mine, n = self._data_index(self._rank), task.params.n
-        before = sum(len(task.by_data_index[i]) for i in own if i < mine)
-        count = len(task.by_data_index[mine])
+            by_rank = self._gather(completions if leads else [])
+            completions = [c for g in self._unions[union] for c in by_rank[self._groups[g][0]]]
+        index, n = self._data_index(self._rank), task.params.n
+        before = sum(len(task.by_data_index[i]) for i in union if i < index)
+        end = before + len(task.by_data_index[index])
         return [
-            dataclasses.replace(completion, prompt_index=index // n)
-            for index, completion in enumerate(whole[before * n : (before + count) * n])
+            dataclasses.replace(completion, prompt_index=i // n)
+            for i, completion in enumerate(completions[before * n : end * n])
         ]
 
-    def _by_data_index(self, every: Sequence[tuple[Prompts, SamplingParams]]) -> dict[int, Prompts]:
+    def _by_data_index(self, calls: Sequence[tuple[Prompts, SamplingParams]]) -> dict[int, Prompts]:
         """The prompts of each data index; its ranks must have passed the same."""
-        found: dict[int, tuple[int, Prompts]] = {}
-        for rank, (prompts, _) in enumerate(every):
-            first, known = found.setdefault(self._data_index(rank), (rank, prompts))
+        by_index: dict[int, tuple[int, Prompts]] = {}
+        for rank, (prompts, _) in enumerate(calls):
+            first, known = by_index.setdefault(self._data_index(rank), (rank, prompts))
             if known != prompts:
                 raise ConfigError(
                     f"ranks {first} and {rank} share their rows (tp_size={self._layout.tp}) and "
                     "were given different prompts; give both the same"
                 )
-        return {index: prompts for index, (_, prompts) in found.items()}
+        return {index: prompts for index, (_, prompts) in by_index.items()}
 
     def _data_index(self, rank: int) -> int:
         """The index of `rank` among the training layout's data-parallel ranks."""
         where = self._layout.coordinates(rank)
         return where["dp"] * self._layout.fsdp + where["fsdp"]
 
-    def _gather(self, mine: T) -> list[T]:
-        every: list[Any] = [None] * self._layout.world_size
+    def _gather(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self._layout.world_size
         try:
-            dist.all_gather_object(every, mine)
+            dist.all_gather_object(values, value)
         except RuntimeError as error:
             raise RolloutError(
-                f"rank {self._rank} of {len(every)} got no answer from the others: {error}; "
+                f"rank {self._rank} of {len(values)} got no answer from the others: {error}; "
                 "all ranks must call the actor's methods together. Restart the ranks"
             ) from error
-        return every
-
-
-# A policy on many ranks with the interface of a model on one rank, for training scripts.
-#
-# `policy_runtime` shards and synchronises it; this module adds `model(ids, labels=…).loss`, full
-# logits, and after `backward()` gradients averaged over the data-parallel ranks.
+        return values
 
 
 class ShardedPolicy:
-    """This rank's shard of a policy, and its peers."""
+    """This rank's shard of a policy, and its peers.
+
+    Adds to a `PolicyRuntime` `model(ids, labels=…).loss`, full logits, and after `backward()`
+    gradients averaged over the data-parallel ranks.
+    """
 
     def __init__(
         self, policy: PreTrainedModel | UnloadedModel, layout: Layout, rollout_tp: int
@@ -178,7 +173,7 @@ class ShardedPolicy:
             )
         self._config = model.config
         # Of a policy with adapters, rollout and files need the full base again.
-        self._full = copy.deepcopy(model) if has_adapters(model) else None
+        self._full: Any = copy.deepcopy(model) if has_adapters(model) else None
         ranks = Ranks.form(layout, process_device().type)
         self.peers = RolloutPeers(
             layout, ranks.rank, rollout_layout(layout, tp=rollout_tp).tp_groups()
@@ -186,12 +181,16 @@ class ShardedPolicy:
         config = ParallelConfig(dp=layout.dp, fsdp=layout.fsdp, tp=layout.tp)
         self.runtime = PolicyRuntime(policy, ranks, config)
         self.module = self.runtime.module
-        self._average_gradients()
+        # Make backward average gradients over data-parallel ranks, as DDP and FSDP do.
+        sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        for shard in sharded:
+            shard.set_gradient_divide_factor(float(layout.data_ranks))
+        self._finish_backward = layout.tp > 1 or (not sharded and layout.dp > 1)
         if layout.tp > 1:
             mesh, size = ranks.submesh("tp"), self._config.get_text_config().vocab_size
             head: nn.Module = model.get_output_embeddings()
             head.register_forward_hook(partial(_gather_logits, mesh, size))
-        self.weights = rollout_weights(self.runtime.sharded, rollout_tp, self._full_policy)
+        self.weights = rollout_weights(self.runtime.sharded, rollout_tp, lambda: self._full)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """The model's output for this rank's rows, with full logits."""
@@ -234,15 +233,11 @@ class ShardedPolicy:
             self.module.load_state_dict(state)
         else:
             self.runtime.sharded.load_full_tensors(state)
-        if self._full is not None:
-            self._update_full(self._full)
-
-    def _update_full(self, model: PreTrainedModel) -> None:
-        """Copy all weights into the full `model`: rollout refreshes its adapters only."""
-        own = named_tensors(model)
-        with torch.no_grad():
-            for name, tensor in self.runtime.sharded.full_tensors():
-                own[name].copy_(tensor)
+        if self._full is not None:  # rollout refreshes its adapters only
+            full = named_tensors(self._full)
+            with torch.no_grad():
+                for name, tensor in self.runtime.sharded.full_tensors():
+                    full[name].copy_(tensor)
 
     def save_pretrained(self, folder: str | Path, **options: object) -> None:
         """Gather the weights and let the first rank write them; all ranks call it together.
@@ -259,27 +254,12 @@ class ShardedPolicy:
                 problem = error
         self.peers.raise_everywhere(problem)  # no rank continues before the folder is written
 
-    def _full_policy(self) -> PreTrainedModel:
-        assert self._full is not None, "kept for a policy with adapters"
-        return self._full
-
-    def _empty(self) -> PreTrainedModel:
+    def _empty(self) -> Any:
         """A full policy whose weights are still to be filled."""
         if self._full is not None:
             return copy.deepcopy(self._full)
-        dtype = next(p.dtype for p in self.module.parameters() if p.is_floating_point())
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            self._config, dtype=dtype, trust_remote_code=False
-        )
-        return model
-
-    def _average_gradients(self) -> None:
-        """Make backward average gradients over data-parallel ranks, as DDP and FSDP do."""
-        layout = self.runtime.sharded.ranks.layout
-        sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-        for module in sharded:
-            module.set_gradient_divide_factor(float(layout.data_ranks))
-        self._finish_backward = layout.tp > 1 or (not sharded and layout.dp > 1)
+        dtype, config = floating_dtype(self.module), self._config
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
     def _backward_began(self, _: Tensor) -> None:
         engine = torch.autograd.Variable._execution_engine
@@ -314,5 +294,5 @@ def _gather_logits(
         shape=torch.Size(shape),
         stride=stride,
     )
-    whole: Tensor = split.redistribute(placements=[Replicate()]).to_local()
-    return whole
+    logits: Tensor = split.redistribute(placements=[Replicate()]).to_local()
+    return logits

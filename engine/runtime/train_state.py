@@ -63,22 +63,24 @@ class ShardedTrainState:
     def state_dict(self) -> StateDict:
         """The live tensors that this rank saves."""
         writes, _ = self._assign_saves()
-        kept = [one for one in self._local_tensors() if one.name in writes]
+        parts = [part for part in self._local_tensors() if part.name in writes]
         optimizer = self.optimizer.state_dict()
         moments = optimizer.pop("moments")
         return {
-            "model": {one.name: one.tensor for one in kept},
+            "model": {part.name: part.tensor for part in parts},
             BOXES: {
-                one.name: {
-                    "of": one.kind,
-                    "shape": list(one.shape),
-                    "offset": list(one.box.offset),
-                    "size": list(one.box.size),
+                part.name: {
+                    "of": part.kind,
+                    "shape": list(part.shape),
+                    "offset": list(part.box.offset),
+                    "size": list(part.box.size),
                 }
-                for one in kept
+                for part in parts
             },
             "moments": {
-                one.name: moments[one.module_name] for one in kept if one.module_name in moments
+                part.name: moments[part.module_name]
+                for part in parts
+                if part.module_name in moments
             },
             "optimizer": optimizer,
             "rng": {"minibatches": self.generator.get_state()},
@@ -99,15 +101,15 @@ class ShardedTrainState:
         stored = list(self._local_tensors())
         trained = {name for name, p in self._sharded.module.named_parameters() if p.requires_grad}
         moments = {
-            one.module_name: _moments(boxes[one.name], one, trained=one.module_name in trained)
-            for one in stored
+            part.module_name: _moments(boxes[part.name], part, trained=part.module_name in trained)
+            for part in stored
         }
         state = dict(own.get("optimizer"))
         known = {name: value for name, value in moments.items() if value}
         self.optimizer.load_state_dict(state | {"moments": known})
         with torch.no_grad():
-            for one in stored:
-                _fill_weights(one, boxes[one.name])
+            for part in stored:
+                _fill_weights(part, boxes[part.name])
         self.generator.set_state(own.get("rng", "minibatches").clone())
 
     def _local_tensors(self) -> Iterator[_LocalTensor]:
@@ -125,18 +127,18 @@ class ShardedTrainState:
     def _assign_saves(self) -> tuple[set[str], dict[str, str]]:
         """Names that this rank saves, and dtype and shape of every name on any rank."""
         if self._saved_names is None:
-            mine = {one.name: (one.kind, one.box) for one in self._local_tensors()}
-            every, rank = [mine], 0
+            mine = {part.name: (part.kind, part.box) for part in self._local_tensors()}
+            by_rank, rank = [mine], 0
             if self._sharded.ranks.layout.world_size > 1:
-                every, rank = [mine] * dist.get_world_size(), dist.get_rank()
-                dist.all_gather_object(every, mine)
-            before = {(name, box) for theirs in every[:rank] for name, (_, box) in theirs.items()}
+                by_rank, rank = [mine] * dist.get_world_size(), dist.get_rank()
+                dist.all_gather_object(by_rank, mine)
+            before = {(name, box) for parts in by_rank[:rank] for name, (_, box) in parts.items()}
             writes = {
                 name
                 for name, (_, box) in mine.items()
                 if box.elements and (name, box) not in before
             }
-            kinds = {name: kind for theirs in every for name, (kind, _) in theirs.items()}
+            kinds = {name: kind for parts in by_rank for name, (kind, _) in parts.items()}
             self._saved_names = writes, kinds
         return self._saved_names
 
@@ -149,15 +151,15 @@ def load_weights(model: nn.Module, saved: Sequence[RankState]) -> None:
     the state of another model.
     """
     adapters = has_adapters(model)
-    own = [
+    parts = [
         _LocalTensor(name, name, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
         for name, tensor in named_tensors(model).items()
         if tensor.requires_grad or not adapters
     ]
     boxes = _saved_boxes(saved)
-    _check(boxes, {one.name: one.kind for one in own})
-    for one in own:
-        _fill_weights(one, boxes[one.name])
+    _check(boxes, {part.name: part.kind for part in parts})
+    for part in parts:
+        _fill_weights(part, boxes[part.name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +173,13 @@ class _SavedBox:
 
 
 def _saved_boxes(saved: Sequence[RankState]) -> dict[str, list[_SavedBox]]:
-    found: dict[str, list[_SavedBox]] = {}
+    by_name: dict[str, list[_SavedBox]] = {}
     for rank in saved:
         for name, it in rank.get(BOXES).items():
             box = Box(tuple(it["offset"]), tuple(it["size"]))
             saved_box = _SavedBox(it["of"], math.prod(it["shape"]), box, rank)
-            found.setdefault(name, []).append(saved_box)
-    return found
+            by_name.setdefault(name, []).append(saved_box)
+    return by_name
 
 
 def _check(boxes: dict[str, list[_SavedBox]], kinds: dict[str, str]) -> None:
@@ -204,31 +206,33 @@ def _comparable(kind: str) -> str:
     return f"float {shape}" if dtype in _FLOATS else kind
 
 
-def _moments(boxes: list[_SavedBox], one: _LocalTensor, *, trained: bool) -> dict[str, Tensor]:
+def _moments(
+    boxes: list[_SavedBox], parameter: _LocalTensor, *, trained: bool
+) -> dict[str, Tensor]:
     """AdamW's state of this rank's part of a parameter, and its master; {} where it has none."""
-    near = [p for p in boxes if p.box.intersect(one.box)] or boxes[:1]
-    found: dict[str, Tensor] = {}
-    for key, value in (near[0].rank.get("moments", one.name) or {}).items():
-        if key == MASTER and not has_master(one.tensor):
+    near = [p for p in boxes if p.box.intersect(parameter.box)] or boxes[:1]
+    state: dict[str, Tensor] = {}
+    for key, value in (near[0].rank.get("moments", parameter.name) or {}).items():
+        if key == MASTER and not has_master(parameter.tensor):
             continue
-        if value.dim() == 0 or near[0].box == one.box:  # the count of steps
-            found[key] = value
+        if value.dim() == 0 or near[0].box == parameter.box:  # the count of steps
+            state[key] = value
         else:
-            part = torch.empty(one.box.size, dtype=value.dtype)
-            found[key] = _fill(part, one.box, near, "moments", one.name, key)
-    if trained and has_master(one.tensor) and MASTER not in found:
-        part = torch.empty(one.box.size, dtype=torch.float32)
-        found[MASTER] = _fill(part, one.box, boxes, "model", one.name)
-    return found
+            part = torch.empty(parameter.box.size, dtype=value.dtype)
+            state[key] = _fill(part, parameter.box, near, "moments", parameter.name, key)
+    if trained and has_master(parameter.tensor) and MASTER not in state:
+        part = torch.empty(parameter.box.size, dtype=torch.float32)
+        state[MASTER] = _fill(part, parameter.box, boxes, "model", parameter.name)
+    return state
 
 
-def _fill_weights(one: _LocalTensor, boxes: list[_SavedBox]) -> None:
+def _fill_weights(part: _LocalTensor, boxes: list[_SavedBox]) -> None:
     """Copy the saved weights; from their masters where they were stored in another dtype."""
-    path: tuple[str, ...] = ("model", one.name)
-    masters = boxes[0].rank.get("moments", one.name, MASTER)
-    if masters is not None and boxes[0].kind != one.kind:
-        path = ("moments", one.name, MASTER)
-    _fill(one.tensor, one.box, boxes, *path)
+    path: tuple[str, ...] = ("model", part.name)
+    masters = boxes[0].rank.get("moments", part.name, MASTER)
+    if masters is not None and boxes[0].kind != part.kind:
+        path = ("moments", part.name, MASTER)
+    _fill(part.tensor, part.box, boxes, *path)
 
 
 def _fill(target: Tensor, box: Box, boxes: list[_SavedBox], *path: str) -> Tensor:
@@ -254,19 +258,19 @@ def weights_fingerprint(model: nn.Module | UnloadedModel) -> str:
     """
     unloaded = model if isinstance(model, UnloadedModel) else None
     module = model.module if isinstance(model, UnloadedModel) else model
-    found, dtypes = hashlib.sha256(), set[str]()
+    digest, dtypes = hashlib.sha256(), set[str]()
     for name, tensor in module.named_parameters():
         if ".lora_" not in name and tensor.numel():
             some = spread_sample(tensor)
             if unloaded is not None:
                 some = unloaded.files.sample(unloaded.names[name]).to(tensor.dtype)
             some = some.contiguous()
-            found.update(name.encode() + some.cpu().view(torch.uint8).numpy().tobytes())
+            digest.update(name.encode() + some.cpu().view(torch.uint8).numpy().tobytes())
             dtypes.add(str(tensor.dtype).removeprefix("torch."))
     reduced = sorted(dtypes & {"bfloat16", "float16"})
-    return ":".join([*reduced, found.hexdigest()])
+    return ":".join([*reduced, digest.hexdigest()])
 
 
-def same_start(one: str | None, other: str) -> bool:
+def same_start(saved: str | None, other: str) -> bool:
     """Whether two fingerprints may be of the same weights; not known of two dtypes."""
-    return one == other or (one or "").rpartition(":")[0] != other.rpartition(":")[0]
+    return saved == other or (saved or "").rpartition(":")[0] != other.rpartition(":")[0]

@@ -1,4 +1,13 @@
-"""Artifact folders and their manifests: written whole or not at all, named by content."""
+"""Artifact folders and their manifests: written whole or not at all, named by content.
+
+`home()/artifacts/<kind>/<16 hex digits>/` holds published artifacts and copies of those in the
+shared store, where an artifact is complete by its manifest, which is written last. `.staging/`
+holds those being written, `.cache/` copies of other addresses.
+
+A manifest names its parents by the digest of their content and by that of their manifest.json, so
+an edit of a manifest's own words shows in its children. The tip of a chain has no child: its
+manifest's digest is the tag `manifest_digest` of the version in the model registry.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +57,6 @@ from engine.storage.filesystem import (
     write_atomically,
 )
 from engine.storage.s3 import Objects, download, upload
-
-# The manifest of an artifact folder: what it holds, what made it, and what it came from.
-#
-# What lives here: the model of `manifest.json`, writing, reading, and comparing it with its
-# folder.
-# What does not: hashing (`.hashing`), where artifacts are kept (`.locations`), walking parents
-# (`engine.lineage`).
-#
-# A manifest names its parents by the digest of their content and by that of their manifest.json,
-# so
-# an edit of a manifest's own words (its parents, configuration or metrics) shows in its children.
-# The
-# tip of a chain has no child: its manifest's digest is in the model registry, as the tag
-# `manifest_digest` of the version.
 
 SCHEMA_VERSION = 2
 READABLE = (1, 2)  # 1 has no digests of the parents' manifests
@@ -218,20 +213,19 @@ def verify(folder: str | Path) -> Manifest:
 def differences(folder: str | Path, manifest: Manifest) -> list[str]:
     """Re-hash a folder; return a sentence for each thing that is not as its manifest says."""
     try:
-        found = hash_files(folder)
+        present = hash_files(folder)
     except LineageError as error:
         return [str(error)]
     faults = []
-    for name in sorted(manifest.files.keys() | found.keys()):
-        if name not in found:
+    for name in sorted(manifest.files.keys() | present.keys()):
+        if name not in present:
             faults.append(f"{folder}: {name} is in the manifest but not in the folder")
         elif name not in manifest.files:
             faults.append(f"{folder}: {name} is in the folder but not in the manifest")
-        elif found[name] != manifest.files[name]:
+        elif (entry := present[name]) != (expected := manifest.files[name]):
             faults.append(
-                f"{folder}: {name} differs from the manifest: {found[name].size} bytes of SHA-256 "
-                f"{found[name].sha256[:12]}, recorded {manifest.files[name].size} bytes of "
-                f"{manifest.files[name].sha256[:12]}"
+                f"{folder}: {name} differs from the manifest: {entry.size} bytes of SHA-256 "
+                f"{entry.sha256[:12]}, recorded {expected.size} bytes of {expected.sha256[:12]}"
             )
     if faults:
         return faults
@@ -240,7 +234,7 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
     except ValueError:
         return [f"{folder}/{MANIFEST}: config is not JSON; the manifest was edited"]
     for label, recorded, computed in (
-        ("digest", manifest.digest, content_digest(found)),
+        ("digest", manifest.digest, content_digest(present)),
         ("config_digest", manifest.config_digest, config_digest),
     ):
         if recorded != computed:
@@ -250,74 +244,6 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
             )
     return faults
 
-
-# Artifacts in the shared store: complete there by their manifest, which is written last.
-#
-# What lives here: `put` and `get` of one artifact at one address. What does not: when that is done
-# (`artifacts`), where the store is (`locations`), moving files (`transfer`).
-
-
-def put_in_store(folder: Path, uri: str) -> bytes:
-    """Make `uri` hold a published folder; return the bytes of its manifest there.
-
-    An artifact of equal content and inputs that is there keeps its manifest, because children know
-    it, and gets the files that it lacks. Cut off anywhere, this leaves no manifest where there was
-    none, and a second call sends what is missing. Raises StorageError when S3 refuses, or another
-    artifact is there.
-    """
-    data = (folder / MANIFEST).read_bytes()
-    manifest = parse_manifest(data, str(folder))
-    objects = Objects(uri, QUICK)
-    existing = _existing(objects, manifest)
-    upload(folder, uri, manifest.files, f"upload {manifest.kind} {manifest.digest[:12]}")
-    if existing is not None:
-        return existing
-    if objects.put(MANIFEST, data, only_new=True):
-        return data
-    # Another process has published the same since: whose manifest was first counts for both.
-    return _existing(objects, manifest) or data
-
-
-def get_from_store(uri: str, folder: Path, data: bytes) -> None:
-    """Fetch the artifact at `uri`, whose manifest's bytes are `data`, into `folder`, checked.
-
-    Raises StorageError when S3 refuses or a file is missing, LineageError when one differs.
-    """
-    manifest = parse_manifest(data, f"{uri}/{MANIFEST}")
-    folder.mkdir(parents=True, exist_ok=True)
-    download(uri, folder, manifest.files, f"download {manifest.kind} {manifest.digest[:12]}")
-    (folder / MANIFEST).write_bytes(data)
-    verify(folder)
-
-
-def _existing(objects: Objects, manifest: Manifest) -> bytes | None:
-    """The manifest that is there, None where there is none. StorageError for another artifact's."""
-    try:
-        data = objects.read(MANIFEST)
-    except FileNotFoundError:
-        return None
-    try:
-        theirs = parse_manifest(data, f"{objects.uri}/{MANIFEST}")
-    except LineageError as error:
-        raise StorageError(f"{error}; remove it, and publish again") from error
-    if theirs.files != manifest.files or theirs.inputs_digest != manifest.inputs_digest:
-        raise StorageError(
-            f"{objects.uri} holds another artifact ({theirs.kind} {theirs.digest[:12]}, made "
-            f"{theirs.created_at:%Y-%m-%d %H:%M}); it stays as it is; publish again, and if it "
-            f"still stands there, see `python -m engine.lineage verify {objects.uri}`"
-        )
-    return data
-
-
-# Artifact folders: written whole or not at all, named by their content.
-#
-# What lives here: staging folders, publishing by rename and into the shared store, and bringing a
-# remote artifact to this machine. What does not: what a manifest says (`.manifest`), how an
-# artifact is complete in the store (`engine.storage.artifact_store`).
-#
-# Layout under `home()`: `artifacts/<kind>/<16 hex digits>/` holds published artifacts and copies
-# of
-# those in the shared store, `.staging/` those being written, `.cache/` copies of others.
 
 RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
 
@@ -372,18 +298,47 @@ def publish(folder: str | Path, draft: Draft) -> Path:
 def share(folder: str | Path) -> str:
     """Put a published artifact into the shared store; return the address that children name.
 
-    What is there and whole is not sent again, and its manifest, which children elsewhere may know,
-    becomes this machine's. Where there is no store, or the folder is no artifact of this machine's,
-    nothing happens and the path is returned. Raises StorageError when the store refuses.
+    Where there is no store, or the folder is no artifact of this machine's, nothing happens and the
+    path is returned. The manifest is sent last: cut off anywhere, this leaves none where there was
+    none, and a second call sends what is missing. An artifact of equal content and inputs that is
+    there keeps its manifest, which children elsewhere may know and which becomes this machine's,
+    and gets the files that it lacks. Raises StorageError when S3 refuses, or another artifact is
+    there.
     """
-    uri, own = shared_address(folder), Path(folder) / MANIFEST
+    folder, uri = Path(folder), shared_address(folder)
     if uri == str(folder):
         return uri
-    published = put_in_store(Path(folder), uri)
-    if published != own.read_bytes():
-        with _writing(own):
-            write_atomically(own, [published])
+    data = (folder / MANIFEST).read_bytes()
+    manifest = parse_manifest(data, str(folder))
+    objects = Objects(uri, QUICK)
+    published = _published_manifest(objects, manifest)
+    upload(folder, uri, manifest.files, f"upload {manifest.kind} {manifest.digest[:12]}")
+    if published is None and not objects.put(MANIFEST, data, only_if=""):
+        # Another process has published the same since: whose manifest was first counts for both.
+        published = _published_manifest(objects, manifest)
+    if published is not None and published != data:
+        with _writing(folder):
+            write_atomically(folder / MANIFEST, [published])
     return uri
+
+
+def _published_manifest(objects: Objects, manifest: Manifest) -> bytes | None:
+    """The manifest that is there, None where there is none. StorageError for another artifact's."""
+    try:
+        data = objects.read(MANIFEST)
+    except FileNotFoundError:
+        return None
+    try:
+        published = parse_manifest(data, f"{objects.uri}/{MANIFEST}")
+    except LineageError as error:
+        raise StorageError(f"{error}; remove it, and publish again") from error
+    if published.files != manifest.files or published.inputs_digest != manifest.inputs_digest:
+        raise StorageError(
+            f"{objects.uri} holds another artifact ({published.kind} {published.digest[:12]}, made "
+            f"{published.created_at:%Y-%m-%d %H:%M}); it stays as it is; publish again, and if it "
+            f"still stands there, see `python -m engine.lineage verify {objects.uri}`"
+        )
+    return data
 
 
 def local_path(uri: str | Path) -> Path:
@@ -416,14 +371,22 @@ def _download(uri: str) -> Path:
             with staging("download") as folder:
                 draft = folder / target.name
                 if manifest is not None and files.is_s3:
-                    get_from_store(uri, draft, manifest)
+                    parsed = parse_manifest(manifest, f"{uri}/{MANIFEST}")
+                    label = f"download {parsed.kind} {parsed.digest[:12]}"
+                    draft.mkdir(parents=True)
+                    download(uri, draft, parsed.files, label)
+                    (draft / MANIFEST).write_bytes(manifest)
                 else:
                     files.request(lambda: files.fs.get(files.path, str(draft), recursive=True))
-                    if (draft / MANIFEST).is_file():
-                        verify(draft)
+                if (draft / MANIFEST).is_file():
+                    verify(draft)
                 fsync_tree(draft)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _keep_download(draft, target, manifest)
+                if not target.exists():
+                    _rename(draft, target)
+                    fsync(target.parent)
+                elif not _is_equal(target, draft, manifest):  # else a process may be reading it
+                    _replace(draft, target)
     except FileNotFoundError:
         raise StorageError(f"artifact {uri} was deleted or never written; {RERUN_HINT}") from None
     return target
@@ -441,44 +404,27 @@ def _remote_manifest(files: Files) -> bytes | None:
     return None
 
 
-def _keep_download(draft: Path, target: Path, manifest: bytes | None) -> None:
-    """Rename a download to its place, unless an equal one was put there meanwhile.
-
-    Another process may be reading that one already.
-    """
-    if not target.exists():
-        _rename(draft, target)
-        fsync(target.parent)
-    elif not _is_equal(target, draft, manifest):
-        _replace(draft, target)
-
-
 def _is_equal(target: Path, draft: Path, manifest: bytes | None) -> bool:
     """Tell whether `target` has the content that was downloaded to `draft`."""
     if manifest is not None:
         return _is_copy(target, manifest)
-    try:
-        one, other = (hash_file(p) if p.is_file() else tree_digest(p) for p in (target, draft))
-    except (LineageError, OSError):
-        return False
-    return one == other
+    with contextlib.suppress(LineageError, OSError):
+        digests = [hash_file(p) if p.is_file() else tree_digest(p) for p in (target, draft)]
+        return digests[0] == digests[1]
+    return False
 
 
 def _is_copy(target: Path, manifest: bytes) -> bool:
     """Tell whether a local copy has these bytes as its manifest, and is as that says."""
-    try:
-        if (target / MANIFEST).read_bytes() != manifest:
-            return False
-        verify(target)
-    except (LineageError, OSError):
-        return False
-    return True
+    with contextlib.suppress(LineageError, OSError):
+        return (target / MANIFEST).read_bytes() == manifest and bool(verify(target))
+    return False
 
 
 def _target_of(manifest: Manifest) -> Path:
-    """Return where an artifact goes: named by content, and by making where the content has two."""
-    place = artifact_path(manifest.kind, manifest.digest)
-    for where in dict.fromkeys((str(place), shared_address(place))):
+    """Return where an artifact goes: named by content, and by its making where two have that."""
+    target = artifact_path(manifest.kind, manifest.digest)
+    for where in dict.fromkeys((str(target), shared_address(target))):
         try:
             existing = read_manifest(where)
         except (LineageError, StorageError):
@@ -486,8 +432,8 @@ def _target_of(manifest: Manifest) -> Path:
             # `share` says once the artifact is safe on the disk.
             continue
         if existing.digest == manifest.digest and existing.inputs_digest != manifest.inputs_digest:
-            return place.with_name(f"{place.name}-{manifest.inputs_digest[:8]}")
-    return place
+            return target.with_name(f"{target.name}-{manifest.inputs_digest[:8]}")
+    return target
 
 
 def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:
@@ -496,9 +442,10 @@ def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:
     One whose files were damaged gets them back; its manifest stays, because children know it.
     """
     if target.exists():
-        if _is_whole(target, manifest.digest):
-            shutil.rmtree(folder)
-            return
+        with contextlib.suppress(LineageError):
+            if verify(target).digest == manifest.digest:
+                shutil.rmtree(folder)
+                return
         with contextlib.suppress(LineageError):
             if read_manifest(target).files == manifest.files:
                 shutil.copyfile(target / MANIFEST, folder / MANIFEST)
@@ -540,14 +487,6 @@ def _rename(folder: Path, target: Path) -> None:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         shutil.rmtree(folder)
-
-
-def _is_whole(artifact: Path, digest: str) -> bool:
-    """Re-hash an artifact against its manifest and the digest that it should have."""
-    try:
-        return verify(artifact).digest == digest
-    except LineageError:
-        return False
 
 
 @contextlib.contextmanager

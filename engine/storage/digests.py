@@ -1,4 +1,4 @@
-"""SHA-256 of files and of the code that runs, and the code's version by git."""
+"""SHA-256 of files where they lie, and of the code that runs, with the code's version by git."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, Field
 
-import engine
 from engine.errors import EngineError, LineageError
 from engine.storage.filesystem import CHUNK, Files, as_path, is_remote, translated
-
-# SHA-256 of files: as they are written, on a disk, and in an object store, where they lie.
-#
-# What lives here: hashing and listing. What does not: what a manifest says of the files
-# (`.manifest`), reading (`.filesystem`).
 
 MANIFEST = "manifest.json"
 SHA256 = r"^[0-9a-f]{64}$"
@@ -79,7 +73,20 @@ def hash_files(folder: str | Path) -> dict[str, FileEntry]:
     StorageError when a store doesn't answer, which says nothing of what is in it.
     """
     if is_remote(folder):
-        return _hash_remote(str(folder).rstrip("/"))
+        address = str(folder).rstrip("/")
+        with translated(address, LineageError):
+            files = Files(address)
+            names = sorted(files.sizes())
+        if not names:
+            raise LineageError(f"artifact folder {address} does not exist; check the address")
+        names = [name for name in names if name != MANIFEST]
+
+        def hash_remote(name: str) -> FileEntry:
+            with translated(f"{address}/{name}", LineageError):
+                return hash_chunks(files.chunks(name))
+
+        with ThreadPoolExecutor(READERS) as pool:
+            return dict(zip(names, pool.map(hash_remote, names), strict=True))
     base = as_path(folder)
     if not base.is_dir():
         raise LineageError(f"artifact folder {folder} does not exist; check the path")
@@ -115,57 +122,39 @@ def tree_digest(folder: str | Path) -> str:
     return content_digest(hash_files(folder))
 
 
-def _hash_remote(folder: str) -> dict[str, FileEntry]:
-    with translated(folder, LineageError):
-        files = Files(folder)
-        names = sorted(files.sizes())
-    if not names:
-        raise LineageError(f"artifact folder {folder} does not exist; check the address")
-    content = [name for name in names if name != MANIFEST]
-
-    def hash_one(name: str) -> FileEntry:
-        with translated(f"{folder}/{name}", LineageError):
-            return hash_chunks(files.chunks(name))
-
-    with ThreadPoolExecutor(READERS) as pool:
-        return dict(zip(content, pool.map(hash_one, content), strict=True))
-
-
-# Which code is running: its git commit, and digests of sources, ours and a user's, without git.
-
 CODE_VERSION_VARIABLE = "HYBRIDFLYTE_CODE_VERSION"
-PACKAGES = ("engine", "tasks")
+PACKAGES = ("engine", "tasks", "examples")
 SUFFIXES = (".py", ".c", ".h", ".j2", ".css", ".js")  # code, and the templates of pages
 
 
 def project_root() -> Path:
     """Return the folder that holds the packages `engine` and `tasks`."""
-    return Path(engine.__file__).resolve().parent.parent
+    return Path(__file__).resolve().parents[2]
 
 
 def sources_digest(root: str | Path | None = None) -> str:
-    """Return the SHA-256 (hex) of every source file under engine/ and tasks/ of `root`.
+    """Return the SHA-256 (hex) of every source file under engine/, tasks/ and examples/ of `root`.
 
     It depends on names below `root` and on bytes alone: neither on the place of the checkout nor
     on modification times, so that it can be part of cache keys. Without `root` it is that of the
     project, whose files a process reads once.
     """
-    return _files_digest(Path(root)) if root is not None else _project_digest()
+    if root is None:
+        return _project_digest()
+    base = Path(root)
+    paths = {
+        path.relative_to(base).as_posix(): path
+        for package in PACKAGES
+        for path in (base / package).rglob("*")
+        if path.suffix in SUFFIXES
+    }
+    contents = (f"{name}\0{hash_file(path)}\n" for name, path in sorted(paths.items()))
+    return hashlib.sha256("".join(contents).encode()).hexdigest()
 
 
 @functools.cache
 def _project_digest() -> str:
-    return _files_digest(project_root())
-
-
-def _files_digest(base: Path) -> str:
-    digest = hashlib.sha256()
-    found = [path for package in PACKAGES for path in (base / package).rglob("*")]
-    files = [path for path in found if path.suffix in SUFFIXES]
-    for path in sorted(files, key=lambda path: path.relative_to(base).as_posix()):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{path.relative_to(base).as_posix()}\0{content}\n".encode())
-    return digest.hexdigest()
+    return sources_digest(project_root())
 
 
 def modules_digest(names: Iterable[str]) -> str:
@@ -176,9 +165,7 @@ def modules_digest(names: Iterable[str]) -> str:
     """
     roots = sorted({name.partition(".")[0] for name in names} - set(PACKAGES))
     lines = [
-        f"{root}\0{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
-        for root in roots
-        for name, path in _files_of(root)
+        f"{root}\0{name}\0{hash_file(path)}\n" for root in roots for name, path in _files_of(root)
     ]
     return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
 

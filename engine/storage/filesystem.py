@@ -1,6 +1,7 @@
 """The one way to files by name: a path, a URI, a model on the hub, or artifacts' place.
 
-Writes to a local disk are whole or not there. Large transfers to S3 are in `s3`.
+Writes to a local disk are whole or not there. `Files` has S3's endpoint, credentials, deadlines and
+retries: s3fs's and botocore's own retries are off, because they multiply. Writing to S3 is in `s3`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,12 +24,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from engine.errors import ConfigError, EngineError, ModelError, StorageError
 
-# Writes to a local disk that are whole or not there: temporary name, fsync, rename.
-
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file whole or not at all, replacing what is there; raise OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with draft.open("wb", buffering=0) as file:
             for chunk in chunks:
@@ -80,11 +80,6 @@ def process_start(pid: int) -> str | None:
         return "" if not Path("/proc/self/stat").exists() and process_is_alive(pid) else None
     return None if fields[0] in ("Z", "X") else fields[19]
 
-
-# Where artifacts are kept: on this machine, and in the store that machines share, if there is one.
-#
-# Only paths and addresses; nothing is read or written here. A folder's place in both is the same:
-# `artifacts/<kind>/<16 hex digits>`.
 
 HOME_VARIABLE = "HYBRIDFLYTE_HOME"
 STORE_VARIABLE = "HYBRIDFLYTE_STORE"
@@ -139,17 +134,11 @@ def is_artifact_address(uri: str) -> bool:
 
 def local_copy_path(uri: str) -> Path | None:
     """Return where this machine keeps what is at an address in the store; None for any other."""
-    found, root = _PLACE.fullmatch(uri), shared_store()
-    if found is None or not root or found["root"] != root:
+    match, root = _PLACE.fullmatch(uri), shared_store()
+    if match is None or not root or match["root"] != root:
         return None
-    return home() / ARTIFACTS / found["place"]
+    return home() / ARTIFACTS / match["place"]
 
-
-# Models on the Hugging Face hub: `owner/name`, or `owner/name@revision` (a branch, tag or commit).
-#
-# What lives here: reading such a name, which commit it means now, and why transformers couldn't
-# load
-# what it names. Loading is in `engine.models` and `engine.data`, which both take these names.
 
 SECONDS = 10.0  # the hub's, for one answer
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -251,15 +240,6 @@ def loading_error(error: Exception) -> str:
         )
     return text.splitlines()[0] if text else type(error).__name__
 
-
-# The one way to a file system: a path, file://, or a URI that fsspec knows, such as s3://bucket/x.
-#
-# What lives here: S3's endpoint, credentials, timeouts and retries; reading and listing with
-# `Files`;
-# what an error means and how it reads. What does not: writing to S3 (`.objects`).
-#
-# s3fs's and botocore's own retries are off, because they multiply: each request has a deadline and
-# is repeated here alone.
 
 T = TypeVar("T")
 
@@ -416,9 +396,9 @@ class Files:
     def find(self) -> dict[str, Entry]:
         """Return fsspec's entry of each file at any depth, by its path below."""
         self.fs.invalidate_cache()
-        found = self.request(lambda: self.fs.find(self.path, detail=True))
+        entries = self.request(lambda: self.fs.find(self.path, detail=True))
         start = len(self.path) + 1  # a key that equals the folder is S3's mark of an empty one
-        return {path[start:]: entry for path, entry in found.items() if len(path) > start}
+        return {path[start:]: entry for path, entry in entries.items() if len(path) > start}
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file at any depth, by its path below."""
@@ -428,10 +408,10 @@ class Files:
         """Return fsspec's entry of each file and folder right here; none where there is nothing."""
         self.fs.invalidate_cache()
         try:
-            found = self.request(lambda: self.fs.ls(self.path, detail=True))
+            entries = self.request(lambda: self.fs.ls(self.path, detail=True))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [entry for entry in found if entry["name"].rstrip("/") != self.path]
+        return [entry for entry in entries if entry["name"].rstrip("/") != self.path]
 
 
 def is_remote(address: str | Path) -> bool:
@@ -520,8 +500,7 @@ def _response(error: BaseException | None) -> _ErrorResponse:
     """S3's own answer behind an error of s3fs, which keeps it as the cause."""
     from botocore.exceptions import ClientError
 
-    for one in (error, getattr(error, "__cause__", None)):
-        if isinstance(one, ClientError):
-            response: _ErrorResponse = one.response
-            return response
-    return {}
+    cause = getattr(error, "__cause__", None)
+    client_error = next((e for e in (error, cause) if isinstance(e, ClientError)), None)
+    response: _ErrorResponse = client_error.response if client_error is not None else {}
+    return response

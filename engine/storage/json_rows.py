@@ -36,8 +36,10 @@ def json_lines(file: BinaryIO, name: str) -> Iterator[Numbered]:
                 pass
             yield number, DataError(f"{where}: longer than {LONGEST_LINE >> 20} MiB; shorten it")
         elif line.strip():
+            deep = line.count(b"[") + line.count(b"{") > DEEPEST
             try:
-                yield number, parse_line(line, where)
+                lone = bool(_MAYBE_LONE.search(line))
+                yield number, _checked(_loads(line, where), where, deep, lone)
             except DataError as error:
                 yield number, error
 
@@ -50,32 +52,21 @@ def json_array(file: BinaryIO, name: str) -> Iterator[Numbered]:
             f"{name} is over {LARGEST_ARRAY >> 30} GiB, too much for one JSON array; write it as "
             ".jsonl, an object a line"
         )
-    rows = _array_of(_loads(data, name), name)
+    rows = _loads(data, name)
+    if isinstance(rows, dict):
+        lists = [value for value in rows.values() if isinstance(value, list)]
+        rows = lists[0] if len(lists) == 1 else None
+    if not isinstance(rows, list):
+        raise DataError(
+            f"{name} is no array of objects, and no object with one; write [{{…}}, {{…}}], or "
+            ".jsonl with an object a line"
+        )
     for number, row in enumerate(rows, start=1):
         where = f"{name}, row {number}"
         try:
             yield number, _checked(row, where, deep=True, lone=True)
         except DataError as error:
             yield number, error
-
-
-def _array_of(value: object, name: str) -> list[object]:
-    if isinstance(value, dict):
-        lists = [inner for inner in value.values() if isinstance(inner, list)]
-        value = lists[0] if len(lists) == 1 else None
-    if not isinstance(value, list):
-        raise DataError(
-            f"{name} is no array of objects, and no object with one; write [{{…}}, {{…}}], or "
-            ".jsonl with an object a line"
-        )
-    return value
-
-
-def parse_line(line: bytes, where: str) -> Row:
-    """Parse one object whose values can be written again: as UTF-8, as JSON, and to Parquet."""
-    row = _loads(line, where)
-    deep = line.count(b"[") + line.count(b"{") > DEEPEST
-    return _checked(row, where, deep, lone=bool(_MAYBE_LONE.search(line)))
 
 
 def _loads(data: bytes, where: str) -> object:
@@ -121,12 +112,17 @@ def _is_too_deep(value: Any) -> bool:
     return any(isinstance(v, list | dict) for v in level)
 
 
-def _has_lone_surrogate(value: object) -> bool:
+def is_utf8(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which UTF-8 can't hold."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError:
-        return True
-    return False
+        return False
+    return True
+
+
+def _has_lone_surrogate(value: object) -> bool:
+    return not is_utf8(json.dumps(value, ensure_ascii=False))
 
 
 def _column_with_long_number(text: str) -> str:

@@ -1,6 +1,7 @@
 """Rows of JSON, CSV and Parquet files, local or remote, with errors that name file and line.
 
-JSON text itself is parsed in `json_rows`.
+A row that can't be read costs itself alone. JSON text is parsed in `json_rows`. What the columns
+mean is for the data sources and `engine.data.contract` to say.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO, cast
 
@@ -28,9 +30,14 @@ from engine.storage.filesystem import (
     read_file,
     translated,
 )
-from engine.storage.json_rows import LONGEST_LINE, Numbered, Row, json_array, json_lines
-
-# Rows of CSV and Parquet files, a batch at a time; a row that can't be read costs itself alone.
+from engine.storage.json_rows import (
+    LONGEST_LINE,
+    Numbered,
+    Row,
+    is_utf8,
+    json_array,
+    json_lines,
+)
 
 BATCH_ROWS = 1024  # of Parquet, held at once
 
@@ -51,34 +58,30 @@ def csv_rows(file: BinaryIO, name: str, delimiter: str) -> Iterator[Numbered]:
         header = next(rows, [])
     except csv.Error as error:
         raise DataError(f"{name}: its header can't be read ({error}); write it again") from None
-    if not _is_utf8("".join(header)):
+    if not is_utf8("".join(header)):
         raise DataError(f"{name}: its header is not UTF-8; write the file in that encoding")
     if len(set(header)) < len(header) or not all(cell.strip() for cell in header):
         raise DataError(
             f"{name}: the header {header!r:.200} must name each column once; write one as the "
             "first line"
         )
-    number = 0
-    while True:
-        number += 1
-        where = f"{name}, row {number}"
+    for number in count(1):
+        fault = ""
         try:
             cells = next(rows)
         except StopIteration:
             return
         except csv.Error as error:
-            yield number, DataError(f"{where}: not valid CSV ({error}); correct its quotes")
-            continue
+            cells, fault = header, f"not valid CSV ({error}); correct its quotes"
         if not cells:
             continue
         if len(cells) != len(header):
             shape = f"{len(cells)} cells below a header of {len(header)}"
-            yield (
-                number,
-                DataError(f"{where}: {shape}; correct its quotes and commas"),
-            )
-        elif not _is_utf8("".join(cells)):
-            yield number, DataError(f"{where}: not UTF-8; write the file in that encoding")
+            fault = f"{shape}; correct its quotes and commas"
+        elif not is_utf8("".join(cells)):
+            fault = "not UTF-8; write the file in that encoding"
+        if fault:
+            yield number, DataError(f"{name}, row {number}: {fault}")
         else:
             yield number, dict(zip(header, cells, strict=True))
 
@@ -106,57 +109,40 @@ def _rows_of(batch: pa.RecordBatch, before: int, name: str) -> Iterator[Numbered
     except _UNREADABLE:
         for at in range(len(batch)):
             number = before + at + 1
-            where = f"{name}, row {number}"
             try:
-                row: Row = batch.slice(at, 1).to_pylist()[0]
-                yield number, row
+                row: Row | DataError = batch.slice(at, 1).to_pylist()[0]
             except _UNREADABLE as error:
-                yield (
-                    number,
-                    DataError(f"{where}: can't be read ({_first_line(error)}); write it again"),
-                )
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+                reason = _first_line(error)
+                row = DataError(f"{name}, row {number}: can't be read ({reason}); write it again")
+            yield number, row
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-# Reading rows from files, local or remote, with errors that name file and line.
-#
-# What the columns mean is for the data sources and `engine.data.contract` to say; what the formats
-# are, for `json_rows` and `table_rows`.
-
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 PACKED = ".gz"  # after a suffix of text
 
 
-def read_rows(uri: str | Path) -> list[Row]:
-    """Read all rows of a file at a local path or URL (`s3://…`), of a format in `SUFFIXES`.
-
-    Raises DataError when the file is missing, malformed (naming the line) or has no rows, and
-    StorageError when the store doesn't answer.
-    """
-    return _all(stream_rows(uri))
-
-
 def parse_rows(data: bytes, name: str) -> list[Row]:
-    """Parse the bytes of the file called `name`; see `read_rows`."""
-    return _all(_stream(io.BytesIO(data), name))
+    """Parse the bytes of the file called `name`, of a format in `SUFFIXES`.
+
+    Raises DataError when the file is malformed (naming the line) or has no rows.
+    """
+    rows: list[Row] = []
+    for _, row in _stream(io.BytesIO(data), name):
+        if isinstance(row, DataError):
+            raise row
+        rows.append(row)
+    return rows
 
 
 def stream_rows(uri: str | Path) -> Iterator[Numbered]:
     """Yield a file's rows with their numbers, and for a row that can't be read its DataError.
 
-    Memory is bounded by a batch, but for a JSON array. Raises as `read_rows` does for what is wrong
-    with the whole file.
+    Memory is bounded by a batch, but for a JSON array. Raises DataError when the file is missing,
+    has no rows or can't be read at all, and StorageError when the store doesn't answer.
     """
     file_format(str(uri))
     with open_file(uri) as file:
@@ -200,8 +186,11 @@ def open_file(uri: str | Path) -> Iterator[IO[bytes]]:
     """Open a file for reading; of one in a store, a copy on this disk. Raises as `read_bytes`."""
     if is_remote(uri):
         with tempfile.TemporaryFile() as copy:
-            for chunk in file_chunks(uri):
-                copy.write(chunk)
+            try:
+                with translated(uri, DataError, keep=(FileNotFoundError,)):
+                    copy.writelines(Files(uri, PATIENT).chunks())
+            except FileNotFoundError:
+                raise _missing(uri) from None
             copy.seek(0)
             yield copy
         return
@@ -218,15 +207,6 @@ def open_file(uri: str | Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def file_chunks(uri: str | Path) -> Iterator[bytes]:
-    """Yield a file's bytes, a piece at a time. Raises as `read_bytes`."""
-    with translated(uri, DataError, keep=(FileNotFoundError,)):
-        try:
-            yield from Files(uri, PATIENT).chunks()
-        except FileNotFoundError:
-            raise _missing(uri) from None
-
-
 def list_files(folder: str | Path) -> dict[str, int]:
     """Return the files right in a folder, URI → size in bytes; empty where it doesn't exist."""
     with translated(folder, DataError):
@@ -240,32 +220,19 @@ def _stream(file: IO[bytes], name: str) -> Iterator[Numbered]:
     suffix = file_format(name)
     packed = name.lower().endswith(PACKED)
     opened = cast(BinaryIO, gzip.GzipFile(fileobj=file) if packed else file)
+    if suffix in (".csv", ".tsv"):
+        rows = csv_rows(opened, name, "\t" if suffix == ".tsv" else ",")
+    else:
+        rows = {".parquet": parquet_rows, ".json": json_array}.get(suffix, json_lines)(opened, name)
     empty = True
     try:
-        for numbered in _rows(opened, name, suffix):
+        for numbered in rows:
             empty = False
             yield numbered
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{name} is not a readable gzip file ({error}); write it again") from None
     if empty:
         raise EmptyFileError(f"{name} has no rows; give a file with at least one")
-
-
-def _rows(file: BinaryIO, name: str, suffix: str) -> Iterator[Numbered]:
-    if suffix == ".parquet":
-        return parquet_rows(file, name)
-    if suffix in (".csv", ".tsv"):
-        return csv_rows(file, name, "\t" if suffix == ".tsv" else ",")
-    return json_array(file, name) if suffix == ".json" else json_lines(file, name)
-
-
-def _all(rows: Iterator[Numbered]) -> list[Row]:
-    found: list[Row] = []
-    for _, row in rows:
-        if isinstance(row, DataError):
-            raise row
-        found.append(row)
-    return found
 
 
 def _missing(uri: str | Path) -> DataError:

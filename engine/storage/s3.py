@@ -1,4 +1,11 @@
-"""Objects in S3: single requests, multipart uploads, and whole folders in parallel."""
+"""Objects in S3: single requests, multipart uploads, and whole folders in parallel.
+
+Each request has a deadline, is repeated alone, and is checked by S3 with SHA-256. s3fs makes the
+requests and not the uploads: its own (2026.9) send parts without SHA-256, repeat or time out whole
+files, take a completion whose answer was lost for a failure, and write from files or whole buffers,
+where a checkpoint is a stream. What makes a folder complete is for callers to write last and read
+first.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +36,9 @@ from engine.storage.filesystem import (
     error_text,
 )
 
-# Objects in S3: single requests, each with a deadline, repeated, and checked by S3 with SHA-256.
-#
-# What lives here: `Objects`, with conditional writes and the four requests of a multipart upload.
-# What does not: sending parts in parallel (`.multipart`), files of a folder (`.transfer`).
-
 log = logging.getLogger(__name__)
 
+_CONDITION_FAILED = ("PreconditionFailed", "412", "ConditionalRequestConflict", "NoSuchKey", "404")
 SHA256_KEY = "sha256"  # entry of an object's metadata: the SHA-256 (hex) of its content
 
 
@@ -83,10 +86,16 @@ class Objects(Files):
         with self._translated("read", name):
             return dict(self._call("head_object", name).get("Metadata", {}))
 
-    def put(self, name: str, data: bytes | bytearray, only_new: bool = False) -> bool:
-        """Write an object in one request; False if `only_new` and one is there.
+    def entity_tag(self, name: str) -> str:
+        """Return the tag of an object's present content; FileNotFoundError."""
+        with self._translated("read", name):
+            return self._call("head_object", name)["ETag"]
 
-        A store that knows no conditional writes overwrites it.
+    def put(self, name: str, data: bytes | bytearray, only_if: str | None = None) -> bool:
+        """Write an object in one request.
+
+        With `only_if`, False where the object there has another entity tag, or, for an empty one,
+        where there is an object at all. A store that knows no conditional writes overwrites it.
         """
         sha = hashlib.sha256(data)
         arguments = {
@@ -95,13 +104,14 @@ class Objects(Files):
             "Metadata": {SHA256_KEY: sha.hexdigest()},
         }
         with self._translated("written", name):
-            if only_new:
+            if only_if is not None:
+                condition = {"IfMatch": only_if} if only_if else {"IfNoneMatch": "*"}
                 try:
-                    self._call("put_object", name, **arguments, IfNoneMatch="*")
+                    self._call("put_object", name, **arguments, **condition)
                     return True
                 except OSError as error:
                     code = error_code(error)
-                    if code in ("PreconditionFailed", "412", "ConditionalRequestConflict"):
+                    if code in _CONDITION_FAILED:
                         return False
                     if code not in ("NotImplemented", "501"):
                         raise
@@ -195,15 +205,11 @@ def _base64(digest: bytes) -> str:
     return base64.b64encode(digest).decode()
 
 
-# The one upload to S3: objects from bytes in order, in parallel parts, each checked and repeated.
-#
-# What lives here: `Uploader`. What does not: which files of a folder are sent (`.transfer`),
-# single
-# requests (`.objects`).
-
-PARALLEL = 8  # requests at once; so many parts are in memory
-PART = 32 << 20  # bytes
+PARALLEL = 8  # requests at once; so many parts, or ranges, are in memory
+PART = 32 << 20  # bytes of an object that are sent in one request
 MAX_PARTS = 10_000  # S3's limit for one object
+RANGE = 16 << 20  # bytes fetched in one request
+LARGE = 64 << 20  # bytes; what is smaller is moved without progress
 
 
 def part_size(size: int) -> int:
@@ -236,25 +242,65 @@ class Uploader:
         """
         length = part_size(size or 0)
         parts = _split(chunks, length)
-        upload: _Multipart | None = None
-        try:
-            while (part := self._next(parts)) is not None:
-                if upload is None and (len(part) < length or len(part) == size):  # all of it
-                    return self._put(name, part)
-                upload = upload or _Multipart(self, name, sha256)
-                upload.send(part)
-            if upload is None:
-                self.objects.put(name, b"")
-            else:
-                upload.complete()
-        except BaseException:
-            if upload is not None:
-                upload.abort()
-            raise
+        part = self._next(parts)
+        if part is None:
+            self.objects.put(name, b"")
+        elif len(part) < length or len(part) == size:  # all of it
+            try:
+                self.objects.put(name, part)
+            finally:
+                self.slots.release()
+            self.on_sent(len(part))
+        else:
+            self._write_parts(name, part, parts, sha256)
 
     def cancel(self) -> None:
         """Let objects under way end in an error, as soon as their next part is due."""
         self._cancelled.set()
+
+    def _write_parts(
+        self, name: str, part: bytearray | None, others: Iterator[bytearray], sha256: str
+    ) -> None:
+        """Send parts in daemon threads, for which no exiting process waits, and join them."""
+        # Tells this object from another's, should the answer to its completion be lost.
+        metadata = {SHA256_KEY: sha256} if sha256 else {"upload": uuid.uuid4().hex}
+        try:
+            upload = self.objects.create_multipart(name, metadata)
+        except BaseException:
+            self.slots.release()
+            raise
+        threads: list[threading.Thread] = []
+        arrived: dict[int, CompletedPart] = {}
+        errors: list[BaseException] = []
+
+        def send(number: int, data: bytearray) -> None:
+            try:
+                arrived[number] = self.objects.upload_part(name, upload, number, data)
+                self.on_sent(len(data))
+            except BaseException as error:  # raised before the next part is sent, or at the end
+                errors.append(error)
+            finally:
+                self.slots.release()
+
+        try:
+            while part is not None:
+                thread = threading.Thread(target=send, args=(len(threads) + 1, part), daemon=True)
+                threads.append(thread)
+                thread.start()
+                if errors:
+                    raise errors[0]
+                part = self._next(others)
+            for thread in threads:
+                thread.join()  # its requests have deadlines
+            if errors:
+                raise errors[0]
+            completed = [arrived[number] for number in sorted(arrived)]
+            self.objects.complete_multipart(name, upload, completed, metadata)
+        except BaseException:
+            for thread in threads:
+                thread.join()  # so that no part arrives after the others were deleted
+            self.objects.abort_multipart(name, upload)
+            raise
 
     def _next(self, parts: Iterator[bytearray]) -> bytearray | None:
         """Read a part once there is room for it: whoever sends it releases the slot."""
@@ -268,69 +314,6 @@ class Uploader:
             if part is None:
                 self.slots.release()
         return part
-
-    def _put(self, name: str, data: bytearray) -> None:
-        try:
-            self.objects.put(name, data)
-        finally:
-            self.slots.release()
-        self.on_sent(len(data))
-
-
-class _Multipart:
-    """One object under way; its parts are sent by daemon threads: no exiting process waits."""
-
-    def __init__(self, uploader: Uploader, name: str, sha256: str) -> None:
-        self._uploader, self._objects, self._name = uploader, uploader.objects, name
-        # Tells our object from another's, should the answer to its completion be lost.
-        self._metadata = {SHA256_KEY: sha256} if sha256 else {"upload": uuid.uuid4().hex}
-        self._threads: list[threading.Thread] = []
-        self._arrived: dict[int, CompletedPart] = {}
-        self._errors: list[BaseException] = []
-        try:
-            self._upload = self._objects.create_multipart(name, self._metadata)
-        except BaseException:
-            uploader.slots.release()
-            raise
-
-    def send(self, data: bytearray) -> None:
-        """Begin to send a part, whose slot is taken; raise the error of an earlier one."""
-        number = len(self._threads) + 1
-        thread = threading.Thread(target=self._send, args=(number, data), daemon=True)
-        self._threads.append(thread)
-        thread.start()
-        self._raise()
-
-    def complete(self) -> None:
-        """Wait for all parts, and make the object of them."""
-        self._join()
-        self._raise()
-        parts = [self._arrived[number] for number in sorted(self._arrived)]
-        self._objects.complete_multipart(self._name, self._upload, parts, self._metadata)
-
-    def abort(self) -> None:
-        """Delete the parts; those under way arrive first, so that none comes too late."""
-        self._join()
-        self._objects.abort_multipart(self._name, self._upload)
-
-    def _send(self, number: int, data: bytearray) -> None:
-        try:
-            self._arrived[number] = self._objects.upload_part(
-                self._name, self._upload, number, data
-            )
-            self._uploader.on_sent(len(data))
-        except BaseException as error:  # raised where the next part is sent, or at the end
-            self._errors.append(error)
-        finally:
-            self._uploader.slots.release()
-
-    def _join(self) -> None:
-        for thread in self._threads:
-            thread.join()  # its requests have deadlines
-
-    def _raise(self) -> None:
-        if self._errors:
-            raise self._errors[0]
 
 
 def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytearray]:
@@ -349,16 +332,6 @@ def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytear
         yield part
 
 
-# The files of a folder to and from S3: in parallel, checked, with progress.
-#
-# What lives here: `upload` and `download`. What does not: parts and requests (`.multipart`,
-# `.objects`), and what makes a folder complete: that is for the caller to write last and read
-# first.
-
-RANGE = 16 << 20  # bytes fetched in one request; PARALLEL of them are in memory
-LARGE = 64 << 20  # bytes; what is smaller is moved without progress
-
-
 def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = "upload") -> int:
     """Send the files of `folder` to `uri` that are not there yet; return their size in bytes.
 
@@ -372,7 +345,7 @@ def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = 
         missing = _missing(objects, files, pool)
         total = sum(entry.size for entry in missing.values())
         with _moving(total, label) as moved:
-            uploader = Uploader(objects, moved.add)
+            uploader = Uploader(objects, moved)
             futures = [
                 pool.submit(
                     uploader.write, name, _checked(folder / name, entry), entry.size, entry.sha256
@@ -380,8 +353,13 @@ def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = 
                 for name, entry in missing.items()
             ]
             _wait(futures, pool, uploader)
-    if missing:
-        _check_sizes(objects, files)
+    sizes = objects.sizes() if missing else {}
+    for name, entry in files.items() if missing else ():
+        if sizes.get(name) != entry.size:
+            raise StorageError(
+                f"{uri}/{name} has {sizes.get(name) or 'no'} bytes after its upload, not "
+                f"{entry.size}; somebody else writes there, upload it again"
+            )
     return total
 
 
@@ -408,28 +386,23 @@ def download(
     ):
 
         def fetch(name: str, start: int, size: int) -> None:
-            moved.add(_fetch(objects, folder, name, start, size))
+            end = min(start + RANGE, size)
+            try:
+                data = objects.read(name, start, end)
+            except FileNotFoundError:
+                raise StorageError(
+                    f"{uri}/{name} is missing; the artifact was damaged, make it again"
+                ) from None
+            if len(data) != end - start:
+                raise StorageError(
+                    f"{uri}/{name} differs from the manifest: it ends before byte {end} of "
+                    f"{size}; the artifact was damaged, make it again"
+                )
+            with (folder / name).open("r+b") as file:
+                os.pwrite(file.fileno(), data, start)
+            moved(len(data))
 
-        _wait([pool.submit(fetch, *one) for one in ranges], pool)
-
-
-def _fetch(objects: Objects, folder: Path, name: str, start: int, size: int) -> int:
-    """Fetch one range of a file of `size` bytes to its place; return its bytes."""
-    end = min(start + RANGE, size)
-    try:
-        data = objects.read(name, start, end)
-    except FileNotFoundError:
-        raise StorageError(
-            f"{objects.uri}/{name} is missing; the artifact was damaged, make it again"
-        ) from None
-    if len(data) != end - start:
-        raise StorageError(
-            f"{objects.uri}/{name} differs from the manifest: it ends before byte {end} of "
-            f"{size}; the artifact was damaged, make it again"
-        )
-    with (folder / name).open("r+b") as file:
-        os.pwrite(file.fileno(), data, start)
-    return len(data)
+        _wait([pool.submit(fetch, *part) for part in ranges], pool)
 
 
 def _wait(
@@ -451,21 +424,21 @@ def _checked(path: Path, entry: FileEntry) -> Iterator[bytes]:
     sha, size = hashlib.sha256(), 0
     try:
         with path.open("rb") as file:
-            whole = os.fstat(file.fileno()).st_size == entry.size
-            while whole and size < entry.size:
+            is_same = os.fstat(file.fileno()).st_size == entry.size
+            while is_same and size < entry.size:
                 chunk = file.read(CHUNK)
                 sha.update(chunk)
                 size += len(chunk)
                 if not chunk or (size >= entry.size and sha.hexdigest() != entry.sha256):
-                    whole = False
+                    is_same = False
                 else:
                     yield chunk
-        found = "" if whole else hash_file(path)
+        present = "" if is_same else hash_file(path)
     except OSError as error:
         raise StorageError(f"can't read {path}: {error.strerror or error}") from error
-    if not whole:
+    if not is_same:
         raise StorageError(
-            f"{path} is not what its manifest says (SHA-256 {found[:12]}, recorded "
+            f"{path} is not what its manifest says (SHA-256 {present[:12]}, recorded "
             f"{entry.sha256[:12]}); it is not uploaded; make the artifact again"
         )
 
@@ -482,43 +455,24 @@ def _missing(
         return objects.metadata(name).get(SHA256_KEY) == files[name].sha256
 
     there = zip(files, pool.map(is_there, files), strict=True)
-    return {name: files[name] for name, found in there if not found}
-
-
-def _check_sizes(objects: Objects, files: Mapping[str, FileEntry]) -> None:
-    sizes = objects.sizes()
-    for name, entry in files.items():
-        found = sizes.get(name)
-        if found != entry.size:
-            raise StorageError(
-                f"{objects.uri}/{name} has {found or 'no'} bytes after its upload, not "
-                f"{entry.size}; somebody else writes there, upload it again"
-            )
-
-
-class _Moved:
-    """Bytes moved so far, shown in MiB."""
-
-    def __init__(self, show: Callable[[int], None] | None) -> None:
-        self._show, self._bytes, self._shown = show, 0, 0
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        """Count `count` bytes more."""
-        with self._lock:
-            self._bytes += count
-            step = (self._bytes >> 20) - self._shown
-            if self._show is not None and step:
-                self._shown += step
-                self._show(step)
+    return {name: files[name] for name, present in there if not present}
 
 
 @contextlib.contextmanager
-def _moving(total: int, label: str) -> Iterator[_Moved]:
-    """Show progress over `total` bytes where they are many."""
+def _moving(total: int, label: str) -> Iterator[Callable[[int], None]]:
+    """Yield what counts bytes that were moved; of many, progress is shown in MiB."""
     if total < LARGE:
-        yield _Moved(None)
+        yield lambda count: None
         return
     bar: Progress[object] = progress(total >> 20, label, "MiB")
+    lock, moved = threading.Lock(), 0
+
+    def count_bytes(count: int) -> None:
+        nonlocal moved
+        with lock:
+            shown, moved = moved >> 20, moved + count
+            if (moved >> 20) > shown:
+                bar.update((moved >> 20) - shown)
+
     with bar:
-        yield _Moved(bar.update)
+        yield count_bytes

@@ -1,4 +1,10 @@
-"""A model's safetensors files: read by slices, written a few tensors at a time."""
+"""A model's safetensors files: read slice by slice, written a few tensors at a time.
+
+A file of Mixtral, Qwen2-MoE or Qwen3-MoE has three matrices an expert, by names that vLLM and TGI
+know too; a transformers module has two tensors for all of a layer's experts, `gate_up_proj`
+[E, 2·I, H], the gate's rows above, and `down_proj` [E, H, I]. `stack_experts` and `file_tensors`
+translate. Which tensor is which parameter is for `engine.models` to say.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +19,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-
-# A model's safetensors files: read slice by slice, and written a few tensors at a time.
-#
-# Which tensor of them is which parameter is `engine.models`' matter.
 
 BUCKET_BYTES = 64 << 20  # that reading takes besides its target
 FILE_BYTES = 4 << 30  # of one file, at most, unless a single tensor is larger
@@ -33,7 +35,7 @@ class WeightFiles:
             opened = safe_open(str(path), framework="pt")
             self._slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         self.shapes: dict[str, tuple[int, ...]] = {
-            name: tuple(found.get_shape()) for name, found in self._slices.items()
+            name: tuple(tensor.get_shape()) for name, tensor in self._slices.items()
         }
 
     def stack(self, name: str, parts: Sequence[Sequence[str]]) -> None:
@@ -65,8 +67,8 @@ class WeightFiles:
 
     def sample(self, name: str) -> Tensor:
         """`spread_sample` of a tensor, in the file's dtype, without reading all of it."""
-        found: Tensor = self._slices[name][...]
-        return spread_sample(found)
+        tensor: Tensor = self._slices[name][...]
+        return spread_sample(tensor)
 
 
 class _Stack:
@@ -88,13 +90,13 @@ class _Stack:
 
     def _read(self, parts: Sequence[Any], first: int, last: int, columns: slice) -> Tensor:
         """Rows `first` to `last` of the matrices below each other."""
-        found, begin = [], 0
+        pieces, begin = [], 0
         for part, rows in zip(parts, self._rows, strict=True):
             low, high = max(first - begin, 0), min(last - begin, rows)
             if low < high:
-                found.append(part[low:high, columns])
+                pieces.append(part[low:high, columns])
             begin += rows
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def spread_sample(tensor: Tensor) -> Tensor:
@@ -140,14 +142,6 @@ def _draft(number: int) -> str:
     return f"model-{number:05d}.safetensors"
 
 
-# Experts' matrices in a model's files, each by itself, and in transformers' modules, all in one.
-#
-# A file of Mixtral, Qwen2-MoE or Qwen3-MoE has three matrices an expert, by names that vLLM and
-# TGI
-# know too; a module has two tensors for all of a layer's experts, `gate_up_proj` [E, 2·I, H], the
-# gate's rows above, and `down_proj` [E, H, I]. No other weight has another name or shape, but
-# Mixtral's router.
-
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _BLOCKS = {  # by model type: the block's name in files, and matrices that a tensor has
     "mixtral": ("block_sparse_moe", {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),
@@ -159,27 +153,27 @@ _BLOCK = "mlp"  # its name in modules
 MIXTURES = tuple(_BLOCKS)  # model types whose experts and routers are known
 
 
-def stack_experts(files: WeightFiles, model_type: str, wanted: Mapping[str, Tensor]) -> None:
-    """Let `files` have the tensors `wanted` of a module of `model_type`, by its own names.
+def stack_experts(files: WeightFiles, model_type: str, tensors: Mapping[str, Tensor]) -> None:
+    """Let `files` have the `tensors` of a module of `model_type`, by its own names.
 
     Nothing is read, and what files have under those names already stays.
     """
     if model_type not in _BLOCKS:
         return
     block, matrices = _BLOCKS[model_type]
-    for name, tensor in wanted.items():
+    for name, tensor in tensors.items():
         if name in files.shapes:
             continue
-        owner, _, own = name.rpartition(".")
+        owner, _, parameter = name.rpartition(".")
         there = _in_files(owner, block)
-        if own in matrices and owner.endswith(".experts"):
+        if parameter in matrices and owner.endswith(".experts"):
             parts = [
-                [f"{there}.{expert}.{matrix}.weight" for matrix in matrices[own]]
+                [f"{there}.{expert}.{matrix}.weight" for matrix in matrices[parameter]]
                 for expert in range(tensor.shape[0])
             ]
             if all(part in files.shapes for row in parts for part in row):
                 files.stack(name, parts)
-        elif (alias := f"{there}.{own}") != name and alias in files.shapes:
+        elif (alias := f"{there}.{parameter}") != name and alias in files.shapes:
             files.alias(name, alias)
 
 
@@ -189,14 +183,14 @@ def file_tensors(
     """A module's whole tensors as its files name and cut them; matrices are views."""
     block, matrices = _BLOCKS.get(model_type, (_BLOCK, {}))
     for name, tensor in named:
-        owner, _, own = name.rpartition(".")
+        owner, _, parameter = name.rpartition(".")
         there = _in_files(owner, block)
-        if own not in matrices or not owner.endswith(".experts"):
-            yield f"{there}.{own}" if owner else name, tensor
+        if parameter not in matrices or not owner.endswith(".experts"):
+            yield f"{there}.{parameter}" if owner else name, tensor
             continue
-        for expert, whole in enumerate(tensor):
-            parts = whole.chunk(len(matrices[own]))
-            for matrix, part in zip(matrices[own], parts, strict=True):
+        for expert, matrix_pair in enumerate(tensor):
+            parts = matrix_pair.chunk(len(matrices[parameter]))
+            for matrix, part in zip(matrices[parameter], parts, strict=True):
                 yield f"{there}.{expert}.{matrix}.weight", part
 
 

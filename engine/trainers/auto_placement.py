@@ -10,11 +10,13 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 from pydantic import BaseModel
 from transformers import PretrainedConfig
 
+from engine import planner
 from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig, SFTConfig
 from engine.config.data import AdapterConfig
 from engine.console import say
@@ -26,83 +28,73 @@ from engine.models import MIXTURES, resolve_dtype, text_config
 from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import AXES, Experts, Layout, ModelShape
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
-from engine.planner import (
-    Candidate,
-    Cluster,
-    FixedSettings,
-    PlacementPlan,
-    SamplerChoices,
-    Samplers,
-    Workload,
-    explain,
-    read_cluster,
-    search,
-    search_apart,
-)
 from engine.planner.layout_search import PricedCandidate
 from engine.planner.memory import Memory, estimate, fits
 from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
 from engine.rollout.protocol import engine_capabilities
-from engine.trainers.run_spec import (
-    check_layouts,
-    default_pools,
-    effective_config,
-    get_rollout_source,
-    pool_size,
-    sampler_count,
-)
-
-# One RL step of a run as the planner's sizes: for `auto` placement, and for the memory check.
+from engine.trainers import run_spec
+from engine.trainers.layout_checks import check_layouts
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MEMORY_OPTIONS = ("offload_params", "offload_optimizer", "activation_checkpointing")
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 def run_roles(config: RLConfig) -> tuple[RequiredPasses, frozenset[str]]:
     """The passes over a batch that a run needs, and the roles that it starts."""
     dataflow = choose_dataflow(config.algorithm)
-    needs = RequiredPasses.of(effective_config(config), dataflow)
-    return needs, needs.roles(dataflow) | get_rollout_source(config.trainer.mode).extra_roles
+    needs = RequiredPasses.of(run_spec.effective_config(config), dataflow)
+    return needs, needs.roles(dataflow) | run_spec.get_rollout_source(
+        config.trainer.mode
+    ).extra_roles
 
 
-def workload(
-    config: RLConfig,
-    *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-) -> Workload:
+class RunModel(TypedDict):
+    """A run's model, and how long its sequences are."""
+
+    model_path: str
+    lora: LoRAConfig
+    dtype: str
+    max_response_length: int
+    max_model_len: int
+
+
+def workload(config: RLConfig, **model: Unpack[RunModel]) -> planner.Workload:
     """One step of the run as sizes; raises ConfigError for a model that isn't a dense decoder."""
     needs, roles = run_roles(config)
-    model_config = text_config(model_path)
+    model_config, lora = text_config(model["model_path"]), model["lora"]
+    response = model["max_response_length"]
     shape, kind = _shape(model_config), model_config.model_type
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
-    stored = _DTYPES[dtype]
-    own, started = config.critic.parallel, config.critic.model_path
+    stored = _DTYPES[model["dtype"]]
+    critic_parallel, started = config.critic.parallel, config.critic.model_path
     rows = choose_dataflow(config.algorithm).rows_an_update(config)
     mini = actor.ppo_mini_batch_size
     windows = getattr(model_config, "sliding_window", None)
     passes = int(needs.old_log_probs) + int(needs.reference) + int("teacher" in roles)
     full_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
     engine = engine_capabilities(rollout)
+    teachers = config.algorithm.teacher_models.values() if "teacher" in roles else ()
     critic_shape = _shape(text_config(started)) if started and "critic" in roles else None
-    return Workload(
+    return planner.Workload(
         shape,
         trainer.train_batch_size,
         rollout.n,
-        max(1, max_model_len - max_response_length),
-        max_response_length,
+        max(1, model["max_model_len"] - response),
+        response,
         weight_bytes=stored,
         base_bytes=_BASE_BYTES[lora.quantize],
         compute_bytes=_DTYPES[actor.parallel.compute_dtype] or stored,
         adapters=_adapters(shape, lora),
         quantized=bool(lora.quantize),
         reference="reference" in roles and not lora.rank,
-        teachers=_teachers(config) if "teacher" in roles else (),
-        critic="" if "critic" not in roles else Layout.of(own) if own else "as actor",
+        teachers=tuple(_shape(text_config(path)) for path in teachers),
+        critic=""
+        if "critic" not in roles
+        else Layout.of(critic_parallel)
+        if critic_parallel
+        else "as actor",
         critic_shape=critic_shape,
         critic_adapters=_adapters(critic_shape or shape, config.critic.lora),
         actor_epochs=actor.ppo_epochs,
@@ -115,18 +107,13 @@ def workload(
         kv_cache=(rollout.kv_cache_memory_mb or 0) << 20,
         memory_share=engine.memory_share,
         stays_awake=engine.stays_awake,
-        samplers=sampler_count(trainer),
+        samplers=run_spec.sampler_count(trainer),
         sampler_bytes=_DTYPES[rollout.dtype] or stored,
         families=kind in FAMILIES and not lora.rank,
         decodes_shards=kind in ROLLOUT_FAMILIES and not lora.rank,
         cuts_sequences=kind in FAMILIES and not lora.rank and not windows,
-        runs_ahead=get_rollout_source(trainer.mode).off_policy,
+        runs_ahead=run_spec.get_rollout_source(trainer.mode).off_policy,
     )
-
-
-def _teachers(config: RLConfig) -> tuple[ModelShape, ...]:
-    """The models that are loaded as teachers."""
-    return tuple(_shape(text_config(one)) for one in config.algorithm.teacher_models.values())
 
 
 def _shape(model_config: PretrainedConfig) -> ModelShape:
@@ -166,15 +153,6 @@ def _adapters(shape: ModelShape, lora: AdapterConfig) -> int:
     return shape.layers * lora.rank * sum(chosen)
 
 
-# `trainer.placement: auto`: layout, batch budget and pools for the machines of a Ray cluster.
-#
-# Runs at each start, so that an attempt that finds fewer or more machines than the one before gets
-# a
-# layout for those and resumes from its checkpoint (layouts and budgets may differ between
-# attempts).
-# Settings that differ from their defaults are kept. `engine.planner` prices the layouts.
-
-
 def gpu_kinds(config: RLConfig) -> dict[str, Device]:
     """`trainer.gpu_kinds` as the planner has them."""
     return {n: gpu_of(n, **dict(kind)) for n, kind in config.trainer.gpu_kinds.items()}
@@ -182,20 +160,20 @@ def gpu_kinds(config: RLConfig) -> dict[str, Device]:
 
 def cluster_has_gpus(config: RLConfig) -> bool:
     """Whether the planner would find a GPU now."""
-    return read_cluster(gpu_kinds(config)).gpus > 0
+    return planner.read_cluster(gpu_kinds(config)).gpus > 0
 
 
 def resolve_auto(
     config: RLConfig,
     *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-    cluster: Callable[[], Cluster] | None = None,
+    cluster: Callable[[], planner.Cluster] | None = None,
+    **model: Unpack[RunModel],
 ) -> RLConfig:
     """The settings with layout, budget and pools for the machines that are there now.
+
+    Runs at each start, so that an attempt that finds other machines than the one before gets a
+    layout for those, and resumes from its checkpoint. Settings that differ from their defaults are
+    kept.
 
     Prints the choice and why. Settings with another placement come back as they are. Raises
     ConfigError for a model that the planner can't price, or settings that leave no layout, and
@@ -203,44 +181,42 @@ def resolve_auto(
     """
     if config.trainer.placement != "auto":
         return config
-    work = workload(
-        config,
-        model_path=model_path,
-        lora=lora,
-        dtype=dtype,
-        max_response_length=max_response_length,
-        max_model_len=max_model_len,
-    )
-    there = cluster() if cluster else read_cluster(gpu_kinds(config))
-    plan = plan_for(config, work, there, lora)
-    say(explain(plan))
+    work = workload(config, **model)
+    there = cluster() if cluster else planner.read_cluster(gpu_kinds(config))
+    plan = plan_for(config, work, there, model["lora"])
+    say(planner.explain(plan))
     chosen, (_, roles) = plan.chosen, run_roles(config)
     return apply_candidate(config, chosen.candidate, chosen.allocation, roles, chosen.work.ahead)
 
 
-def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfig) -> PlacementPlan:
+def plan_for(
+    config: RLConfig, work: planner.Workload, cluster: planner.Cluster, lora: LoRAConfig
+) -> planner.PlacementPlan:
     """Search the layouts that the settings leave open and the trainer accepts."""
     _, roles = run_roles(config)
     mode, nodes = config.trainer.mode, [machine.node for machine in cluster.machines]
     pools = config.trainer.pools
-    wanted = next((pool.gpus for pool in pools if "actor" in pool.roles), 1.0)
-    usable = cluster if wanted else cluster.without_gpus()
+    trainer_gpus = next((pool.gpus for pool in pools if "actor" in pool.roles), 1.0)
+    usable = cluster if trainer_gpus else cluster.without_gpus()
     apart = bool(usable.gpus and work.samplers and work.decodes)
     if apart and not pools and usable.gpus < 2:
         raise ConfigError(
             f"trainer.placement=auto with trainer.mode={mode} wants a GPU for the trainer "
             "and one for rollout, and there is one; set trainer.mode=sync"
         )
-    half = config.trainer.rollout_threads or max(1, int(_cores(usable)) // 2)
+    cores = max(machine.cpus for machine in usable.machines)
+    half = config.trainer.rollout_threads or max(1, int(cores) // 2)
     reserved_cpus = 0.0 if usable.gpus else float(work.samplers * half)
 
-    def refuse(candidate: Candidate, allocation: Allocation, ahead: Samplers | None) -> str:
+    def refuse(
+        candidate: planner.Candidate, allocation: Allocation, ahead: planner.Samplers | None
+    ) -> str:
         try:
             settings = apply_candidate(config, candidate, allocation, roles, ahead)
             check_layouts(settings, lora)
             _check_rows(settings, candidate)
             sized = [
-                Pool(world_size=pool_size(pool.roles, settings), **dict(pool))
+                Pool(world_size=run_spec.pool_size(pool.roles, settings), **dict(pool))
                 for pool in settings.trainer.pools
             ]
             require_capacity(sized, nodes)
@@ -248,8 +224,8 @@ def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfi
             return str(error).splitlines()[0]
         return ""
 
-    def plan(part: Workload, machines: Cluster) -> PlacementPlan:
-        return search(
+    def plan(part: planner.Workload, machines: planner.Cluster) -> planner.PlacementPlan:
+        return planner.search(
             part,
             machines,
             fixed_settings(config),
@@ -259,41 +235,40 @@ def plan_for(config: RLConfig, work: Workload, cluster: Cluster, lora: LoRAConfi
 
     if not apart or pools:
         return plan(work, usable)
-    found = search_apart(work, usable, _sampler_choices(config, usable), plan)
-    return replace(found, cluster=usable, together=_together(config, work, usable))
+    plan_apart = planner.search_apart(work, usable, _sampler_choices(config, usable), plan)
+    return replace(plan_apart, cluster=usable, together=_together(config, work, usable))
 
 
-def _sampler_choices(config: RLConfig, cluster: Cluster) -> SamplerChoices:
+def _sampler_choices(config: RLConfig, cluster: planner.Cluster) -> planner.SamplerChoices:
     """What the settings leave open of the processes that only decode."""
     rollout, workers = config.rollout, config.trainer.rollout_workers
-    tp, most = rollout.tensor_parallel_size, max(machine.gpus for machine in cluster.machines)
+    tp, largest = rollout.tensor_parallel_size, max(machine.gpus for machine in cluster.machines)
     several = "vllm" in engine_capabilities(rollout).settings  # a sampler takes several GPUs
-    sizes = [n for n in range(1, most + 1) if most % n == 0] if several else [1]
-    return SamplerChoices(
+    sizes = [n for n in range(1, largest + 1) if largest % n == 0] if several else [1]
+    return planner.SamplerChoices(
         counts=[workers] if workers > 1 else None, sizes=[tp] if tp > 1 else sizes
     )
 
 
-def _together(config: RLConfig, work: Workload, cluster: Cluster) -> float | None:
+def _together(config: RLConfig, work: planner.Workload, cluster: planner.Cluster) -> float | None:
     """Seconds of a step whose rollout and update take turns on all GPUs; None where none fits."""
     turns = replace(work, runs_ahead=False, samplers=0)
     try:
-        return search(turns, cluster, fixed_settings(config)).chosen.price.total
+        return planner.search(turns, cluster, fixed_settings(config)).chosen.price.total
     except EngineError:
         return None
 
 
 def apply_candidate(
     config: RLConfig,
-    candidate: Candidate,
+    candidate: planner.Candidate,
     allocation: Allocation,
     roles: Collection[str],
-    ahead: Samplers | None = None,
+    ahead: planner.Samplers | None = None,
 ) -> RLConfig:
     """The settings with a candidate's layout and budget, and the samplers, placed on Ray."""
     changes: dict[str, object] = {axis: getattr(candidate.layout, axis) for axis in AXES}
-    for name in ("offload_params", "offload_optimizer", "activation_checkpointing"):
-        changes[name] = getattr(candidate, name)
+    changes |= {name: getattr(candidate, name) for name in _MEMORY_OPTIONS}
     tokens = {"max_tokens_per_micro_batch": candidate.tokens}
     parallel = config.actor.parallel.model_copy(update=changes)
     actor = config.actor.model_copy(
@@ -304,7 +279,7 @@ def apply_candidate(
         critic = critic.model_copy(update=_if_default(critic, tokens))
     placed: dict[str, object] = {"placement": "ray"}
     rollout = config.rollout
-    if not sampler_count(config.trainer):
+    if not run_spec.sampler_count(config.trainer):
         rollout = rollout.model_copy(update={"tensor_parallel_size": candidate.rollout_tp})
     else:
         placed["rollout_threads"] = _sampler_threads(config, allocation)
@@ -321,23 +296,19 @@ def apply_candidate(
     )
 
 
-def fixed_settings(config: RLConfig) -> FixedSettings:
+def fixed_settings(config: RLConfig) -> planner.FixedSettings:
     """The settings that the user has changed from their defaults, which the planner keeps."""
-    parallel, plain = config.actor.parallel, ParallelConfig()
-    axes = {axis: getattr(parallel, axis) for axis in AXES}
-    tokens = config.actor.max_tokens_per_micro_batch
-    return FixedSettings(
-        axes={axis: size for axis, size in axes.items() if size != getattr(plain, axis)},
-        rollout_tp=config.rollout.tensor_parallel_size
-        if config.rollout.tensor_parallel_size > 1
-        else None,
-        tokens=tokens
-        if _if_default(config.actor, {"max_tokens_per_micro_batch": 0}) == {}
-        else None,
-        offload_params=parallel.offload_params,
-        offload_optimizer=parallel.offload_optimizer,
-        activation_checkpointing=parallel.activation_checkpointing,
-        sequence_parallel=parallel.sequence_parallel,
+    candidate, unset = _candidate(config), ParallelConfig()
+    axes = {axis: getattr(config.actor.parallel, axis) for axis in AXES}
+    tokens_are_default = _if_default(config.actor, {"max_tokens_per_micro_batch": 0})
+    return planner.FixedSettings(
+        axes={axis: size for axis, size in axes.items() if size != getattr(unset, axis)},
+        rollout_tp=candidate.rollout_tp if candidate.rollout_tp > 1 else None,
+        tokens=None if tokens_are_default else candidate.tokens,
+        offload_params=candidate.offload_params,
+        offload_optimizer=candidate.offload_optimizer,
+        activation_checkpointing=candidate.activation_checkpointing,
+        sequence_parallel=candidate.sequence_parallel,
     )
 
 
@@ -348,13 +319,13 @@ def _if_default(section: BaseModel, values: Mapping[str, object]) -> dict[str, o
 
 
 def _pools(
-    config: RLConfig, allocation: Allocation, roles: Collection[str], ahead: Samplers | None
+    config: RLConfig, allocation: Allocation, roles: Collection[str], ahead: planner.Samplers | None
 ) -> tuple[PoolConfig, ...]:
     """A pool for the policy's roles, and one for each other role; of several samplers, of each."""
     cpus = allocation.cpus
     if config.trainer.threads:
         cpus = min(cpus, max(1.0, config.trainer.threads // allocation.per_machine))
-    policy, *others = default_pools(roles)
+    policy, *others = run_spec.default_pools(roles)
     pools = [PoolConfig(roles=policy, cpus=cpus, gpus=allocation.gpus)]
     pools += [PoolConfig(roles=role, cpus=0.0) for role in others]
     if "sampler" in roles or ahead is not None:
@@ -368,25 +339,20 @@ def _sampler_threads(config: RLConfig, allocation: Allocation) -> int:
     """CPU threads of a sampler: a rank's cores on a GPU, else half of its machine's."""
     if config.trainer.rollout_threads:
         return config.trainer.rollout_threads
-    samplers = max(1, sampler_count(config.trainer))
+    samplers = max(1, run_spec.sampler_count(config.trainer))
     return max(
         1, int(allocation.cpus) if allocation.gpus else int(allocation.reserved_cpus) // samplers
     )
 
 
-def _cores(cluster: Cluster) -> float:
-    """Cores of the largest machine."""
-    return max(machine.cpus for machine in cluster.machines)
-
-
-def _check_rows(config: RLConfig, candidate: Candidate) -> None:
+def _check_rows(config: RLConfig, candidate: planner.Candidate) -> None:
     """Raise ConfigError if a data-parallel rank would have no rows of some mini-batch."""
     layout = candidate.layout
     learned = choose_dataflow(config.algorithm).rows_an_update(config)
-    every = config.trainer.train_batch_size * config.rollout.n
+    completions = config.trainer.train_batch_size * config.rollout.n
     for rows, size in (
         (learned, config.actor.ppo_mini_batch_size),
-        (every, config.critic.ppo_mini_batch_size),
+        (completions, config.critic.ppo_mini_batch_size),
     ):
         count = -(-rows // size) if size else 1
         if rows // layout.data_ranks < count:
@@ -396,51 +362,35 @@ def _check_rows(config: RLConfig, candidate: Candidate) -> None:
             )
 
 
-# Whether a run's models fit the GPUs that it would get: asked before anything starts.
-#
-# Refused is only what is certain not to fit, however few tokens a micro-batch has: weights,
-# gradients, moments, and rollout's copy. The estimate is the planner's (`engine.planner.memory`).
+def _candidate(config: RLConfig) -> planner.Candidate:
+    """The layout and the budget that the settings have."""
+    parallel, tp = config.actor.parallel, config.rollout.tensor_parallel_size
+    options = {name: getattr(parallel, name) for name in (*_MEMORY_OPTIONS, "sequence_parallel")}
+    tokens = config.actor.max_tokens_per_micro_batch
+    return planner.Candidate(Layout.of(parallel), tp, tokens, **options)
+
 
 _RECOMPUTE, _OFFLOAD = {"activation_checkpointing": True}, {"offload_optimizer": True}
 
 
-def check_rl_memory(
-    config: RLConfig,
-    cluster: Cluster,
-    *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-) -> None:
+def check_rl_memory(config: RLConfig, cluster: planner.Cluster, **model: Unpack[RunModel]) -> None:
     """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the run keeps.
 
-    The sentence has the layout that would fit. With `placement: auto` it is the planner's own.
-    Models that it can't price are let through.
+    Refused is only what is certain not to fit, however few tokens a micro-batch has: weights,
+    gradients, moments, and rollout's copy. The error names a layout that would fit. Models that the
+    planner can't price are let through.
     """
     try:
-        work = workload(
-            config,
-            model_path=model_path,
-            lora=lora,
-            dtype=dtype,
-            max_response_length=max_response_length,
-            max_model_len=max_model_len,
-        )
+        work = workload(config, **model)
     except ConfigError:
         return
     if config.trainer.placement == "auto":
-        plan_for(config, work, cluster, lora)
+        plan_for(config, work, cluster, model["lora"])
         return
     parallel = config.actor.parallel
-    candidate = Candidate(
-        Layout.of(parallel),
-        config.rollout.tensor_parallel_size,
-        offload_params=parallel.offload_params,
-        offload_optimizer=parallel.offload_optimizer,
-    )
-    need, there = _least(estimate(work, candidate, gpu=True)), _gpu_memory(cluster)
+    candidate = _candidate(config)
+    memory, there = estimate(work, candidate, gpu=True), _gpu_memory(cluster)
+    need = _trained(memory) + memory.rollout
     if need <= there:
         return
     unset = ParallelConfig(compute_dtype=parallel.compute_dtype)
@@ -448,11 +398,11 @@ def check_rl_memory(
     trainer = config.trainer.model_copy(update={"placement": "auto", "pools": ()})
     free = config.model_copy(update={"actor": actor, "trainer": trainer})
     try:
-        found = plan_for(free, work, cluster, lora).chosen.candidate
-        instead = f"rl.actor.parallel {found.layout}"
-        if found.memory_options != "-":
-            instead += f" ({found.memory_options})"
-        instead += f", rollout.tensor_parallel_size {found.rollout_tp} would"
+        fitting = plan_for(free, work, cluster, model["lora"]).chosen.candidate
+        instead = f"rl.actor.parallel {fitting.layout}"
+        if fitting.memory_options != "-":
+            instead += f" ({fitting.memory_options})"
+        instead += f", rollout.tensor_parallel_size {fitting.rollout_tp} would"
     except EngineError:
         instead = f"no layout of {cluster} would: take more machines, or set model.lora.rank"
     raise PlacementError(
@@ -462,36 +412,22 @@ def check_rl_memory(
 
 
 def check_sft_memory(
-    config: SFTConfig,
-    cluster: Cluster,
-    *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
+    config: SFTConfig, cluster: planner.Cluster, **model: Unpack[RunModel]
 ) -> None:
     """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the warm start keeps.
 
-    The sentence has the layout that would fit. Models that the planner can't price are let through.
+    The error names a layout that would fit. Models that the planner can't price are let through.
     """
     try:
-        work = sft_workload(
-            config,
-            model_path=model_path,
-            lora=lora,
-            dtype=dtype,
-            max_response_length=max_response_length,
-            max_model_len=max_model_len,
-        )
+        work = sft_workload(config, **model)
     except ConfigError:
         return
     need, there = _trained(sft_memory(work, config.parallel)), _gpu_memory(cluster)
     if need <= there:
         return
     tried = _sharded(config.parallel, cluster.gpus)
-    found = (one for one in tried if fits(sft_memory(work, one).peak, there))
-    instead = next(map(_named, found), f"no fsdp layout of {cluster.gpus} GPUs")
+    fitting = (candidate for candidate in tried if fits(sft_memory(work, candidate).peak, there))
+    instead = next(map(_named, fitting), f"no fsdp layout of {cluster.gpus} GPUs")
     raise PlacementError(
         f"sft can't fit: with sft.parallel {Layout.of(config.parallel)} a GPU keeps "
         f"{need / GIB:.0f} GiB of weights, gradients and moments, and has {there / GIB:.0f}; "
@@ -500,37 +436,18 @@ def check_sft_memory(
     )
 
 
-def sft_workload(
-    config: SFTConfig,
-    *,
-    model_path: str,
-    lora: LoRAConfig,
-    dtype: str,
-    max_response_length: int,
-    max_model_len: int,
-) -> Workload:
+def sft_workload(config: SFTConfig, **model: Unpack[RunModel]) -> planner.Workload:
     """One step of the warm start as sizes; raises ConfigError as `workload` does."""
-    work = workload(
-        RLConfig.model_validate({"actor": {"parallel": config.parallel}}),
-        model_path=model_path,
-        lora=lora,
-        dtype=dtype,
-        max_response_length=max_response_length,
-        max_model_len=max_model_len,
-    )
+    rl = RLConfig.model_validate({"actor": {"parallel": config.parallel}})
+    work = workload(rl, **model)
     rows = config.train_batch_size
     return replace(work, prompts=rows, completions=1, decodes=False, reference=False)
 
 
-def sft_memory(work: Workload, parallel: ParallelConfig, tokens: int = 1) -> Memory:
+def sft_memory(work: planner.Workload, parallel: ParallelConfig, tokens: int = 1) -> Memory:
     """What a rank needs for micro-batches of so many tokens; nothing is kept for rollout."""
-    candidate = Candidate(
-        Layout.of(parallel),
-        tokens=tokens,
-        offload_params=parallel.offload_params,
-        offload_optimizer=parallel.offload_optimizer,
-        activation_checkpointing=parallel.activation_checkpointing,
-    )
+    options = {name: getattr(parallel, name) for name in _MEMORY_OPTIONS}
+    candidate = planner.Candidate(Layout.of(parallel), tokens=tokens, **options)
     return replace(estimate(work, candidate, gpu=True), rollout=0.0)
 
 
@@ -553,19 +470,10 @@ def _trained(memory: Memory) -> float:
     return memory.weights + memory.gradients + memory.moments
 
 
-def _least(memory: Memory) -> float:
-    """Bytes that no size of micro-batch or cache makes fewer."""
-    return _trained(memory) + memory.rollout
-
-
-def _gpu_memory(cluster: Cluster) -> int:
+def _gpu_memory(cluster: planner.Cluster) -> int:
     """Bytes of the smallest GPU."""
     return min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
 
-
-# What one RL step of a configuration would take: memory of a rank and seconds, by the planner.
-#
-# For a dry run: the layout is the settings' own. `auto_placement` searches for one.
 
 _HOST_GIB = 128  # of a machine's memory, a GPU; where it is not known
 
@@ -579,31 +487,15 @@ class Machines:
     accelerator: str = ""  # by Ray's name, e.g. "H100"; empty: CPU cores of this machine
 
 
-def step_estimate(config: RLConfig, work: Workload, machines: Machines) -> list[str]:
+def step_estimate(config: RLConfig, work: planner.Workload, machines: Machines) -> list[str]:
     """Lines about a rank's memory and a step's seconds."""
-    parallel, rollout = config.actor.parallel, config.rollout
-    candidate = Candidate(
-        Layout.of(parallel),
-        rollout.tensor_parallel_size,
-        config.actor.max_tokens_per_micro_batch,
-        offload_params=parallel.offload_params,
-        offload_optimizer=parallel.offload_optimizer,
-        activation_checkpointing=parallel.activation_checkpointing,
-        sequence_parallel=parallel.sequence_parallel,
-    )
-    one = PricedCandidate(work, candidate, _allocation(machines))
-    memory, price, there = one.memory, one.price, one.allocation.memory
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "moments": memory.moments,
-        "activations": memory.activations,
-        "rollout copy": memory.rollout,
-        "cache": memory.cache,
-    }
-    large = {name: size / GIB for name, size in parts.items() if size >= GIB / 100}
+    priced = PricedCandidate(work, _candidate(config), _allocation(machines))
+    memory, price, there = priced.memory, priced.price, priced.allocation.memory
+    names = ("weights", "gradients", "moments", "activations", "rollout", "cache")
+    sizes = {name.replace("rollout", "rollout copy"): getattr(memory, name) for name in names}
+    large = {name: size / GIB for name, size in sizes.items() if size >= GIB / 100}
     shown = ", ".join(f"{name} {size:.2f}" for name, size in large.items())
-    fits = "fits" if one.fits else f"does not fit: {one.lacks} needs more"
+    fits = "fits" if priced.fits else f"does not fit: {priced.lacks} needs more"
     return [
         f"memory    {memory.peak / GIB:.2f} of {there / GIB:.1f} GiB a rank at most, in "
         f"{memory.when}; {fits}",
@@ -629,9 +521,6 @@ def _allocation(machines: Machines) -> Allocation:
     cores = max(1.0, (os.cpu_count() or 1) / machines.per_machine)
     memory = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / machines.per_machine)
     return Allocation(machines.ranks, machines.per_machine, cores, memory, memory, cpu(cores))
-
-
-# The dtype of a run's models, for where they will be.
 
 
 def model_dtype(dtype: str, model_path: str | Path, config: RLConfig) -> str:

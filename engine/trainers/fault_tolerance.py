@@ -11,25 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn, Self, TypeVar
 
+from engine import errors
 from engine.checkpoint import Saver, find_latest
 from engine.controller.local_groups import threads_left_behind
-from engine.errors import (
-    CheckpointError,
-    ConfigError,
-    DamagedCheckpointError,
-    DivergedError,
-    PreemptedError,
-    WorkerError,
-)
-
-# Pre-emption notice (SIGTERM): training saves after its current step, or ends at a deadline.
-#
-# A trainer reads `received` between steps, saves and raises PreemptedError.
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +32,7 @@ class PreemptionNotice:
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s, self._at = grace_s, 0.0
+        self.step = 0  # the one that is being taken, for messages
         self._main = threading.current_thread() is threading.main_thread()
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -69,12 +58,7 @@ class PreemptionNotice:
             }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._main:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             for number, handler in self._before.items():
@@ -89,15 +73,10 @@ class PreemptionNotice:
             )
 
     def _on_deadline(self, number: int, frame: FrameType | None) -> NoReturn:
-        raise PreemptedError(
+        raise errors.PreemptedError(
             f"pre-empted, and no step was finished and saved in {self._grace_s:g} s; the run "
             "resumes from the checkpoint before (trainer.save_freq, trainer.preemption_grace_s)"
         )
-
-
-# How a training run ends: with its last step saved, on a pre-emption notice, or by an error.
-#
-# Shared by SFT and RL.
 
 
 def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:
@@ -123,13 +102,13 @@ def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:
 def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
     """Wait for the save of `step`, if the run has checkpoints, and raise PreemptedError."""
     if saver is None:
-        raise PreemptedError(
+        raise errors.PreemptedError(
             f"pre-empted after step {step}, without a checkpoint folder: the run starts again from "
             "the beginning"
         )
     _is_durable(saver)
     saved = "" if saver.unsaved_step is None else ", which was not saved"
-    raise PreemptedError(
+    raise errors.PreemptedError(
         f"pre-empted after step {step}{saved}; the run continues from {_next_start(saver)}"
     )
 
@@ -146,8 +125,8 @@ def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Itera
         if saver is None:
             raise
         saver.drain(notice.seconds_left())
-        if isinstance(error, DivergedError):
-            raise DivergedError(
+        if isinstance(error, errors.DivergedError):
+            raise errors.DivergedError(
                 f"{error}; the last good step is that of {_next_start(saver)}: a run that is "
                 "started again with a lower learning rate goes on from there"
             ) from error
@@ -155,16 +134,16 @@ def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Itera
 
 
 @contextmanager
-def lost_workers_explained(notice: PreemptionNotice, step: int) -> Iterator[None]:
+def lost_workers_explained(notice: PreemptionNotice) -> Iterator[None]:
     """After a notice, workers may be stopped before this process: that is a pre-emption."""
     try:
         yield
-    except WorkerError as error:
+    except errors.WorkerError as error:
         if not notice.received:
             raise
-        raise PreemptedError(
-            f"pre-empted in step {step}, whose workers are gone; the run continues from its last "
-            "checkpoint"
+        raise errors.PreemptedError(
+            f"pre-empted in step {notice.step}, whose workers are gone; the run continues from its "
+            "last checkpoint"
         ) from error
 
 
@@ -173,7 +152,7 @@ def _next_start(saver: Saver) -> str:
     process has saved, for it may have resumed with another saver."""
     try:
         newest = saver.store.latest()
-    except CheckpointError as error:
+    except errors.CheckpointError as error:
         return f"the newest good checkpoint in {saver.store.root}, which can't be read now: {error}"
     return "the beginning" if newest is None else newest.folder
 
@@ -182,48 +161,10 @@ def _is_durable(saver: Saver) -> bool:
     """Wait for the save in flight; return whether the last one is durable. Logs a failure."""
     try:
         saver.wait()
-    except CheckpointError as error:
+    except errors.CheckpointError as error:
         log.warning("no checkpoint at step %s: %s", saver.unsaved_step, error)
     return saver.unsaved_step is None
 
-
-# How often a run is attempted: a dead trainer rank ends an attempt, and a bounded number follow.
-#
-# Pure values, as in `health`. Unlike a rollout worker, a trainer rank isn't replaced alone: all
-# ranks
-# share each step and hold shards of one model, so the attempt ends, and the caller resumes the run
-# from its checkpoint.
-
-
-@dataclass(frozen=True, slots=True)
-class RetryBudget:
-    """How often a run resumes from its checkpoint before an error ends it.
-
-    Only consecutive failures count, with no newer checkpoint between them. So a bug that fails the
-    same step each time ends the run, and rare failures in a long run don't.
-    """
-
-    max_attempts: int = 3  # attempts that may end without getting past one checkpoint; 1: no retry
-    failed: int = 0  # such attempts so far
-    step: int = 0  # the newest checkpoint seen, in updates
-
-    def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise ConfigError(f"max_attempts is {self.max_attempts}; it has to be at least 1")
-
-    def after_failure(self, checkpoint_step: int) -> Self:
-        """The budget after a failed attempt; the next one would resume at `checkpoint_step`."""
-        if checkpoint_step > self.step:
-            return replace(self, failed=1, step=checkpoint_step)
-        return replace(self, failed=self.failed + 1)
-
-    @property
-    def may_retry(self) -> bool:
-        """Whether there is an attempt left."""
-        return self.failed < self.max_attempts
-
-
-# Retries of a run, RL or warm start: after a lost worker it resumes from its last checkpoint.
 
 T = TypeVar("T")
 
@@ -236,31 +177,25 @@ def run_with_retries(
 ) -> None:
     """Call `work` with a trainer; after a WorkerError again with a new one, which resumes.
 
-    Raises the last WorkerError when `max_attempts` attempts in a row got past no new checkpoint,
-    or where a call in this process can't be ended: only a new process is rid of it.
+    A trainer rank isn't replaced alone, as a rollout worker is: all ranks share each step and hold
+    shards of one model. Raises the last WorkerError when `max_attempts` attempts in a row got past
+    no new checkpoint (so rare failures in a long run don't count), or where a call in this process
+    can't be ended: only a new process is rid of it.
     """
-    budget = RetryBudget(max_attempts)
+    failed = newest = 0  # attempts that got past no new checkpoint; the step of the newest
     while True:
         try:
             with make() as trainer:
                 work(trainer)
             return
-        except WorkerError as error:
-            at = _newest_step(checkpoint_dir)
-            budget = budget.after_failure(at)
-            if not budget.may_retry or threads_left_behind():
+        except errors.WorkerError as error:
+            try:
+                checkpoint = find_latest(checkpoint_dir)
+            except errors.DamagedCheckpointError:  # the next attempt says that all are
+                checkpoint = None
+            step, cause = checkpoint.step if checkpoint else 0, str(error).splitlines()[0]
+            failed = 1 if step > newest else failed + 1
+            newest = max(newest, step)
+            if failed >= max_attempts or threads_left_behind():
                 raise
-            log.warning("a worker was lost (%s); resuming from step %d", _first(error), at)
-
-
-def _newest_step(checkpoint_dir: str | Path) -> int:
-    """The step that the next attempt begins after; 0 where it has to say that all are damaged."""
-    try:
-        found = find_latest(checkpoint_dir)
-    except DamagedCheckpointError:
-        return 0
-    return found.step if found else 0
-
-
-def _first(error: Exception) -> str:
-    return str(error).splitlines()[0]
+            log.warning("a worker was lost (%s); resuming from step %d", cause, step)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from engine.checkpoint import find_latest
-from engine.checkpoint.format import MARKER, RankState, read_role_states, read_values
+from engine.checkpoint.format import MARKER, read_role_states, read_values
 from engine.checkpoint.store import EXPORTS, CheckpointStore, draft_name
 from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
@@ -30,10 +30,6 @@ from engine.storage.s3 import upload
 if TYPE_CHECKING:
     from engine.trainers.run_spec import RunSpec
 
-
-# A checkpoint's policy as a Hugging Face folder, assembled in one process.
-#
-# Exporting during a run is in `background_export`, the command in `engine.export`.
 
 CONFIG = "config.json"  # written last to an object store: a folder with it is complete
 
@@ -60,14 +56,14 @@ def export_policy(
     checkpoint's address. Raises CheckpointError, ModelError for a start model that isn't there,
     and StorageError.
     """
-    source, place = resolve_checkpoint(checkpoint), Folder(target)
-    if is_exported(place) or (place.is_local and (place.sizes() or place.folders())):
-        raise _target_exists(place)
+    source, folder = resolve_checkpoint(checkpoint), Folder(target)
+    if is_exported(folder) or (folder.is_local and (folder.sizes() or folder.folders())):
+        raise _target_exists(folder)
     policy, path, step = _load_policy(source, model)
-    if place.is_local:
-        _write_local(policy, path, place, step)
+    if folder.is_local:
+        _write_local(policy, path, folder, step)
     else:
-        _upload(policy, path, place)
+        _upload(policy, path, folder)
     return source
 
 
@@ -80,9 +76,9 @@ def write_policy(checkpoint: str | Path, folder: str | Path, model: str | Path) 
     save_model(policy, load_tokenizer(path), Path(folder))
 
 
-def is_exported(place: Folder) -> bool:
+def is_exported(folder: Folder) -> bool:
     """Whether a complete model folder is there."""
-    return CONFIG in place.sizes()
+    return CONFIG in folder.sizes()
 
 
 def resolve_checkpoint(checkpoint: str | Path) -> str:
@@ -90,17 +86,20 @@ def resolve_checkpoint(checkpoint: str | Path) -> str:
     folder = Folder(checkpoint)
     if MARKER in folder.sizes():
         return folder.uri
-    found = find_latest(folder.uri)
-    if found is None:
+    newest = find_latest(folder.uri)
+    if newest is None:
         raise CheckpointError(
             f"{folder} is no complete checkpoint and holds none; name a folder step_<n> with a "
             f"file {MARKER}, or the folder of a run"
         )
-    return found.folder
+    return newest.folder
 
 
 def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel, str, int]:
-    """The policy in a checkpoint, the start model that it was loaded into, and its step."""
+    """The policy in a checkpoint, the start model that it was loaded into, and its step.
+
+    Raises CheckpointError for the checkpoint of another model.
+    """
     values = read_values(source)
     start = values.get("policy")
     if start is None:
@@ -112,17 +111,9 @@ def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel
     path = str(model or start["model"])
     require_model_folder(path, "the start model (--model)")
     policy = load_policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
-    _load_saved_weights(policy, saved, source, path)
-    return policy, path, int(values["step"])
-
-
-def _load_saved_weights(
-    policy: PreTrainedModel, saved: list[RankState], source: str, path: str
-) -> None:
-    """Load the saved weights into the start model; raise CheckpointError for another model."""
     other = f"{source} is not of the start model {path}: {{}}; give --model the one it began with"
-    start = saved[0].values.get("start")
-    if has_adapters(policy) and start is not None and start != weights_fingerprint(policy):
+    first = saved[0].values.get("start")
+    if has_adapters(policy) and first is not None and first != weights_fingerprint(policy):
         raise CheckpointError(other.format("its adapters were trained on other weights"))
     try:
         load_weights(policy, saved)
@@ -131,43 +122,36 @@ def _load_saved_weights(
     except CheckpointError as error:
         what = str(error).partition(";")[0].removeprefix("the checkpoint is of another model: ")
         raise CheckpointError(other.format(what)) from error
+    return policy, path, int(values["step"])
 
 
-def _write_local(policy: PreTrainedModel, path: str, place: Folder, step: int) -> None:
+def _write_local(policy: PreTrainedModel, path: str, folder: Folder, step: int) -> None:
     """To a disk: write a draft, fsync it, rename it."""
-    parent = Folder(Path(place.path).parent)
+    parent = Folder(Path(folder.path).parent)
     parent.create()
     draft = parent / draft_name(step)
     try:
         save_model(policy, load_tokenizer(path), draft.path)
         draft.fsync()
-        if not draft.move(place):
-            raise _target_exists(place)
+        if not draft.move(folder):
+            raise _target_exists(folder)
     finally:
         draft.remove()
 
 
-def _upload(policy: PreTrainedModel, path: str, place: Folder) -> None:
+def _upload(policy: PreTrainedModel, path: str, folder: Folder) -> None:
     """To an object store, which can't rename: config.json, which marks it complete, is last."""
     with tempfile.TemporaryDirectory(prefix="export-") as near:
         save_model(policy, load_tokenizer(path), near)
         names = [str(file.relative_to(near)) for file in Path(near).rglob("*") if file.is_file()]
         files = {name: Folder(near).digest(name) for name in names if name != CONFIG}
-        upload(Path(near), place.uri, files, f"upload {Path(place.path).name}")
-        place.write(CONFIG, [(Path(near) / CONFIG).read_bytes()])
+        upload(Path(near), folder.uri, files, f"upload {Path(folder.path).name}")
+        folder.write(CONFIG, [(Path(near) / CONFIG).read_bytes()])
 
 
-def _target_exists(place: Folder) -> CheckpointError:
-    return CheckpointError(f"{place} is there already; delete it, or name another folder")
+def _target_exists(folder: Folder) -> CheckpointError:
+    return CheckpointError(f"{folder} is there already; delete it, or name another folder")
 
-
-# Hugging Face folders of a run's checkpoints, exported during training.
-#
-# Each checkpoint is exported to `<run>/huggingface/step_500` by `python -m engine.export` in a
-# separate process: loading a model changes global random generators and defaults, which training
-# relies on. Pending exports are found by listing the folders, so a resumed run exports what the
-# run
-# before it left. `engine.checkpoint.store` deletes old exports.
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +160,13 @@ _SOURCES = str(Path(__file__).parents[2])
 
 
 class BackgroundExporter:
-    """Exports one checkpoint at a time, from a thread; a failed export is logged and skipped."""
+    """Exports each checkpoint of a run in training to `<run>/huggingface/step_500`, one at a time.
+
+    A process of its own (`python -m engine.export`) does it: loading a model changes global random
+    generators and defaults, which training relies on. A failed export is logged and skipped;
+    pending ones are found by listing the folders, so that a resumed run exports what the run before
+    it left. `engine.checkpoint.store` deletes old exports.
+    """
 
     def __init__(self, store: CheckpointStore, model: str, timeout_s: float) -> None:
         """`model` is the start model's path; each export has `timeout_s` seconds."""
@@ -198,9 +188,7 @@ class BackgroundExporter:
     def wait(self) -> None:
         """Return when every checkpoint is exported, or its export has failed."""
         self.wake()
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join()  # each export has a deadline
 
     def _work(self) -> None:
@@ -224,30 +212,27 @@ class BackgroundExporter:
         return None
 
     def _export_checkpoint(self, name: str) -> None:
-        source, place = self._store.root / name, self._target(name)
-        fault = self._run_export(source, place)
-        gone = MARKER not in source.sizes()  # deleted by retention
-        if gone:
-            place.remove()
-        elif fault and not is_exported(place):  # an earlier attempt's process may still export it
+        source, folder = self._store.root / name, self._target(name)
+        fault = self._run_export(source, folder)
+        if MARKER not in source.sizes():  # deleted by retention
+            folder.remove()
+        elif fault and not is_exported(folder):  # an earlier attempt's process may still export it
             self._given_up.add(name)
             log.warning("no model folder of checkpoint %s: %s; training continues", source, fault)
 
     def _target(self, name: str) -> Folder:
         return self._store.root / EXPORTS / name
 
-    def _run_export(self, source: Folder, place: Folder) -> str:
+    def _run_export(self, source: Folder, folder: Folder) -> str:
         """Run the command; return why it failed, or nothing."""
-        command = [sys.executable, "-m", "engine.export", source.uri, "--out", place.uri]
-        paths = [_SOURCES, os.environ.get("PYTHONPATH")]
-        hidden = {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        }  # training uses the devices and cores
+        command = [sys.executable, "-m", "engine.export", source.uri, "--out", folder.uri]
+        paths = filter(None, [_SOURCES, os.environ.get("PYTHONPATH")])
+        # Training uses the devices and cores.
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryFile("w+") as stderr:
             process = subprocess.Popen(
                 [*command, "--model", self._model, "--beside"],
-                env=os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                env=os.environ | hidden | {"PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.PIPE,  # closed when this process ends, however it does
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,

@@ -13,9 +13,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -36,27 +35,15 @@ from engine.errors import CheckpointError, ConfigError, DataError
 from engine.models import resolve_dtype, text_config
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers.fault_tolerance import (
-    PreemptionNotice,
-    ensure_last_save,
-    finish_save_on_error,
-    lost_workers_explained,
-    raise_preempted,
-)
+from engine.trainers import fault_tolerance
+from engine.trainers.layout_checks import check_parallel
 from engine.trainers.resume import changed_settings, flat
-from engine.trainers.run_spec import check_parallel
 from engine.workers.role import WorkerContext
 from engine.workers.supervised import OfflineWorker, SFTWorker
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
-# Where the model of a warm start, or of other training on rows, is.
-#
-# In this process, or on ranks of a layout, which Ray places. Settings have the names and rules of
-# an
-# RL run's. What a rank does is in `engine.workers`.
 
 T = TypeVar("T")
 W = TypeVar("W", bound=OfflineWorker)
@@ -106,15 +93,7 @@ def offline_placement(config: OfflineConfig) -> Placement:
     )
 
 
-def make_worker(
-    worker: type[W], model: PreTrainedModel | StartModel, config: OfflineConfig, seed: int
-) -> W:
-    """The only rank, in this process."""
-    check_offline_layout(config, LoRAConfig())
-    return worker(WorkerContext(config.section), model=model, config=config, seed=seed)
-
-
-def launch_ranks(
+def _launch_ranks(
     worker: type[OfflineWorker],
     model: PreTrainedModel | StartModel,
     config: OfflineConfig,
@@ -147,12 +126,6 @@ def done(value: T | Future[T]) -> T:
     return value.result() if isinstance(value, Future) else value
 
 
-# The checkpoints of training on rows: what they hold, and what a run resumes from.
-#
-# A single rank's state is the controller's own; of several, each writes its part. Either resumes
-# from
-# the other.
-
 log = logging.getLogger(__name__)
 
 OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
@@ -176,80 +149,10 @@ MAY_DIFFER = {
 }
 
 
-def recorded(config: OfflineConfig) -> dict[str, object]:
+def recorded_settings(config: OfflineConfig) -> dict[str, object]:
     """The settings of a section that a checkpoint records, by dotted name, e.g. "sft.packing"."""
     return flat({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
 
-
-@dataclass(frozen=True, slots=True)
-class OfflineCheckpoints:
-    """Where the state of one `fit` is saved."""
-
-    worker: OfflineWorker | None  # in this process; None: the saver's groups have the state
-    saver: Saver | None  # None: nothing is saved
-    section: str  # of the settings, e.g. "sft"
-    settings: dict[str, object]  # that a checkpoint records
-    defaults: dict[str, object]  # of those that come from a configuration
-    on_resume: OnResume
-    changed_settings: list[StateDict] = field(default_factory=list)  # when it was resumed
-
-    def resume(self, elsewhere: CheckpointStore | None) -> tuple[int, dict[str, float]]:
-        """Load the newest checkpoint, own or `elsewhere`; return its step and metrics (0, {})."""
-        if self.saver is None:
-            return 0, {}
-        found, own = self.saver.store.latest(), True
-        if found is None and elsewhere is not None:
-            found, own = elsewhere.latest(), False
-        if found is None:
-            return 0, {}
-        metrics = self._load(self.saver, found)
-        self.on_resume(found.folder, found.step)
-        if not own:
-            self.save(found.step, metrics)  # where this attempt's successor looks
-        return found.step, metrics
-
-    def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Begin to write a checkpoint; a failure is logged, and training continues."""
-        if self.saver is None:
-            return
-        state: StateDict = {
-            "settings": self.settings,
-            "changed_settings": self.changed_settings,
-            "metrics": metrics,
-            "process_rng": process_rng(),
-        }
-        if self.worker is not None:
-            state |= self.worker.state_dict()
-        try:
-            self.saver.save(step, state)
-        except CheckpointError as error:
-            log.warning("no checkpoint at step %d: %s; training continues", step, error)
-
-    def _load(self, saver: Saver, checkpoint: Checkpoint) -> dict[str, float]:
-        state = checkpoint.state
-        may_change = [f"{self.section}.{name}" for name in MAY_CHANGE]
-        changed = changed_settings(checkpoint, self.settings, may_change, self.defaults)
-        if self.worker is None:
-            saver.restore(checkpoint)
-        elif BOXES in state:
-            own = RankState.of(state)
-            try:
-                self.worker.load_sharded_state(own, [own])
-            except CheckpointError as error:
-                raise CheckpointError(f"{checkpoint.folder}: {error}") from error
-            set_process_rng(state["process_rng"])
-        else:
-            self.worker.load_state(checkpoint.folder)
-        self.changed_settings[:] = changed
-        return dict(state["metrics"])
-
-
-# The loop of training on rows of a dataset: batches, steps, checkpoints, resumption.
-#
-# The warm start (`sft`), preference learning (`preference`) and reward models (`reward_model`) are
-# this loop over examples of their own. What a rank computes is in `engine.workers`, where ranks
-# are
-# in `offline_ranks`, what is saved in `offline_checkpoints`.
 
 Example = TypeVar("Example")
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
@@ -268,6 +171,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     what: ClassVar[str]  # is trained, e.g. "the warm start"
     no_rows: ClassVar[str]  # what to say where there is nothing to train on
     worker_class: type[W]
+    config: OfflineConfig
 
     def __init__(
         self,
@@ -281,31 +185,42 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     ) -> None:
         """`start` tells which weights `model` begins with, e.g. the digest of their folder.
 
-        Raises ConfigError or PlacementError before any rank starts.
+        Raises ConfigError for settings that are not this trainer's, ModelError for a model that it
+        can't train, and PlacementError, before any rank starts.
         """
+        self.config = config = self._checked(config)
         if isinstance(model, StartModel):
             model = replace(model, dtype=offline_dtype(model.dtype, model.path, config))
         self._worker: W | None = None
         self._roles: Roles | None = None
         if is_on_ray(config):
-            self._roles = launch_ranks(self.worker_class, model, config, seed)
+            self._roles = _launch_ranks(self.worker_class, model, config, seed)
         else:
-            self._worker = make_worker(self.worker_class, model, config, seed)
-        self.seed, self.start, self._offline = seed, start, config
+            check_offline_layout(config, LoRAConfig())
+            context = WorkerContext(config.section)
+            self._worker = self.worker_class(context, model=model, config=config, seed=seed)
+        self.seed, self.start = seed, start
         self.pad_token_id, self.on_step = pad_token_id, on_step
         self.on_resume: OnResume = lambda folder, step: None
+
+    def _checked(self, config: Any) -> OfflineConfig:
+        """The settings of this trainer; raise ConfigError for those of another."""
+        checked: OfflineConfig = config
+        return checked
+
+    @abstractmethod
+    def validate(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Metrics of held-out examples, without dropout."""
 
     @abstractmethod
     def _collate(self, examples: Sequence[Example]) -> Batch:
         """The batch of some examples."""
 
-    @abstractmethod
     def _update(self, batch: Batch) -> dict[str, float]:
         """Take an optimizer step; return its metrics, without the section's name."""
-
-    @abstractmethod
-    def _validate(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Metrics of held-out examples, without the section's name."""
+        ranks: Any = self._ranks
+        metrics: dict[str, float] = done(ranks.update(batch))
+        return metrics
 
     def _prepare(
         self, train: Sequence[Example], validation: Sequence[Example], folder: str | Path | None
@@ -318,7 +233,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         """The model of a run in this process; raises ConfigError where it is on ranks."""
         if self._worker is None:
             raise ConfigError(
-                f"the model is on the ranks of {self._offline.section}.parallel; write it with "
+                f"the model is on the ranks of {self.config.section}.parallel; write it with "
                 "save(folder, tokenizer)"
             )
         model: Any = self._worker.sharded.module
@@ -346,52 +261,108 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         with self._own_threads_and_draws(), hold_lock(checkpoint_dir):
             train, validation = self._prepare(train, validation, checkpoint_dir)
             done(self._ranks.begin(total))
+            settings = self._settings(len(train))
             saver = self._saver(checkpoint_dir) if checkpoint_dir else None
-            settings, defaults = self._settings(len(train)), recorded(type(self._offline)())
-            section = self._offline.section
-            run = OfflineCheckpoints(
-                self._worker, saver, section, settings, defaults, self.on_resume
-            )
-            begin, metrics = run.resume(self._store(resume_from) if resume_from else None)
+            begin, metrics, changed = self._resume(saver, resume_from, settings)
             if begin >= total:
                 log.warning("%s is at step %d of %d already", self.what, begin, total)
-            grace_s = self._offline.preemption_grace_s
-            with PreemptionNotice(grace_s) as notice, finish_save_on_error(saver, notice):
+            recorded = {"settings": settings, "changed_settings": changed}
+            grace_s = self.config.preemption_grace_s
+            with (
+                fault_tolerance.PreemptionNotice(grace_s) as notice,
+                fault_tolerance.finish_save_on_error(saver, notice),
+            ):
                 steps = range(begin, total)
-                found = self._train(train, validation, steps, run, notice) or metrics
-                ensure_last_save(saver, lambda: run.save(total, found))
-                return found
+                last = self._train(train, validation, steps, saver, recorded, notice) or metrics
+                fault_tolerance.ensure_last_save(
+                    saver, lambda: self._save(saver, total, recorded, last)
+                )
+                return last
 
     def _train(
         self,
         train: Sequence[Example],
         validation: Sequence[Example],
         steps: range,
-        run: OfflineCheckpoints,
-        notice: PreemptionNotice,
+        saver: Saver | None,
+        recorded: StateDict,
+        notice: fault_tolerance.PreemptionNotice,
     ) -> dict[str, float]:
-        total, config = steps.stop, self._offline
+        total, config = steps.stop, self.config
         metrics: dict[str, float] = {}
         for step, rows in enumerate(self._batches(train, total)[steps.start :], steps.start + 1):
-            start = time.perf_counter()
+            notice.step, start = step, time.perf_counter()
             batch = self._collate([train[i] for i in rows])
-            with lost_workers_explained(notice, step):
-                found = self._update(batch)
+            with fault_tolerance.lost_workers_explained(notice):
+                measured = self._update(batch)
                 seconds = time.perf_counter() - start
-                found["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds
+                measured["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds
                 if validation and (step % config.validate_every == 0 or step == total):
-                    found |= self._validate(validation)
-            metrics = {f"{config.section}/{name}": value for name, value in found.items()}
+                    held_out = self.validate(validation).items()
+                    measured |= {f"validation_{name}": value for name, value in held_out}
+            metrics = {f"{config.section}/{name}": value for name, value in measured.items()}
             self.on_step(step, total, metrics)
             if step == total or step % config.save_freq == 0 or notice.received:
-                run.save(step, metrics)
+                self._save(saver, step, recorded, metrics)
             if notice.received and step < total:
-                raise_preempted(run.saver, step)
+                fault_tolerance.raise_preempted(saver, step)
         return metrics
+
+    def _resume(
+        self, saver: Saver | None, elsewhere: str | Path | None, settings: dict[str, object]
+    ) -> tuple[int, dict[str, float], list[StateDict]]:
+        """Load the newest checkpoint, the run's own or `elsewhere`; return its step, its metrics
+        and what changed in the settings since (0, {}, [])."""
+        if saver is None:
+            return 0, {}, []
+        checkpoint, here = saver.store.latest(), True
+        if checkpoint is None and elsewhere is not None:
+            checkpoint, here = self._store(elsewhere).latest(), False
+        if checkpoint is None:
+            return 0, {}, []
+        may_change = [f"{self.config.section}.{name}" for name in MAY_CHANGE]
+        defaults = recorded_settings(type(self.config)())
+        changed = changed_settings(checkpoint, settings, may_change, defaults)
+        self._load(saver, checkpoint)
+        metrics = dict(checkpoint.state["metrics"])
+        self.on_resume(checkpoint.folder, checkpoint.step)
+        if not here:  # the next attempt looks in the run's own folder
+            recorded = {"settings": settings, "changed_settings": changed}
+            self._save(saver, checkpoint.step, recorded, metrics)
+        return checkpoint.step, metrics, changed
+
+    def _load(self, saver: Saver, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint: of one rank, whose state is the controller's own, or of several."""
+        state = checkpoint.state
+        if self._worker is None:
+            saver.restore(checkpoint)
+        elif BOXES in state:
+            rank_state = RankState.of(state)
+            try:
+                self._worker.load_sharded_state(rank_state, [rank_state])
+            except CheckpointError as error:
+                raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+            set_process_rng(state["process_rng"])
+        else:
+            self._worker.load_state(checkpoint.folder)
+
+    def _save(
+        self, saver: Saver | None, step: int, recorded: StateDict, metrics: dict[str, float]
+    ) -> None:
+        """Begin to write a checkpoint; a failure is logged, and training continues."""
+        if saver is None:
+            return
+        state = recorded | {"metrics": metrics, "process_rng": process_rng()}
+        if self._worker is not None:
+            state |= self._worker.state_dict()
+        try:
+            saver.save(step, state)
+        except CheckpointError as error:
+            log.warning("no checkpoint at step %d: %s; training continues", step, error)
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps that the configuration asks for over `rows` examples."""
-        return total_steps(self._offline, rows)
+        return total_steps(self.config, rows)
 
     def save(self, folder: str | Path, tokenizer: str | Path) -> None:
         """Write the model, with the tokenizer of another folder, as a Hugging Face folder."""
@@ -408,7 +379,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         if self._worker is not None:
             return self._worker
         assert self._roles is not None
-        group: Any = self._roles[self._offline.section]
+        group: Any = self._roles[self.config.section]
         return group
 
     @contextmanager
@@ -417,24 +388,24 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         if self._worker is None:
             yield
             return
-        torch.set_num_threads(self._offline.threads or os.cpu_count() or 1)
+        torch.set_num_threads(self.config.threads or os.cpu_count() or 1)
         with torch.random.fork_rng(devices=[]):
             yield
 
     def _saver(self, folder: str | Path) -> Saver:
-        role = self._offline.section
+        role = self.config.section
         groups = {} if self._roles is None else {role: self._roles[role]}
-        return Saver(self._store(folder), groups, self._offline.step_timeout_s)
+        return Saver(self._store(folder), groups, self.config.step_timeout_s)
 
     def _store(self, folder: str | Path) -> CheckpointStore:
-        config = self._offline
+        config = self.config
         restart = config.on_damaged_checkpoints == "restart"
         return CheckpointStore(folder, config.max_checkpoints_to_keep, restart=restart)
 
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for what may change."""
-        own = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
-        return recorded(self._offline) | flat(own)
+        inputs = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
+        return recorded_settings(self.config) | flat(inputs)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.
@@ -444,25 +415,17 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         short ones many times over.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        size = self._batch_size(len(train))
+        size = min(self.config.train_batch_size, len(train))
         batches: list[list[int]] = []
         while len(batches) < total:
             order = torch.randperm(len(train), generator=generator).tolist()
             batches += [order[i : i + size] for i in range(0, len(order), size)]
         return batches[:total]
 
-    def _batch_size(self, rows: int) -> int:
-        return min(self._offline.train_batch_size, rows)
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -470,13 +433,6 @@ def total_steps(config: OfflineConfig, rows: int) -> int:
     """Optimizer steps that a configuration asks for over `rows` examples."""
     size = min(config.train_batch_size, rows)
     return config.max_steps or math.ceil(config.epochs * math.ceil(rows / size))
-
-
-# The warm start: supervised fine-tuning on prompt/response pairs.
-#
-# The loss is on response tokens only; micro-batches have rows of similar length within a token
-# budget, and their gradients add up to that of the whole batch. Of a model with adapters, on a
-# quantised base or not, only these are trained. The caller reads rows. The loop is in `offline`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,16 +456,14 @@ class SFTTrainer(OfflineTrainer[SFTExample, SFTWorker]):
 
     def validation_loss(self, examples: Sequence[SFTExample]) -> float:
         """Mean negative log-likelihood a response token, in nats, without dropout."""
-        return self._validate(examples)["validation_loss"]
+        return done(self._ranks.validation_loss(self._collate(examples)))["validation_loss"]
+
+    def validate(self, examples: Sequence[SFTExample]) -> dict[str, float]:
+        """`loss`: see `validation_loss`."""
+        return {"loss": self.validation_loss(examples)}
 
     def _collate(self, examples: Sequence[SFTExample]) -> Batch:
         return collate_examples(examples, self.pad_token_id)
-
-    def _update(self, batch: Batch) -> dict[str, float]:
-        return done(self._ranks.update(batch))
-
-    def _validate(self, examples: Sequence[SFTExample]) -> dict[str, float]:
-        return done(self._ranks.validation_loss(self._collate(examples)))
 
 
 def collate_examples(examples: Sequence[SFTExample], pad_token_id: int) -> Batch:

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from engine.algorithms.aggregation import compute_means
 from engine.algorithms.preference_losses import (
@@ -34,10 +33,9 @@ from engine.data.training_examples import (
     with_others,
 )
 from engine.errors import ConfigError, DataError, StorageError
-from engine.runtime.pair_gradients import as_pairs
-from engine.runtime.policy_runtime import StartModel
 from engine.storage.filesystem import Files
-from engine.trainers.offline import OfflineTrainer, OnStep, done
+from engine.trainers.offline import OfflineTrainer, done
+from engine.workers.actor import as_pairs
 from engine.workers.algorithm_options import (
     check_preference_training,
     kto_options,
@@ -63,20 +61,12 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
     no_rows = "preference learning has no rows; give a source of pairs, or of labelled completions"
     worker_class = PreferenceWorker
 
-    def __init__(
-        self,
-        model: PreTrainedModel | StartModel,
-        pad_token_id: int,
-        config: PreferenceTrainingConfig,
-        *,
-        seed: int,
-        start: str = "",
-        on_step: OnStep = lambda step, total, metrics: None,
-    ) -> None:
-        """As `OfflineTrainer`; raises ConfigError for options that the loss doesn't read, too."""
+    config: PreferenceTrainingConfig
+    _trained = False  # whether the model has left its start
+
+    def _checked(self, config: PreferenceTrainingConfig) -> PreferenceTrainingConfig:
         check_preference_training(config)
-        super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
-        self.config, self._trained = config, False
+        return config
 
     def precompute_reference(
         self, splits: Sequence[Sequence[PreferenceExample]], folder: str | Path
@@ -111,13 +101,14 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
         name = self._cache_name(examples)
         known = _read_cache(cache, name, 2 * len(examples))
         if known is None:
-            if self._trained and not self._has_adapters:
+            if self._trained and not done(self._ranks.has_adapters()):
                 raise ConfigError(
                     "this trainer's model has been trained, and the reference is the one that it "
                     "started from; make a new trainer, or set preference.reference=live"
                 )
             known = self._response_log_probs(examples, reference=True)
-            _write_cache(cache, name, known)
+            if cache:
+                _write_cache(cache, name, known)
         pairs = known.view(-1, 2).tolist()
         return [
             replace(example, reference=(first, second))
@@ -125,17 +116,17 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
         ]
 
     def _check_kind(self, examples: Sequence[PreferenceExample]) -> None:
-        wanted = self.config.loss == "kto"
-        if any(isinstance(example, LabelledExample) != wanted for example in examples):
+        labelled = self.config.loss == "kto"
+        if any(isinstance(example, LabelledExample) != labelled for example in examples):
             raise DataError(
                 f"preference.loss={self.config.loss} learns from "
-                + ("completions with a label" if wanted else "pairs of a chosen and a rejected one")
-                + f'; read the rows as kind="{"labels" if wanted else "pairs"}"'
+                + (
+                    "completions with a label"
+                    if labelled
+                    else "pairs of a chosen and a rejected one"
+                )
+                + f'; read the rows as kind="{"labels" if labelled else "pairs"}"'
             )
-
-    @property
-    def _has_adapters(self) -> bool:
-        return done(self._ranks.has_adapters())
 
     def _cache_name(self, examples: Sequence[PreferenceExample]) -> str:
         """Of the weights that training starts from, as they are computed with, and the examples."""
@@ -148,22 +139,23 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
         self, examples: Sequence[PreferenceExample], *, reference: bool
     ) -> Tensor:
         """Log-probs `[2N]` (float32) of the examples' responses."""
-        found = []
+        chunks = []
         for start in range(0, len(examples), CHUNK):
             batch = collate_preferences(examples[start : start + CHUNK], self.pad_token_id)
             tokens = batch.select(["input_ids", "attention_mask", "responses", "response_mask"])
             got = done(self._ranks.response_log_probs(tokens, reference))
-            found.append(got["response_log_probs"])
-        return torch.cat(found)
+            chunks.append(got["response_log_probs"])
+        return torch.cat(chunks)
 
     def _collate(self, examples: Sequence[PreferenceExample]) -> Batch:
         return collate_preferences(examples, self.pad_token_id)
 
     def _update(self, batch: Batch) -> dict[str, float]:
         self._trained = True
-        return done(self._ranks.update(batch))
+        return super()._update(batch)
 
-    def _validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
+    def validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
+        """The loss of held-out examples and its metrics, as those of a step."""
         policy, reference = self._response_log_probs(examples, reference=False), None
         if uses_reference(self.config):
             known = [e.reference for e in examples if e.reference is not None]
@@ -173,8 +165,7 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
                 else self._response_log_probs(examples, reference=True)
             )
         out = self._loss(examples, policy.double(), reference)
-        means = {"loss": float(out.loss.mean())} | compute_means(out.metrics)
-        return {f"validation_{name}": value for name, value in means.items()}
+        return {"loss": float(out.loss.mean())} | compute_means(out.metrics)
 
     def _loss(
         self, examples: Sequence[PreferenceExample], policy: Tensor, reference: Tensor | None
@@ -197,15 +188,13 @@ def _read_cache(folder: str, name: str, rows: int) -> Tensor | None:
     if not folder:
         return None
     try:
-        kept = load(Files(folder).read(name))["log_probs"]
+        log_probs = load(Files(folder).read(name))["log_probs"]
     except (OSError, SafetensorError, KeyError):
         return None
-    return kept if kept.shape == (rows,) else None
+    return log_probs if log_probs.shape == (rows,) else None
 
 
 def _write_cache(folder: str, name: str, log_probs: Tensor) -> None:
-    if not folder:
-        return
     try:
         Files(folder).write(name, save({"log_probs": log_probs.contiguous()}))
     except (OSError, StorageError) as error:

@@ -1,11 +1,14 @@
-"""The prompts of an RL run: encoded, prefetched and resumable."""
+"""Prompts of an RL run, and completions that no step has used, as checkpoints store them."""
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from engine.agents.saved_episode import PartialEpisodes
@@ -17,7 +20,6 @@ from engine.data.loader import PromptLoader
 from engine.data.order import observed_rates
 from engine.data.templates import encode_prompts, with_template_variables
 from engine.rollout.stream import Begun, PartialGroup, take_partial_groups, with_partial_groups
-from engine.trainers.rollout_state import to_json_values
 
 
 class PromptStream:
@@ -84,7 +86,7 @@ class PromptStream:
             "loader": self._loader_state if ahead else self.loader.state_dict(),
             "given": self._handed_out if ahead else 0,
             "observed": to_json_values(self._observed) if ahead else [],
-            "again": [_row(prompt) for prompt, _ in drawn],
+            "again": [_data_row(prompt) for prompt, _ in drawn],
             "begun": [partial.tree() if partial is not None else None for _, [partial] in drawn],
         }
 
@@ -99,7 +101,9 @@ class PromptStream:
             self.loader.observe(prompt, rate)
         self._observed = [(prompt, rate) for prompt, rate in observed]
         self._resumed = deque(
-            with_partial_groups(self.encode([row]), [_begun(tree)]) if tree else self.encode([row])
+            with_partial_groups(self.encode([row]), [_partial(tree)])
+            if tree
+            else self.encode([row])
             for row, tree in zip(state["again"], state["begun"], strict=True)
         )
 
@@ -108,13 +112,48 @@ class PromptStream:
         return self.encode(self.loader.next_batch())
 
 
-def _begun(tree: Any) -> Begun:
-    """What was begun of a prompt, from its `tree`."""
+def _partial(tree: Any) -> Begun:
     return PartialEpisodes.from_tree(tree) if "episodes" in tree else PartialGroup.from_tree(tree)
 
 
-def _row(prompt: Batch) -> dict[str, object]:
-    """The data row of a batch of one prompt, as plain values."""
-    columns = {k: v[0] for k, v in prompt.columns.items() if k not in ("prompt_ids",)}
-    row: dict[str, object] = to_json_values(columns)
-    return row
+def _data_row(prompt: Batch) -> Any:
+    return to_json_values({k: v[0] for k, v in prompt.columns.items() if k != "prompt_ids"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Prompts and their finished completions."""
+
+    prompts: Batch
+    completions: Batch  # whole groups, with the versions of the weights that sampled them
+
+    def to_tree(self) -> StateDict:
+        """Tensors and plain values."""
+        return {"prompts": batch_to_tree(self.prompts), "done": batch_to_tree(self.completions)}
+
+    @staticmethod
+    def from_tree(tree: StateDict) -> Rollout:
+        """Restore `to_tree`; tuples and arrays in columns become lists."""
+        return Rollout(batch_from_tree(tree["prompts"]), batch_from_tree(tree["done"]))
+
+
+def to_json_values(value: object) -> Any:
+    """`value` with arrays and tuples as lists, NumPy numbers as numbers, other types as text."""
+
+    def plain(value: object) -> object:
+        return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+    return json.loads(json.dumps(value, default=plain))
+
+
+def batch_to_tree(batch: Batch) -> StateDict:
+    """Tensors and plain values of a batch."""
+    return {
+        "tensors": {name: batch[name] for name in batch.names},
+        "columns": {name: to_json_values(list(column)) for name, column in batch.columns.items()},
+    }
+
+
+def batch_from_tree(tree: StateDict) -> Batch:
+    """Restore `batch_to_tree`; tuples and arrays in columns become lists."""
+    return Batch({name: t.clone() for name, t in tree["tensors"].items()}, tree["columns"])

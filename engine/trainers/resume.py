@@ -23,11 +23,6 @@ from engine.trainers.huggingface_export import BackgroundExporter
 from engine.trainers.run_spec import RunSpec
 from engine.workers.stateful import StatefulWorker
 
-# The settings that a checkpoint was written under, against those of the run that resumes from it.
-#
-# What lives here: which of them changed, in words and for the record. What does not: which ones a
-# trainer lets change (`resume`, `sft`).
-
 log = logging.getLogger(__name__)
 
 _MAX_LISTED = 3  # changed settings in an error message
@@ -62,14 +57,15 @@ def changed_settings(
         raise _refused(checkpoint, "another version of the engine wrote it")
     there = {name: defaults[name] for name in settings.keys() & defaults.keys()} | there
     names = sorted(n for n in there.keys() | settings.keys() if there.get(n) != settings.get(n))
-    told = {n: f"{n} is {there.get(n)!r} there and {settings.get(n)!r} here" for n in names}
-    refused = [told[n] for n in names if not _is_in(n, may_change)]
+    differences = {n: f"{n} is {there.get(n)!r} there and {settings.get(n)!r} here" for n in names}
+    allowed = tuple(f"{name}." for name in may_change)
+    refused = [differences[n] for n in names if not f"{n}.".startswith(allowed)]
     if refused:
         more = len(refused) - _MAX_LISTED
         shown = refused[:_MAX_LISTED] + ([f"{more} more"] if more > 0 else [])
         raise _refused(checkpoint, ", ".join(shown))
-    if told:
-        log.warning("%s: settings changed: %s", checkpoint.folder, ", ".join(told.values()))
+    if differences:
+        log.warning("%s: settings changed: %s", checkpoint.folder, ", ".join(differences.values()))
     new = [
         {"step": checkpoint.step, "setting": n, "before": there.get(n), "after": settings.get(n)}
         for n in names
@@ -83,12 +79,6 @@ def _refused(checkpoint: Checkpoint, why: str) -> CheckpointError:
         "or give another checkpoint folder"
     )
 
-
-def _is_in(name: str, may_change: Collection[str]) -> bool:
-    return any(name == one or name.startswith(f"{one}.") for one in may_change)
-
-
-# What an RL run resumes from: its checkpoints, and the settings that are recorded with them.
 
 SCORE = "validation/reward"  # by which the best checkpoint is kept
 
@@ -164,17 +154,10 @@ def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[
     """
     trainer = config.trainer
     rl = config.model_dump(mode="json", exclude=_MAY_DIFFER)
-    kept = {"mode": trainer.mode, "train_batch_size": trainer.train_batch_size}
+    recorded = {"mode": trainer.mode, "train_batch_size": trainer.train_batch_size}
     data = {"max_response_length": max_response_length}
-    return flat({"rl": rl | {"trainer": kept}, "data": data, "seed": seed})
+    return flat({"rl": rl | {"trainer": recorded}, "data": data, "seed": seed})
 
-
-# Which step's policy an RL run hands over: the best by validation, or the last.
-#
-# The best step is saved when it is found, and its checkpoint is kept until there is a better one
-# (`engine.checkpoint.retention`), so that a run that was stopped and resumed hands over the same.
-# Its
-# weights never go back into the trainer: `export` makes a model folder of the checkpoint.
 
 Rule = Literal["best", "last"]
 Metrics = dict[str, float]
@@ -218,17 +201,17 @@ def choose_final_model(
     """
     last = history[-1]
     end = int(last["step"])
-    for place, row in enumerate(_ranked(history) if rule == "best" else ()):
+    for better, row in enumerate(_ranked(history) if rule == "best" else ()):
         step = int(row["step"])
         checkpoint = None if row is last else store.newest_of(step)
         if row is not last and checkpoint is None:
             continue
-        if place:
+        if better:
             log.warning(
                 "step %d is handed over: of %d steps with a better validation reward there is no "
                 "checkpoint (a save failed, or the folder was changed)",
                 step,
-                place,
+                better,
             )
         address = "" if checkpoint is None else checkpoint.folder
         return FinalModel(step, end, row[SCORE], "best", address)

@@ -6,12 +6,11 @@ The loop is in `offline`, the use of what was trained in `engine.rewards`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from engine.algorithms.preference_losses import bradley_terry
 from engine.batch import Batch
@@ -25,26 +24,30 @@ from engine.data.training_examples import (
 )
 from engine.errors import ConfigError
 from engine.evaluation.metrics import wilson_interval
-from engine.runtime.policy_runtime import StartModel
-from engine.trainers.offline import OfflineTrainer, OnStep, done
+from engine.trainers.offline import OfflineTrainer, done
 from engine.trainers.preference_learning import PreferenceTrainer
 from engine.workers.supervised import ProcessRewardWorker, RewardModelWorker
 
-# Reward models: a score for a conversation, learned from pairs (Bradley-Terry).
-#
-# The result is a sequence-classification folder with one label, which the reward `reward_model` of
-# RL loads. The loop is in `offline`.
-
 CHUNK = 1024  # pairs of one call to the ranks
-OTHERS = {
+_HEADS = {
+    "sequence": "learns from pairs by RewardModelTrainer",
     "token": "learns from steps by ProcessRewardTrainer",
     "likelihood": "has no head, and learns by LikelihoodRewardTrainer",
 }
 BINS = 10  # of confidence, for the calibration error
 
 
+def _of_head(config: RewardModelTrainingConfig, head: str) -> RewardModelTrainingConfig:
+    if config.head != head:
+        raise ConfigError(f"reward_model.head={config.head} {_HEADS[config.head]}; set head={head}")
+    return config
+
+
 class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
     """Trains a reward model on pairs; see `OfflineTrainer`. `read_reward_pairs` reads them.
+
+    The result is a sequence-classification folder with one label, which the reward `reward_model`
+    of RL loads.
 
     Metrics of a step are `reward_model/loss`, `lr`, `grad_norm`, `tokens_per_s`, the mean scores
     `rewards/chosen` and `rewards/rejected`, `rewards/margins`, `rewards/accuracies`, and, where
@@ -55,32 +58,18 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
     no_rows = "the reward model has no rows; give a source of pairs"
     worker_class = RewardModelWorker
 
-    def __init__(
-        self,
-        model: PreTrainedModel | StartModel,
-        pad_token_id: int,
-        config: RewardModelTrainingConfig,
-        *,
-        seed: int,
-        start: str = "",
-        on_step: OnStep = lambda step, total, metrics: None,
-    ) -> None:
-        """As `OfflineTrainer`; ConfigError for a config of the other head, ModelError for a model
-        that no classifier can be made of."""
-        if config.head != "sequence":
-            raise ConfigError(
-                f"reward_model.head={config.head} {OTHERS[config.head]}; set head=sequence"
-            )
-        super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
-        self.config = config
+    config: RewardModelTrainingConfig
+
+    def _checked(self, config: RewardModelTrainingConfig) -> OfflineConfig:
+        return _of_head(config, "sequence")
 
     def scores(self, examples: Sequence[PairExample]) -> Tensor:
         """Scores `[N, 2]` (float32) of the chosen and the rejected conversations."""
-        found = []
+        chunks = []
         for start in range(0, len(examples), CHUNK):
             batch = self._collate(examples[start : start + CHUNK])
-            found.append(done(self._ranks.scores(batch))["scores"])
-        return torch.cat(found).view(-1, 2)
+            chunks.append(done(self._ranks.scores(batch))["scores"])
+        return torch.cat(chunks).view(-1, 2)
 
     def validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
         """How well held-out pairs are ranked; see `ranking`."""
@@ -89,13 +78,6 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
 
     def _collate(self, examples: Sequence[PairExample]) -> Batch:
         return collate_scored(examples, self.pad_token_id)
-
-    def _update(self, batch: Batch) -> dict[str, float]:
-        return done(self._ranks.update(batch))
-
-    def _validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
-        found = self.validate(examples)
-        return {f"validation_{name}": value for name, value in found.items()}
 
 
 def ranking(scores: Tensor, margins: Tensor, center: float) -> dict[str, float]:
@@ -129,18 +111,10 @@ def calibration_error(gaps: Tensor) -> float:
     confidence, right = torch.sigmoid(gaps.abs()), (gaps > 0).double()
     bins = ((confidence - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
     error = 0.0
-    for one in bins.unique():
-        inside = bins == one
+    for index in bins.unique():
+        inside = bins == index
         error += float(inside.sum() * (confidence[inside].mean() - right[inside].mean()).abs())
     return error / len(gaps)
-
-
-# A reward model that stays a language model: a response's log-prob is its score.
-#
-# Where right and wrong hang on single tokens that the policy can predict, such as digits, it ranks
-# better than a new head, which has to learn from one bit a pair what the language model knows. The
-# loss is the preference loss `likelihood`, the folder a language model's, which the reward
-# `likelihood` of RL loads.
 
 
 class _Settings(PreferenceTrainingConfig):
@@ -150,33 +124,22 @@ class _Settings(PreferenceTrainingConfig):
 
 
 class LikelihoodRewardTrainer(PreferenceTrainer):
-    """Trains a language model on pairs to be a reward model. `read_preferences` reads them.
+    """Trains a language model on pairs to be a reward model: a response's log-prob is its score.
 
+    Where right and wrong hang on single tokens that the policy can predict, such as digits, it
+    ranks better than a new head, which has to learn from one bit a pair what the language model
+    knows. The reward `likelihood` of RL loads the folder. `read_preferences` reads pairs.
     Metrics are those of `RewardModelTrainer`. A model in memory is trained in place.
     """
 
     what = "the reward model"
     no_rows = "the reward model has no rows; give a source of pairs"
 
-    def __init__(
-        self,
-        model: PreTrainedModel | StartModel,
-        pad_token_id: int,
-        config: RewardModelTrainingConfig,
-        *,
-        seed: int,
-        start: str = "",
-        on_step: OnStep = lambda step, total, metrics: None,
-    ) -> None:
-        """As `OfflineTrainer`; ConfigError for a config of another head."""
-        if config.head != "likelihood":
-            raise ConfigError(
-                f"reward_model.head={config.head} is of another trainer; set head=likelihood"
-            )
+    def _checked(self, config: Any) -> PreferenceTrainingConfig:
+        config = _of_head(config, "likelihood")
         values = {name: getattr(config, name) for name in OfflineConfig.model_fields}
         values |= {"loss": "likelihood", "sft_weight": config.sft_weight}
-        own = _Settings.model_validate(values)
-        super().__init__(model, pad_token_id, own, seed=seed, start=start, on_step=on_step)
+        return super()._checked(_Settings.model_validate(values))
 
     def scores(self, examples: Sequence[PreferenceExample]) -> Tensor:
         """Log-probs `[N, 2]` (float32) of the chosen and the rejected responses."""
@@ -186,20 +149,12 @@ class LikelihoodRewardTrainer(PreferenceTrainer):
         """How well held-out pairs are ranked; see `ranking`."""
         return ranking(self.scores(examples), torch.zeros(len(examples), dtype=torch.float64), 0.0)
 
-    def _validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
-        return {f"validation_{name}": value for name, value in self.validate(examples).items()}
-
-
-# Process rewards: a score for each step of a response, learned from steps that are right or wrong.
-#
-# The result is a token-classification folder with one label, which the reward
-# `process_reward_model`
-# loads. The loop is in `offline`. Source: Lightman et al., "Let's verify step by step",
-# 2305.20050.
-
 
 class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
     """Trains a model that scores steps; see `OfflineTrainer`. `read_steps` reads its rows.
+
+    The result is a token-classification folder with one label, which the reward
+    `process_reward_model` loads. Source: Lightman et al., arXiv:2305.20050.
 
     Metrics of a step are `reward_model/loss`, `accuracy` (of steps), `scores` (the mean probability
     of being right), `lr`, `grad_norm`, `tokens_per_s` and, where they were taken, what `validate`
@@ -210,35 +165,20 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
     no_rows = "the process reward model has no rows; give a source of rows with steps and labels"
     worker_class = ProcessRewardWorker
 
-    def __init__(
-        self,
-        model: PreTrainedModel | StartModel,
-        pad_token_id: int,
-        config: RewardModelTrainingConfig,
-        *,
-        seed: int,
-        start: str = "",
-        on_step: OnStep = lambda step, total, metrics: None,
-    ) -> None:
-        """As `OfflineTrainer`; ConfigError for a config of the other head, ModelError for a model
-        that no token classifier can be made of."""
-        if config.head != "token":
-            raise ConfigError(
-                f"reward_model.head={config.head} learns from pairs by RewardModelTrainer; set "
-                "head=token"
-            )
-        super().__init__(model, pad_token_id, config, seed=seed, start=start, on_step=on_step)
-        self.config = config
+    config: RewardModelTrainingConfig
+
+    def _checked(self, config: RewardModelTrainingConfig) -> OfflineConfig:
+        return _of_head(config, "token")
 
     def scores(self, examples: Sequence[StepExample]) -> list[Tensor]:
         """For each example the scores `[steps]` (float32) of its steps; right ones are above 0."""
-        found = []
+        chunks = []
         for start in range(0, len(examples), CHUNK):
             some = examples[start : start + CHUNK]
             values = done(self._ranks.step_scores(self._collate(some)))["values"]
             for row, example in zip(values, some, strict=True):
-                found.append(row[[end + 1 for end in example.ends]])
-        return found
+                chunks.append(row[[end + 1 for end in example.ends]])
+        return chunks
 
     def validate(self, examples: Sequence[StepExample]) -> dict[str, float]:
         """How well held-out steps are told apart.
@@ -251,13 +191,13 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
         labels = torch.tensor([label for example in examples for label in example.labels])
         right = (flat > 0) == labels
         interval = wilson_interval(right.double().numpy(), 0.95)
-        whole = [bool(part.all()) for part in right.split([len(one) for one in scores])]
+        all_right = [bool(part.all()) for part in right.split([len(steps) for steps in scores])]
         return {
             "loss": float(F.binary_cross_entropy_with_logits(flat, labels.double())),
             "accuracy": float(right.double().mean()),
             "accuracy_low": interval.low,
             "accuracy_high": interval.high,
-            "solution_accuracy": sum(whole) / len(whole),
+            "solution_accuracy": sum(all_right) / len(all_right),
         }
 
     def _collate(self, examples: Sequence[StepExample]) -> Batch:
@@ -265,7 +205,3 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
 
     def _update(self, batch: Batch) -> dict[str, float]:
         return done(self._ranks.update_steps(batch))
-
-    def _validate(self, examples: Sequence[StepExample]) -> dict[str, float]:
-        found = self.validate(examples)
-        return {f"validation_{name}": value for name, value in found.items()}

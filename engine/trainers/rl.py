@@ -1,8 +1,9 @@
 """The RL trainer: prompts in, an improved policy out.
 
-`fit` is the whole loop: weights to the samplers, rollout, update, validation, checkpoint. What a
-step computes is in `engine.dataflows`, what a role does in `engine.workers`, where roles run in
-`engine.controller`, and what is sampled ahead in `engine.trainers.run_spec`.
+`RLTrainer` is built from what `run_plan.plan_run` gives, and `_train` is the loop: weights to the
+samplers, rollout, update, validation, checkpoint. What a step computes is in `engine.dataflows`,
+what a role does in `engine.workers`, where roles run in `engine.controller`, and what is sampled
+ahead in `rollout_modes`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from engine.batch import Batch, LazyBatch
@@ -25,46 +25,11 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
-from engine.models import resolve_lora, text_config
 from engine.storage.json_rows import Row
-from engine.trainers.auto_placement import model_dtype, resolve_auto, run_roles
-from engine.trainers.fault_tolerance import (
-    PreemptionNotice,
-    ensure_last_save,
-    finish_save_on_error,
-    lost_workers_explained,
-    raise_preempted,
-)
+from engine.trainers import fault_tolerance, resume, run_spec, step_record
 from engine.trainers.huggingface_export import resolve_checkpoint, start_model_info
 from engine.trainers.prompts import PromptStream
-from engine.trainers.resume import (
-    MAY_CHANGE,
-    SCORE,
-    carry_best,
-    changed_settings,
-    is_new_best,
-    make_saver,
-    run_settings,
-    save_episodes,
-)
-from engine.trainers.run_plan import check_config, check_other_models
-from engine.trainers.run_spec import (
-    RunSpec,
-    SourceInputs,
-    check_layouts,
-    check_lora,
-    effective_config,
-    get_rollout_source,
-    placement_of,
-    resolve_placement,
-    role_specs,
-)
-from engine.trainers.step_record import (
-    StepRecorder,
-    staleness_metrics,
-    step_metrics,
-    validation_metrics,
-)
+from engine.trainers.run_plan import plan_run
 
 log = logging.getLogger(__name__)
 
@@ -98,49 +63,32 @@ class RLTrainer:
         validation: Sequence[Row] = (),
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
-        self.dataflow = check_config(config, max_response_length)
-        config = resolve_placement(config)
-        lora = resolve_lora(model_path, lora or LoRAConfig())
-        check_lora(lora, config)
-        source_class = get_rollout_source(config.trainer.mode)
-        needs, roles = run_roles(config)
-        dtype = model_dtype(dtype, model_path, config)
-        config = resolve_auto(
+        self.spec = spec = plan_run(
             config,
             model_path=str(model_path),
-            lora=lora,
-            dtype=dtype,
             max_response_length=max_response_length,
             max_model_len=max_model_len,
+            seed=seed,
+            dtype=dtype,
+            lora=lora,
+            template_variables=loader.template_variables,
         )
-        check_layouts(config, lora, text_config(model_path))
-        self.config, self.on_step, self.validation = effective_config(config), on_step, validation
+        self.config, self.dataflow = spec.config, spec.dataflow
+        self.on_step, self.validation = on_step, validation
         self.on_resume: OnResume = lambda folder, step: None
         self.on_rollouts: OnRollouts = lambda split, step, batch: None
         self.tokenizer = load_tokenizer(model_path)
-        check_other_models(config, self.dataflow, self.tokenizer, max_model_len)
-        self.spec = RunSpec(
-            str(model_path),
-            self.config,
-            needs,
-            roles,
-            max_response_length,
-            max_model_len,
-            seed,
-            dtype,
-            lora,
-            loader.template_variables,
-        )
         prompts = PromptStream(loader, self.tokenizer)
+        source_class = run_spec.get_rollout_source(self.config.trainer.mode)
         self.algo = Algo(
             self.config,
-            needs,
+            spec.needs,
             max_response_length=max_response_length,
             seed=seed,
             more_prompts=None if source_class.filters_groups else prompts.next_batch,
         )
-        self.roles = launch(placement_of(self.spec), role_specs(self.spec))
-        self.source = source_class(SourceInputs(self.spec, self.roles, prompts, self.algo))
+        self.roles = launch(run_spec.placement_of(spec), run_spec.role_specs(spec))
+        self.source = source_class(run_spec.SourceInputs(spec, self.roles, prompts, self.algo))
         self.step = 0
         self.history: list[Metrics] = []  # a row a step, since step 1
         self.changed_settings: list[StateDict] = []  # when this run was resumed, see `run_settings`
@@ -164,50 +112,67 @@ class RLTrainer:
         """
         with hold_lock(checkpoint_dir):
             saver = self._open_checkpoints(checkpoint_dir, resume_from)
-            return self._train(saver, num_steps)
-
-    def _train(self, saver: Saver | None, num_steps: int | None) -> Metrics:
-        settings, source = self.config.trainer, self.source
-        stop = settings.total_training_steps if num_steps is None else self.step + num_steps
-        if self.step >= stop:
-            log.warning("this run is at step %d of %d already; nothing to train", self.step, stop)
-        metrics: Metrics = {}
-        root = None if saver is None else saver.store.root
-        recorder = StepRecorder(self.spec, self.roles, self.algo, root)
-        with PreemptionNotice(settings.preemption_grace_s) as notice:
-            with finish_save_on_error(saver, notice), source.running(stop):
-                while self.step < stop:
-                    doing = self.step + 1
-                    with lost_workers_explained(notice, doing), recorder.step(doing) as record:
-                        start = time.perf_counter()
-                        self.roles.begin_step(doing)
-                        source.update_weights(self.step)
-                        prompts = record.prompts = source.next_prompts()
-                        self.algo.step = doing
-                        result = self.dataflow.step(record.roles, prompts, self.algo)
-                        # A step that learns nothing counts as a version of the policy as well.
-                        updates = result.updates or [self.roles.actor.skip_update()]
-                        source.prefetch()
-                        update_metrics = [update.result() for update in updates]
-                        self.step += 1
-                        metrics = self._metrics(result.batch, update_metrics, start)
-                        record.metrics = dict(metrics)
-                    self.on_rollouts("train", self.step, result.batch.resolve())
-                    if saver is not None:
-                        metrics |= saver.take_metrics()
-                    if self.validation and _is_due(self.step, stop, settings.test_freq):
-                        metrics |= self.validate(self.validation)
-                    self.on_step(self.step, stop, metrics)
-                    self.history.append({"step": float(self.step)} | metrics)
-                    save_due = notice.received or _is_due(self.step, stop, settings.save_freq)
-                    if saver is not None and (save_due or self._is_new_best(metrics)):
-                        self.save_checkpoint(saver, metrics)
-                    if notice.received and self.step < stop:
-                        raise_preempted(saver, self.step)
+            settings = self.config.trainer
+            stop = settings.total_training_steps if num_steps is None else self.step + num_steps
+            if self.step >= stop:
+                log.warning(
+                    "this run is at step %d of %d already; nothing to train", self.step, stop
+                )
+            root = None if saver is None else saver.store.root
+            with fault_tolerance.PreemptionNotice(settings.preemption_grace_s) as notice:
+                with (
+                    fault_tolerance.finish_save_on_error(saver, notice),
+                    self.source.running(stop),
+                    fault_tolerance.lost_workers_explained(notice),
+                    step_record.StepRecorder(self.spec, self.roles, self.algo, root) as recorder,
+                ):
+                    metrics = self._train(stop, saver, notice, recorder)
                 if saver is not None:
-                    ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
+                    saver.finish()
+            return metrics
+
+    def _train(
+        self,
+        stop: int,
+        saver: Saver | None,
+        notice: fault_tolerance.PreemptionNotice,
+        recorder: step_record.StepRecorder,
+    ) -> Metrics:
+        """The loop: new weights to the samplers, rollout and update, validation, checkpoint."""
+        settings, metrics = self.config.trainer, Metrics()
+        while self.step < stop:
+            notice.step = self.algo.step = self.step + 1
+            record = recorder.begin(self.step + 1)
+            started = time.perf_counter()
+            self.roles.begin_step(self.step + 1)
+            self.source.update_weights(self.step)
+            record.prompts = self.source.next_prompts()
+            result = self.dataflow.step(record.roles, record.prompts, self.algo)
+            # A step that learns nothing counts as a version of the policy as well.
+            updates = result.updates or [self.roles.actor.skip_update()]
+            self.source.prefetch()
+            update_metrics = [update.result() for update in updates]
+            self.step += 1
+            record.metrics = self._metrics(result.batch, update_metrics, started)
+            recorder.end()
+            metrics = dict(record.metrics)
+            self.on_rollouts("train", self.step, result.batch.resolve())
             if saver is not None:
-                saver.finish()
+                metrics |= saver.take_metrics()
+            if self.validation and _is_due(self.step, stop, settings.test_freq):
+                metrics |= self.validate(self.validation)
+            self.on_step(self.step, stop, metrics)
+            self.history.append({"step": float(self.step)} | metrics)
+            keeps_best = settings.final_model == "best" and resume.SCORE in metrics
+            save_due = notice.received or _is_due(self.step, stop, settings.save_freq)
+            if saver is not None and (
+                save_due or (keeps_best and resume.is_new_best(self.history))
+            ):
+                self.save_checkpoint(saver, metrics)
+            if notice.received and self.step < stop:
+                fault_tolerance.raise_preempted(saver, self.step)
+        if saver is not None:
+            fault_tolerance.ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
         return metrics
 
     def validate(self, rows: Sequence[Row]) -> Metrics:
@@ -217,15 +182,15 @@ class RLTrainer:
         batch = LazyBatch(self.roles.rollout.generate_validation(prompts))
         batch |= self.roles.reward.score(batch)
         self.on_rollouts("validation", self.step, batch.resolve())
-        return validation_metrics(batch.resolve())
+        return step_record.validation_metrics(batch.resolve())
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
         """Resume from the newest good checkpoint of a folder; return it, or None without one."""
         saver = self.make_saver(checkpoint_dir)
-        found = saver.store.latest()
-        if found is not None:
-            self._restore(saver, found)
-        return found
+        checkpoint = saver.store.latest()
+        if checkpoint is not None:
+            self._restore(saver, checkpoint)
+        return checkpoint
 
     def load_checkpoint(self, folder: str | Path) -> Checkpoint:
         """Resume from a checkpoint like "ckpt/step_500"; raise CheckpointError for a bad one."""
@@ -235,11 +200,11 @@ class RLTrainer:
 
     def make_saver(self, folder: str | Path) -> Saver:
         """A saver of this run's checkpoints under `folder`."""
-        return make_saver(folder, self.roles, self.spec)
+        return resume.make_saver(folder, self.roles, self.spec)
 
     def save_checkpoint(self, saver: Saver, metrics: Metrics) -> None:
         """Begin to write a checkpoint; a failure is logged, and training continues."""
-        score = {SCORE: metrics[SCORE]} if SCORE in metrics else {}
+        score = {resume.SCORE: metrics[resume.SCORE]} if resume.SCORE in metrics else {}
         try:
             saver.save(self.step, self.state_dict(), score)
         except CheckpointError as error:
@@ -283,8 +248,12 @@ class RLTrainer:
     def _metrics(self, lazy: LazyBatch, updates: list[Metrics], start: float) -> Metrics:
         """The metrics of the step that began at `start` and has just ended; records its spans."""
         batch, seconds = lazy.resolve(), time.perf_counter() - start
-        metrics = step_metrics(batch, seconds) | self.algo.take_metrics() | self.source.metrics()
-        metrics |= staleness_metrics(batch, self.step - 1)
+        metrics = (
+            step_record.step_metrics(batch, seconds)
+            | self.algo.take_metrics()
+            | self.source.metrics()
+        )
+        metrics |= step_record.staleness_metrics(batch, self.step - 1)
         sampled = self.algo.take_sampled() or [lazy]
         for rollout in sampled if self.source.prompts.wants_rates else ():
             self.source.observe(rollout.resolve())
@@ -300,7 +269,7 @@ class RLTrainer:
         """The saver of `fit`; a run at step 0 resumes from the checkpoints that there are."""
         saver = None if checkpoint_dir is None else self.make_saver(checkpoint_dir)
         if checkpoint_dir is not None:
-            save_episodes(checkpoint_dir, resume_from, self.roles, self.spec)
+            resume.save_episodes(checkpoint_dir, resume_from, self.roles, self.spec)
         if self.step > 0 or (checkpoint_dir is not None and self.resume(checkpoint_dir)):
             return saver
         resumed = None if resume_from is None else self.resume(resume_from)
@@ -311,20 +280,15 @@ class RLTrainer:
         if saver is not None:  # the next attempt looks in `checkpoint_dir`
             self.save_checkpoint(saver, self.history[-1] if self.history else {})
             if self.config.trainer.final_model == "best":
-                carry_best(saver, self.history, resumed)
+                resume.carry_best(saver, self.history, resumed)
         return saver
 
-    def _is_new_best(self, metrics: Metrics) -> bool:
-        """Whether the step that has just ended is one to keep, in case that none is better."""
-        wanted = self.config.trainer.final_model == "best" and SCORE in metrics
-        return wanted and is_new_best(self.history)
-
     def _settings(self) -> dict[str, object]:
-        return run_settings(self.config, self.spec.max_response_length, self.spec.seed)
+        return resume.run_settings(self.config, self.spec.max_response_length, self.spec.seed)
 
     def _restore(self, saver: Saver, checkpoint: Checkpoint) -> None:
-        defaults = run_settings(RLConfig(), self.spec.max_response_length, self.spec.seed)
-        changed = changed_settings(checkpoint, self._settings(), MAY_CHANGE, defaults)
+        defaults = resume.run_settings(RLConfig(), self.spec.max_response_length, self.spec.seed)
+        changed = resume.changed_settings(checkpoint, self._settings(), resume.MAY_CHANGE, defaults)
         self.load_state_dict(saver.restore(checkpoint))
         self.changed_settings = changed
         self.on_resume(checkpoint.folder, self.step)
@@ -332,14 +296,9 @@ class RLTrainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _is_due(step: int, stop: int, every: int) -> bool:
-    return step == stop or step % every == 0
+def _is_due(step: int, stop: int, frequency: int) -> bool:
+    return step == stop or step % frequency == 0

@@ -27,27 +27,17 @@ from engine.controller.timeline import Span
 from engine.dataflows.algo import Algo
 from engine.errors import WeightSyncError
 from engine.rollout.protocol import engine_capabilities
-from engine.trainers.rollout_state import Rollout
-from engine.trainers.run_spec import (
-    RolloutSource,
-    SourceInputs,
-    register_rollout_source,
-    rollout_worker_placement,
-    rollout_worker_spec,
-)
-
-# trainer.mode=sync: rollout and update take turns on the same weights.
+from engine.trainers import run_spec
+from engine.trainers.prompts import Rollout
 
 
-@register_rollout_source("sync")
-class SyncSource(RolloutSource):
+@run_spec.register_rollout_source("sync")
+class SyncSource(run_spec.RolloutSource):
     """Gives prompts only; the dataflow samples them with the trainer's own weights."""
 
     def next_prompts(self) -> Batch:
         return self.prompts.next_batch()
 
-
-# trainer.mode=one_step_off: a sampler works on step k+1 during the update of step k.
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +52,15 @@ class _PendingRollout:
     loading: Future[int] | None = None  # of `weights`, ahead of the sampling; None: already loaded
 
 
-@register_rollout_source("one_step_off")
-class OneStepOffSource(RolloutSource):
-    """Keeps the rollout of one step pending on the role `sampler`."""
+class _AheadSource(run_spec.RolloutSource):
+    """Samples in processes of their own, which get the actor's weights."""
 
     off_policy = True
-    extra_roles = frozenset({"sampler"})
 
-    def __init__(self, inputs: SourceInputs) -> None:
+    def __init__(self, inputs: run_spec.SourceInputs) -> None:
         super().__init__(inputs)
-        self._deltas = inputs.spec.config.trainer.delta_sync
-        self._pending: _PendingRollout | None = None
-        self._version = self._last_step = 0
-        self._weights: PublishedWeights | None = None
-        self._sampler_version = -1  # of the sampler's weights; -1: unknown
+        self._spec, self._config = inputs.spec, inputs.spec.config.trainer
+        self._last_step = 0
 
     @classmethod
     def samplers(cls, config: TrainerConfig) -> int:
@@ -83,9 +68,29 @@ class OneStepOffSource(RolloutSource):
 
     @contextmanager
     def running(self, last_step: int) -> Iterator[None]:
-        self._last_step, self._sampler_version = last_step, -1
-        self._publisher = WeightPublisher(self.roles.actor, deltas=self._deltas)
+        self._last_step = last_step
+        self._publisher = WeightPublisher(self.roles.actor, deltas=self._config.delta_sync)
         yield
+
+
+@run_spec.register_rollout_source("one_step_off")
+class OneStepOffSource(_AheadSource):
+    """Keeps the rollout of one step pending on the role `sampler`."""
+
+    extra_roles = frozenset({"sampler"})
+
+    def __init__(self, inputs: run_spec.SourceInputs) -> None:
+        super().__init__(inputs)
+        self._pending: _PendingRollout | None = None
+        self._version = 0
+        self._weights: PublishedWeights | None = None
+        self._sampler_version = -1  # of the sampler's weights; -1: unknown
+
+    @contextmanager
+    def running(self, last_step: int) -> Iterator[None]:
+        self._sampler_version = -1
+        with super().running(last_step):
+            yield
 
     def update_weights(self, version: int) -> None:
         self._version = version
@@ -144,36 +149,26 @@ class OneStepOffSource(RolloutSource):
         return rollout.completions
 
 
-# trainer.mode=async: steps take batches from a bounded queue that rollout workers keep full.
-
 _START_GRACE_S = 5.0  # after its deadline, for a start that failed to say why
 
 
-@register_rollout_source("async")
-class AsyncSource(RolloutSource):
+@run_spec.register_rollout_source("async")
+class AsyncSource(_AheadSource):
     """Runs an `AsyncRollout` on processes of its own; its groups arrive with their scores."""
 
-    off_policy = True
     filters_groups = True
 
-    def __init__(self, inputs: SourceInputs) -> None:
+    def __init__(self, inputs: run_spec.SourceInputs) -> None:
         super().__init__(inputs)
-        self._spec, self._config = inputs.spec, inputs.spec.config.trainer
         self._filter = SignalFilter(inputs.algo, self.prompts.observe)
-        self._last_step = 0
         self._rollout: AsyncRollout | None = None
         self._restored: list[Rollout] = []  # of a checkpoint, until the rollout starts
 
-    @classmethod
-    def samplers(cls, config: TrainerConfig) -> int:
-        return config.rollout_workers
-
     @contextmanager
     def running(self, last_step: int) -> Iterator[None]:
-        self._last_step = last_step
-        self._publisher = WeightPublisher(self.roles.actor, deltas=self._config.delta_sync)
         try:
-            yield
+            with super().running(last_step):
+                yield
         finally:
             rollout, self._rollout = self._rollout, None
             if rollout is not None:
@@ -251,8 +246,8 @@ class AsyncSource(RolloutSource):
 
     def _spawn(self, name: str, attempt: int) -> Roles:
         """Start one process of a rollout worker."""
-        spec = rollout_worker_spec(name, self._spec)
-        placement = rollout_worker_placement(name, self._spec)
+        spec = run_spec.rollout_worker_spec(name, self._spec)
+        placement = run_spec.rollout_worker_placement(name, self._spec)
         return launch(placement, [spec], recorder=self.roles.recorder)
 
 

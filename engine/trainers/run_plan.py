@@ -1,49 +1,134 @@
-"""All checks of an RL run's settings before it starts; nothing is computed here.
+"""`plan_run` checks and resolves an RL run's settings: they become the `RunSpec` it is built from.
 
-Whether settings make sense together, for several turns and for distillation too, and which have
-no effect. What the run is made of is in `run_spec`.
+`check_config` has the checks that need no model and no machines: whether settings make sense
+together, and which have no effect. What a run is made of is in `run_spec`, which layouts can be in
+`layout_checks`, the layout for the machines that are there in `auto_placement`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from pydantic import BaseModel
-from transformers import PreTrainedTokenizerBase
 
 from engine.agents.environment_protocol import environment_class
 from engine.algorithms import advantages
 from engine.algorithms.correction import check_correction
 from engine.algorithms.divergences import check_kind
-from engine.config import KLControlConfig, RLConfig, TeacherConfig
+from engine.config import KLControlConfig, LoRAConfig, RLConfig, TeacherConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Dataflow, RequiredPasses
 from engine.errors import ConfigError
-from engine.models import require_model_folder, vocabulary_and_context
+from engine.models import require_model_folder, resolve_lora, text_config, vocabulary_and_context
 from engine.registry import import_plugins
 from engine.rewards import Scorer
 from engine.rewards.formats import NAME as ENVIRONMENT
 from engine.rollout.protocol import ENGINE_SETTINGS, check_engine_settings, engine_capabilities
-from engine.trainers.run_spec import effective_config, get_rollout_source, sampler_count
-from engine.workers.algorithm_options import (
-    ACTOR_FIELDS,
-    ADVANTAGE_FIELDS,
-    advantage_options,
-    changed,
-    policy_loss_options,
-    preference_options,
-)
+from engine.trainers import run_spec
+from engine.trainers.auto_placement import model_dtype, resolve_auto, run_roles
+from engine.trainers.layout_checks import check_layouts
+from engine.workers import algorithm_options
 
-# Whether the settings of distillation make sense together; nothing is computed here.
 
+def plan_run(
+    config: RLConfig,
+    *,
+    model_path: str,
+    max_response_length: int,
+    max_model_len: int,
+    seed: int = 0,
+    dtype: str = "auto",
+    lora: LoRAConfig | None = None,
+    template_variables: Mapping[str, object] | None = None,
+) -> run_spec.RunSpec:
+    """Check a run, and resolve what its settings leave open: placement, layout, dtype, adapters.
+
+    Raises ConfigError for settings or a model that make no run, PlacementError where no layout
+    fits the machines. Nothing is started but Ray, which `trainer.placement=auto` asks for machines.
+    """
+    dataflow = check_config(config, max_response_length)
+    config = run_spec.resolve_placement(config)
+    lora = resolve_lora(model_path, lora or LoRAConfig())
+    run_spec.check_lora(lora, config)
+    dtype = model_dtype(dtype, model_path, config)
+    config = resolve_auto(
+        config,
+        model_path=model_path,
+        lora=lora,
+        dtype=dtype,
+        max_response_length=max_response_length,
+        max_model_len=max_model_len,
+    )
+    check_layouts(config, lora, text_config(model_path))
+    _check_other_models(config, dataflow, model_path, max_model_len)
+    needs, roles = run_roles(config)
+    return run_spec.RunSpec(
+        model_path,
+        run_spec.effective_config(config),
+        needs,
+        roles,
+        max_response_length,
+        max_model_len,
+        seed,
+        dtype,
+        lora,
+        template_variables or {},
+    )
+
+
+def check_config(config: RLConfig, max_response_length: int | None = None) -> Dataflow:
+    """Raise ConfigError for unknown names, contradictions and settings without effect.
+
+    Returns the dataflow that the settings name.
+    """
+    import_plugins(config.plugins)
+    algorithm = config.algorithm
+    dataflow = choose_dataflow(algorithm)
+    if dataflow.uses_advantages:
+        advantages.check_group_size(algorithm.adv_estimator, config.rollout.n)
+    if dataflow.pairs:
+        _check_pairs(config, dataflow)
+    algorithm_options.advantage_options(algorithm)
+    algorithm_options.policy_loss_options(config.actor)
+    algorithm_options.preference_options(algorithm.preference)
+    check_kind(config.actor.kl_loss_type)
+    check_kind(algorithm.kl_penalty)
+    check_engine_settings(config.rollout)
+    _check_rewards(config, max_response_length)
+    correction = algorithm.rollout_correction
+    check_correction(
+        correction.rollout_is,
+        correction.rollout_is_threshold,
+        correction.rollout_rs,
+        correction.rollout_rs_threshold,
+    )
+    _check_mode(config)
+    _check_multi_turn(config, dataflow)
+    _check_pools(config, dataflow)
+    if "teacher" in dataflow.roles:
+        _check_teachers(config)
+    if config.critic.model_path and "critic" in dataflow.roles:
+        require_model_folder(config.critic.model_path, "critic.model_path")
+    for setting, why in unused_settings(config, dataflow):
+        raise ConfigError(f"{setting} has no effect {why}; remove it")
+    if config.trainer.threads > (os.cpu_count() or 1) * 4:
+        raise ConfigError(
+            f"trainer.threads={config.trainer.threads} is far more than this machine's "
+            f"{os.cpu_count()} cores; set 0 for all of them"
+        )
+    return dataflow
+
+
+_BY_TOKEN = "distillation compares token by token"
 _SERVED = tuple(
     name for name in TeacherConfig.model_fields if name not in ("model", "url", "weight", "rows")
 )
 
 
-def check_teachers(config: RLConfig) -> None:
+def _check_teachers(config: RLConfig) -> None:
     """Raise ConfigError for teachers, a loss or a layout that don't go together."""
     algorithm, settings = config.algorithm, config.algorithm.distillation
     if not algorithm.teachers:
@@ -71,55 +156,14 @@ def check_teachers(config: RLConfig) -> None:
         require_model_folder(path, setting)
 
 
-def compares_whole_vocabularies(config: RLConfig) -> bool:
+def _compares_whole_vocabularies(config: RLConfig) -> bool:
     """Whether student and teachers meet in one process, as both have logits over all tokens."""
     settings = config.algorithm.distillation
     return settings.loss != "policy_gradient" and not settings.top_k
 
 
-def check_teacher_tokens(
-    config: RLConfig,
-    max_model_len: int,
-    check_tokens: Callable[[str, str, str], None],
-) -> None:
-    """Raise ConfigError for a teacher that reads other tokens than the student, or fewer.
-
-    `check_tokens(setting, folder, why)` compares a tokenizer's vocabulary.
-    """
-    why = "distillation compares token by token"
-    for setting, path in config.algorithm.teacher_models.items():
-        check_tokens(setting, path, why)
-        context = vocabulary_and_context(path)[1]
-        if context < max_model_len:
-            raise ConfigError(
-                f"{setting}={path} reads {context} tokens, and prompt and completion have up to "
-                f"{max_model_len}; lower data.max_response_length, or choose another teacher"
-            )
-    for i, teacher in enumerate(config.algorithm.distillation.teachers):
-        if teacher.tokenizer:
-            setting = f"algorithm.distillation.teachers[{i}].tokenizer"
-            check_tokens(setting, teacher.tokenizer, why)
-
-
-def unused_distillation(config: RLConfig) -> Iterator[tuple[str, str]]:
-    """Changed settings of distillation that nothing reads, each with the reason."""
-    settings, section = config.algorithm.distillation, "algorithm.distillation"
-    if settings.loss != "jsd" and settings.beta != 0.5:
-        yield f"{section}.beta={settings.beta}", f"with loss={settings.loss}"
-    if settings.loss == "policy_gradient" and settings.top_k:
-        yield f"{section}.top_k={settings.top_k}", "with loss=policy_gradient"
-    for i, teacher in enumerate(settings.teachers):
-        name = f"{section}.teachers[{i}]"
-        if settings.route_by and teacher.weight != 1:
-            yield f"{name}.weight={teacher.weight}", "with route_by: a row has one teacher"
-        for field in () if teacher.url else _SERVED:
-            value = getattr(teacher, field)
-            if value != TeacherConfig.model_fields[field].default:
-                yield f"{name}.{field}={value}", "without url"
-
-
 def _check_served(config: RLConfig, setting: str) -> None:
-    if compares_whole_vocabularies(config):
+    if _compares_whole_vocabularies(config):
         raise ConfigError(
             f"{setting} with algorithm.distillation.loss={config.algorithm.distillation.loss} and "
             "top_k=0: a server gives log-probs of the likeliest tokens alone; set "
@@ -132,13 +176,11 @@ def _check_served(config: RLConfig, setting: str) -> None:
         )
 
 
-# Whether the settings of a multi-turn run make sense together (docs/agents.md).
-
 # Estimators that take an episode of several rows as one completion.
 _OF_EPISODES = ("gae_turn", "grpo", "grpo_passk", "grpo_turn", "gpg", "maxrl", "rloo")
 
 
-def check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
+def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
     """Raise ConfigError for what episodes don't go with, and for a reward that needs episodes."""
     if not config.rollout.multi_turn.enable:
         if config.reward.name == ENVIRONMENT:
@@ -153,31 +195,34 @@ def check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
             "environment or package.module:Class; set it"
         )
     environment_class(config.rollout.agent.environment.name)
-    for setting, wanted in _refused(config, dataflow):
-        raise ConfigError(f"{setting} doesn't go with rollout.multi_turn.enable; {wanted}")
+    for setting, advice in _refused(config, dataflow):
+        raise ConfigError(f"{setting} doesn't go with rollout.multi_turn.enable; {advice}")
 
 
 def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     """Settings that episodes don't go with, and what to set."""
-    rollout, own = config.rollout, engine_capabilities(config.rollout)
-    ahead = sampler_count(config.trainer) > 0
-    if not own.streams:
-        wanted = "turns are decoded in a stream: use native, vllm or server"
-        yield f"rollout.engine={rollout.engine}", wanted
-    if rollout.tensor_parallel_size > 1 and not own.own_processes:
+    rollout, capabilities = config.rollout, engine_capabilities(config.rollout)
+    ahead = run_spec.sampler_count(config.trainer) > 0
+    if not capabilities.streams:
+        advice = "turns are decoded in a stream: use native, vllm or server"
+        yield f"rollout.engine={rollout.engine}", advice
+    if rollout.tensor_parallel_size > 1 and not capabilities.own_processes:
         setting = f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
-        wanted = "turns are decoded on one rank each: set it to 1"
-        yield setting, wanted + (", or rollout.vllm.in_process=false" if own.loads_shards else "")
+        advice = "turns are decoded on one rank each: set it to 1"
+        yield (
+            setting,
+            advice + (", or rollout.vllm.in_process=false" if capabilities.loads_shards else ""),
+        )
     if ahead and (tp := config.actor.parallel.tp) > 1:
-        wanted = "validation would decode turns on several ranks: set it to 1, or mode=sync"
-        yield f"actor.parallel.tp={tp} with trainer.mode={config.trainer.mode}", wanted
-    if own.remote and rollout.server.api == "tgi":
-        wanted = "it takes text, and would read sampled ids as others: use api=openai"
-        yield "rollout.server.api=tgi", wanted
-    if rollout.agent.turn_timeout_s is not None and not own.cuts:
+        advice = "validation would decode turns on several ranks: set it to 1, or mode=sync"
+        yield f"actor.parallel.tp={tp} with trainer.mode={config.trainer.mode}", advice
+    if capabilities.remote and rollout.server.api == "tgi":
+        advice = "it takes text, and would read sampled ids as others: use api=openai"
+        yield "rollout.server.api=tgi", advice
+    if rollout.agent.turn_timeout_s is not None and not capabilities.cuts:
         setting = f"rollout.agent.turn_timeout_s with rollout.engine={rollout.engine}"
-        wanted = "it answers whole turns: limit them by rollout.multi_turn.max_turn_length"
-        yield setting, wanted
+        advice = "it answers whole turns: limit them by rollout.multi_turn.max_turn_length"
+        yield setting, advice
     if rollout.enable_rollout_routing_replay:
         yield "rollout.enable_rollout_routing_replay", "remove it"
     if config.reward.overlong_buffer.enable:
@@ -191,230 +236,152 @@ def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
             yield setting, f"choose one of {', '.join(_OF_EPISODES)}, or history=append"
 
 
-# Settings that were changed from their defaults but have no effect with the others.
-#
-# They are refused, so that nobody tunes a setting that nothing reads.
-
-UnusedSettings = Iterator[tuple[str, str]]  # (setting, why it has no effect)
-
 _KL_LOSS = ("kl_loss_coef", "kl_loss_type")
-_ASYNC = ("staleness", "rollout_silence_s", "max_rollout_restarts")
-_WEIGHTS = ("rollout_is_threshold", "rollout_is_batch_normalize")
 _POLICY_LOSS = (
-    *ACTOR_FIELDS,
+    *algorithm_options.ACTOR_FIELDS,
     "loss_agg_mode",
     "loss_scale_factor",
     "entropy_coeff",
     "old_log_probs",
 )
+_DIVERGENCES = tuple(name for name in _POLICY_LOSS if not name.startswith("loss_"))
+_KL_SCHEDULE = tuple(sorted(set(KLControlConfig.model_fields) - {"type", "kl_coef"}))
+
+Fields = tuple[str, ...] | None  # of a section; None: all of them
 
 
-def unused_settings(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
-    """Changed settings that nothing reads, each with the reason."""
-    yield from _unused_for_kl(config)
-    yield from _unused_for_engine(config)
-    yield from _unused_for_mode(config)
-    yield from _unused_for_dataflow(config, dataflow)
-    if not dataflow.uses_advantages:
-        yield from _unused_without_advantages(config, dataflow)
-    if dataflow.pairs:
-        yield from _unused_with_pairs(config, dataflow)
-    yield from _unused_for_reward(config, dataflow)
-    if not config.rollout.multi_turn.enable:
-        why = "without rollout.multi_turn.enable"
-        yield from _changed_settings("rollout.multi_turn", config.rollout.multi_turn, why)
-        yield from _changed_settings("rollout.agent", config.rollout.agent, why)
-    if not config.rollout.val_kwargs.do_sample:
-        why = "without rollout.val_kwargs.do_sample"
-        yield from _changed_settings("rollout.val_kwargs", config.rollout.val_kwargs, why)
-    if not config.trainer.log_rollouts_freq:
-        why = "with trainer.log_rollouts_freq=0"
-        yield from _changed_settings("trainer", config.trainer, why, ("log_rollouts_rows",))
-
-
-def _unused_for_kl(config: RLConfig) -> UnusedSettings:
-    algorithm, actor = config.algorithm, config.actor
-    if not actor.use_kl_loss:
-        yield from _changed_settings("actor", actor, "without actor.use_kl_loss", _kl_loss(config))
-    if not algorithm.use_kl_in_reward:
-        why = "without algorithm.use_kl_in_reward"
-        yield from _changed_settings("algorithm", algorithm, why, ("kl_penalty", "kl_ctrl"))
-    if algorithm.kl_ctrl.type == "fixed":
-        fields = tuple(set(KLControlConfig.model_fields) - {"type", "kl_coef"})
-        why = "with algorithm.kl_ctrl.type=fixed"
-        yield from _changed_settings("algorithm.kl_ctrl", algorithm.kl_ctrl, why, fields)
-
-
-def _unused_for_engine(config: RLConfig) -> UnusedSettings:
-    rollout, why = config.rollout, f"with rollout.engine={config.rollout.engine}"
-    read = engine_capabilities(rollout).settings
-    for field in ENGINE_SETTINGS:
-        value = getattr(rollout, field)
-        if field in read:
-            continue
-        if isinstance(value, BaseModel):
-            yield from _changed_settings(f"rollout.{field}", value, why)
-        else:
-            yield from _changed_settings("rollout", rollout, why, (field,))
-
-
-def _unused_for_mode(config: RLConfig) -> UnusedSettings:
-    mode, rollout = config.trainer.mode, config.rollout
-    why = f"with trainer.mode={mode}"
-    if mode != "async":
-        yield from _changed_settings("trainer", config.trainer, why, _ASYNC)
-    if not sampler_count(config.trainer):
-        yield from _changed_settings(
-            "trainer", config.trainer, why, ("rollout_workers", "rollout_threads", "delta_sync")
-        )
-        yield from _changed_settings("rollout", rollout, why, ("dtype",))
-
-
-def _unused_for_dataflow(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
-    algorithm = config.algorithm
-    if "critic" not in RequiredPasses.of(config, dataflow).roles(dataflow):
-        why = f"with dataflow {dataflow.name}, which has no critic"
-        yield from _changed_settings("critic", config.critic, why)
-        yield from _changed_settings("trainer", config.trainer, why, ("critic_warmup",))
-    if not dataflow.pairs:
-        why = f"with dataflow {dataflow.name}, which makes no preference pairs"
-        yield from _changed_settings("algorithm.preference", algorithm.preference, why)
-    if "teacher" not in dataflow.roles:
-        why = "without algorithm.dataflow=distillation"
-        yield from _changed_settings("algorithm", algorithm, why, ("teacher", "distillation"))
-    else:
-        yield from unused_distillation(config)
-        yield from _unused_by_divergences(config)
-    if not algorithm.filter_groups.enable:
-        why = "without algorithm.filter_groups.enable"
-        if not dataflow.refills:
-            yield from _changed_settings("algorithm.filter_groups", algorithm.filter_groups, why)
-    elif not dataflow.refills:
+def unused_settings(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
+    """Changed settings that nothing reads, each with the reason: they are refused, so that nobody
+    tunes them."""
+    for unread, why, sections in _unread_sections(config, dataflow):
+        for path, fields in sections.items() if unread else ():
+            for field, value in algorithm_options.changed(attrgetter(path)(config), fields).items():
+                shown = "" if isinstance(value, BaseModel) else f"={value}"
+                yield f"{path}.{field}{shown}", why
+    if config.algorithm.filter_groups.enable and not dataflow.refills:
         yield "algorithm.filter_groups.enable", f"with dataflow {dataflow.name}; use dapo"
-    if effective_config(config).algorithm.rollout_correction.rollout_is is None:
-        why, own = "without rollout_is", algorithm.rollout_correction
-        yield from _changed_settings("algorithm.rollout_correction", own, why, _WEIGHTS)
-
-
-def _unused_by_divergences(config: RLConfig) -> UnusedSettings:
-    """Settings of policy losses, for distillation that compares distributions."""
-    actor, loss = config.actor, config.algorithm.distillation.loss
-    if loss == "policy_gradient":
-        return
-    why = f"with algorithm.distillation.loss={loss}"
-    fields = [name for name in _POLICY_LOSS if not name.startswith("loss_")]
-    others = ("router_aux_loss_coef", "router_replay")
-    yield from _changed_settings("actor", actor, why, (*fields, *others))
-    yield from _changed_settings("actor.policy_loss", actor.policy_loss, why)
-
-
-def _unused_without_advantages(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
-    """Settings of advantages and reward shaping, for a dataflow without advantages."""
-    algorithm, why = config.algorithm, f"with dataflow {dataflow.name}, which has no advantages"
-    correction = algorithm.rollout_correction
-    fields = ("adv_estimator", *ADVANTAGE_FIELDS, "options", "use_kl_in_reward")
-    yield from _changed_settings("algorithm", algorithm, why, fields)
-    yield from _changed_settings("algorithm.rollout_correction", correction, why)
-    yield from _changed_settings("reward", config.reward, why, ("whiten",))
-
-
-def _unused_with_pairs(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
-    actor, why = config.actor, f"with dataflow {dataflow.name}, whose loss is one of pairs"
-    yield from _changed_settings("actor", actor, why, (*_POLICY_LOSS, *_kl_loss(config)))
-    yield from _changed_settings("actor.policy_loss", actor.policy_loss, why)
-
-
-def _unused_for_reward(config: RLConfig, dataflow: Dataflow) -> UnusedSettings:
-    algorithm, reward = config.algorithm, config.reward
-    if not reward.overlong_buffer.enable:
-        why = "without reward.overlong_buffer.enable"
-        yield from _changed_settings("reward.overlong_buffer", reward.overlong_buffer, why)
-    if "teacher" in dataflow.roles and not dataflow.uses_advantages:
-        why = f"with dataflow {dataflow.name}, which learns from its teacher alone"
-        yield from _changed_settings("reward", reward, why, ("clip", "overlong_buffer"))
-    if algorithm.adv_estimator == "gdpo" and dataflow.uses_advantages:
-        why = "with adv_estimator=gdpo, which takes the reward's components as they are"
-        yield from _changed_settings("reward", reward, why, ("clip", "whiten", "overlong_buffer"))
-        yield from _changed_settings("reward", reward, f"{why} (gdpo_reward_weights)", ("weights",))
-        yield from _changed_settings("algorithm", algorithm, why, ("use_kl_in_reward",))
-
-
-def _kl_loss(config: RLConfig) -> tuple[str, ...]:
-    """The settings of a KL term in the loss; a coefficient of 0 turns it off and is no finding."""
-    return _KL_LOSS if config.actor.kl_loss_coef else _KL_LOSS[1:]
-
-
-def _changed_settings(
-    section: str, config: BaseModel, why: str, fields: Iterable[str] | None = None
-) -> UnusedSettings:
-    for field, value in changed(config, fields).items():
-        shown = "" if isinstance(value, BaseModel) else f"={value}"
-        yield f"{section}.{field}{shown}", why
-
-
-# Whether the settings of an RL run make sense together; nothing is computed here.
-
-
-def check_config(config: RLConfig, max_response_length: int | None = None) -> Dataflow:
-    """Raise ConfigError for unknown names, contradictions and settings without effect.
-
-    Returns the dataflow that the settings name.
-    """
-    import_plugins(config.plugins)
-    algorithm = config.algorithm
-    dataflow = choose_dataflow(algorithm)
-    if dataflow.uses_advantages:
-        advantages.check_group_size(algorithm.adv_estimator, config.rollout.n)
-    if dataflow.pairs:
-        _check_pairs(config, dataflow)
-    advantage_options(algorithm)
-    policy_loss_options(config.actor)
-    preference_options(algorithm.preference)
-    check_kind(config.actor.kl_loss_type)
-    check_kind(algorithm.kl_penalty)
-    check_engine_settings(config.rollout)
-    _check_rewards(config, max_response_length)
-    _check_correction(config)
-    _check_mode(config)
-    check_multi_turn(config, dataflow)
-    _check_pools(config, dataflow)
     if "teacher" in dataflow.roles:
-        check_teachers(config)
-    if config.critic.model_path and "critic" in dataflow.roles:
-        require_model_folder(config.critic.model_path, "critic.model_path")
-    for setting, why in unused_settings(config, dataflow):
-        raise ConfigError(f"{setting} has no effect {why}; remove it")
-    if config.trainer.threads > (os.cpu_count() or 1) * 4:
-        raise ConfigError(
-            f"trainer.threads={config.trainer.threads} is far more than this machine's "
-            f"{os.cpu_count()} cores; set 0 for all of them"
-        )
-    return dataflow
+        yield from _unused_distillation(config)
 
 
-def check_other_models(
-    config: RLConfig, dataflow: Dataflow, tokenizer: PreTrainedTokenizerBase, max_model_len: int
+def _unread_sections(
+    config: RLConfig, dataflow: Dataflow
+) -> Iterator[tuple[bool, str, dict[str, Fields]]]:
+    """Sections of the settings, or fields of them, that a part of the run would read: whether the
+    run does without that part, and why."""
+    algorithm, actor, rollout, trainer = (
+        config.algorithm,
+        config.actor,
+        config.rollout,
+        config.trainer,
+    )
+    # A coefficient of 0 turns the KL term off.
+    kl_loss = _KL_LOSS if actor.kl_loss_coef else _KL_LOSS[1:]
+    yield not actor.use_kl_loss, "without actor.use_kl_loss", {"actor": kl_loss}
+    why = "without algorithm.use_kl_in_reward"
+    yield not algorithm.use_kl_in_reward, why, {"algorithm": ("kl_penalty", "kl_ctrl")}
+    why = "with algorithm.kl_ctrl.type=fixed"
+    yield algorithm.kl_ctrl.type == "fixed", why, {"algorithm.kl_ctrl": _KL_SCHEDULE}
+
+    unread = [f for f in ENGINE_SETTINGS if f not in engine_capabilities(rollout).settings]
+    sections = [f for f in unread if isinstance(getattr(rollout, f), BaseModel)]
+    engine: dict[str, Fields] = {f"rollout.{name}": None for name in sections}
+    engine["rollout"] = tuple(f for f in unread if f not in sections)
+    yield True, f"with rollout.engine={rollout.engine}", engine
+
+    why = f"with trainer.mode={trainer.mode}"
+    fields: tuple[str, ...] = ("staleness", "rollout_silence_s", "max_rollout_restarts")
+    yield trainer.mode != "async", why, {"trainer": fields}
+    fields = ("rollout_workers", "rollout_threads", "delta_sync")
+    yield not run_spec.sampler_count(trainer), why, {"trainer": fields, "rollout": ("dtype",)}
+
+    name = dataflow.name
+    without_critic = "critic" not in RequiredPasses.of(config, dataflow).roles(dataflow)
+    why = f"with dataflow {name}, which has no critic"
+    yield without_critic, why, {"critic": None, "trainer": ("critic_warmup",)}
+    why = f"with dataflow {name}, which makes no preference pairs"
+    yield not dataflow.pairs, why, {"algorithm.preference": None}
+    why = "without algorithm.dataflow=distillation"
+    yield "teacher" not in dataflow.roles, why, {"algorithm": ("teacher", "distillation")}
+    compares = "teacher" in dataflow.roles and algorithm.distillation.loss != "policy_gradient"
+    why = f"with algorithm.distillation.loss={algorithm.distillation.loss}"
+    fields = (*_DIVERGENCES, "router_aux_loss_coef", "router_replay")
+    yield compares, why, {"actor": fields, "actor.policy_loss": None}
+    why = "without algorithm.filter_groups.enable"
+    unfiltered = not algorithm.filter_groups.enable and not dataflow.refills
+    yield unfiltered, why, {"algorithm.filter_groups": None}
+    weighs = run_spec.effective_config(config).algorithm.rollout_correction.rollout_is is not None
+    fields = ("rollout_is_threshold", "rollout_is_batch_normalize")
+    yield not weighs, "without rollout_is", {"algorithm.rollout_correction": fields}
+    why = f"with dataflow {name}, which has no advantages"
+    fields = ("adv_estimator", *algorithm_options.ADVANTAGE_FIELDS, "options", "use_kl_in_reward")
+    yield (
+        not dataflow.uses_advantages,
+        why,
+        {"algorithm": fields, "algorithm.rollout_correction": None, "reward": ("whiten",)},
+    )
+    why = f"with dataflow {name}, whose loss is one of pairs"
+    yield dataflow.pairs, why, {"actor": (*_POLICY_LOSS, *kl_loss), "actor.policy_loss": None}
+
+    why = "without reward.overlong_buffer.enable"
+    yield not config.reward.overlong_buffer.enable, why, {"reward.overlong_buffer": None}
+    measures = "teacher" in dataflow.roles and not dataflow.uses_advantages
+    why = f"with dataflow {name}, which learns from its teacher alone"
+    yield measures, why, {"reward": ("clip", "overlong_buffer")}
+    components = algorithm.adv_estimator == "gdpo" and dataflow.uses_advantages
+    why = "with adv_estimator=gdpo, which takes the reward's components as they are"
+    yield components, why, {"reward": ("clip", "whiten", "overlong_buffer")}
+    yield components, f"{why} (gdpo_reward_weights)", {"reward": ("weights",)}
+    yield components, why, {"algorithm": ("use_kl_in_reward",)}
+    why = "without rollout.multi_turn.enable"
+    episodes: dict[str, Fields] = {"rollout.multi_turn": None, "rollout.agent": None}
+    yield not rollout.multi_turn.enable, why, episodes
+    why = "without rollout.val_kwargs.do_sample"
+    yield not rollout.val_kwargs.do_sample, why, {"rollout.val_kwargs": None}
+    why = "with trainer.log_rollouts_freq=0"
+    yield not trainer.log_rollouts_freq, why, {"trainer": ("log_rollouts_rows",)}
+
+
+def _unused_distillation(config: RLConfig) -> Iterator[tuple[str, str]]:
+    settings, section = config.algorithm.distillation, "algorithm.distillation"
+    if settings.loss != "jsd" and settings.beta != 0.5:
+        yield f"{section}.beta={settings.beta}", f"with loss={settings.loss}"
+    if settings.loss == "policy_gradient" and settings.top_k:
+        yield f"{section}.top_k={settings.top_k}", "with loss=policy_gradient"
+    for i, teacher in enumerate(settings.teachers):
+        name = f"{section}.teachers[{i}]"
+        if settings.route_by and teacher.weight != 1:
+            yield f"{name}.weight={teacher.weight}", "with route_by: a row has one teacher"
+        for field, value in algorithm_options.changed(
+            teacher, () if teacher.url else _SERVED
+        ).items():
+            yield f"{name}.{field}={value}", "without url"
+
+
+def _check_other_models(
+    config: RLConfig, dataflow: Dataflow, model_path: str, max_model_len: int
 ) -> None:
-    """Raise ConfigError unless teacher and critic read the policy's tokens, and as many."""
-    if "teacher" in dataflow.roles:
-
-        def same_tokens(setting: str, folder: str, why: str) -> None:
-            _check_tokens(setting, folder, tokenizer, why)
-
-        check_teacher_tokens(config, max_model_len, same_tokens)
-    path = config.critic.model_path
-    if path:
-        _check_tokens("critic.model_path", path, tokenizer, "it values the policy's tokens")
+    """Raise ConfigError unless teachers and critic read the policy's tokens, and as many."""
+    teachers = config.algorithm.teacher_models if "teacher" in dataflow.roles else {}
+    others = [(setting, path, _BY_TOKEN, "teacher") for setting, path in teachers.items()]
+    if path := config.critic.model_path:
+        others.append(("critic.model_path", path, "it values the policy's tokens", "critic"))
+    for setting, path, why, kind in others:
+        _check_tokens(setting, path, model_path, why)
         context = vocabulary_and_context(path)[1]
         if context < max_model_len:
             raise ConfigError(
-                f"critic.model_path={path} reads {context} tokens, and prompt and completion have "
-                f"up to {max_model_len}; lower data.max_response_length, or choose another critic"
+                f"{setting}={path} reads {context} tokens, and prompt and completion have up to "
+                f"{max_model_len}; lower data.max_response_length, or choose another {kind}"
             )
+    for i, teacher in enumerate(config.algorithm.distillation.teachers):
+        if teacher.tokenizer:
+            setting = f"algorithm.distillation.teachers[{i}].tokenizer"
+            _check_tokens(setting, teacher.tokenizer, model_path, _BY_TOKEN)
 
 
-def _check_tokens(setting: str, path: str, tokenizer: PreTrainedTokenizerBase, why: str) -> None:
-    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+def _check_tokens(setting: str, path: str, model_path: str, why: str) -> None:
+    if load_tokenizer(path).get_vocab() != load_tokenizer(model_path).get_vocab():
         raise ConfigError(
             f"{setting}={path} has another vocabulary than the model; {why}, so both need the same "
             "tokenizer"
@@ -469,12 +436,17 @@ def _check_mode(config: RLConfig) -> None:
             "trainer.mode=async with rollout.server.weights=none: completions of a policy that "
             "never changes get too old (trainer.staleness); choose a hook that brings new weights"
         )
-    if parts > 1 and (sampler_count(config.trainer) or not streams):
+    if parts > 1 and (run_spec.sampler_count(config.trainer) or not streams):
         raise ConfigError(
             f"rollout.parts={parts} needs trainer.mode=sync and an engine that streams, such as "
             "rollout.engine=native; leave it at 1"
         )
-    if get_rollout_source(mode).off_policy and config.actor.old_log_probs == "rollout":
+    if config.algorithm.rollout_correction.enabled and config.actor.old_log_probs == "rollout":
+        raise ConfigError(
+            "actor.old_log_probs=rollout with algorithm.rollout_correction: the correction "
+            "compares the trainer's log-probs with those of sampling; set old_log_probs to auto"
+        )
+    if run_spec.get_rollout_source(mode).off_policy and config.actor.old_log_probs == "rollout":
         raise ConfigError(
             f"actor.old_log_probs=rollout with trainer.mode={mode}: completions are of older "
             "weights, so the trainer's own log-probs are needed; set old_log_probs to auto"
@@ -485,25 +457,25 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     pools = config.trainer.pools
     if not pools:
         return
-    source = get_rollout_source(config.trainer.mode)
-    wanted = RequiredPasses.of(config, dataflow).roles(dataflow) | source.extra_roles
+    source = run_spec.get_rollout_source(config.trainer.mode)
+    roles = RequiredPasses.of(config, dataflow).roles(dataflow) | source.extra_roles
     placed = [role for pool in pools for role in pool.roles]
-    if sampler_count(config.trainer) and "sampler" in placed:
-        wanted |= {"sampler"}  # async has processes of that kind, and no role
+    if run_spec.sampler_count(config.trainer) and "sampler" in placed:
+        roles |= {"sampler"}  # async has processes of that kind, and no role
         apart = next(pool.roles for pool in pools if "sampler" in pool.roles)
         if len(apart) > 1:
             raise ConfigError(
                 f"trainer.pools puts sampler into one pool with {sorted(set(apart) - {'sampler'})}"
                 "; it decodes while they compute, so give it a pool of its own"
             )
-    if set(placed) != wanted or len(placed) != len(set(placed)):
+    if set(placed) != roles or len(placed) != len(set(placed)):
         raise ConfigError(
-            f"trainer.pools places {sorted(placed)}, but this run has {sorted(wanted)}; give each "
+            f"trainer.pools places {sorted(placed)}, but this run has {sorted(roles)}; give each "
             "of them one pool"
         )
     full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
     beside = {"rollout": True, "reference": full or config.actor.kl_loss_type == "full"}
-    beside["teacher"] = compares_whole_vocabularies(config)
+    beside["teacher"] = _compares_whole_vocabularies(config)
     policy = next(pool.roles for pool in pools if "actor" in pool.roles)
     for role, needed in beside.items():
         if needed and role in placed and role not in policy:
@@ -512,18 +484,3 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
                 "both into one pool"
                 + (" (trainer.mode=one_step_off samples apart)" if role == "rollout" else "")
             )
-
-
-def _check_correction(config: RLConfig) -> None:
-    settings = config.algorithm.rollout_correction
-    check_correction(
-        settings.rollout_is,
-        settings.rollout_is_threshold,
-        settings.rollout_rs,
-        settings.rollout_rs_threshold,
-    )
-    if settings.enabled and config.actor.old_log_probs == "rollout":
-        raise ConfigError(
-            "actor.old_log_probs=rollout with algorithm.rollout_correction: the correction "
-            "compares the trainer's log-probs with those of sampling; set old_log_probs to auto"
-        )

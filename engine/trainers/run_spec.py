@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from transformers import PretrainedConfig
-
 from engine.batch import Batch
 from engine.checkpoint.state_dict import StateDict
 from engine.config import ActorConfig, CriticConfig, LoRAConfig, ParallelConfig, RLConfig
@@ -26,21 +24,17 @@ from engine.controller.placement import Placement, Pool
 from engine.controller.timeline import Span
 from engine.controller.worker_host import RoleSpec
 from engine.dataflows import choose_dataflow
-from engine.dataflows.algo import RequiredPasses
+from engine.dataflows.algo import Dataflow, RequiredPasses
 from engine.errors import ConfigError
-from engine.models import text_config
-from engine.parallel.layout import Layout, ModelShape, RankGrid, check_layout, rollout_layout
+from engine.parallel.layout import Layout, RankGrid, rollout_layout
 from engine.registry import Registry
 from engine.rollout.protocol import engine_capabilities
-from engine.trainers.moe_checks import check_mixture, check_mixture_axes
 
 if TYPE_CHECKING:
     from engine.controller.groups import Roles
     from engine.dataflows.algo import Algo
     from engine.trainers.prompts import PromptStream
-
-
-# What the training loop needs of a rollout source, and the registry of sources by mode.
+    from engine.workers.role import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +133,6 @@ def sampler_count(config: TrainerConfig) -> int:
     return get_rollout_source(config.mode).samplers(config)
 
 
-# The layout of each role: how its model is sharded, and whether model and settings allow that.
-#
-# Values only; workers create process groups, the controller starts processes.
-
 # Roles whose model is sharded like the actor's.
 _AS_ACTOR = ("actor", "rollout", "reference", "teacher")
 
@@ -183,134 +173,16 @@ def call_layout(role: str, config: RLConfig) -> RankGrid | None:
         return None
     if role == "rollout":
         apart = sampler_count(config.trainer) > 0
-        return rollout_layout(layout, tp=layout.tp if apart else _rollout_tp(config))
+        return rollout_layout(layout, tp=layout.tp if apart else rollout_tp(config))
     return layout
 
 
-def _rollout_tp(config: RLConfig) -> int:
+def rollout_tp(config: RLConfig) -> int:
     """Tensor-parallel size of rollout on the actor's ranks; 1 for engines with own processes."""
     own_processes = engine_capabilities(config.rollout).own_processes
     return 1 if own_processes else config.rollout.tensor_parallel_size
 
 
-def check_layouts(
-    config: RLConfig, lora: LoRAConfig, model_config: PretrainedConfig | None = None
-) -> None:
-    """Raise ConfigError for layouts that the settings, or the model, don't allow."""
-    for role in ("actor", "critic"):
-        parallel, layout = parallel_of(role, config), layout_of(role, config)
-        own = config.critic.model_path if role == "critic" else ""
-        read = text_config(own) if own and model_config is not None else model_config
-        check_parallel(f"{role}.parallel", parallel, lora, read)
-        if layout.world_size > 1 and config.trainer.placement == "local":
-            raise ConfigError(
-                f"{role}.parallel is a layout of {layout.world_size} ranks ({layout}), and "
-                "trainer.placement=local runs one process; set trainer.placement=ray"
-            )
-    _check_actor(config, lora)
-    if model_config is not None:
-        check_mixture(config, model_config)
-
-
-def check_parallel(
-    name: str, parallel: ParallelConfig, lora: LoRAConfig, model_config: PretrainedConfig | None
-) -> None:
-    """Raise ConfigError for a layout that no policy, or this model, takes; `name`: its setting."""
-    layout = Layout.of(parallel)
-    if layout.world_size > 1 and model_config is not None:
-        check_mixture_axes(name, parallel, model_config)
-        check_layout(layout, layout.world_size, ModelShape.of(model_config))
-    if parallel.offload_params and layout.fsdp * layout.sp == 1:
-        raise ConfigError(f"{name}.offload_params is FSDP's; set {name}.fsdp to 2 or more")
-    if lora.quantize and layout.tp > 1:
-        raise ConfigError(
-            f"model.lora.quantize={lora.quantize} with {name}.tp={layout.tp}: a quantised base "
-            "can't be split; set tp=1"
-        )
-
-
-def _check_actor(config: RLConfig, lora: LoRAConfig) -> None:
-    layout, rollout = layout_of("actor", config), config.rollout
-    if config.reference.offload_params and layout.fsdp * layout.sp == 1:
-        raise ConfigError(
-            "reference.offload_params is FSDP's; set actor.parallel.fsdp to 2 or more"
-        )
-    apart = sampler_count(config.trainer) > 0
-    if not apart and layout.world_size % _rollout_tp(config):
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} does not divide the "
-            f"actor's {layout.world_size} ranks ({layout}); choose a divisor"
-        )
-    full = config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
-    if layout.pp > 1 and full:
-        raise ConfigError(
-            f"actor.kl_loss_type=full with actor.parallel.pp={layout.pp}: the exact KL needs both "
-            "models' logits in one place; choose an estimator such as low_var_kl, or pp=1"
-        )
-    _check_samplers(config)
-    size, every = config.actor.ppo_mini_batch_size, 2 * layout.data_ranks
-    if choose_dataflow(config.algorithm).pairs and 0 < size < every:
-        raise ConfigError(
-            f"actor.ppo_mini_batch_size={size} holds no pair of completions for each of "
-            f"{layout.data_ranks} data-parallel ranks; set {every} or more, or 0 for all"
-        )
-    prompts = config.trainer.train_batch_size
-    for name, size in (("completions of a step", prompts * rollout.n), ("prompts", prompts)):
-        if size < layout.world_size:
-            raise ConfigError(
-                f"{size} {name} don't give each of the actor's {layout.world_size} ranks one; "
-                "raise trainer.train_batch_size or use fewer ranks"
-            )
-    copies = layout.world_size // _rollout_tp(config)
-    if rollout.parts > 1 and prompts // copies < rollout.parts:
-        raise ConfigError(
-            f"rollout.parts={rollout.parts} is more than the {prompts // copies} prompts that "
-            f"each of {copies} copies of the policy decodes (trainer.train_batch_size={prompts}); "
-            "lower it"
-        )
-
-
-def _check_samplers(config: RLConfig) -> None:
-    """Raise ConfigError for processes that only decode and can't be as they are asked for."""
-    samplers, rollout = sampler_count(config.trainer), config.rollout
-    if not samplers:
-        return
-    why, tp = f"with trainer.mode={config.trainer.mode}", rollout.tensor_parallel_size
-    capabilities = engine_capabilities(rollout)
-    if tp > 1 and not capabilities.own_processes:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={tp} {why} and rollout.engine={rollout.engine}: a "
-            "sampler is one process; set it to 1, or rollout.engine=vllm with "
-            "rollout.vllm.in_process=false, which starts processes of its own"
-        )
-    if samplers > config.trainer.train_batch_size:
-        raise ConfigError(
-            f"trainer.rollout_workers={samplers} is more than the prompts of a step "
-            f"(trainer.train_batch_size={config.trainer.train_batch_size}); lower it"
-        )
-    if samplers > 1 and capabilities.remote:
-        raise ConfigError(
-            f"trainer.rollout_workers={samplers} {why} and rollout.engine={rollout.engine}: one "
-            "process speaks to all servers, and brings them their weights; set it to 1, and name "
-            "the servers in rollout.server.urls"
-        )
-    pools = {role: pool for pool in config.trainer.pools for role in pool.roles}
-    gpus = pools["sampler"].gpus if "sampler" in pools else 0.0
-    decodes_here = not capabilities.remote
-    if decodes_here and "actor" in pools and pools["actor"].gpus and not gpus:
-        raise ConfigError(
-            "trainer.pools gives the actor GPUs and the processes that only decode none, which "
-            f"would decode on the CPU; add {{roles: [sampler], gpus: {tp}}}"
-        )
-    if capabilities.own_processes and 0 < gpus < tp:
-        raise ConfigError(
-            f"trainer.pools gives a sampler {gpus:g} GPUs, and rollout.tensor_parallel_size={tp} "
-            f"takes {tp}; set gpus of the pool [sampler] to {tp}"
-        )
-
-
-# The roles that a dataflow can name, and how each is built from the settings of a run.
-#
 # A role of your own is one module that `plugins` names:
 #
 #     @register_role("judge")
@@ -318,9 +190,7 @@ def _check_samplers(config: RLConfig) -> None:
 #         return RoleSpec("judge", JudgeWorker, {"model_path": spec.model_path})
 #
 # A dataflow with "judge" among its `roles` calls it as `roles["judge"]`. It runs in a process of
-# its
-# own, unless `trainer.pools` places it.
-
+# its own, unless `trainer.pools` places it.
 ROLES: Registry[Callable[[RunSpec], RoleSpec]] = Registry(
     "role", "role", decorator="@register_role(name)"
 )
@@ -335,11 +205,11 @@ def _actor(spec: RunSpec) -> RoleSpec:
 
     config = spec.config
     rows = choose_dataflow(config.algorithm).rows_an_update(config)
-    own = {
+    options = {
         "config": _with_warmup(config.actor, rows),
         "lora": spec.lora,
         "temperature": config.rollout.temperature,
-        "total_steps": _optimizer_steps(config, config.actor, rows),
+        "total_steps": config.trainer.total_training_steps * _steps_per_update(config.actor, rows),
         "seed": spec.seed,
         "preference": config.algorithm.preference,
         "distillation": config.algorithm.distillation,
@@ -347,7 +217,7 @@ def _actor(spec: RunSpec) -> RoleSpec:
         "sampler_dtype": config.rollout.dtype,
         "delta_sync": config.trainer.delta_sync,
     }
-    return RoleSpec("actor", ActorWorker, _model(spec) | own)
+    return RoleSpec("actor", ActorWorker, _model(spec) | options)
 
 
 @register_role("critic")
@@ -356,44 +226,42 @@ def _critic(spec: RunSpec) -> RoleSpec:
 
     config = spec.config
     rows = config.trainer.train_batch_size * config.rollout.n
-    own = {
+    options = {
         "config": _with_warmup(config.critic, rows),
-        "total_steps": _optimizer_steps(config, config.critic, rows),
+        "total_steps": config.trainer.total_training_steps * _steps_per_update(config.critic, rows),
         "seed": spec.seed,
         "parallel": parallel_of("critic", config),
     }
     if config.critic.model_path:
-        own["model_path"] = config.critic.model_path
-    return RoleSpec("critic", CriticWorker, _model(spec) | own)
+        options["model_path"] = config.critic.model_path
+    return RoleSpec("critic", CriticWorker, _model(spec) | options)
 
 
 @register_role("rollout")
 def _rollout(spec: RunSpec) -> RoleSpec:
-    from engine.workers.rollout_worker import RolloutWorker
-
     rollout = spec.config.rollout
     if spec.samplers:  # beside them, the trainer's own rollout role only validates
         tp = spec.config.actor.parallel.tp
-        own = {"engine": "native", "options": {}, "tensor_parallel_size": tp}
-        rollout = rollout.model_copy(update=own)
+        native = {"engine": "native", "options": {}, "tensor_parallel_size": tp}
+        rollout = rollout.model_copy(update=native)
     options = _model(spec) | _sampling(spec) | {"config": rollout}
-    if rollout.multi_turn.enable:
-        from engine.workers.agent_rollout import AgentRolloutWorker
-
-        return RoleSpec("rollout", AgentRolloutWorker, options)
-    return RoleSpec("rollout", RolloutWorker, options)
+    return RoleSpec("rollout", _rollout_class(spec), options)
 
 
 @register_role("sampler")
 def _sampler(spec: RunSpec) -> RoleSpec:
-    from engine.workers.rollout_worker import RolloutWorker
+    return RoleSpec("sampler", _rollout_class(spec), _sampling(spec) | _policy_copy(spec))
 
-    options = _sampling(spec) | _policy_copy(spec)
+
+def _rollout_class(spec: RunSpec, *, streams: bool = False) -> type[Worker]:
+    """The worker that samples completions, or episodes, in batches or as a stream."""
     if spec.config.rollout.multi_turn.enable:
-        from engine.workers.agent_rollout import AgentRolloutWorker
+        from engine.workers.agent_rollout import AgentRolloutWorker, AgentStreamWorker
 
-        return RoleSpec("sampler", AgentRolloutWorker, options)
-    return RoleSpec("sampler", RolloutWorker, options)
+        return AgentStreamWorker if streams else AgentRolloutWorker
+    from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
+
+    return StreamRolloutWorker if streams else RolloutWorker
 
 
 @register_role("reference")
@@ -411,32 +279,17 @@ def _teacher(spec: RunSpec) -> RoleSpec:
     from engine.workers.frozen_models import TeacherWorker
 
     algorithm = spec.config.algorithm
-    own = {"teachers": algorithm.teachers, "settings": algorithm.distillation}
-    return RoleSpec("teacher", TeacherWorker, _model(spec) | _frozen(spec) | own)
+    options = {"teachers": algorithm.teachers, "settings": algorithm.distillation}
+    return RoleSpec("teacher", TeacherWorker, _model(spec) | _frozen(spec) | options)
 
 
 @register_role("reward")
 def _reward(spec: RunSpec) -> RoleSpec:
     from engine.workers.reward_worker import RewardWorker
 
-    options = {
-        "model_path": spec.model_path,
-        "config": spec.config.reward,
-        "plugins": spec.config.plugins,
-    }
+    config = spec.config
+    options = {"model_path": spec.model_path, "config": config.reward, "plugins": config.plugins}
     return RoleSpec("reward", RewardWorker, options)
-
-
-def stream_sampler(name: str, spec: RunSpec) -> RoleSpec:
-    """One worker of asynchronous rollout."""
-    from engine.workers.rollout_worker import StreamRolloutWorker
-
-    options = _sampling(spec) | _policy_copy(spec)
-    if spec.config.rollout.multi_turn.enable:
-        from engine.workers.agent_rollout import AgentStreamWorker
-
-        return RoleSpec(name, AgentStreamWorker, options)
-    return RoleSpec(name, StreamRolloutWorker, options)
 
 
 def _model(spec: RunSpec) -> dict[str, Any]:
@@ -469,11 +322,6 @@ def _frozen(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _optimizer_steps(config: RLConfig, role: ActorConfig | CriticConfig, rows: int) -> int:
-    """Optimizer steps of the whole run, with `rows` completions in an update."""
-    return config.trainer.total_training_steps * _steps_per_update(role, rows)
-
-
 def _steps_per_update(role: ActorConfig | CriticConfig, rows: int) -> int:
     return role.ppo_epochs * math.ceil(rows / (role.ppo_mini_batch_size or rows))
 
@@ -486,8 +334,6 @@ def _with_warmup(role: R, rows: int) -> R:
     optim = role.optim.model_copy(update={"warmup_steps": steps})
     return role.model_copy(update={"optim": optim})
 
-
-# What an RL run is made of before it starts: its roles and their placement.
 
 # Roles that share the policy's process, in build order.
 _COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
@@ -524,16 +370,12 @@ def resolve_placement(config: RLConfig) -> RLConfig:
         or engine.exclusive
         or any(layout_of(role, config).world_size > 1 for role in ("actor", "critic"))
     )
-    placement = "ray" if apart or _is_ray_there() else "local"
+    ray = sys.modules.get("ray")
+    joined = bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
+    placement = "ray" if apart or joined else "local"
     return config.model_copy(
         update={"trainer": trainer.model_copy(update={"placement": placement})}
     )
-
-
-def _is_ray_there() -> bool:
-    """Whether this process has joined a Ray, or is told to."""
-    ray = sys.modules.get("ray")
-    return bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
 
 
 def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
@@ -560,6 +402,11 @@ class RunSpec:
     dtype: str = "float32"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     template_variables: Mapping[str, object] = field(default_factory=dict)  # of the chat template
+
+    @property
+    def dataflow(self) -> Dataflow:
+        """The algorithm's step."""
+        return choose_dataflow(self.config.algorithm)
 
     @property
     def sampler_threads(self) -> int:
@@ -616,10 +463,10 @@ def _with_ranks(pool: Pool, config: RLConfig) -> Pool:
 
 def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:
     """Placement of one process of asynchronous rollout: the pool `sampler`, if there is one."""
-    given = next((p for p in spec.config.trainer.pools if p.roles == ("sampler",)), None)
+    sampler_pool = next((p for p in spec.config.trainer.pools if p.roles == ("sampler",)), None)
     pool = Pool((name,), cpus=float(spec.sampler_threads))
-    if given is not None:
-        pool = Pool(**dict(given) | {"roles": (name,)})
+    if sampler_pool is not None:
+        pool = Pool(**dict(sampler_pool) | {"roles": (name,)})
     return _placement(spec.config, (pool,))
 
 
@@ -649,4 +496,6 @@ def role_specs(spec: RunSpec) -> list[RoleSpec]:
 
 def rollout_worker_spec(name: str, spec: RunSpec) -> RoleSpec:
     """How to build one worker of asynchronous rollout."""
-    return replace(stream_sampler(name, spec), plugins=spec.config.plugins)
+    options = _sampling(spec) | _policy_copy(spec)
+    worker = _rollout_class(spec, streams=True)
+    return RoleSpec(name, worker, options, plugins=spec.config.plugins)

@@ -9,9 +9,8 @@ import io
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Self, cast
 
 import torch
 
@@ -25,10 +24,8 @@ from engine.controller.groups import Roles, WorkerGroup
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError, ConfigError, EngineError, PreemptedError
 from engine.storage.folder import Folder
-from engine.trainers.rollout_state import batch_from_tree, batch_to_tree, to_json_values
+from engine.trainers.prompts import batch_from_tree, batch_to_tree, to_json_values
 from engine.trainers.run_spec import RunSpec, layout_of, placement_of
-
-# Metrics of one RL step, from the batch that it learned from.
 
 
 def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
@@ -39,14 +36,15 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
     width = batch["responses"].shape[1]
     lengths = batch["attention_mask"][:, -width:].sum(1).float()
     tokens = float(batch["attention_mask"].sum())
-    failed, whole = batch["reward_error"], whole_rows(batch)
-    scored = whole & ~failed
-    scores = completion_scores(batch)[scored]
+    failed, last_rows = batch["reward_error"], whole_rows(batch)
+    scored = last_rows & ~failed
+    scores, group_ids = completion_scores(batch)[scored], batch["group_ids"][scored]
+    groups = Groups.of(group_ids, torch.ones_like(group_ids, dtype=torch.bool))
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(correction=0)),
-        "reward/errors": float(failed[whole].float().mean()),
-        "reward/groups_with_signal": _groups_with_signal(scores, batch["group_ids"][scored]),
+        "reward/errors": float(failed[last_rows].float().mean()),
+        "reward/groups_with_signal": float((groups.range(scores) > 0).float().mean()),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(batch["truncated"].float().mean()),
@@ -62,8 +60,8 @@ def validation_metrics(batch: Batch) -> dict[str, float]:
     """`validation/reward`, the mean of all completions; of several a prompt also `reward_best`, the
     mean over prompts of the best one. `reward_metrics` and `episode_metrics` below `validation/`.
     """
-    whole = whole_rows(batch)
-    scores, groups = completion_scores(batch)[whole], batch["group_ids"][whole]
+    last_rows = whole_rows(batch)
+    scores, groups = completion_scores(batch)[last_rows], batch["group_ids"][last_rows]
     metrics = {"validation/reward": float(scores.mean())}
     members = torch.unique(groups, return_inverse=True)[1]
     if (count := int(members.max()) + 1) < len(scores):
@@ -75,11 +73,11 @@ def validation_metrics(batch: Batch) -> dict[str, float]:
 
 def completion_scores(batch: Batch) -> torch.Tensor:
     """Each row's score `[B]`; that of the whole episode, where it has several rows."""
-    own = batch["token_level_scores"].sum(1)
+    scores = batch["token_level_scores"].sum(1)
     if "episode_ids" not in batch:
-        return own
+        return scores
     episode = torch.unique(batch["episode_ids"], return_inverse=True)[1]
-    return torch.zeros_like(own).index_add(0, episode, own)[episode]
+    return torch.zeros_like(scores).index_add(0, episode, scores)[episode]
 
 
 def whole_rows(batch: Batch) -> torch.Tensor:
@@ -124,17 +122,20 @@ def reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
     A batch of one source has no metrics by source. Rows whose reward failed count as wrong, and
     are left out of means.
     """
-    whole = whole_rows(batch)
-    scored = whole & ~batch["reward_error"]
+    last_rows = whole_rows(batch)
+    scored = last_rows & ~batch["reward_error"]
     right = torch.tensor(batch.columns["reward_correct"].astype(float))
-    means = dict(_reward_components(batch))
-    metrics = {f"{prefix}/correct": float(right[whole].mean())}
+    means: dict[str, torch.Tensor] = {}
+    if "reward_components" in batch:
+        names = batch.columns["reward_component_names"][0]
+        means = dict(zip(names, batch["reward_components"].unbind(1), strict=True))
+    metrics = {f"{prefix}/correct": float(right[last_rows].mean())}
     metrics |= {f"{prefix}/{name}": float(column[scored].mean()) for name, column in means.items()}
     means = {"mean": completion_scores(batch)} | means
-    sources = [str(one) for one in batch.columns.get("data_source", ())]
+    sources = [str(source) for source in batch.columns.get("data_source", ())]
     names = sorted(set(sources))
     for source in names if len(names) > 1 else ():
-        rows = whole & torch.tensor([one == source for one in sources])
+        rows = last_rows & torch.tensor([other == source for other in sources])
         metrics[f"{prefix}/{source}/correct"] = float(right[rows].mean())
         if (rows & scored).any():
             for name, column in means.items():
@@ -148,27 +149,6 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
     return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
 
 
-def _reward_components(batch: Batch) -> list[tuple[str, torch.Tensor]]:
-    """The reward's components `[B]` by name, if it has any."""
-    if "reward_components" not in batch:
-        return []
-    names = batch.columns["reward_component_names"][0]
-    return list(zip(names, batch["reward_components"].unbind(1), strict=True))
-
-
-def _groups_with_signal(scores: torch.Tensor, group_ids: torch.Tensor) -> float:
-    """Share of groups whose completions don't all have the same score."""
-    every = torch.ones_like(group_ids, dtype=torch.bool)
-    groups = Groups.of(group_ids, every)
-    return float((groups.range(scores) > 0).float().mean())
-
-
-# Records of single RL steps, which `python -m engine.replay` runs again.
-#
-# A record is a folder: `state/`, a checkpoint of what learns from just before the step, and
-# `step.pt`: the settings, the prompts, what rollout and rewards gave, and what was measured. What
-# lives here: writing and reading them. What does not: running a step again (`engine.replay`).
-
 log = logging.getLogger(__name__)
 
 RUN_AGAIN = ("actor", "reference", "teacher", "critic")  # others' results are part of the record
@@ -176,6 +156,7 @@ STATE = "state"
 _LEARN = ("actor", "critic")  # of those: have a state
 _FILE = "step.pt"
 _VERSION = 1
+_RUN = ("model_path", "max_response_length", "max_model_len", "seed", "dtype")
 _MORE_PROMPTS = ("prompts", "next_batch")
 
 
@@ -192,6 +173,7 @@ class Call:
 class OpenRecord:
     """What a step fills in while it runs; `roles` note the calls that are made through them."""
 
+    step: int
     roles: Roles
     calls: list[Call] = field(default_factory=list)
     prompts: Batch | None = None
@@ -236,48 +218,58 @@ class _RecordingGroup:
 class StepRecorder:
     """Records the steps that `debug` asks for, in `recorded/` under the folder of checkpoints.
 
-    What can't be written costs a warning, never the run. Raises ConfigError without a folder.
+    A record is a folder: `state/`, a checkpoint of what learns from just before the step, and
+    `step.pt`: settings, prompts, what rollout and rewards gave, and what was measured.
+
+    A context manager around the steps: it records the one that fails. What can't be written costs
+    a warning, never the run. Raises ConfigError without a folder.
     """
 
     def __init__(self, spec: RunSpec, roles: Roles, algo: Algo, root: Folder | None) -> None:
         self._spec, self._roles, self._algo = spec, roles, algo
         self._settings, self._root = spec.config.debug, root
+        self._open: tuple[OpenRecord, Folder] | None = None  # of the step that is being recorded
+        self._more_prompts = algo.more_prompts
         if root is None and self._settings.enabled:
             raise ConfigError(
                 "debug.record_steps and debug.record_failed write beside the checkpoints, and this "
                 "run has none; give fit a checkpoint_dir, or leave them out"
             )
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[OpenRecord]:
-        """The block of one step, recorded if it is to be, or if it fails."""
+    def begin(self, step: int) -> OpenRecord:
+        """What a step fills in, which goes on until `end`; it is recorded if it is to be."""
+        record = OpenRecord(step, self._roles)
         chosen = step in self._settings.record_steps
         if self._root is None or not (chosen or self._settings.record_failed):
-            yield OpenRecord(self._roles)
-            return
+            return record
         folder = self._root / RECORDS / f"step_{step}"
-        if not self._tried(lambda: self._save_state(folder, step)):
-            yield OpenRecord(self._roles)
+        if self._try(lambda: self._save_state(folder, step)):
+            record.roles = self._recording_roles(record.calls)
+            self._algo.more_prompts = _recording_prompts(self._more_prompts, record.calls)
+            self._open = record, folder
+        return record
+
+    def end(self, failure: str = "") -> None:
+        """Write the step's record if it was asked for, failed, or measured what is not finite."""
+        self._algo.more_prompts = self._more_prompts
+        if self._open is None:
             return
-        record, failure = OpenRecord(self._roles), ""
-        record.roles = self._noting(record.calls)
-        more = self._algo.more_prompts
-        self._algo.more_prompts = _recording_prompts(more, record.calls)
-        try:
-            yield record
-        except PreemptedError:
-            self._tried(folder.remove)
-            raise
-        except Exception as error:
-            failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self._tried(lambda: self._write(folder, step, record, failure))
-            raise
-        finally:
-            self._algo.more_prompts = more
-        if chosen or not all(map(math.isfinite, record.metrics.values())):
-            self._tried(lambda: self._write(folder, step, record, failure))
+        (record, folder), self._open = self._open, None
+        finite = all(map(math.isfinite, record.metrics.values()))
+        if failure or not finite or record.step in self._settings.record_steps:
+            self._try(lambda: self._write(record, folder, failure))
         else:
-            self._tried(folder.remove)
+            self._try(folder.remove)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Write the record of a step that failed; none of one that was pre-empted."""
+        if isinstance(error, PreemptedError) and self._open is not None:
+            self._try(self._open[1].remove)
+        elif isinstance(error, Exception):
+            self.end(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _save_state(self, folder: Folder, step: int) -> None:
         """Write the models and optimizers, before the step changes them."""
@@ -287,7 +279,7 @@ class StepRecorder:
         saver.save(step - 1, {"algo": self._algo.state_dict(), "rng": process_rng()})
         saver.wait()
 
-    def _noting(self, calls: list[Call]) -> Roles:
+    def _recording_roles(self, calls: list[Call]) -> Roles:
         groups = {
             name: self._roles[name]
             if name in RUN_AGAIN
@@ -296,23 +288,17 @@ class StepRecorder:
         }
         return Roles(groups, close=lambda: None, recorder=self._roles.recorder)
 
-    def _write(self, folder: Folder, step: int, record: OpenRecord, failure: str) -> None:
+    def _write(self, record: OpenRecord, folder: Folder, failure: str) -> None:
         spec, config = self._spec, self._spec.config
         if record.prompts is None:
             raise CheckpointError("the step failed before it had prompts")
         pool = next(p for p in placement_of(spec).pools if "actor" in p.roles)
         tree = {
             "version": _VERSION,
-            "step": step,
+            "step": record.step,
             "config": config.model_dump(mode="json"),
-            "run": {
-                "model_path": spec.model_path,
-                "max_response_length": spec.max_response_length,
-                "max_model_len": spec.max_model_len,
-                "seed": spec.seed,
-                "dtype": spec.dtype,
-                "lora": spec.lora.model_dump(mode="json"),
-            },
+            "run": {name: getattr(spec, name) for name in _RUN}
+            | {"lora": spec.lora.model_dump(mode="json")},
             "ranks": layout_of("actor", config).world_size,
             "threads": max(1, int(pool.cpus)),
             "prompts": batch_to_tree(record.prompts),
@@ -323,10 +309,10 @@ class StepRecorder:
         file = io.BytesIO()
         torch.save(tree, file)
         folder.write(_FILE, [file.getbuffer()])
-        log.warning("step %d is recorded: python -m engine.replay %s", step, folder)
+        log.warning("step %d is recorded: python -m engine.replay %s", record.step, folder)
 
-    def _tried(self, action: Callable[[], None]) -> bool:
-        """Whether it was done; a failure is a warning."""
+    def _try(self, action: Callable[[], None]) -> bool:
+        """Whether the action succeeded; a failure is a warning."""
         try:
             action()
         except Exception as error:  # whatever it is: the run goes on
@@ -363,40 +349,33 @@ def _finished(calls: list[Call]) -> Iterator[StateDict]:
 
 def read_record(folder: str) -> StepRecord:
     """Read a record; raises CheckpointError for a folder that has none, or a damaged one."""
-    place = Folder(folder)
-    data = place.read(_FILE)
+    record = Folder(folder)
+    data = record.read(_FILE)
     try:
         tree = torch.load(io.BytesIO(data), weights_only=True)
         version = tree["version"]
         if version != _VERSION:
             raise CheckpointError(
-                f"{place} is a record of version {version}, this program reads {_VERSION}; replay "
+                f"{record} is a record of version {version}, this program reads {_VERSION}; replay "
                 "it with the version of the code that wrote it"
             )
-        calls = [
-            Call(
-                call["role"],
-                call["method"],
-                Ready(batch_from_tree(call["batch"]) if "batch" in call else call["value"]),
-            )
-            for call in tree["calls"]
-        ]
+        calls = []
+        for call in tree["calls"]:
+            value = batch_from_tree(call["batch"]) if "batch" in call else call["value"]
+            calls.append(Call(call["role"], call["method"], Ready(value)))
+        names = ("step", "ranks", "threads", "metrics", "error")
         return StepRecord(
-            place,
-            tree["step"],
-            RLConfig.model_validate(tree["config"]),
-            tree["run"] | {"lora": LoRAConfig.model_validate(tree["run"]["lora"])},
-            tree["ranks"],
-            tree["threads"],
-            batch_from_tree(tree["prompts"]),
-            calls,
-            tree["metrics"],
-            tree["error"],
+            folder=record,
+            config=RLConfig.model_validate(tree["config"]),
+            run=tree["run"] | {"lora": LoRAConfig.model_validate(tree["run"]["lora"])},
+            prompts=batch_from_tree(tree["prompts"]),
+            calls=calls,
+            **{name: tree[name] for name in names},
         )
     except EngineError:
         raise
     except Exception as error:  # torch and pydantic name what they can't read in many ways
         raise CheckpointError(
-            f"{place}/{_FILE} can't be read as a record ({type(error).__name__}); it is damaged "
+            f"{record}/{_FILE} can't be read as a record ({type(error).__name__}); it is damaged "
             "or of another program: record the step again"
         ) from error

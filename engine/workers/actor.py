@@ -1,12 +1,14 @@
-"""The actor role: the policy's log-probs and updates, and its weights for rollout and files.
+"""The roles that train: one optimizer step after another, and the actor, whose policy RL improves.
 
-Also the gradient of a student's divergence from its teachers. The micro-batch loop is in
-`engine.runtime.sharded_model`, losses are in `engine.algorithms`.
+`TrainingWorker.accumulate` is the loop over micro-batches of every such role: forward pass, loss,
+backward pass. `ActorWorker` is the policy: log-probs, updates, and its weights for rollout and
+files. Passes over this rank's shard of a model are in `engine.runtime.sharded_model`, losses in
+`engine.algorithms`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,67 +17,185 @@ import torch
 from torch import Tensor
 
 from engine.algorithms import policy_losses
-from engine.algorithms.aggregation import (
-    Denominators,
-    MeanAccumulator,
-    accumulate_mean,
-    aggregate,
-    compute_means,
-)
+from engine.algorithms.aggregation import Denominators, accumulate_mean, aggregate, compute_means
 from engine.algorithms.correction import GAP_PREFIXES, gap_metrics
 from engine.algorithms.critic_loss import rows_with_gradient
 from engine.algorithms.divergences import kl_estimate
-from engine.algorithms.preference_losses import get_pair_loss
+from engine.algorithms.preference_losses import (
+    Pairs,
+    PreferenceOutput,
+    get_pair_loss,
+    sequence_log_probs,
+)
 from engine.batch import TOKENS, Batch
 from engine.checkpoint.format import RankState
 from engine.checkpoint.state_dict import StateDict
-from engine.config import ActorConfig, DistillationConfig, LoRAConfig, PreferenceConfig
+from engine.config import (
+    ActorConfig,
+    CriticConfig,
+    DistillationConfig,
+    LoRAConfig,
+    PreferenceConfig,
+)
+from engine.data.collate import token_budget_batches
 from engine.errors import CheckpointError
 from engine.models.forward import (
     DivergenceReader,
     LogProbReader,
+    OutputReader,
     Outputs,
     ReferenceLogits,
     TokenOutputs,
 )
 from engine.parallel.layout import Layout
 from engine.runtime.optimizer import update_metrics
-from engine.runtime.pair_gradients import accumulate_pairs
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
-from engine.runtime.sharded_model import ShardedModel, init_mesh, minibatch_indices, untrimmed
+from engine.runtime.sharded_model import (
+    Loss,
+    Metrics,
+    ShardedModel,
+    init_mesh,
+    minibatch_indices,
+    trim,
+    untrimmed,
+    zero_loss,
+)
 from engine.runtime.train_state import ShardedTrainState, same_start, weights_fingerprint
 from engine.weight_transfer import WeightSender
 from engine.workers.algorithm_options import policy_loss_options, preference_options
 from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import TrainingWorker
+from engine.workers.stateful import StatefulWorker
 
-# Gradients of a student's divergence from its teachers, token by token.
-
-
-def accumulate_divergence(
-    sharded: ShardedModel,
-    batch: Batch,
-    reader: DivergenceReader,
-    aggregate: Callable[[Tensor, Tensor, Denominators], Tensor],
-    max_tokens: int,
-) -> list[dict[str, MeanAccumulator]]:
-    """Add the gradients of the divergence over all ranks' tokens, as `aggregate` makes one number
-    of them `[B, R]`, their mask and its counts. Returns metrics: `divergence`, `entropy`."""
-    denominators = sharded.global_counts(batch["response_mask"])
-
-    def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, MeanAccumulator]]:
-        mask = micro["response_mask"]
-        names = ("divergence", "entropy")
-        metrics = {name: accumulate_mean(got[name].detach(), mask) for name in names}
-        return aggregate(got["divergence"], mask, denominators), metrics
-
-    micros = [micro for _, micro in sharded.micro_batches(batch, max_tokens)]
-    return sharded.accumulate(batch, micros, reader, loss)
+ResponseLoss = Callable[[Outputs, Batch], PreferenceOutput]  # of a micro-batch's responses
 
 
-# The actor role: the policy's log-probs and updates, and its weights for rollout and files.
+class TrainingWorker(StatefulWorker):
+    """A role whose state is a model in training; another number of ranks may load it."""
 
-Metrics = dict[str, MeanAccumulator]
+    ranks_alike = True
+    sharded: ShardedModel  # these two are set by the role's constructor
+    train_state: ShardedTrainState
+
+    def mini_batches(
+        self, batch: Batch, config: ActorConfig | CriticConfig, unit: int = 1
+    ) -> Iterator[Batch]:
+        """The rows of each optimizer step of an update, epoch by epoch, in the order of the seed.
+
+        Each `unit` consecutive rows stay together.
+        """
+        units, size = torch.arange(len(batch)).view(-1, unit), config.ppo_mini_batch_size // unit
+        for _ in range(config.ppo_epochs):
+            ranks, generator = self.sharded.ranks, self.train_state.generator
+            for index in minibatch_indices(len(units), size, ranks, generator):
+                all_rows = len(index) == len(units)
+                yield batch if all_rows else batch.rows(units[index].flatten())
+
+    def accumulate(
+        self, batch: Batch, micros: Sequence[Batch], reader: OutputReader, loss: Loss
+    ) -> list[Metrics]:
+        """Add the gradients of `loss` over micro-batches of `batch`, summed over all ranks' rows.
+
+        They are times the optimizer's `loss_scale`, where it has one. Returns the metrics of each
+        micro-batch; of pipeline stages only the last has any: see `all_reduce_metrics`.
+        """
+        sharded, parts = self.sharded, list[Metrics]()
+        passes = sharded.pad_passes(micros, batch)
+        if sharded.has_stages:  # torch's schedule (1F1B) interleaves the passes, and calls the loss
+            parts = sharded.train_stages(passes, len(micros), reader, loss)
+        else:
+            for micro in passes[: len(micros)]:
+                with sharded.forward(micro, reader) as outputs:
+                    value, metrics = loss(outputs, micro)
+                    sharded.scaled(value).backward()
+                parts.append(metrics)
+            for micro in passes[len(micros) :]:  # for collectives of ranks that have more rows
+                with sharded.forward(micro, reader) as outputs:
+                    zero_loss(outputs).backward()
+        sharded.all_reduce_gradients()
+        return parts
+
+    def accumulate_responses(
+        self,
+        batch: Batch,
+        response_loss: ResponseLoss,
+        reader: OutputReader,
+        max_tokens: int,
+        *,
+        unit: int,
+    ) -> list[Metrics]:
+        """Add the gradients of the mean of `response_loss` over the real units of all ranks.
+
+        A unit is `unit` consecutive rows, which get one loss together, such as a pair. One without
+        response tokens is padding: it gets no pass and is not counted.
+        """
+        real = batch["response_mask"].bool().any(1).view(-1, unit).any(1).nonzero().squeeze(1)
+        lengths = batch["attention_mask"].sum(1).view(-1, unit).max(1).values[real]
+        units, within = self.sharded.global_count(len(real)), torch.arange(unit)
+        micros = []
+        # A micro-batch of N units has unit · N rows, as wide as the longest.
+        for index in token_budget_batches(lengths.tolist(), max(1, max_tokens // unit)):
+            rows = (unit * real[index])[:, None] + within
+            micros.append(trim(batch.rows(rows.flatten())))
+        loss = partial(_mean_response_loss, response_loss=response_loss, units=units)
+        return self.accumulate(batch, micros, reader, loss)
+
+    def accumulate_pairs(
+        self,
+        batch: Batch,
+        pair_loss: Callable[[Pairs], PreferenceOutput],
+        reader: OutputReader,
+        max_tokens: int,
+    ) -> list[Metrics]:
+        """Add the gradients of the mean loss over the real pairs of all ranks: of rows 2i, 2i+1.
+
+        `reader`'s log-probs must be of the temperature that the reference's are.
+        """
+        response_loss = partial(_pair_loss, pair_loss=pair_loss)
+        return self.accumulate_responses(batch, response_loss, reader, max_tokens, unit=2)
+
+    def state_dict(self) -> StateDict:
+        """Weights, moments and the generator that shuffles mini-batches: this rank's part."""
+        return self.train_state.state_dict()
+
+    def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
+        """Restore what all ranks saved, in place: engines that share the weights see it too."""
+        self.train_state.load(own, saved)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore the `state_dict` of a single rank."""
+        own = RankState.of(state)
+        self.load_sharded_state(own, [own])
+
+
+def _mean_response_loss(
+    outputs: Outputs, micro: Batch, *, response_loss: ResponseLoss, units: int
+) -> tuple[Tensor, Metrics]:
+    out = response_loss(outputs, micro)
+    mean = accumulate_mean(out.loss, torch.ones_like(out.loss))
+    return out.loss.sum() / units, dict(out.metrics) | {"loss": mean}
+
+
+def _pair_loss(
+    outputs: Outputs, micro: Batch, *, pair_loss: Callable[[Pairs], PreferenceOutput]
+) -> PreferenceOutput:
+    policy, length = sequence_log_probs(outputs["log_probs"], micro["response_mask"])
+    reference = micro.get("ref_response_log_probs")
+    if "ref_log_probs" in micro:
+        reference, _ = sequence_log_probs(micro["ref_log_probs"], micro["response_mask"])
+    return pair_loss(as_pairs(policy, length, reference))
+
+
+def as_pairs(policy: Tensor, length: Tensor, reference: Tensor | None) -> Pairs:
+    """Pairs of rows 2i and 2i+1, chosen and rejected: log-probs and lengths of responses `[2N]`."""
+    sides = {
+        "policy_chosen": policy[0::2],
+        "policy_rejected": policy[1::2],
+        "chosen_length": length[0::2],
+        "rejected_length": length[1::2],
+    }
+    if reference is not None:
+        sides |= {"ref_chosen": reference[0::2], "ref_rejected": reference[1::2]}
+    return Pairs(**sides)
 
 
 class ActorWorker(TrainingWorker):
@@ -153,13 +273,93 @@ class ActorWorker(TrainingWorker):
         gap = "old_log_probs" not in batch  # else it is known of the whole batch
         if gap:
             batch = batch | {"old_log_probs": batch["rollout_log_probs"]}
+        parts, norms = list[Metrics](), list[float]()
+        for mini in self.mini_batches(batch, self.config):
+            parts += self._accumulate(mini, gap=gap)
+            norms.append(self.train_state.optimizer.step())
+            gap = False  # the weights are not those that sampled any more
+        return self._finish_update(parts, norms)
 
-        def accumulate(mini: Batch) -> list[Metrics]:
-            nonlocal gap
-            parts, gap = self._accumulate(mini, gap=gap), False  # of the weights that sampled
-            return parts
+    def _accumulate(self, mini: Batch, *, gap: bool = False) -> list[Metrics]:
+        """Add the gradients of the policy loss over one mini-batch.
 
-        return self._optimize(batch, 1, accumulate)
+        Rows that can't change the gradient are skipped; the denominators count them all the same.
+        `gap`: measure how far log-probs are from rollout's.
+        """
+        config, mask = self.config, mini["response_mask"]
+        active = rows_with_gradient(
+            config.policy_loss.loss_mode,
+            mini["advantages"],
+            mask,
+            entropy_coeff=config.entropy_coeff or config.router_aux_loss_coef,
+            kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
+        )
+        skipped: Metrics = {"rows_skipped": accumulate_mean((~active).double(), mask.any(1))}
+        denominators = self.sharded.global_counts(mask)
+        if not self.sharded.any_rank_has(int(active.sum())):
+            self.train_state.optimizer.zero_gradients()  # Adam's momentum still moves the weights
+            return [skipped]
+        rows = None if bool(active.all()) else active
+        passes = self.sharded.micro_batches(mini, config.max_tokens_per_micro_batch, rows)
+        full = config.use_kl_loss and config.kl_loss_type == "full"
+        reader = self._reader(
+            entropy=True,
+            entropy_gradient=config.entropy_coeff > 0,
+            reference=self._reference_logits() if full else None,
+            router_balance=config.router_aux_loss_coef > 0,
+            replay=config.router_replay.mode != "disabled",
+        )
+        loss = partial(self._policy_loss, denominators=denominators, gap=gap)
+        return [skipped, *self.accumulate(mini, [micro for _, micro in passes], reader, loss)]
+
+    def _policy_loss(
+        self, outputs: Outputs, micro: Batch, *, denominators: Denominators, gap: bool
+    ) -> tuple[Tensor, Metrics]:
+        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL of one micro-batch.
+
+        Of a mixture-of-experts model, + router_aux_loss_coef · the routers' balance.
+        """
+        config, mask = self.config, micro["response_mask"]
+        tokens = TokenOutputs(**outputs)
+        assert tokens.entropy is not None
+        policy_loss = policy_losses.get_policy_loss(config.policy_loss.loss_mode)
+        out = policy_loss(
+            tokens.log_probs,
+            micro["old_log_probs"],
+            micro["advantages"],
+            mask,
+            rollout_is_weights=micro.get("rollout_is_weights"),
+            **self.loss_options,
+            **{name: micro[name] for name in policy_loss.prepared},
+        )
+        loss = self._aggregate(out.loss, mask, denominators)
+        metrics = {"pg_loss": accumulate_mean(out.loss, mask)} | dict(out.metrics)
+        metrics["entropy"] = accumulate_mean(tokens.entropy, mask)
+        if config.entropy_coeff:
+            entropy = self._aggregate(tokens.entropy, mask, denominators)
+            loss = loss - config.entropy_coeff * entropy
+        kl = self._kl(tokens, micro)
+        if kl is not None:
+            metrics["kl"] = accumulate_mean(kl, mask)
+            if config.use_kl_loss:
+                loss = loss + config.kl_loss_coef * self._aggregate(kl, mask, denominators)
+        if (balance := tokens.router_balance) is not None:
+            metrics["router_aux_loss"] = accumulate_mean(balance, mask)
+            mean = aggregate(balance, mask, "token-mean", denominators)
+            loss = loss + config.router_aux_loss_coef * mean
+        if gap:
+            metrics |= gap_metrics(tokens.log_probs, micro["rollout_log_probs"], mask)
+        return loss, metrics
+
+    def _kl(self, tokens: TokenOutputs, micro: Batch) -> Tensor | None:
+        """KL to the reference `[B, R]`, where the batch or the process has one."""
+        if tokens.full_kl is not None:
+            return tokens.full_kl
+        if "ref_log_probs" not in micro:
+            return None
+        kind = self.config.kl_loss_type if self.config.use_kl_loss else "low_var_kl"
+        mask = micro["response_mask"]
+        return kl_estimate(tokens.log_probs, micro["ref_log_probs"], kind, mask=mask)
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update_pairs(self, batch: Batch) -> dict[str, float]:
@@ -168,15 +368,14 @@ class ActorWorker(TrainingWorker):
         Reads `ref_log_probs [B, R]`, unless the preference loss has no reference. A step may have
         fewer pairs than there are ranks.
         """
-
         options = preference_options(self.preference)
         pair_loss = partial(get_pair_loss(self.preference.loss), **options)
-
-        def accumulate(mini: Batch) -> list[Metrics]:
-            budget = self.config.max_tokens_per_micro_batch
-            return accumulate_pairs(self.sharded, mini, pair_loss, self._reader(), budget)
-
-        return self._optimize(batch, 2, accumulate)
+        budget = self.config.max_tokens_per_micro_batch
+        parts, norms = list[Metrics](), list[float]()
+        for mini in self.mini_batches(batch, self.config, unit=2):
+            parts += self.accumulate_pairs(mini, pair_loss, self._reader(), budget)
+            norms.append(self.train_state.optimizer.step())
+        return self._finish_update(parts, norms)
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update_distilled(self, batch: Batch) -> dict[str, float]:
@@ -194,12 +393,21 @@ class ActorWorker(TrainingWorker):
             teachers=() if config.top_k else [teacher.logits for teacher in teachers],
             skip=self.sharded.ranks.layout.world_size == 1,
         )
-        budget = self.config.max_tokens_per_micro_batch
-        return self._optimize(
-            batch,
-            1,
-            lambda mini: accumulate_divergence(self.sharded, mini, reader, self._aggregate, budget),
-        )
+        parts, norms = list[Metrics](), list[float]()
+        for mini in self.mini_batches(batch, self.config):
+            denominators = self.sharded.global_counts(mini["response_mask"])
+            passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
+            loss = partial(self._divergence_loss, denominators=denominators)
+            parts += self.accumulate(mini, [micro for _, micro in passes], reader, loss)
+            norms.append(self.train_state.optimizer.step())
+        return self._finish_update(parts, norms)
+
+    def _divergence_loss(
+        self, outputs: Outputs, micro: Batch, *, denominators: Denominators
+    ) -> tuple[Tensor, Metrics]:
+        mask, names = micro["response_mask"], ("divergence", "entropy")
+        metrics = {name: accumulate_mean(outputs[name].detach(), mask) for name in names}
+        return self._aggregate(outputs["divergence"], mask, denominators), metrics
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def skip_update(self) -> dict[str, float]:
@@ -207,127 +415,25 @@ class ActorWorker(TrainingWorker):
         self.policy.version += 1
         return {}
 
-    def _optimize(
-        self, batch: Batch, unit: int, accumulate: Callable[[Batch], list[Metrics]]
-    ) -> dict[str, float]:
-        """Step on every mini-batch of every epoch, and raise the policy's version by one.
-
-        Each `unit` consecutive rows stay together.
-        """
-        ranks, size = self.sharded.ranks, self.config.ppo_mini_batch_size // unit
-        optimizer, generator = self.train_state.optimizer, self.train_state.generator
-        runs = torch.arange(len(batch)).view(-1, unit)
-        norms, parts = [], []
-        for _ in range(self.config.ppo_epochs):
-            for index in minibatch_indices(len(runs), size, ranks, generator):
-                whole = len(index) == len(runs)
-                parts += accumulate(batch if whole else batch.rows(runs[index].flatten()))
-                norms.append(optimizer.step())
+    def _finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
+        """Raise the policy's version; return the metrics of all ranks' micro-batches and steps."""
         self.policy.version += 1
+        optimizer = self.train_state.optimizer
         metrics = compute_means(self.sharded.all_reduce_metrics(parts))
         metrics |= update_metrics(norms, optimizer.loss_scale) | {"lr": optimizer.lr}
         return {k if k.startswith(GAP_PREFIXES) else f"actor/{k}": v for k, v in metrics.items()}
-
-    def _accumulate(self, mini: Batch, *, gap: bool = False) -> list[Metrics]:
-        """Add the gradients of one mini-batch, micro-batch by micro-batch.
-
-        Rows that can't change the gradient are skipped; the denominators count them all the same.
-        `gap`: measure how far log-probs are from rollout's.
-        """
-        config, mask = self.config, mini["response_mask"]
-        denominators = self.sharded.global_counts(mask)
-        active = rows_with_gradient(
-            config.policy_loss.loss_mode,
-            mini["advantages"],
-            mask,
-            entropy_coeff=config.entropy_coeff or config.router_aux_loss_coef,
-            kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
-        )
-        skipped: Metrics = {"rows_skipped": accumulate_mean((~active).double(), mask.any(1))}
-        if not self.sharded.any_rank_has(int(active.sum())):
-            self.train_state.optimizer.zero_gradients()  # Adam's momentum still moves the weights
-            return [skipped]
-        rows = None if bool(active.all()) else active
-        passes = self.sharded.micro_batches(mini, config.max_tokens_per_micro_batch, rows)
-        micros = [micro for _, micro in passes]
-        full = config.use_kl_loss and config.kl_loss_type == "full"
-        reader = self._reader(
-            entropy=True,
-            entropy_gradient=config.entropy_coeff > 0,
-            reference=self._reference_logits() if full else None,
-            router_balance=config.router_aux_loss_coef > 0,
-            replay=config.router_replay.mode != "disabled",
-        )
-
-        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
-            value, metrics = self._loss(TokenOutputs(**got), micro, denominators)
-            if gap:
-                mask = micro["response_mask"]
-                metrics |= gap_metrics(got["log_probs"], micro["rollout_log_probs"], mask)
-            return value, metrics
-
-        return [skipped, *self.sharded.accumulate(mini, micros, reader, loss)]
 
     def _reference_logits(self) -> ReferenceLogits:
         reference = self.context.process.reference
         assert reference is not None, "the exact KL needs a reference in the same process"
         return reference.logits
 
-    def _reader(self, **asked: Any) -> LogProbReader:
-        return LogProbReader(self.temperature, statistics=self.sharded.statistics(), **asked)
+    def _reader(self, **options: Any) -> LogProbReader:
+        return LogProbReader(self.temperature, statistics=self.sharded.statistics(), **options)
 
-    def _loss(
-        self, got: TokenOutputs, micro: Batch, denominators: Denominators
-    ) -> tuple[Tensor, Metrics]:
-        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL of one micro-batch; of a
-        mixture, + router_aux_loss_coef · the routers' balance."""
-        config, mask = self.config, micro["response_mask"]
-        assert got.entropy is not None
-        policy_loss = policy_losses.get_policy_loss(config.policy_loss.loss_mode)
-        out = policy_loss(
-            got.log_probs,
-            micro["old_log_probs"],
-            micro["advantages"],
-            mask,
-            rollout_is_weights=micro.get("rollout_is_weights"),
-            **self.loss_options,
-            **{name: micro[name] for name in policy_loss.prepared},
-        )
-        loss = self._aggregate(out.loss, mask, denominators)
-        metrics = {"pg_loss": accumulate_mean(out.loss, mask)} | dict(out.metrics)
-        metrics["entropy"] = accumulate_mean(got.entropy, mask)
-        if config.entropy_coeff:
-            entropy = self._aggregate(got.entropy, mask, denominators)
-            loss = loss - config.entropy_coeff * entropy
-        kl = self._kl(got, micro)
-        if kl is not None:
-            metrics["kl"] = accumulate_mean(kl, mask)
-            if config.use_kl_loss:
-                loss = loss + config.kl_loss_coef * self._aggregate(kl, mask, denominators)
-        if (balance := got.router_balance) is not None:
-            metrics["router_aux_loss"] = accumulate_mean(balance, mask)
-            mean = aggregate(balance, mask, "token-mean", denominators)
-            loss = loss + config.router_aux_loss_coef * mean
-        return loss, metrics
-
-    def _kl(self, got: TokenOutputs, micro: Batch) -> Tensor | None:
-        """KL to the reference `[B, R]`, where the batch or the process has one."""
-        if got.full_kl is not None:
-            return got.full_kl
-        if "ref_log_probs" not in micro:
-            return None
-        kind = self.config.kl_loss_type if self.config.use_kl_loss else "low_var_kl"
-        mask = micro["response_mask"]
-        return kl_estimate(got.log_probs, micro["ref_log_probs"], kind, mask=mask)
-
-    def _aggregate(self, tokens: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-        return aggregate(
-            tokens,
-            mask,
-            self.loss_agg_mode,
-            denominators,
-            scale_factor=self.config.loss_scale_factor,
-        )
+    def _aggregate(self, values: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+        scale_factor = self.config.loss_scale_factor
+        return aggregate(values, mask, self.loss_agg_mode, denominators, scale_factor=scale_factor)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def weights(self) -> Batch:

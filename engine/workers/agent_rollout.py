@@ -47,28 +47,26 @@ from engine.rollout.stream import (
 )
 from engine.storage.folder import Folder
 from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.rollout_worker import Decoding, RolloutWorker, StreamRolloutWorker
+from engine.workers.rollout_worker import Decoding, Groups, RolloutWorker, StreamRolloutWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# The episodes of a step that is being rolled out, in a file beside the checkpoints.
-#
-# A run that is killed goes back to its newest checkpoint; the step after it goes on from this
-# file,
-# if it is that step's.
 
 log = logging.getLogger(__name__)
 
 FOLDER = "episodes"  # below the folder of checkpoints
 _VALUES = "values"
 
-Groups = Mapping[int, PartialEpisodes]  # by key of their prompt
+SavedGroups = Mapping[int, PartialEpisodes]  # by key of their prompt
 
 
 class SavedRollout:
-    """One rank's file, e.g. "rollout-00000-of-00001.safetensors"."""
+    """One rank's file of the episodes under way, e.g. "rollout-00000-of-00001.safetensors".
+
+    A run that is killed goes back to its newest checkpoint; the step after it goes on from this
+    file, if it is that step's.
+    """
 
     def __init__(
         self, folder: str, stem: str, settings: str, every_s: float, before: str = ""
@@ -89,7 +87,7 @@ class SavedRollout:
         facts = [self._settings, version, seed, n, prompts["group_ids"].tolist(), ids]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def begin(self, identity: str) -> Groups:
+    def begin(self, identity: str) -> SavedGroups:
         """What was saved of a rollout that begins now; later ones than the first have nothing.
 
         A run that has resumed has the weights of its checkpoint then, bit for bit.
@@ -97,38 +95,38 @@ class SavedRollout:
         first, self._first, self._saved = self._first, False, time.monotonic()
         for source in self._sources if first else ():
             try:
-                found = self._read(source, identity)
+                groups = self._read(source, identity)
             except (EngineError, ValueError, KeyError, safetensors.SafetensorError) as error:
                 log.warning("the episodes in %s are begun again: %s", source, error)
                 continue
-            if found:
-                count = sum(len(group.episodes) for group in found.values())
+            if groups:
+                count = sum(len(group.episodes) for group in groups.values())
                 log.info("%d episodes go on from %s", count, source)
-                return found
+                return groups
         return {}
 
-    def _read(self, source: Folder, identity: str) -> Groups:
+    def _read(self, source: Folder, identity: str) -> SavedGroups:
         """What a folder has of this rollout."""
         if self._name not in source.names():
             return {}
         self._written |= source is self._folder
         tensors = safetensors.torch.load(source.read(self._name))
-        told = json.loads(tensors.pop(_VALUES).numpy().tobytes())
-        if told["identity"] != identity:
+        values = json.loads(tensors.pop(_VALUES).numpy().tobytes())
+        if values["identity"] != identity:
             return {}
-        groups = insert_tensors(told["groups"], {"groups": tensors})
+        groups = insert_tensors(values["groups"], {"groups": tensors})
         return {int(key): PartialEpisodes.from_tree(tree) for key, tree in groups.items()}
 
-    def save(self, identity: str, groups: Callable[[], Groups]) -> None:
+    def save(self, identity: str, groups: Callable[[], SavedGroups]) -> None:
         """Save `groups`, if it is time for it; a failure is logged, and the rollout goes on."""
         if time.monotonic() - self._saved < self._every_s:
             return
         trees = {str(key): group.tree() for key, group in groups().items()}
         try:
             values, parts = extract_tensors({"groups": trees})
-            told = json.dumps({"identity": identity, "groups": values["groups"]}).encode()
-            whole = torch.from_numpy(np.frombuffer(told, np.uint8).copy())
-            tensors = parts.get("groups", {}) | {_VALUES: whole}
+            text = json.dumps({"identity": identity, "groups": values["groups"]}).encode()
+            as_tensor = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+            tensors = parts.get("groups", {}) | {_VALUES: as_tensor}
             self._folder.create()
             self._folder.write(self._name, safetensors_bytes(tensors, {}))
             self._written = True
@@ -147,23 +145,14 @@ class SavedRollout:
             log.warning("episodes of a step that is over stay in %s: %s", self._folder, error)
 
 
-# Plays the episodes of prompts, and returns finished groups as batches.
-#
-# `engine.agents.rollout` plays; this module has the prompts and the groups.
-
 _WAIT_S = 0.05  # of one step, for an environment
-_REPORT_STATES_S = (
-    2.0  # for environments to answer and to give their states, below the report's deadline
-)
+_REPORT_STATES_S = 2.0  # for environments to answer and give their states; a report has longer
 
 NewEpisode = Callable[[int, int, list[int]], Episode]  # of key, index and the row's prompt
 
 
-class EpisodeGroups:
-    """Plays `n` episodes of each prompt, and returns finished groups: a `Groups`.
-
-    A prompt's key is its `group_ids`; a key may be reused once its group was returned.
-    """
+class EpisodeGroups(Groups):
+    """Plays `n` episodes of each prompt, and returns finished groups."""
 
     def __init__(
         self,
@@ -177,9 +166,8 @@ class EpisodeGroups:
         retain: bool = False,
     ) -> None:
         """With `retain`, groups that were returned are among those that `partial_groups` copies."""
-        self._stream, self._player, self._new = stream, player, new_episode
-        self._n, self._pad, self._branches = n, pad_token_id, branches
-        self._prompts: dict[int, Batch] = {}
+        super().__init__(stream, n, pad_token_id)
+        self._player, self._new, self._branches = player, new_episode, branches
         self._episodes: dict[int, list[Episode]] = {}  # by key, then index
         self._left: dict[int, int] = {}  # episodes that have not ended
         self._retained: dict[int, list[Episode]] | None = {} if retain else None
@@ -187,24 +175,9 @@ class EpisodeGroups:
 
     @property
     def busy(self) -> int:
-        """Episodes that play, wait for a place, or wait to be returned."""
         return self._player.busy
 
-    @property
-    def full(self) -> bool:
-        """Whether a whole group's turns wait: the engine has no room for what it was given."""
-        return self._stream.waiting >= self._n
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that sample the next tokens."""
-        return self._stream.policy_version
-
     def submit(self, prompts: Batch) -> None:
-        """Add prompts, one row per group; what was begun of them (`PARTIAL_GROUP`) goes on.
-
-        Raises RolloutError for completions that are no episodes.
-        """
         prompts, begun = take_partial_groups(prompts)
         for row, key in enumerate(prompts["group_ids"].tolist()):
             prompt, saved = prompts.rows([row]), begun[row]
@@ -214,12 +187,13 @@ class EpisodeGroups:
                     "rollout.multi_turn.enable=false, or begin again"
                 )
             trees = saved.by_index() if saved is not None else {}
-            ids = list(prompt.columns["prompt_ids"][0])
+            columns = {name: column[0] for name, column in prompt.columns.items()}
+            ids = list(columns.pop("prompt_ids"))
             episodes = [self._new(key, index, ids) for index in range(self._n)]
             self._prompts[key], self._episodes[key] = prompt, episodes
             self._left[key] = self._n
             for episode in episodes:
-                self._player.add(episode, _row(prompt), trees.get(episode.index))
+                self._player.add(episode, dict(columns), trees.get(episode.index))
 
     def partial_groups(self, seconds: float = _REPORT_STATES_S) -> dict[int, PartialEpisodes]:
         """Copies of all unfinished groups, by key; playing continues.
@@ -228,20 +202,18 @@ class EpisodeGroups:
         """
         self._trees |= self._player.save(seconds)
         groups = self._episodes | (self._retained or {})
-        found: dict[int, PartialEpisodes] = {}
+        partial: dict[int, PartialEpisodes] = {}
         for key, episodes in groups.items():
             trees = []
-            for one in episodes:
-                if one.end is not None:
-                    self._trees[id(one)] = save_episode(one)
-                if id(one) in self._trees:
-                    trees.append(self._trees[id(one)])
-            found[key] = PartialEpisodes(trees)
-        return found
+            for episode in episodes:
+                if episode.end is not None:
+                    self._trees[id(episode)] = save_episode(episode)
+                if id(episode) in self._trees:
+                    trees.append(self._trees[id(episode)])
+            partial[key] = PartialEpisodes(trees)
+        return partial
 
     def step(self) -> list[Batch]:
-        """Decode a token of each turn, or wait a moment for environments; return the groups that
-        are finished now."""
         groups = []
         for episode in self._player.step(_WAIT_S):
             self._left[episode.key] -= 1
@@ -249,14 +221,9 @@ class EpisodeGroups:
                 groups.append(self._batch(episode.key))
         return groups
 
-    def update_weights(self, version: int) -> None:
-        """Continue with the policy's weights, which have changed in place."""
-        self._stream.update_weights(None, version)
-
     def close(self) -> None:
-        """Stop playing."""
         self._player.close()
-        self._stream.close()
+        super().close()
 
     def _batch(self, key: int) -> Batch:
         del self._left[key]
@@ -274,13 +241,6 @@ class EpisodeGroups:
             branches=self._branches,
         )
 
-
-def _row(prompt: Batch) -> Mapping[str, object]:
-    """The row of the data set of a batch of one prompt."""
-    return {name: column[0] for name, column in prompt.columns.items() if name != "prompt_ids"}
-
-
-# The rollout role of multi-turn runs: it plays episodes with environments.
 
 _STATES_S = 0.2  # of a rollout, for environments to give their states
 
@@ -307,9 +267,9 @@ def length_with_tools(
     max_model_len: int,
 ) -> int:
     """`max_model_len` with the tokens of tools that prompts show, as far as the context goes."""
-    wanted = max_model_len + tool_tokens(tokenizer, tools)
+    length = max_model_len + tool_tokens(tokenizer, tools)
     context = getattr(text_config(model_path), "max_position_embeddings", None)
-    return wanted if context is None else max(max_model_len, min(wanted, int(context)))
+    return length if context is None else max(max_model_len, min(length, int(context)))
 
 
 class AgentRolloutWorker(RolloutWorker):

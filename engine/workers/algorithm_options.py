@@ -55,9 +55,8 @@ def policy_loss_options(config: ActorConfig) -> dict[str, object]:
     options |= _changed_options(config.policy_loss, "actor.policy_loss", _LOSS_FIELDS, name, read)
     settings = {field: f"actor.{field}" for field in ACTOR_FIELDS}
     settings |= {field: f"actor.policy_loss.{field}" for field in _LOSS_FIELDS}
-    options |= _plugin_options(
-        config.policy_loss.options, "actor.policy_loss.options", read, settings
-    )
+    plugin = config.policy_loss.options
+    options |= _plugin_options(plugin, "actor.policy_loss.options", read, settings)
     policy_losses.get_policy_loss(name).check_options(options)
     mode = policy_losses.aggregation_mode(name, config.loss_agg_mode)
     if config.loss_scale_factor is not None and mode != "seq-mean-token-sum-norm":
@@ -70,36 +69,26 @@ def policy_loss_options(config: ActorConfig) -> dict[str, object]:
 
 def advantage_options(config: AlgorithmConfig) -> dict[str, object]:
     """Options of `algorithm.adv_estimator`; raise ConfigError for an unused one."""
-    name = config.adv_estimator
-    read = advantages.options(name)
-    settings = {field: f"algorithm.{field}" for field in ADVANTAGE_FIELDS}
-    return _changed_options(config, "algorithm", ADVANTAGE_FIELDS, name, read) | _plugin_options(
-        config.options, "algorithm.options", read, settings
-    )
+    read = advantages.options(config.adv_estimator)
+    return _section_options(config, "algorithm", ADVANTAGE_FIELDS, config.adv_estimator, read)
 
 
 def preference_options(
     config: PreferenceConfig, section: str = "algorithm.preference"
 ) -> dict[str, Any]:
     """Options of the `loss` of a section; raise ConfigError for an unused one."""
-    name = config.loss
-    read = preference_losses.options(name)
-    options = _changed_options(config, section, _PREFERENCE_FIELDS, name, read)
-    settings = {field: f"{section}.{field}" for field in _PREFERENCE_FIELDS}
-    options |= _plugin_options(config.options, f"{section}.options", read, settings)
-    preference_losses.get_pair_loss(name).check_options(options)
+    read = preference_losses.options(config.loss)
+    options = _section_options(config, section, _PREFERENCE_FIELDS, config.loss, read)
+    preference_losses.get_pair_loss(config.loss).check_options(options)
     return options
 
 
 def kto_options(config: PreferenceTrainingConfig) -> dict[str, float]:
     """Options of KTO from the section `preference`; raise ConfigError for an unused one."""
-    read = ("beta", *_KTO_FIELDS)
-    options = _changed_options(
-        config, "preference", (*_PREFERENCE_FIELDS, *_KTO_FIELDS), "kto", read
-    )
+    fields = (*_PREFERENCE_FIELDS, *_KTO_FIELDS)
     if config.options:
         raise ConfigError("preference.options are a loss's of your own; remove them for loss=kto")
-    return options
+    return _changed_options(config, "preference", fields, "kto", ("beta", *_KTO_FIELDS))
 
 
 def check_preference_training(config: PreferenceTrainingConfig) -> None:
@@ -110,6 +99,19 @@ def check_preference_training(config: PreferenceTrainingConfig) -> None:
     read = preference_losses.options(config.loss)
     preference_options(config, "preference")
     _changed_options(config, "preference", _KTO_FIELDS, config.loss, read)
+
+
+def _section_options(
+    config: AlgorithmConfig | PreferenceConfig,
+    section: str,
+    fields: tuple[str, ...],
+    name: str,
+    read: Options,
+) -> dict[str, Any]:
+    """A section's changed fields and its `options`, as the algorithm `name` reads them."""
+    settings = {field: f"{section}.{field}" for field in fields}
+    options = _changed_options(config, section, fields, name, read)
+    return options | _plugin_options(config.options, f"{section}.options", read, settings)
 
 
 def changed(config: BaseModel, fields: Iterable[str] | None = None) -> dict[str, object]:
@@ -137,10 +139,13 @@ def _changed_options(
 
 
 def _plugin_options(
-    given: Mapping[str, object], section: str, declared: Options, settings: Mapping[str, str]
+    plugin_options: Mapping[str, object],
+    section: str,
+    declared: Options,
+    settings: Mapping[str, str],
 ) -> dict[str, object]:
     """Parse a section's `options`; an option that is also a field of a section is an error."""
-    for option in given:
+    for option in plugin_options:
         if option in settings:
             raise ConfigError(f"{section}.{option} is a setting of its own; set {settings[option]}")
-    return declared.parse(given, section)
+    return declared.parse(plugin_options, section)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from engine.algorithms.aggregation import MeanAccumulator, accumulate_mean, aggregate, compute_means
+from engine.algorithms.aggregation import Denominators, accumulate_mean, aggregate, compute_means
 from engine.algorithms.critic_loss import value_loss
 from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig, LoRAConfig, ParallelConfig
@@ -12,10 +14,10 @@ from engine.models import open_critic_model
 from engine.models.forward import Outputs, ValueReader
 from engine.parallel.layout import Layout
 from engine.runtime.optimizer import update_metrics
-from engine.runtime.sharded_model import ShardedModel, init_mesh, minibatch_indices
+from engine.runtime.sharded_model import Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState
+from engine.workers.actor import TrainingWorker
 from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import TrainingWorker
 
 
 class CriticWorker(TrainingWorker):
@@ -46,39 +48,37 @@ class CriticWorker(TrainingWorker):
     @dispatch(Dispatch.DATA_PARALLEL, reads=TOKENS, writes=("values",))
     def values(self, batch: Batch) -> Batch:
         """`values [B, R]` of the states before each response token."""
-        passes = self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch)
-        return Batch(self.sharded.outputs(batch, passes, ValueReader()))
+        budget = self.config.max_tokens_per_micro_batch
+        return Batch(self.sharded.read(batch, budget, ValueReader()))
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update(self, batch: Batch) -> dict[str, float]:
         """Fit `returns [B, R]` from `values [B, R]`, clipped around the old values."""
-        ranks, size = self.sharded.ranks, self.config.ppo_mini_batch_size
-        optimizer, generator = self.train_state.optimizer, self.train_state.generator
-        parts, norms = [], []
-        for _ in range(self.config.ppo_epochs):
-            for index in minibatch_indices(len(batch), size, ranks, generator):
-                whole = len(index) == len(batch)
-                parts += self._accumulate(batch if whole else batch.rows(index))
-                norms.append(optimizer.step())
+        parts, norms = list[Metrics](), list[float]()
+        for mini in self.mini_batches(batch, self.config):
+            parts += self._accumulate(mini)
+            norms.append(self.train_state.optimizer.step())
         metrics = compute_means(self.sharded.all_reduce_metrics(parts))
-        metrics |= update_metrics(norms, optimizer.loss_scale)
+        metrics |= update_metrics(norms, self.train_state.optimizer.loss_scale)
         return {f"critic/{k}": v for k, v in metrics.items()}
 
-    def _accumulate(self, mini: Batch) -> list[dict[str, MeanAccumulator]]:
+    def _accumulate(self, mini: Batch) -> list[Metrics]:
+        """Add the gradients of the value loss over one mini-batch."""
         denominators = self.sharded.global_counts(mini["response_mask"])
-
-        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, dict[str, MeanAccumulator]]:
-            mask = micro["response_mask"]
-            out = value_loss(
-                got["values"],
-                micro["values"],
-                micro["returns"],
-                mask,
-                cliprange_value=self.config.cliprange_value,
-            )
-            metrics = {"vf_loss": accumulate_mean(out.loss, mask)} | dict(out.metrics)
-            return aggregate(out.loss, mask, "token-mean", denominators), metrics
-
         passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
-        micros = [micro for _, micro in passes]
-        return self.sharded.accumulate(mini, micros, ValueReader(), loss)
+        loss = partial(self._value_loss, denominators=denominators)
+        return self.accumulate(mini, [micro for _, micro in passes], ValueReader(), loss)
+
+    def _value_loss(
+        self, outputs: Outputs, micro: Batch, *, denominators: Denominators
+    ) -> tuple[Tensor, Metrics]:
+        mask = micro["response_mask"]
+        out = value_loss(
+            outputs["values"],
+            micro["values"],
+            micro["returns"],
+            mask,
+            cliprange_value=self.config.cliprange_value,
+        )
+        metrics = {"vf_loss": accumulate_mean(out.loss, mask)} | dict(out.metrics)
+        return aggregate(out.loss, mask, "token-mean", denominators), metrics

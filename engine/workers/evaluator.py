@@ -23,23 +23,13 @@ from engine.data.tokenizer import load_tokenizer
 from engine.models import load_model, open_model
 from engine.parallel.layout import Layout
 from engine.registry import import_plugins
-from engine.rollout.protocol import (
-    RolloutEngine,
-    SamplingParams,
-    create_engine,
-    engine_capabilities,
-    engine_options,
-)
+from engine.rollout import protocol
 from engine.rollout.stream import open_stream
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights, vllm_weights
 from engine.runtime.sharded_model import init_mesh, process_device
 from engine.workers.agent_rollout import length_with_tools, open_environments
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
-
-# The role of evaluation: completes prompts with a model that nobody trains.
-#
-# What is asked, and how completions are judged, is in `engine.evaluation`.
 
 
 class EvaluationWorker(Worker):
@@ -74,7 +64,7 @@ class EvaluationWorker(Worker):
     def answer(
         self,
         prompts: Batch,
-        params: SamplingParams,
+        params: protocol.SamplingParams,
         on_progress: Callable[[int], None] | None = None,
     ) -> Batch:
         """`params.n` completions a prompt: the column `token_ids`, and which are `truncated`.
@@ -82,24 +72,24 @@ class EvaluationWorker(Worker):
         `prompts` has the column `prompt_ids`, and in `group_ids` each one's number among those of
         all ranks, by which its completions are drawn.
         """
-        own = replace(params, first_prompt=int(prompts["group_ids"][0]), stop_token_ids=self._stop)
-        done = self.engine.generate(list(prompts.columns["prompt_ids"]), own, on_progress)
-        truncated = [one.finish_reason == "length" for one in done]
-        return Batch(
-            {"truncated": torch.tensor(truncated)}, {"token_ids": [one.token_ids for one in done]}
+        rank_params = replace(
+            params, first_prompt=int(prompts["group_ids"][0]), stop_token_ids=self._stop
         )
+        done = self.engine.generate(list(prompts.columns["prompt_ids"]), rank_params, on_progress)
+        truncated = torch.tensor([completion.finish_reason == "length" for completion in done])
+        return Batch({"truncated": truncated}, {"token_ids": [c.token_ids for c in done]})
 
     def close(self) -> None:
         self.engine.close()
         super().close()
 
-    def _whole(self, options: dict[str, int | None]) -> RolloutEngine:
+    def _whole(self, options: dict[str, int | None]) -> protocol.RolloutEngine:
         model = load_model(self._path, self._dtype).eval()
         torch.nn.Module.to(model, process_device())  # in place
         self._stop = stop_token_ids(load_tokenizer(self._path), model.config)
-        return create_engine(self._engine_name, model, **options)
+        return protocol.create_engine(self._engine_name, model, **options)
 
-    def _sharded(self, options: dict[str, int | None]) -> RolloutEngine:
+    def _sharded(self, options: dict[str, int | None]) -> protocol.RolloutEngine:
         context, tp = self.context, self._tp
         parallel = ParallelConfig(dp=context.world_size // tp, tp=tp)
         ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
@@ -107,16 +97,14 @@ class EvaluationWorker(Worker):
         policy = PolicyRuntime(model, ranks, parallel)
         rollout = RolloutConfig(engine=self._engine_name, tensor_parallel_size=tp)
         load = partial(load_model, self._path, self._dtype)
-        if engine_capabilities(rollout).loads_shards:
+        if protocol.engine_capabilities(rollout).loads_shards:
             weights = vllm_weights(policy.sharded, rollout, load)
         else:
             weights = rollout_weights(policy.sharded, tp, load)
-        policy.init_rollout(self._engine_name, weights, options | engine_options(rollout))
+        policy.init_rollout(self._engine_name, weights, options | protocol.engine_options(rollout))
         self._stop = stop_token_ids(load_tokenizer(self._path), weights.model.config)
         return policy.engine
 
-
-# The role of evaluation where a model plays episodes with environments.
 
 _MAX_NUM_SEQS = 512  # episodes whose turns are decoded at once
 
@@ -158,7 +146,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
     def answer(
         self,
         prompts: Batch,
-        params: SamplingParams,
+        params: protocol.SamplingParams,
         on_progress: Callable[[int], None] | None = None,
     ) -> Batch:
         """`params.n` episodes a prompt: the column `episodes`, of `PlayedEpisode`.
@@ -171,10 +159,10 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             for row in range(len(prompts))
         ]
         episodes = self._begun(prompts, params)
-        own = replace(params, n=1, stop_token_ids=self._stop)
+        rank_params = replace(params, n=1, stop_token_ids=self._stop)
         stream = open_stream(
             self.engine,
-            own,
+            rank_params,
             max_num_seqs=_MAX_NUM_SEQS,
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,
@@ -197,7 +185,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             {"token_ids": [_sampled(episode) for episode in episodes], "episodes": done},
         )
 
-    def _begun(self, prompts: Batch, params: SamplingParams) -> list[Episode]:
+    def _begun(self, prompts: Batch, params: protocol.SamplingParams) -> list[Episode]:
         """`params.n` episodes a row. Rows that pad a rank's share repeat a number."""
         limits = EpisodeLimits(
             max_response_length=params.max_new_tokens,
@@ -233,9 +221,5 @@ class EpisodeEvaluationWorker(EvaluationWorker):
 def _sampled(episode: Episode) -> list[int]:
     """The ids that the policy wrote, of all turns."""
     assert episode.transcript is not None
-    return [
-        token
-        for one in episode.transcript.finished()
-        for token, own in zip(one.token_ids, one.sampled, strict=True)
-        if own
-    ]
+    turns = episode.transcript.finished()
+    return [t for turn in turns for t, own in zip(turn.token_ids, turn.sampled, strict=True) if own]

@@ -6,7 +6,6 @@ They compute log-probs on the actor's ranks or ask servers, and learn nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,13 +22,12 @@ from engine.rollout.server.api import PromptLogProbs, TokenLogProbs
 from engine.runtime.sharded_model import ShardedModel, init_mesh
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
-# The reference: the policy as it was before RL, frozen.
-#
-# Beside a policy with adapters the reference is that policy with them disabled; nothing is copied.
-
 
 class ReferenceWorker(Worker):
-    """Gives the frozen model's log-probs."""
+    """The policy as it was before RL, frozen: gives its log-probs.
+
+    Beside a policy with adapters it is that policy with them disabled; nothing is copied.
+    """
 
     def __init__(
         self,
@@ -79,39 +77,18 @@ class ReferenceWorker(Worker):
         reader = LogProbReader(
             self.temperature, statistics=sharded.statistics(), reference=reference
         )
-        return sharded.outputs(batch, sharded.micro_batches(batch, self.budget), reader)
+        return sharded.read(batch, self.budget, reader)
 
-
-# The teachers of distillation: frozen models on the actor's ranks, or servers.
-#
-# Rows have `teacher_weights [B, T]`, the share of each of T teachers in a row's loss. Where each
-# row
-# has one teacher (`algorithm.distillation.route_by`), that one alone is asked.
 
 _READS = (*TOKENS, "teacher_weights")
 
 
-class Teacher(Protocol):
-    """One teacher."""
-
-    together: bool  # ranks ask it together, about all rows
-
-    def log_probs(self, batch: Batch) -> Tensor:
-        """Log-probs `[B, R]` of the response tokens."""
-        ...
-
-    def top_k(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens `[B, R, K]` (int32), and their log-probs and that of all others
-        `[B, R, K+1]`."""
-        ...
-
-    def close(self) -> None:
-        """Free what it holds."""
-        ...
-
-
 class TeacherWorker(Worker):
-    """Asks teachers about completions."""
+    """Asks teachers about completions: models on the actor's ranks, or servers.
+
+    `teacher_weights [B, T]` is the share of each of T teachers in a row's loss. Where each row has
+    one teacher (`algorithm.distillation.route_by`), that one alone is asked.
+    """
 
     def __init__(
         self,
@@ -128,7 +105,10 @@ class TeacherWorker(Worker):
         """`model_path` is the student's; raises RolloutError for a server that isn't there."""
         super().__init__(context)
         self.settings, self.vocabulary = settings, int(text_config(model_path).vocab_size)
-        parallel, self.teachers = parallel or ParallelConfig(), list[Teacher]()
+        parallel, self.teachers = (
+            parallel or ParallelConfig(),
+            list[LoadedTeacher | ServedTeacher](),
+        )
         ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
         budget = max_tokens_per_micro_batch
         for i, teacher in enumerate(teachers):
@@ -171,10 +151,10 @@ class TeacherWorker(Worker):
             rows = _rows(teacher, weights[:, i])
             if not len(rows):
                 continue
-            found = teacher.top_k(batch.rows(rows), k)
-            own = weights[rows, i] > 0  # of several ranks each asks about all rows
-            place = 0 if routed else i
-            ids[rows[own], :, place], log_probs[rows[own], :, place] = (t[own] for t in found)
+            own, slot = weights[rows, i] > 0, 0 if routed else i  # ranks together ask about all
+            top_ids, top_log_probs = teacher.top_k(batch.rows(rows), k)
+            ids[rows[own], :, slot] = top_ids[own]
+            log_probs[rows[own], :, slot] = top_log_probs[own]
         return Batch(
             {
                 "teacher_ids": ids.flatten(2),
@@ -186,12 +166,15 @@ class TeacherWorker(Worker):
     def close(self) -> None:
         """Drop connections to servers."""
         for teacher in self.teachers:
-            teacher.close()
+            if isinstance(teacher, ServedTeacher):
+                teacher.server.close()
         super().close()
 
 
 class LoadedTeacher:
     """A model on the ranks of the actor's layout."""
+
+    together: bool  # ranks ask it together, about all rows
 
     def __init__(
         self, sharded: ShardedModel, vocabulary: int, temperature: float, budget: int
@@ -201,20 +184,16 @@ class LoadedTeacher:
         self._temperature, self._budget = temperature, budget
 
     def log_probs(self, batch: Batch) -> Tensor:
-        """See Teacher."""
+        """Log-probs `[B, R]` of the response tokens."""
         reader = LogProbReader(self._temperature, statistics=self.sharded.statistics())
-        passes = self.sharded.micro_batches(batch, self._budget)
-        return self.sharded.outputs(batch, passes, reader)["log_probs"]
+        return self.sharded.read(batch, self._budget, reader)["log_probs"]
 
     def top_k(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """See Teacher."""
+        """The likeliest tokens `[B, R, K]` (int32), and their log-probs and that of all others
+        `[B, R, K+1]`."""
         reader = TopKReader(self._temperature, k, self._vocabulary)
-        passes = self.sharded.micro_batches(batch, self._budget)
-        out = self.sharded.outputs(batch, passes, reader)
+        out = self.sharded.read(batch, self._budget, reader)
         return out["teacher_ids"], out["teacher_log_probs"]
-
-    def close(self) -> None:
-        """Nothing more."""
 
 
 class ServedTeacher:
@@ -223,36 +202,32 @@ class ServedTeacher:
     together = False
 
     def __init__(self, config: TeacherConfig, section: str, vocabulary: int) -> None:
-        self._server, self._vocabulary = PromptLogProbs(config, section), vocabulary
+        self.server, self._vocabulary = PromptLogProbs(config, section), vocabulary
         self._section = section
 
     def log_probs(self, batch: Batch) -> Tensor:
-        """See Teacher."""
+        """As `LoadedTeacher`."""
         out = torch.zeros(batch["responses"].shape)
-        for row, said in enumerate(self._ask(batch, 0)):
-            out[row, : len(said)] = torch.tensor([place.log_prob for place in said])
+        for row, tokens in enumerate(self._ask(batch, 0)):
+            out[row, : len(tokens)] = torch.tensor([token.log_prob for token in tokens])
         return out
 
     def top_k(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """See Teacher."""
+        """As `LoadedTeacher`."""
         shape = batch["responses"].shape
         ids = torch.zeros((*shape, k), dtype=torch.int32)
         log_probs = torch.zeros((*shape, k + 1))
-        for row, said in enumerate(self._ask(batch, k)):
-            places = range(len(said))
-            ids[row, places] = torch.tensor([[t for t, _ in place.top] for place in said]).int()
-            known = torch.tensor([[value for _, value in place.top] for place in said])
-            log_probs[row, places] = torch.cat([known, rest_of(known)[:, None]], 1)
+        for row, tokens in enumerate(self._ask(batch, k)):
+            columns = range(len(tokens))
+            ids[row, columns] = torch.tensor([[t for t, _ in token.top] for token in tokens]).int()
+            known = torch.tensor([[value for _, value in token.top] for token in tokens])
+            log_probs[row, columns] = torch.cat([known, rest_of(known)[:, None]], 1)
         if int(ids.max()) >= self._vocabulary:
             raise RolloutError(
                 f"{self._section}.url gave the token {int(ids.max())}, and the model has "
                 f"{self._vocabulary}; serve a teacher of the same vocabulary"
             )
         return ids, log_probs
-
-    def close(self) -> None:
-        """Drop the connections."""
-        self._server.close()
 
     def _ask(self, batch: Batch, k: int) -> list[list[TokenLogProbs]]:
         seqs = left_align(batch)
@@ -261,9 +236,9 @@ class ServedTeacher:
         lengths, starts = seqs.lengths.tolist(), seqs.prompts.tolist()
         ids = seqs.input_ids.tolist()
         rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
-        return self._server.read(rows, starts, k)
+        return self.server.read(rows, starts, k)
 
 
-def _rows(teacher: Teacher, weights: Tensor) -> Tensor:
+def _rows(teacher: LoadedTeacher | ServedTeacher, weights: Tensor) -> Tensor:
     """The rows `[n]` that a teacher is asked about, of its weights `[B]`."""
     return torch.arange(len(weights)) if teacher.together else weights.nonzero()[:, 0]

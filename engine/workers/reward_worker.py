@@ -107,9 +107,9 @@ class RewardWorker(Worker):
                 for row in range(len(batch))
             ],
         }
-        kept = self.scorer.well_formed(texts, sources)
-        if kept is not None:
-            columns["has_format"] = kept
+        well_formed = self.scorer.well_formed(texts, sources)
+        if well_formed is not None:
+            columns["has_format"] = well_formed
         if scores.components:
             columns["reward_component_names"] = [scores.components] * len(batch)
         return Batch(self._tensors(scores, batch), columns)

@@ -117,12 +117,12 @@ def dispatch(
 
 def dispatch_rule(worker_class: type, method: str) -> DispatchRule:
     """Return how a method is dispatched; raise WorkerError for one that a group can't call."""
-    found = getattr(worker_class, method, None)
-    if not isinstance(found, RoleMethod):
+    attribute = getattr(worker_class, method, None)
+    if not isinstance(attribute, RoleMethod):
         raise WorkerError(
             f"{worker_class.__name__}.{method} can't be called on a group; mark it with @dispatch"
         )
-    return found.rule
+    return attribute.rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ turns are in `agent_rollout`.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -21,18 +22,13 @@ from engine.data.collate import collate_completions, pad, pad_tokens
 from engine.data.templates import stop_token_ids
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import RolloutError
-from engine.rollout.protocol import (
-    Completion,
-    RolloutEngine,
-    SamplingParams,
-    engine_capabilities,
-    engine_options,
-)
+from engine.rollout import protocol
 from engine.rollout.stream import (
     Begun,
     PartialCompletion,
     PartialGroup,
     PartialRequest,
+    RolloutStream,
     StreamedCompletion,
     open_stream,
     take_partial_groups,
@@ -48,64 +44,21 @@ from engine.runtime.sharded_model import process_device
 from engine.workers.role import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import StatefulWorker
 
-# Collects a stream's completions into groups, and returns finished groups as batches.
-#
-# `engine.rollout.stream` decodes; this module has the prompts, the groups and the layout of rows.
 
-
-class Groups(Protocol):
-    """What samples groups as they come: of completions (`GroupStream`), or of episodes."""
-
-    @property
-    def busy(self) -> int: ...
-
-    @property
-    def full(self) -> bool: ...
-
-    @property
-    def version(self) -> int: ...
-
-    def submit(self, prompts: Batch) -> None: ...
-
-    def partial_groups(self) -> Mapping[int, Begun]: ...
-
-    def step(self) -> list[Batch]: ...
-
-    def update_weights(self, version: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class GroupStream:
-    """Decodes `params.n` completions of each prompt, and returns finished groups: a `Groups`.
+class Groups(ABC):
+    """Samples groups as they come: completions (`GroupStream`), or episodes (`EpisodeGroups`).
 
     A prompt's key is its `group_ids`; a key may be reused once its group was returned.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        params: SamplingParams,
-        config: RolloutConfig,
-        *,
-        max_model_len: int,
-        pad_token_id: int,
-    ) -> None:
-        self._n, self._pad = params.n, pad_token_id
-        self._stream = open_stream(
-            engine,
-            params,
-            max_num_seqs=max(config.max_num_seqs, params.n),
-            longest_prompt=max_model_len - params.max_new_tokens,
-        )
+    def __init__(self, stream: RolloutStream, n: int, pad_token_id: int) -> None:
+        self._stream, self._n, self._pad = stream, n, pad_token_id
         self._prompts: dict[int, Batch] = {}
-        self._finished: dict[int, list[StreamedCompletion]] = {}
-        self._complete: list[int] = []  # restored groups with all completions finished
 
     @property
+    @abstractmethod
     def busy(self) -> int:
-        """Completions that are being decoded, wait for a slot, or wait to be returned."""
-        return self._stream.in_flight + self._stream.waiting + len(self._complete)
+        """Completions or episodes that are sampled, wait for a slot, or wait to be returned."""
 
     @property
     def full(self) -> bool:
@@ -117,11 +70,57 @@ class GroupStream:
         """Version of the weights that sample the next tokens."""
         return self._stream.policy_version
 
+    @abstractmethod
     def submit(self, prompts: Batch) -> None:
         """Add prompts, one row per group; their partial groups (`PARTIAL_GROUP`) are continued.
 
-        Raises RolloutError for completions of another prompt or another `n`.
+        Raises RolloutError for partial groups of another kind, another prompt or another `n`.
         """
+
+    @abstractmethod
+    def partial_groups(self) -> Mapping[int, Begun]:
+        """Copies of all unfinished groups, by key; sampling continues."""
+
+    @abstractmethod
+    def step(self) -> list[Batch]:
+        """Decode one token of each completion or turn; return the groups that are finished now."""
+
+    def update_weights(self, version: int) -> None:
+        """Continue with the policy's weights, which have changed in place."""
+        self._stream.update_weights(None, version)
+
+    def close(self) -> None:
+        """Stop sampling."""
+        self._stream.close()
+
+
+class GroupStream(Groups):
+    """Decodes `params.n` completions of each prompt, and returns finished groups."""
+
+    def __init__(
+        self,
+        engine: protocol.RolloutEngine,
+        params: protocol.SamplingParams,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        pad_token_id: int,
+    ) -> None:
+        stream = open_stream(
+            engine,
+            params,
+            max_num_seqs=max(config.max_num_seqs, params.n),
+            longest_prompt=max_model_len - params.max_new_tokens,
+        )
+        super().__init__(stream, params.n, pad_token_id)
+        self._finished: dict[int, list[StreamedCompletion]] = {}
+        self._complete: list[int] = []  # restored groups with all completions finished
+
+    @property
+    def busy(self) -> int:
+        return self._stream.in_flight + self._stream.waiting + len(self._complete)
+
+    def submit(self, prompts: Batch) -> None:
         prompts, partial_groups = take_partial_groups(prompts)
         for row, key in enumerate(prompts["group_ids"].tolist()):
             ids, partial = prompts.columns["prompt_ids"][row], partial_groups[row]
@@ -140,24 +139,22 @@ class GroupStream:
                 self._complete.append(key)
 
     def partial_groups(self) -> dict[int, PartialGroup]:
-        """Copies of all unfinished groups, by key; decoding continues."""
         parts: dict[int, list[tuple[PartialCompletion, str]]] = {key: [] for key in self._prompts}
         for unfinished in self._stream.partials():
             assert isinstance(unfinished.key, int)
             parts[unfinished.key] += [(part, "") for part in unfinished.completions]
         for key, items in self._finished.items():
             parts[key] += [(_part(item), item.completion.finish_reason) for item in items]
-        found = {}
+        partial = {}
         for key, pairs in parts.items():
             pairs.sort(key=lambda pair: pair[0].completion_index)
             if len(pairs) == self._n:  # else a failed step still has finished ones to return
-                found[key] = PartialGroup(
+                partial[key] = PartialGroup(
                     tuple(p for p, _ in pairs), tuple(end for _, end in pairs)
                 )
-        return found
+        return partial
 
     def step(self) -> list[Batch]:
-        """Decode one token per completion; return the groups that are finished now."""
         groups = [self._batch(key) for key in self._complete]
         self._complete.clear()
         for item in self._stream.step():
@@ -167,14 +164,6 @@ class GroupStream:
             if len(group) == self._n:
                 groups.append(self._batch(item.key))
         return groups
-
-    def update_weights(self, version: int) -> None:
-        """Continue with the policy's weights, which have changed in place."""
-        self._stream.update_weights(None, version)
-
-    def close(self) -> None:
-        """Stop decoding."""
-        self._stream.close()
 
     def _restore(self, key: int, prompt_ids: list[int], partial: PartialGroup) -> PartialRequest:
         """Add finished completions to their group; return the request for the unfinished ones."""
@@ -191,7 +180,7 @@ class GroupStream:
         """A finished group in the layout of `engine.batch`, with the versions of its tokens."""
         items = sorted(self._finished.pop(key), key=lambda item: item.completion_index)
         done = [item.completion for item in items]
-        versions = [c.token_versions or [c.policy_version] * len(c.token_ids) for c in done]
+        versions = [_versions(completion) for completion in done]
         fields: dict[str, torch.Tensor] = {
             "policy_version": torch.tensor([min(v) for v in versions]),
             "token_versions": pad(versions, 0, side="right"),
@@ -207,14 +196,17 @@ class GroupStream:
         return batch | fields
 
 
+def _versions(done: protocol.Completion) -> list[int]:
+    return list(done.token_versions or [done.policy_version] * len(done.token_ids))
+
+
 def _part(item: StreamedCompletion) -> PartialCompletion:
-    done = item.completion
-    versions = done.token_versions or [done.policy_version] * len(done.token_ids)
-    return PartialCompletion(item.completion_index, done.token_ids, done.log_probs, versions)
+    done, index = item.completion, item.completion_index
+    return PartialCompletion(index, done.token_ids, done.log_probs, _versions(done))
 
 
 def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion:
-    done = Completion(
+    done = protocol.Completion(
         prompt_index=0,
         token_ids=part.token_ids,
         log_probs=part.log_probs,
@@ -223,9 +215,6 @@ def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion
         token_versions=part.token_versions,
     )
     return StreamedCompletion(key, part.completion_index, done)
-
-
-# The rollout role: samples completions with the policy of its process, or with a copy of it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +259,7 @@ class RolloutWorker(StatefulWorker):
         self.max_response_length, self.max_model_len = max_response_length, max_model_len
         self.tokenizer = load_tokenizer(model_path)
 
-        capabilities = engine_capabilities(config)
+        capabilities = protocol.engine_capabilities(config)
         start = StartModel(model_path, dtype, lora, seed)
         # Where something else decodes, a copy only passes weights on: the device is not its.
         elsewhere = capabilities.remote or capabilities.own_processes
@@ -298,7 +287,7 @@ class RolloutWorker(StatefulWorker):
         self.policy.init_rollout(
             config.engine,
             weights,
-            common | engine_options(config),
+            common | protocol.engine_options(config),
             sleep_level=capabilities.sleep_level,
         )
 
@@ -315,11 +304,12 @@ class RolloutWorker(StatefulWorker):
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate_validation(self, prompts: Batch) -> Batch:
         """Completions as `rollout.val_kwargs` says: one greedy one a prompt, or samples."""
-        asked = self.config.val_kwargs
-        if not asked.do_sample:
+        settings = self.config.val_kwargs
+        if not settings.do_sample:
             return self._sample(prompts, GREEDY)
-        sampling = Decoding(asked.n, asked.temperature, asked.top_k, asked.top_p, "validation")
-        return self._sample(prompts, sampling)
+        n, temperature = settings.n, settings.temperature
+        decoding = Decoding(n, temperature, settings.top_k, settings.top_p, "validation")
+        return self._sample(prompts, decoding)
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def begin(self, prompts: Batch) -> Batch:
@@ -362,10 +352,10 @@ class RolloutWorker(StatefulWorker):
         )
 
     def _of_training(self) -> Decoding:
-        own = self.config
-        return Decoding(own.n, own.temperature, own.top_k, own.top_p)
+        config = self.config
+        return Decoding(config.n, config.temperature, config.top_k, config.top_p)
 
-    def _params(self, how: Decoding, first_prompt: int = 0) -> SamplingParams:
+    def _params(self, how: Decoding, first_prompt: int = 0) -> protocol.SamplingParams:
         """Parameters of the next rollout, with a new seed, after synchronising the weights.
 
         `first_prompt` is the index of this rank's first prompt among those of all ranks: samples
@@ -377,7 +367,7 @@ class RolloutWorker(StatefulWorker):
         draw = self._draws[1] + 1 if self._draws[0] == version else 0
         if how.draws == "training":
             self._draws = (version, draw)
-        return SamplingParams(
+        return protocol.SamplingParams(
             n=how.n,
             max_new_tokens=self.max_response_length,
             temperature=how.temperature,
@@ -422,12 +412,6 @@ class RolloutWorker(StatefulWorker):
         super().close()
 
 
-# The rollout role of asynchronous RL: it decodes without waiting for a batch to finish.
-#
-# Between two calls its weights may change; unfinished completions continue under the new ones, and
-# every token carries the version it was sampled under. The controller sends prompts.
-
-
 @dataclass(frozen=True, slots=True)
 class PollResult:
     """What one call of `poll` returns."""
@@ -440,7 +424,11 @@ class PollResult:
 
 
 class StreamRolloutWorker(RolloutWorker):
-    """A rollout role with its own copy of the policy that decodes continuously."""
+    """A rollout role with its own copy of the policy that decodes continuously.
+
+    Between two calls its weights may change; unfinished completions continue under the new ones,
+    and every token carries the version that it was sampled under.
+    """
 
     def __init__(self, context: WorkerContext, **options: Any) -> None:
         super().__init__(context, **options)

@@ -19,7 +19,6 @@ from engine.checkpoint.format import (
 from engine.checkpoint.saver import Background
 from engine.checkpoint.state_dict import CpuStager, StateDict, process_rng, set_process_rng
 from engine.errors import CheckpointError, DamagedCheckpointError, DivergedError
-from engine.runtime.train_state import ShardedTrainState
 from engine.storage.folder import Folder
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
@@ -108,23 +107,3 @@ class StatefulWorker(Worker, ABC):
 
     def _stem(self) -> str:
         return rank_file_prefix(self.context.role, self.context.rank, self.context.world_size)
-
-
-class TrainingWorker(StatefulWorker):
-    """A role whose state is a model in training; another number of ranks may load it."""
-
-    ranks_alike = True
-    train_state: ShardedTrainState  # set by the role's constructor
-
-    def state_dict(self) -> StateDict:
-        """Weights, moments and the generator that shuffles mini-batches: this rank's part."""
-        return self.train_state.state_dict()
-
-    def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
-        """Restore what all ranks saved, in place: engines that share the weights see it too."""
-        self.train_state.load(own, saved)
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Restore the `state_dict` of a single rank."""
-        own = RankState.of(state)
-        self.load_sharded_state(own, [own])

@@ -47,18 +47,12 @@ from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.module_shards import named_tensors
 from engine.runtime.apply_layout import load_shards
 from engine.runtime.optimizer import update_metrics
-from engine.runtime.pair_gradients import accumulate_pairs, accumulate_responses
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
 from engine.runtime.sharded_model import Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState, weights_fingerprint
+from engine.workers.actor import TrainingWorker
 from engine.workers.algorithm_options import kto_options, preference_options
 from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import TrainingWorker
-
-# The role of the warm start: a model's loss on the responses of its rows, and its updates.
-#
-# Rows of prompt and response come as batches; `engine.trainers.sft` draws them. `OfflineWorker` is
-# what other roles that learn from rows of a dataset have in common with it.
 
 
 class OfflineWorker(TrainingWorker):
@@ -149,14 +143,9 @@ class SFTWorker(OfflineWorker):
         Returns `loss` (nats a token), `lr`, `grad_norm` and, of float16 weights, their loss scale.
         """
         tokens = self.sharded.global_counts(batch["response_mask"]).tokens
-
-        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
-            mask = micro["response_mask"]
-            value = -(got["log_probs"] * mask).sum()
-            return value / tokens, {"loss": accumulate_mean(-got["log_probs"], mask)}
-
         micros = [micro for _, micro in self._passes(batch)]
-        return self._step(self.sharded.accumulate(batch, micros, self._reader(), loss))
+        loss = partial(_response_token_loss, tokens=tokens)
+        return self._step(self.accumulate(batch, micros, self._reader(), loss))
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def validation_loss(self, batch: Batch) -> dict[str, float]:
@@ -168,21 +157,25 @@ class SFTWorker(OfflineWorker):
         for rows, micro in passes:
             mask = micro["response_mask"]
             total -= float((log_probs[rows, : mask.shape[1]] * mask).sum())
-        own = torch.tensor(total, dtype=torch.float64, device=self.sharded.device)
+        local = torch.tensor(total, dtype=torch.float64, device=self.sharded.device)
         tokens = self.sharded.global_counts(batch["response_mask"]).tokens
-        return {"validation_loss": float(self.sharded.ranks.sum_over(own, DATA_AXES)) / tokens}
+        return {"validation_loss": float(self.sharded.ranks.sum_over(local, DATA_AXES)) / tokens}
 
 
-# The role of preference learning: a policy's losses on pairs, or on single rows with labels.
-#
-# Rows come two by two: the chosen and the rejected response of a prompt, or for KTO a completion
-# and
-# one of another prompt, from which the reference point is estimated. `engine.trainers.preference`
-# draws them.
+def _response_token_loss(
+    outputs: Outputs, micro: Batch, *, tokens: float
+) -> tuple[Tensor, Metrics]:
+    """A micro-batch's share of the mean negative log-likelihood over `tokens` response tokens."""
+    log_probs, mask = outputs["log_probs"], micro["response_mask"]
+    return -(log_probs * mask).sum() / tokens, {"loss": accumulate_mean(-log_probs, mask)}
 
 
 class PreferenceWorker(OfflineWorker):
-    """Trains a policy on preferences, against the model that it starts from."""
+    """Trains a policy on preferences, against the model that it starts from.
+
+    Rows come two by two: the chosen and the rejected response of a prompt, or for KTO a completion
+    and one of another prompt, from which the reference point is estimated.
+    """
 
     config: PreferenceTrainingConfig
 
@@ -233,8 +226,8 @@ class PreferenceWorker(OfflineWorker):
     @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
     def response_log_probs(self, batch: Batch, reference: bool) -> Batch:
         """`response_log_probs [B]`: of whole responses, of the policy or of the reference."""
-        found = self._log_probs(batch, self._reference if reference else None)
-        return Batch({"response_log_probs": found})
+        log_probs = self._log_probs(batch, self._reference if reference else None)
+        return Batch({"response_log_probs": log_probs})
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -251,37 +244,38 @@ class PreferenceWorker(OfflineWorker):
             return self._update_kto(batch, budget)
         options = preference_options(self.config, "preference")
         pair_loss = partial(get_pair_loss(self.config.loss), **options)
-        return self._step(accumulate_pairs(self.sharded, batch, pair_loss, self._reader(), budget))
+        return self._step(self.accumulate_pairs(batch, pair_loss, self._reader(), budget))
 
     def _update_kto(self, batch: Batch, budget: int) -> dict[str, float]:
         """Rows 2i are completions of their prompts, rows 2i+1 those of other ones."""
         point = self._reference_point(batch.rows(slice(1, None, 2)))
-        options = kto_options(self.config)
-
-        def loss(got: Outputs, micro: Batch) -> PreferenceOutput:
-            policy, _ = sequence_log_probs(got["log_probs"], micro["response_mask"])
-            reference = micro["ref_response_log_probs"]
-            return kto(policy, reference, micro["desirable"], point, **options)
-
+        loss = partial(_kto_loss, reference_point=point, options=kto_options(self.config))
         rows = batch.rows(slice(0, None, 2))
-        parts = accumulate_responses(self.sharded, rows, loss, self._reader(), budget, unit=1)
+        parts = self.accumulate_responses(rows, loss, self._reader(), budget, unit=1)
         return self._step(parts) | {"kl": point}
 
     def _reference_point(self, others: Batch) -> float:
         """KTO's z₀: max(0, mean of log π − log π_ref over all ranks' rows)."""
         real = others["response_mask"].bool().any(1)
         gap = self._log_probs(others, None).double() - others["ref_response_log_probs"].double()
-        own = torch.stack([gap[real].sum(), real.sum().double()]).to(self.sharded.device)
-        total, count = self.sharded.ranks.sum_over(own, DATA_AXES).tolist()
+        sums = torch.stack([gap[real].sum(), real.sum().double()]).to(self.sharded.device)
+        total, count = self.sharded.ranks.sum_over(sums, DATA_AXES).tolist()
         return max(0.0, total / count)
 
     def _log_probs(self, batch: Batch, model: ShardedModel | None) -> Tensor:
         """Log-probs `[B]` (float32) of whole responses, without dropout; None: the policy's."""
         sharded, budget = model or self.sharded, self.config.max_tokens_per_micro_batch
         with self._without_dropout():
-            passes = sharded.micro_batches(batch, budget)
-            log_probs = sharded.outputs(batch, passes, self._reader())["log_probs"]
+            log_probs = sharded.read(batch, budget, self._reader())["log_probs"]
         return sequence_log_probs(log_probs, batch["response_mask"])[0].float()
+
+
+def _kto_loss(
+    outputs: Outputs, micro: Batch, *, reference_point: float, options: dict[str, float]
+) -> PreferenceOutput:
+    policy, _ = sequence_log_probs(outputs["log_probs"], micro["response_mask"])
+    reference = micro["ref_response_log_probs"]
+    return kto(policy, reference, micro["desirable"], reference_point, **options)
 
 
 def uses_reference(config: PreferenceTrainingConfig) -> bool:
@@ -289,15 +283,12 @@ def uses_reference(config: PreferenceTrainingConfig) -> bool:
     return config.loss == "kto" or get_pair_loss(config.loss).needs_reference
 
 
-# The role of reward-model training: scores of conversations, and updates on pairs of them.
-#
-# Rows come two by two, the chosen and the rejected conversation of a prompt. Each ends in one
-# token
-# more than the model reads; the value before it is the conversation's score.
-
-
 class RewardModelWorker(OfflineWorker):
-    """Trains a reward model that starts from a language model's backbone."""
+    """Trains a reward model that starts from a language model's backbone.
+
+    Rows come two by two, the chosen and the rejected conversation of a prompt. Each ends in one
+    token more than the model reads; the value before it is the conversation's score.
+    """
 
     config: RewardModelTrainingConfig
     of_tokens = False  # a score for each step, not for the whole
@@ -321,9 +312,13 @@ class RewardModelWorker(OfflineWorker):
     @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
     def scores(self, batch: Batch) -> Batch:
         """`scores [B]` of conversations, without dropout."""
+        return Batch({"scores": _last(self._values(batch), batch)})
+
+    def _values(self, batch: Batch) -> Tensor:
+        """Values `[B, R]` before each response token, without dropout."""
+        budget = self.config.max_tokens_per_micro_batch
         with self._without_dropout():
-            values = self.sharded.outputs(batch, self._passes(batch), ValueReader())["values"]
-        return Batch({"scores": _last(values, batch)})
+            return self.sharded.read(batch, budget, ValueReader())["values"]
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -331,37 +326,29 @@ class RewardModelWorker(OfflineWorker):
 
         Reads `margin [B]`, the same of a pair's two rows.
         """
-        center = self.config.center_rewards_coefficient
-
-        def loss(got: Outputs, micro: Batch) -> PreferenceOutput:
-            scores, margin = _last(got["values"], micro), micro["margin"][0::2]
-            return bradley_terry(
-                scores[0::2], scores[1::2], margin, center_rewards_coefficient=center
-            )
-
+        loss = partial(_ranking_loss, center=self.config.center_rewards_coefficient)
         budget = self.config.max_tokens_per_micro_batch
-        parts = accumulate_responses(self.sharded, batch, loss, ValueReader(), budget, unit=2)
-        return self._step(parts)
+        return self._step(self.accumulate_responses(batch, loss, ValueReader(), budget, unit=2))
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str, tokenizer: str) -> str:
         """Write a sequence-classification folder, with the tokenizer in `tokenizer`."""
-        own = load_tokenizer(tokenizer)
-        if own.pad_token_id is None:
+        saved_tokenizer = load_tokenizer(tokenizer)
+        if saved_tokenizer.pad_token_id is None:
             raise ModelError(
                 f"the tokenizer in {tokenizer} has neither a pad nor an end token; set one"
             )
-        own.padding_side = "right"  # positions begin with the conversation
+        saved_tokenizer.padding_side = "right"  # positions begin with the conversation
         dtype = next(self.sharded.module.parameters()).dtype
-        model = self._classifier(dtype, own.pad_token_id)
+        model = self._classifier(dtype, saved_tokenizer.pad_token_id)
         if has_adapters(self.sharded.module):
             critic = self._whole_critic()
             if critic is not None:
-                save_adapted(model, critic, own, Path(folder))
+                save_adapted(model, critic, saved_tokenizer, Path(folder))
             return folder
 
         def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
-            save_tensors(model, classifier_tensors(model, tensors), own, Path(folder))
+            save_tensors(model, classifier_tensors(model, tensors), saved_tokenizer, Path(folder))
 
         self.policy.write_full(write)
         return folder
@@ -394,12 +381,14 @@ class RewardModelWorker(OfflineWorker):
         return critic
 
 
+def _ranking_loss(outputs: Outputs, micro: Batch, *, center: float) -> PreferenceOutput:
+    scores, margin = _last(outputs["values"], micro), micro["margin"][0::2]
+    return bradley_terry(scores[0::2], scores[1::2], margin, center_rewards_coefficient=center)
+
+
 def _last(values: Tensor, batch: Batch) -> Tensor:
     """The value `[B]` at the one token that each row's mask names."""
     return sequence_log_probs(values, batch["response_mask"])[0]
-
-
-# The role of training on steps: a score for each step of a response, right or wrong.
 
 
 class ProcessRewardWorker(RewardModelWorker):
@@ -413,27 +402,27 @@ class ProcessRewardWorker(RewardModelWorker):
     @dispatch(Dispatch.DATA_PARALLEL, pad=True)
     def step_scores(self, batch: Batch) -> Batch:
         """`values [B, R]`, 0 where no step ends, without dropout."""
-        with self._without_dropout():
-            values = self.sharded.outputs(batch, self._passes(batch), ValueReader())["values"]
-        return Batch({"values": values * batch["response_mask"]})
+        return Batch({"values": self._values(batch) * batch["response_mask"]})
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def update_steps(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on the mean cross-entropy over the steps of all ranks."""
         steps = self.sharded.global_counts(batch["response_mask"]).tokens
-
-        def loss(got: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
-            mask, labels, values = micro["response_mask"], micro["step_labels"], got["values"]
-            each = F.binary_cross_entropy_with_logits(values, labels, reduction="none")
-            right = ((values > 0) == labels.bool()).double()
-            metrics = {"loss": each.detach(), "accuracy": right, "scores": torch.sigmoid(values)}
-            total = (each * mask).sum() / steps
-            return total, {n: accumulate_mean(x.detach(), mask) for n, x in metrics.items()}
-
         micros = [micro for _, micro in self._passes(batch)]
-        return self._step(self.sharded.accumulate(batch, micros, ValueReader(), loss))
+        loss = partial(_step_loss, steps=steps)
+        return self._step(self.accumulate(batch, micros, ValueReader(), loss))
 
     def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
         model = super()._classifier(dtype, pad_token_id)
         model.config.step_separator = self.config.step_separator
         return model
+
+
+def _step_loss(outputs: Outputs, micro: Batch, *, steps: float) -> tuple[Tensor, Metrics]:
+    """A micro-batch's share of the mean cross-entropy over `steps` steps."""
+    mask, labels, values = micro["response_mask"], micro["step_labels"], outputs["values"]
+    losses = F.binary_cross_entropy_with_logits(values, labels, reduction="none")
+    right = ((values > 0) == labels.bool()).double()
+    metrics = {"loss": losses, "accuracy": right, "scores": torch.sigmoid(values)}
+    named = {name: accumulate_mean(value.detach(), mask) for name, value in metrics.items()}
+    return (losses * mask).sum() / steps, named

@@ -67,10 +67,9 @@ def ray_cluster(_ray_stopped_at_the_end: None) -> None:
     import ray
 
     from engine.controller.launch import init_options, init_ray
-    from engine.controller.placement import Placement
 
     if not ray.is_initialized():
-        options = init_options(Placement(()), {})  # whatever else runs on this machine
+        options = init_options({})  # whatever else runs on this machine
         init_ray(options | {"num_cpus": 2, "object_store_memory": 200 << 20})
 
 

@@ -17,8 +17,8 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from kubernetes.client import ApiClient, V1PodSpec, V1Toleration
 
 from engine.config import RLConfig
-from tasks.policy_training import rl_stage
-from tasks.profiles import PROFILES
+from engine.stages.profiles import PROFILES
+from tasks.stages import rl_stage
 from tasks.variants import LocalRayTask, ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]

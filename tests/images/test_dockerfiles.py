@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from engine.cli.commands.health import expectation
 from engine.storage.digests import sources_digest
-from tasks.preprocess import preprocess
+from tasks.stages import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = {

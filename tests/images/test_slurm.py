@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.profiles import PROFILES
+from engine.stages.profiles import PROFILES
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "images" / "slurm" / "ray.sbatch"

@@ -20,11 +20,11 @@ from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.scoring import evaluate_model
 from engine.evaluation.summary import compare_sets, write_sets
 from engine.models import build_model, save_model
+from engine.stages.dataset import SPLITS
+from engine.stages.settings import PromotionSettings, RunContext
 from engine.storage.artifacts import Draft, publish, read_manifest, staging
 from engine.tracking import Tracker
-from tasks.context import RunContext
-from tasks.preprocess import SPLITS
-from tasks.promote import promote_stage
+from tasks.stages import promote_stage
 
 SHAPE = ModelConfig(
     hidden_size=16,
@@ -146,13 +146,10 @@ class Bench:
     ) -> dict[str, Any]:
         folder = promote_stage(
             run=run,
+            settings=PromotionSettings(data=self.data, evaluate=EVALUATE, config=config, seed=0),
             dataset=FlyteDirectory(str(self.dataset)),
             policy=FlyteDirectory(str(model)),
             evaluation=FlyteDirectory(str(evaluation)),
-            data=self.data,
-            evaluate=EVALUATE,
-            config=config,
-            seed=0,
             approved_by=approved_by,
         )
         self.folder = Path(folder.path)

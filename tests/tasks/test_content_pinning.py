@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from engine.config import digest
-from tasks.inputs import RLHFConfig, model_digest, pin_model_commit, pin_named_content
-from tasks.profiles import LAPTOP, apply_profile
+from engine.stages.pinning import model_digest, pin_model_commit, pin_named_content
+from engine.stages.profiles import LAPTOP, apply_profile
+from tasks.inputs import RLHFConfig
 
 RAISES = "raise RuntimeError('imported')\n"
 

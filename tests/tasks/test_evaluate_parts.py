@@ -13,10 +13,11 @@ from promotion_bench import EVALUATE, Bench, new_run
 from engine.config import EvaluateConfig
 from engine.errors import ConfigError
 from engine.evaluation.scoring import share_of
+from engine.stages.profiles import LAPTOP
+from engine.stages.settings import EvaluationSettings
 from engine.storage.artifacts import read_manifest
-from tasks.evaluate import evaluate
-from tasks.profiles import LAPTOP
-from tasks.stage import open_table
+from tasks.host import open_table
+from tasks.stages import evaluate
 
 
 def evaluated(bench: Bench, models: tuple[Path, Path], **changes: Any) -> Any:
@@ -26,9 +27,9 @@ def evaluated(bench: Bench, models: tuple[Path, Path], **changes: Any) -> Any:
         dataset=FlyteDirectory(str(bench.dataset)),
         warm_start=FlyteDirectory(str(models[0])),
         policy=FlyteDirectory(str(models[1])),
-        data=bench.data,
-        config=EVALUATE.model_copy(update=changes),
-        seed=0,
+        settings=EvaluationSettings(
+            data=bench.data, config=EVALUATE.model_copy(update=changes), seed=0
+        ),
     )
 
 

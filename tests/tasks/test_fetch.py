@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import LineageError
+from engine.stages.fetch import resolve
 from engine.storage.artifacts import Draft, publish, read_manifest, staging, verify
 from engine.tracking import Tracker
-from tasks.fetch import resolve
 
 NAME = "policy"
 REFERENCE = f"models:/{NAME}/1"

@@ -15,8 +15,8 @@ from engine.parallel.layout import Layout
 from engine.planner import Candidate
 from engine.planner.memory import estimate, fits
 from engine.planner.resources import GIB
+from engine.stages.profiles import PROFILES, apply_profile, check_memory, cluster, read_profile
 from engine.trainers.auto_placement import sft_memory, sft_workload, workload
-from tasks.profiles import PROFILES, apply_profile, check_memory, cluster, read_profile
 
 SHAPES: dict[str, dict[str, Any]] = {
     "7B": {

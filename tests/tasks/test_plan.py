@@ -12,11 +12,11 @@ import pytest
 from flytekit.core.local_cache import LocalTaskCache
 
 from engine.errors import ConfigError
-from tasks.context import StageError
+from engine.stages.plan import check_settings, checks_key
+from engine.stages.profiles import check_model_layouts, require_shared_home
+from tasks.host import StageError, flyte_host
 from tasks.inputs import RLHFConfig
-from tasks.plan import check_settings, checks_key, plan
-from tasks.profiles import check_model_layouts
-from tasks.variants import require_shared_home
+from tasks.stages import plan
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,12 @@ def test_a_home_that_other_pods_don_t_see(monkeypatch: pytest.MonkeyPatch) -> No
     require_shared_home(config)
 
 
+def check_on_flyte(config: RLHFConfig) -> None:
+    """Check settings where Flyte's local cache remembers what has passed."""
+    with flyte_host():
+        check_settings(config)
+
+
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A local cache of Flyte of its own."""
@@ -111,22 +117,22 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("empty_cache")
 def test_settings_that_passed_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RLHFConfig()
-    check_settings(config)
+    check_on_flyte(config)
     monkeypatch.setitem(sys.modules, "engine.trainers.run_plan", None)  # no further check
-    check_settings(config)
+    check_on_flyte(config)
     with pytest.raises(ImportError):
-        check_settings(config.model_copy(update={"seed": 7}))
-    monkeypatch.setattr("tasks.plan.sources_digest", lambda: "edited")
+        check_on_flyte(config.model_copy(update={"seed": 7}))
+    monkeypatch.setattr("engine.stages.plan.sources_digest", lambda: "edited")
     with pytest.raises(ImportError):
-        check_settings(config)
+        check_on_flyte(config)
 
 
 @pytest.mark.usefixtures("empty_cache")
 def test_settings_that_fail_are_checked_again() -> None:
     config = RLHFConfig.model_validate({"rl": {"algorithm": {"adv_estimator": "nice"}}})
     for _ in range(2):
-        with pytest.raises(ConfigError, match="nice"):
-            check_settings(config)
+        with pytest.raises(StageError, match="nice"):
+            check_on_flyte(config)
 
 
 @pytest.mark.parametrize(

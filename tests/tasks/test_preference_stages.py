@@ -31,19 +31,28 @@ from engine.lineage.lookup import review
 from engine.models.policy import open_critic_model
 from engine.preferences import by_reward_model
 from engine.rewards.model_based import likelihood, reward_model
+from engine.stages.preferences import reference_settings
+from engine.stages.settings import (
+    DatasetSettings,
+    PairsSettings,
+    PreferenceSettings,
+    RewardModelGateSettings,
+    RewardModelSettings,
+    SFTSettings,
+)
 from engine.storage.artifacts import Manifest, read_manifest, verify
 from engine.tracking import Tracker
 from engine.trainers.preference_learning import PreferenceTrainer
-from tasks.context import StageError
-from tasks.learned_reward import reward_model_promotion_stage, reward_model_training_stage
-from tasks.policy_training import sft_stage
-from tasks.preference_training import (
+from tasks.host import StageError
+from tasks.stages import (
     pairs_stage,
     preference_training_stage,
+    preprocess,
     reference_log_probs_stage,
-    reference_settings,
+    reward_model_promotion_stage,
+    reward_model_training_stage,
+    sft_stage,
 )
-from tasks.preprocess import preprocess
 
 DATA = DataConfig(
     sft_size=64, train_size=16, validation_size=8, test_size=16, max_response_length=32
@@ -88,29 +97,33 @@ def make_pairs(
     return folder(
         pairs_stage(
             run=new_run(),
+            settings=PairsSettings(
+                data=DATA,
+                config=config,
+                source_digest="f" * 64 if config.path else "",
+                kind=kind,
+                seed=0,
+            ),
             dataset=given(dataset),
             policy=given(policy),
-            data=DATA,
-            config=config,
-            source_digest="f" * 64 if config.path else "",
-            kind=kind,
-            seed=0,
         )
     )
 
 
-def on_pairs(stages: Stages, pairs: Path, **changes: Any) -> dict[str, Any]:
+def on_pairs(
+    stages: Stages, pairs: Path, config: PreferenceTrainingConfig, **inputs: Any
+) -> dict[str, Any]:
     """The inputs of both stages that train on pairs."""
+    settings = PreferenceSettings(
+        config=config, lora=LoRAConfig(), dtype="", too_long="fail", seed=0
+    )
     return {
         "run": new_run(),
+        "settings": settings,
         "pairs": given(pairs),
         "policy": given(stages.policy),
-        "config": LEARNING,
-        "lora": LoRAConfig(),
-        "dtype": "",
-        "too_long": "fail",
-        "seed": 0,
-    } | changes
+        **inputs,
+    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,15 +142,16 @@ def place(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Itera
 def stages(place: None) -> Stages:
     run = new_run()
     prepare: Callable[..., Any] = preprocess.task_function
-    dataset = folder(prepare(run, DATA, "", "", "", 512, 0).dataset)
+    settings = DatasetSettings(
+        data=DATA, source_digest="", model_path="", model_digest="", context=512, seed=0
+    )
+    dataset = folder(prepare(run, settings).dataset)
+    warm_start = SFTConfig.model_validate(TRAINING | {"max_steps": 60, "optim": {"lr": 2e-2}})
     policy = folder(
         sft_stage(
             run=run,
+            settings=SFTSettings(start=SHAPE, start_digest="", config=warm_start, seed=0),
             dataset=given(dataset),
-            start=SHAPE,
-            start_digest="",
-            config=SFTConfig.model_validate(TRAINING | {"max_steps": 60, "optim": {"lr": 2e-2}}),
-            seed=0,
         )
     )
     pairs = make_pairs(dataset, policy)
@@ -174,10 +188,10 @@ def test_from_rollouts_to_a_policy_and_a_reward_model(
     # The reference's log-probs are there, so training computes none.
     monkeypatch.setattr(PreferenceTrainer, "_response_log_probs", None)
     before = {path.name for path in stages.reference.iterdir()}
-    inputs = on_pairs(stages, stages.pairs, reference=given(stages.reference))
     config = LEARNING.model_copy(update={"validate_every": 100, "beta": 0.3})
-    empty = stages.pairs.parent / "trained only on"
-    policy = folder(preference_training_stage(**without_held_out(inputs, stages, empty, config)))
+    empty = without_held_out(stages.pairs, stages.pairs.parent / "trained only on")
+    inputs = on_pairs(stages, empty, config, reference=given(stages.reference))
+    policy = folder(preference_training_stage(**inputs))
     found = read_manifest(policy)
     assert parents(found) == {"pairs": "pairs", "policy": "sft", "reference": "reference"}
     assert pd.read_parquet(policy / "metrics.parquet")["preference/loss"].notna().all()
@@ -227,10 +241,11 @@ def promote(stages: Stages, scorer: Path, **rules: Any) -> dict[str, Any]:
     """The gate's decision on a reward model of the pairs."""
     done = reward_model_promotion_stage(
         run=new_run(),
+        settings=RewardModelGateSettings(
+            config=RewardModelGateConfig.model_validate(rules), seed=0
+        ),
         pairs=given(stages.pairs),
         reward_model=given(scorer),
-        config=RewardModelGateConfig.model_validate(rules),
-        seed=0,
     )
     decision: dict[str, Any] = json.loads((folder(done) / "decision.json").read_text())
     return decision
@@ -241,24 +256,24 @@ def train_scorer(stages: Stages, **changes: Any) -> Path:
     return folder(
         reward_model_training_stage(
             run=new_run(),
+            settings=RewardModelSettings(
+                config=RewardModelTrainingConfig.model_validate(TRAINING | changes),
+                dtype="",
+                too_long="fail",
+                seed=0,
+            ),
             pairs=given(stages.pairs),
             policy=given(stages.policy),
-            config=RewardModelTrainingConfig.model_validate(TRAINING | changes),
-            dtype="",
-            too_long="fail",
-            seed=0,
         )
     )
 
 
-def without_held_out(
-    inputs: dict[str, Any], stages: Stages, at: Path, config: PreferenceTrainingConfig
-) -> dict[str, Any]:
-    """The same with the training pairs alone: validation computes log-probs, of the policy."""
-    shutil.copytree(stages.pairs, at)
-    held_out = pd.read_parquet(at / "validation.parquet")
-    held_out[:0].to_parquet(at / "validation.parquet", index=False)
-    return inputs | {"pairs": given(at), "config": config}
+def without_held_out(pairs: Path, copy: Path) -> Path:
+    """The training pairs alone: validation computes log-probs, of the policy."""
+    shutil.copytree(pairs, copy)
+    held_out = pd.read_parquet(copy / "validation.parquet")
+    held_out[:0].to_parquet(copy / "validation.parquet", index=False)
+    return copy
 
 
 def test_kto_learns_from_labels_of_files(stages: Stages, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Preprocess: which rows fit, which spell control tokens, and refusals by split and row."""
+"""The dataset stage: which rows fit, which spell control tokens, refusals by split and row."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from promotion_bench import Bench, new_run
 
 from engine.config import DataConfig
+from engine.data.contract import RL_PROMPTS, check
 from engine.data.rows import rl_row, sft_row
-from engine.data.sources import Splits
-from engine.data.tokenizer import train_tokenizer
+from engine.data.sources import Splits, source_digest
+from engine.data.tokenizer import load_tokenizer, train_tokenizer
 from engine.errors import DataError, ModelError
-from tasks.evaluate import describe_problems
-from tasks.preprocess import apply_control_tokens, fit_to_context, write_split
+from engine.stages.dataset import apply_control_tokens, fit_to_context, write_split
+from engine.stages.evaluation import describe_problems
+from engine.stages.settings import DatasetSettings
+from tasks.stages import preprocess
+
+# Preprocess: which rows fit, which spell control tokens, and refusals by split and row.
 
 TOKENIZER = train_tokenizer(["What is 1 plus 7?"], vocab_size=280)
 
@@ -100,3 +106,54 @@ def test_rows_with_control_tokens_are_left_out_or_refused(spelling: Splits) -> N
         apply_control_tokens(spelling, TOKENIZER, "fail")
     with pytest.raises(DataError, match="drop leaves no row of test: all 1 spell control"):
         apply_control_tokens(replace(spelling, test=spelling.test[3:]), TOKENIZER, "drop")
+
+
+# The workflow's data stage on a CSV of two columns: splits, tokenizer and card, from settings.
+
+
+def test_a_csv_of_two_columns_becomes_a_dataset(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = "A farmer who has {} apples buys {} more on the market of the old town by the river"
+    rows = [f"{story.format(n, n)},{2 * n}\n" for n in range(60)]
+    again = f"{story.format(7, 7)}!,14\n"  # most words of another row, in train and in test
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.csv").write_text("q,a\n" + "".join(rows[:50]) + again + "odd\n")
+    (tmp_path / "data" / "test.csv").write_text("q,a\n" + "".join([*rows[50:], rows[7]]))
+    data = DataConfig(
+        source="files",
+        path=str(tmp_path / "data"),
+        columns={"prompt": "q", "ground_truth": "a"},
+        apply_chat_template_kwargs={"mode": "brief"},
+        bad_rows="drop",
+        max_response_length=16,
+        vocab_size=512,
+    )
+    made = preprocess(
+        run=new_run(),
+        settings=DatasetSettings(
+            data=data,
+            source_digest=source_digest(data, 0),
+            model_path="",
+            model_digest="",
+            context=256,
+            seed=0,
+        ),
+    ).dataset
+    folder = Path(str(made.path))
+    train, test = (pd.read_parquet(folder / f"{name}.parquet") for name in ("train", "test"))
+    check(train, RL_PROMPTS, "train")
+    assert len(test) == 11
+    asked = {prompt[0]["content"] for prompt in train["prompt"]}
+    assert len(asked) == len(train)
+    assert not any("has 7 apples" in text for text in asked)
+    learned = pd.read_parquet(folder / "sft_train.parquet")
+    assert set(learned["response"]) <= {str(2 * n) for n in range(50)}
+    assert "mode = mode if" in str(load_tokenizer(folder / "tokenizer").chat_template)
+    out = capsys.readouterr().out
+    assert "train.csv: 1 of 52 rows are bad and left out (row 52)" in out
+    assert "train: 1 rows repeat a prompt and are left out" in out
+    assert "prompts are in held-out ones (1 with the same words, 0 nearly) and left out" in out
+    card = (folder / "README.md").read_text()
+    assert "| train | " in card
+    assert "| test | 11 | " in card

@@ -9,12 +9,13 @@ import pytest
 from engine.config import ParallelConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
+from engine.stages.pinning import pin_named_content
+from engine.stages.profiles import PROFILES, apply_profile, read_profile
 from engine.trainers.auto_placement import fixed_settings
+from engine.trainers.layout_checks import check_layouts
 from engine.trainers.offline import check_offline_layout, offline_placement
 from engine.trainers.run_plan import check_config
-from engine.trainers.run_spec import check_layouts
-from tasks.inputs import RLHFConfig, pin_named_content
-from tasks.profiles import PROFILES, apply_profile, read_profile
+from tasks.inputs import RLHFConfig
 
 WITH_GPUS = [name for name, profile in PROFILES.items() if profile.gpus]
 SEVERAL_GPUS = [name for name in WITH_GPUS if name != "one-gpu"]

@@ -17,14 +17,15 @@ import pytest
 from flytekit.types.directory import FlyteDirectory
 from promotion_bench import NAME, Bench, champion, digest, spoil
 
-import tasks.promote
 from engine.config import GuardConfig, PromoteConfig
 from engine.errors import TrackingError
 from engine.promotion import Champions, gate
+from engine.stages import promotion
+from engine.stages.settings import RunContext
 from engine.storage.artifacts import Draft, publish, read_manifest, staging
 from engine.tracking import Tracker
-from tasks.context import RunContext, StageError
-from tasks.promote import waits_for_approval
+from tasks.host import StageError
+from tasks.stages import waits_for_approval
 
 
 def test_a_first_model_without_a_gain_or_below_the_required_score_is_no_champion(
@@ -157,7 +158,7 @@ def test_against_a_champion_that_came_during_the_evaluation_it_is_decided_again(
     rival, model = bench.model(seed=3), bench.model(seed=2)
     evidence = bench.evaluation(model, 36)
     rivals = bench.promote(rival, bench.evaluation(rival, 0))["model_version"]
-    compare = tasks.promote.compare_and_decide
+    compare = promotion.compare_and_decide
     champions = Champions(Tracker(), NAME)
     others = [(rivals, "1"), ("1", rivals)]  # who promote in between, and whom they replace
 
@@ -169,7 +170,7 @@ def test_against_a_champion_that_came_during_the_evaluation_it_is_decided_again(
         del others[:1]
         return decided
 
-    monkeypatch.setattr(tasks.promote, "compare_and_decide", slow)
+    monkeypatch.setattr(promotion, "compare_and_decide", slow)
     with monkeypatch.context() as once:
         once.setattr(gate, "DECISIONS", 1)
         with pytest.raises(StageError, match=r"on version 2 now, .* by ada: a rival"):

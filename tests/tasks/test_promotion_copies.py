@@ -12,7 +12,7 @@ from engine.config import PromoteConfig
 from engine.promotion import Champions
 from engine.storage.artifacts import read_manifest
 from engine.tracking import Tracker
-from tasks.context import StageError
+from tasks.host import StageError
 
 
 def copy_of(version: str) -> Path:

@@ -14,12 +14,12 @@ import engine.storage.artifacts
 from engine.config import PromoteConfig
 from engine.evaluation.comparability import comparable_settings, incomparable
 from engine.promotion import Champions
+from engine.stages.settings import EvaluationSettings
 from engine.storage.artifacts import read_manifest
 from engine.tracking import Tracker
-from tasks.context import StageError
-from tasks.evaluate import evaluate_stage
+from tasks.host import StageError
 from tasks.inputs import RLHFConfig
-from tasks.report import open_promotion
+from tasks.stages import evaluate_stage, plan_promotion
 
 
 def test_a_champion_of_other_problems_is_evaluated_on_these(
@@ -140,16 +140,16 @@ def test_an_evaluation_with_other_settings_than_the_promotion_promotes_nobody(
         "profile": "laptop",
     }
     with pytest.raises(StageError, match=said.format(64)):
-        open_promotion(config=RLHFConfig(), **given)
+        plan_promotion(config=RLHFConfig(), **given)
     with pytest.raises(StageError, match=r"evaluate\.\w+ is .* was made with"):
-        open_promotion(config=RLHFConfig(data=bench.data), **given)
+        plan_promotion(config=RLHFConfig(data=bench.data), **given)
     same = RLHFConfig(data=bench.data, evaluate=EVALUATE)
     with pytest.raises(StageError, match=r"seed is 1, and the evaluation \w+ was made with 0"):
-        open_promotion(config=same, **{**given, "seed": 1})
-    assert open_promotion(config=same, **given).evaluate.scorer == EVALUATE.scorer
+        plan_promotion(config=same, **{**given, "seed": 1})
+    assert plan_promotion(config=same, **given).promotion.evaluate.scorer == EVALUATE.scorer
     stricter = RLHFConfig(data=bench.data, evaluate=EVALUATE, rl={"reward": {"name": "math"}})
     with pytest.raises(StageError, match=r"scorer is 'math', .* was made with 'answer_match'"):
-        open_promotion(config=stricter, **given)
+        plan_promotion(config=stricter, **given)
 
 
 def test_the_evaluation_of_a_run_records_what_it_is_compared_by(bench: Bench) -> None:
@@ -159,9 +159,7 @@ def test_the_evaluation_of_a_run_records_what_it_is_compared_by(bench: Bench) ->
         dataset=FlyteDirectory(str(bench.dataset)),
         warm_start=FlyteDirectory(str(model)),
         policy=FlyteDirectory(str(model)),
-        data=bench.data,
-        config=EVALUATE,
-        seed=0,
+        settings=EvaluationSettings(data=bench.data, config=EVALUATE, seed=0),
     ).evaluation
     config = read_manifest(output.path).config
     assert config == comparable_settings(bench.data, EVALUATE, 0)

@@ -19,7 +19,7 @@ from engine.data.sources import load_splits
 from engine.lineage.lookup import write_origin
 from engine.storage.artifacts import Draft, local_path
 from engine.storage.digests import hash_files
-from tasks.context import StageError, on_cluster, user_facing_errors
+from tasks.host import StageError, flyte_host, on_cluster
 
 KICKOFF = datetime(2026, 11, 20, 2, tzinfo=UTC)
 STEPS: dict[str, Callable[[], object]] = {
@@ -49,7 +49,7 @@ def test_s3_away_is_tried_again(pod: None, step: str) -> None:
     with (
         environment(AWS_ENDPOINT_URL="http://127.0.0.1:9"),
         pytest.raises(FlyteRecoverableException, match="Could not connect"),
-        user_facing_errors(),
+        flyte_host(),
     ):
         STEPS[step]()
 
@@ -66,7 +66,7 @@ def test_a_ray_that_does_not_start_is_tried_again(
     monkeypatch.setattr(ray, "init", init)
     with (
         pytest.raises(FlyteRecoverableException, match="Ray could not be started: The current"),
-        user_facing_errors(),
+        flyte_host(),
         ray_session("ray"),
     ):
         pass
@@ -75,5 +75,5 @@ def test_a_ray_that_does_not_start_is_tried_again(
 def test_what_s3_does_not_hold_is_not(pod: None) -> None:
     with s3_bucket("bucket"):
         for step in ("preprocess", "lineage"):
-            with pytest.raises(StageError), user_facing_errors():
+            with pytest.raises(StageError), flyte_host():
                 STEPS[step]()

@@ -13,9 +13,10 @@ from flytekit.types.directory import FlyteDirectory
 from promotion_bench import Bench, digest, new_run
 
 from engine.evaluation.report_page import Verdict
+from engine.stages.evaluation import read_verdict
+from engine.stages.report import print_summary
 from engine.storage.artifacts import verify
-from tasks.evaluate import read_verdict
-from tasks.report import finalize, print_summary
+from tasks.stages import finalize
 
 PAGE = "https://mlflow.example.com/#/experiments/1/runs/ab"
 

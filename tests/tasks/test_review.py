@@ -9,8 +9,8 @@ from flytekit import FlyteContextManager
 
 from engine.storage.artifacts import Draft, Parent, publish, read_manifest, staging
 from engine.storage.filesystem import home
-from tasks.context import StageError
-from tasks.report import review
+from tasks.host import StageError
+from tasks.stages import review
 
 
 @pytest.fixture(autouse=True)

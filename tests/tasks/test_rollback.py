@@ -11,8 +11,8 @@ import pytest
 from engine.promotion import Champions
 from engine.storage.artifacts import Draft, publish, read_manifest, staging
 from engine.tracking import Tracker
-from tasks.context import StageError
-from tasks.promote import rollback
+from tasks.host import StageError
+from tasks.stages import rollback
 
 NAME = "policy"
 

@@ -15,9 +15,9 @@ from s3_server import s3_bucket
 from tracker_files import tensorboard_points, wandb_points
 
 from engine.errors import ConfigError
+from engine.stages.settings import RunContext
+from engine.stages.training import open_loggers
 from engine.storage.filesystem import Files
-from tasks.context import RunContext
-from tasks.policy_training import open_loggers
 
 STAGE: Any = SimpleNamespace(kind="sft", config={"seed": 0})
 
@@ -101,7 +101,7 @@ def test_an_attempt_in_another_pod_goes_on_from_what_the_store_has(
 def test_the_store_has_what_grows_while_the_stage_runs(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.policy_training.COPY_SECONDS", 0.05)
+    monkeypatch.setattr("engine.stages.training.COPY_SECONDS", 0.05)
     files, deadline = Files(f"{store}/runs/r1/sft"), time.monotonic() + 30
     with open_loggers(run("file"), STAGE) as logs:
         for step in (1, 2):
@@ -115,7 +115,7 @@ def test_a_store_that_fails_costs_a_sentence_and_no_stage(
     store: str, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HYBRIDFLYTE_STORE", "s3://no-such-bucket/team")
-    monkeypatch.setattr("tasks.policy_training.COPY_SECONDS", 0.05)
+    monkeypatch.setattr("engine.stages.training.COPY_SECONDS", 0.05)
     with caplog.at_level(logging.WARNING), open_loggers(run("file"), STAGE) as logs:
         logs.log_metrics({"sft/loss": 0.5}, 1)
         time.sleep(0.3)

@@ -13,7 +13,7 @@ from flytekit.core.type_engine import TypeEngine
 
 from engine.data import contract, rows
 from engine.errors import DataError, StorageError
-from tasks.stage import RLPrompts, SFTPairs, TableFile, as_table, open_table
+from tasks.host import RLPrompts, SFTPairs, TableFile, as_table, open_table
 
 ROWS: list[dict[str, Any]] = [
     {

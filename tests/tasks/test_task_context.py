@@ -21,15 +21,15 @@ from mlflow import MlflowClient
 from s3_server import flyte_variables, s3_server
 
 from engine.errors import DataError
+from engine.stages.fetch import resolve
+from engine.stages.plan import Digests, open_run
+from engine.stages.settings import RunContext
+from engine.stages.stage import execution_tags, library_versions, shared, stage
 from engine.storage.artifacts import read_manifest
 from engine.storage.filesystem import Files
 from engine.tracking import Tracker
-from tasks.context import RunContext, StageError, as_output, execution_tags
-from tasks.fetch import resolve
+from tasks.host import SourcesPolicy, StageError, artifact, directory, flyte_host
 from tasks.inputs import RLHFConfig
-from tasks.plan import open_run
-from tasks.preprocess import log_splits
-from tasks.stage import SourcesPolicy, library_versions, stage
 
 
 def version(image: str = "image:1") -> str:
@@ -52,13 +52,13 @@ def test_another_library_is_another_version(monkeypatch: pytest.MonkeyPatch, lib
     before, real = version(), metadata.version
     assert f"{library}=={real(library)}" in library_versions()
     monkeypatch.setattr(metadata, "version", lambda name: "0.0" if name == library else real(name))
-    monkeypatch.setattr("tasks.stage.library_versions", library_versions.__wrapped__)  # not cached
+    monkeypatch.setattr("tasks.host.library_versions", library_versions.__wrapped__)  # not cached
     assert version() != before
 
 
 def test_other_sources_are_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     before = version()
-    monkeypatch.setattr("tasks.stage.sources_digest", lambda: "another")
+    monkeypatch.setattr("tasks.host.sources_digest", lambda: "another")
     assert version() != before
 
 
@@ -81,7 +81,7 @@ def run(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[R
 
 
 def raise_in(run: RunContext, error: BaseException) -> None:
-    with stage("dataset", run, {"seed": 1}) as this:
+    with flyte_host(), stage("dataset", run, {"seed": 1}) as this:
         (this.folder / "half.txt").write_text("half")
         raise error
 
@@ -123,7 +123,7 @@ def test_a_stage_publishes_with_its_run_and_its_time(run: RunContext, uri: str) 
         (this.folder / "rows.txt").write_text("whole")
         this.tracked.log_metrics({"reward/mean": 0.25}, step=1)
         this.tracked.log_metrics({"reward/mean": 0.5}, step=2)
-        path = Path(this.publish({"rows": 1.0, "reward/mean": 0.5}, LOWER_LR).path)
+        path = this.publish({"rows": 1.0, "reward/mean": 0.5}, LOWER_LR).local()
     assert (path / "rows.txt").read_text() == "whole"
     stored = MlflowClient(uri).get_run(this.tracked.run_id).data
     assert stored.metrics.keys() == {"rows", "seconds", "reward/mean"}, "a metric is there twice"
@@ -143,11 +143,11 @@ def test_a_stage_names_the_splits_that_it_reads_by_the_digests_of_their_maker(
         for split in ("train", "test"):
             frame = pd.DataFrame({"prompt": [split, "b"]})
             frame.to_parquet(maker.folder / f"{split}.parquet", index=False)
-        log_splits(maker, maker.folder, ("train", "test"), "arithmetic://")
+        maker.log_splits(maker.folder, ("train", "test"), "arithmetic://")
         made = maker.publish({})
     with stage("rl", run, {"seed": 1}) as reader:
         folder = reader.load_parent("dataset", made)
-        log_splits(reader, folder, ("train",))
+        reader.log_splits(folder, ("train",))
 
     def inputs(run_id: str) -> dict[str, tuple[str, str]]:
         found = MlflowClient(uri).get_run(run_id).inputs
@@ -179,7 +179,8 @@ def test_flyte_is_handed_the_address_in_the_store_and_copies_nothing(
 ) -> None:
     with stage("dataset", run, {"seed": 1}) as this:
         (this.folder / "rows.txt").write_text("whole")
-        output = this.publish({"rows": 1.0})
+        published = this.publish({"rows": 1.0})
+    output = directory(lambda: published)
     manifest = read_manifest(str(output.path))
     assert output.path == f"{store}/artifacts/dataset/{manifest.digest[:16]}"
     # As in a pod, where flytekit uploads what is a folder of the machine.
@@ -196,7 +197,7 @@ def test_flyte_is_handed_the_address_in_the_store_and_copies_nothing(
         monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "another"))
         given = TypeEngine.to_python_value(pod, literal, FlyteDirectory)
         with stage("sft", run, {"seed": 1}) as next_one:
-            folder = next_one.load_parent("dataset", given)
+            folder = next_one.load_parent("dataset", artifact(given))
     assert folder == tmp_path / "another" / "artifacts" / "dataset" / manifest.digest[:16]
     assert (folder / "rows.txt").read_text() == "whole"
     assert [parent.uri for parent in next_one.parents] == [output.path]
@@ -208,10 +209,10 @@ def test_a_local_artifact_as_input_goes_to_the_store_for_its_children(
     monkeypatch.delenv("HYBRIDFLYTE_STORE")
     with stage("dataset", run, {"seed": 1}) as this:
         (this.folder / "rows.txt").write_text("whole")
-        path = Path(this.publish({"rows": 1.0}).path)
+        path = this.publish({"rows": 1.0}).local()
     monkeypatch.setenv("HYBRIDFLYTE_STORE", store)
     with stage("sft", run, {"seed": 1}) as next_one:
-        next_one.load_parent("dataset", FlyteDirectory(str(path)))
+        next_one.load_parent("dataset", artifact(FlyteDirectory(str(path))))
     (parent,) = next_one.parents
     assert parent.uri == f"{store}/artifacts/dataset/{path.name}"
     assert read_manifest(parent.uri).own_digest == parent.manifest
@@ -222,14 +223,14 @@ def test_a_champion_is_fetched_from_the_store(
 ) -> None:
     with stage("rl", run, {"seed": 1}) as this:
         (this.folder / "model.safetensors").write_text("weights")
-        address = str(this.publish({"reward": 1.0}).path)
+        address = this.publish({"reward": 1.0}).uri
     folder = tmp_path / "hybridflyte" / address.removeprefix(f"{store}/")
     tracker = Tracker()
     version = tracker.register_model(folder, f"policy-{tmp_path.name}", run.mlflow_run)
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "another"))
     found = resolve(f"models:/policy-{tmp_path.name}/{version}", "candidate", run.experiment)
     assert found == tmp_path / "another" / address.removeprefix(f"{store}/")
-    assert as_output(found).path == address
+    assert shared(found).uri == address
 
 
 def test_an_mlflow_run_leads_to_its_flyte_execution(
@@ -244,9 +245,10 @@ def test_an_mlflow_run_leads_to_its_flyte_execution(
     page = "https://flyte.example.com/console/projects/hybridflyte/domains/production"
     page += "/executions/f1a2b3"
     with FlyteContextManager.with_context(context.with_execution_state(state)):
-        assert execution_tags("f1a2b3") == {"flyte.execution": "f1a2b3"}
+        with flyte_host():
+            assert execution_tags("f1a2b3") == {"flyte.execution": "f1a2b3"}
         monkeypatch.setenv("FLYTE_PLATFORM_CONSOLE_ENDPOINT", "https://flyte.example.com/")
-        with stage("sft", run, {"seed": 1}) as this:
+        with flyte_host(), stage("sft", run, {"seed": 1}) as this:
             pass
     tags = MlflowClient(uri).get_run(this.tracked.run_id).data.tags
     assert tags["flyte.execution"] == "f1a2b3"
@@ -259,12 +261,12 @@ def test_a_task_leads_to_its_mlflow_run(
 ) -> None:
     decks = FlyteContextManager.current_context().user_space_params.decks
     before = len(decks)
-    with stage("sft", run, {"seed": 1}):
+    with flyte_host(), stage("sft", run, {"seed": 1}):
         pass
     assert "MLflow run" not in capsys.readouterr().out, "SQLite has no pages"
     assert len(decks) == before
     monkeypatch.setenv("HYBRIDFLYTE_MLFLOW_URL", "https://mlflow.example.com")
-    with stage("sft", run, {"seed": 1}) as this:
+    with flyte_host(), stage("sft", run, {"seed": 1}) as this:
         experiment = MlflowClient(Tracker().uri).get_run(this.tracked.run_id).info.experiment_id
     page = f"https://mlflow.example.com/#/experiments/{experiment}/runs/{this.tracked.run_id}"
     assert f"sft: MLflow run {page}\n" in capsys.readouterr().out
@@ -277,9 +279,9 @@ def test_every_node_s_inputs_lead_to_the_parent_run(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    assert open_run(RLHFConfig(), ("d", "")).mlflow_url == ""
+    assert open_run(RLHFConfig(), Digests("d")).mlflow_url == ""
     monkeypatch.setenv("HYBRIDFLYTE_MLFLOW_URL", "https://mlflow.example.com")
-    run = open_run(RLHFConfig(), ("d", ""))
+    run = open_run(RLHFConfig(), Digests("d"))
     experiment = MlflowClient(uri).get_run(run.mlflow_run).info.experiment_id
     page = f"https://mlflow.example.com/#/experiments/{experiment}/runs/{run.mlflow_run}"
     assert run.mlflow_url == page

@@ -46,23 +46,22 @@ class Inputs:
     """What the workflow hands to the stages."""
 
     place: Place
-    plan: Any  # tasks.plan.Plan
+    plan: Any  # engine.stages.settings.Plan
     dataset: FlyteDirectory
     warm_start: FlyteDirectory
 
     def of(self, stage: str) -> bytes:
         """`inputs.pb` of a stage, as Flyte writes it."""
-        from tasks import policy_training
+        from tasks import stages
 
-        plan = self.plan
-        values = {"run": plan.run, "dataset": self.dataset, "seed": plan.seed}
+        values = {"run": self.plan.run, "dataset": self.dataset}
         if stage == "sft":
-            task = policy_training.sft_stage
-            values |= {"start": plan.start, "start_digest": plan.start_digest, "config": plan.sft}
+            task = stages.sft_stage
+            values |= {"settings": self.plan.sft}
         else:
-            task = policy_training.rl_stage
-            values |= {"warm_start": self.warm_start, "data": plan.data, "reward_model": None}
-            values |= {"config": plan.rl, "lora": plan.lora, "dtype": plan.rl_dtype}
+            task = stages.rl_stage
+            values |= {"settings": self.plan.rl, "warm_start": self.warm_start}
+            values |= {"reward_model": None}
         hints = task.python_interface.inputs
         assert set(values) == set(hints)
         context = FlyteContextManager.current_context()
@@ -76,9 +75,7 @@ def prepared_inputs(place: Place) -> Inputs:
     import copy
 
     from tasks.inputs import RLHFConfig
-    from tasks.plan import plan
-    from tasks.policy_training import sft_stage
-    from tasks.preprocess import preprocess
+    from tasks.stages import plan, preprocess, sft_stage
 
     values = copy.deepcopy(TINY)
     merge(values, CHANGES)
@@ -91,22 +88,10 @@ def prepared_inputs(place: Place) -> Inputs:
             seed=-1,
             profile="laptop",
         )
-        dataset = preprocess(
-            run=made.run,
-            data=made.data,
-            source_digest=made.source_digest,
-            model_path=made.model_path,
-            model_digest=made.start_digest,
-            context=made.context,
-            seed=made.seed,
-        ).dataset
+        dataset = preprocess(run=made.run, settings=made.dataset).dataset
+        brief = made.sft.config.model_copy(update={"max_steps": 3})
         warm_start = sft_stage(
-            run=made.run,
-            dataset=dataset,
-            start=made.start,
-            start_digest=made.start_digest,
-            config=made.sft.model_copy(update={"max_steps": 3}),
-            seed=made.seed,
+            run=made.run, settings=made.sft.model_copy(update={"config": brief}), dataset=dataset
         )
     folders = (FlyteDirectory(str(one), remote_directory=False) for one in (dataset, warm_start))
     return Inputs(place, made, *folders)

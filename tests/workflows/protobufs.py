@@ -13,8 +13,8 @@ from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 
-from tasks.context import RunContext
-from tasks.profiles import Profile
+from engine.stages.profiles import Profile
+from engine.stages.settings import RunContext
 
 IMAGE = f"ghcr.io/x/y@sha256:{'a' * 64}"
 PYTHON = "/opt/venv/bin/python"
@@ -73,4 +73,11 @@ def any_inputs(stage: Any, folder: Path) -> dict[str, Any]:
     }
     kinds = dict(stage.python_interface.inputs)
     del kinds["profile"]
-    return {name: some[kind] if kind in some else kind() for name, kind in kinds.items()}
+
+    def value(kind: Any) -> Any:
+        if kind in some:
+            return some[kind]
+        fields = kind.model_fields.items()
+        return kind(**{name: value(f.annotation) for name, f in fields if f.is_required()})
+
+    return {name: value(kind) for name, kind in kinds.items()}

@@ -58,7 +58,7 @@ def test_a_run_from_data_to_champion_and_what_runs_again(
 ) -> None:
     own = tmp_path / "own_games.py"
     source = (
-        "from engine.agents.example_environments import GuessingEnvironment\n"
+        "from examples.guessing import GuessingEnvironment\n"
         "class Game(GuessingEnvironment):\n    pass\n"
     )
     own.write_text(source)

@@ -18,7 +18,8 @@ from protobufs import Registered
 
 from engine.config import digest
 from engine.errors import ConfigError
-from tasks.inputs import RLHFConfig, pin_named_content
+from engine.stages.pinning import pin_named_content
+from tasks.inputs import RLHFConfig
 from workflows import launch_plans
 from workflows.launching import LAUNCH_PLANS, NOTIFY_VARIABLE, Launch, launch_plan, settings
 from workflows.rlhf import rlhf

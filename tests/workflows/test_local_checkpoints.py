@@ -11,31 +11,32 @@ import pytest
 from attempts import prepared_inputs
 from flyte_runs import Place
 
+from engine.stages.stage import Stage
 from engine.storage.artifacts import read_manifest
-from tasks.stage import Stage
 
 
 def test_other_start_weights_and_limits_have_folders_of_their_own(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a run that is started again after it was killed resumes from its own alone."""
-    from tasks.policy_training import rl_stage, sft_stage
+    from tasks.stages import rl_stage, sft_stage
 
     made = prepared_inputs(place)
     monkeypatch.setattr(Stage, "delete_local_checkpoints", lambda self: None)  # as if it was killed
-    short = made.plan.sft.model_copy(update={"max_steps": 2})
-    trainer = made.plan.rl.trainer.model_copy(update={"total_training_steps": 1})
-    brief = made.plan.rl.model_copy(update={"trainer": trainer})
-    common: dict[str, Any] = {"run": made.plan.run, "dataset": made.dataset, "seed": 0}
+    sft, rl = made.plan.sft, made.plan.rl
+    short = sft.config.model_copy(update={"max_steps": 2})
+    trainer = rl.config.trainer.model_copy(update={"total_training_steps": 1})
+    brief = rl.config.model_copy(update={"trainer": trainer})
+    common: dict[str, Any] = {"run": made.plan.run, "dataset": made.dataset}
     with place.entered():
         for content in ("a" * 64, "b" * 64):
-            warm = sft_stage(start=made.plan.start, start_digest=content, config=short, **common)
+            changes = {"start_digest": content, "config": short}
+            warm = sft_stage(settings=sft.model_copy(update=changes), **common)
             assert read_manifest(str(warm)).config["start_digest"] == content
         for longest in (8, 4):
-            data = made.plan.data.model_copy(update={"max_response_length": longest})
-            trained = rl_stage(
-                warm_start=made.warm_start, data=data, config=brief, lora=made.plan.lora, **common
-            )
+            data = rl.data.model_copy(update={"max_response_length": longest})
+            settings = rl.model_copy(update={"data": data, "config": brief})
+            trained = rl_stage(warm_start=made.warm_start, settings=settings, **common)
             assert read_manifest(str(trained)).config["max_response_length"] == longest
     for kind in ("sft", "rl"):
         assert len(list((place.artifacts / "checkpoints" / kind).iterdir())) == 2, kind

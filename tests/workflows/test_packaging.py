@@ -9,7 +9,7 @@ from protobufs import IMAGE, Registered
 from registration import read_archive
 
 from engine.data.rows import EVALUATION_ROWS, RL_PROMPTS, SFT_PAIRS
-from tasks.preprocess import SPLITS
+from engine.stages.dataset import SPLITS
 
 ON_PREFERENCES = ("pairs", "reference_log_probs", "preference_training", "reward_model_training")
 # These write the stage of a profile.
@@ -22,8 +22,8 @@ HANDLERS = {"rlhf_failed", "evaluate_only_failed", "promote_only_failed", "retra
 HANDLERS |= {"agents_failed"}
 HANDLERS |= {f"{name}_failed" for name in OF_PREFERENCES}
 AROUND = {
-    *("plan", "report", "fetch", "open_promotion", "finalize", "trigger_retraining"),
-    *("plan_preferences", "learn_in_rounds"),
+    *("plan", "report", "fetch", "plan_promotion", "finalize", "trigger_retraining"),
+    "learn_in_rounds",
     *(
         "finalize_skipped",
         "keep_promotion",
@@ -109,7 +109,7 @@ def test_retries_deadlines_and_spot_machines(tasks: dict[str, TaskTemplate]) -> 
 def test_the_deck_is_registered(tasks: dict[str, TaskTemplate]) -> None:
     """Of every stage; not of the pods around it that decide or record nothing of their own."""
     with_deck = {name for name, one in tasks.items() if one.metadata.generates_deck.value}
-    around = {"plan", "plan_preferences", "trigger_retraining", "fetch", "report", "review"}
+    around = {"plan", "trigger_retraining", "fetch", "report", "review"}
     around |= {"finalize", "finalize_skipped", "rollback"}
     assert with_deck == around | {"preprocess", "ingest", *STAGES} - {"evaluate_part_stage"}
 
@@ -157,12 +157,12 @@ def test_the_workflows_of_preferences(packaged: Registered) -> None:
         name: [node.metadata.name for node in packaged.workflow(name).nodes]
         for name in OF_PREFERENCES
     }
-    first, last = ["plan_preferences", "preprocess", "sft"], ["evaluate", "promotion", "report"]
+    first, last = ["plan", "preprocess", "sft"], ["evaluate", "promotion", "report"]
     scorer = ["pairs", "reward_model_training", "reward_model_promotion"]
     assert nodes["preference"] == [*first, "learn_in_rounds", *last]
     assert nodes["reward_model"] == [*first, *scorer, "finalize"]
     assert nodes["classic_rlhf"] == [*first, *scorer, "rl", *last]
-    assert nodes["make_pairs"] == ["plan_preferences", "fetch", "preprocess", "pairs", "finalize"]
+    assert nodes["make_pairs"] == ["plan", "fetch", "preprocess", "pairs", "finalize"]
     for name in OF_PREFERENCES:
         template = packaged.workflow(name)
         assert all(one.description for one in template.interface.inputs.variables.values())

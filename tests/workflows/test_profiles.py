@@ -19,10 +19,8 @@ from flytekit.core.type_engine import TypeEngine
 from google.protobuf.json_format import MessageToDict, ParseDict
 from protobufs import IMAGE, Registered, any_inputs, as_on
 
-from tasks.evaluate import evaluate
-from tasks.policy_training import rl, sft
-from tasks.profiles import LAPTOP, PROFILES, Profile, read_profile
-from tasks.promote import promote
+from engine.stages.profiles import LAPTOP, PROFILES, Profile, read_profile
+from tasks.stages import evaluate, promote, rl, sft
 from tasks.variants import head_pod, stage_pod, worker_pod
 
 WITH_GPUS = [name for name, profile in PROFILES.items() if profile.gpus]
@@ -193,8 +191,7 @@ def test_results_are_cached_by_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", ["sft", "rl", "evaluate"])
 def test_the_graph_has_the_stage_that_reads_the_profile(registered: Registered, stage: str) -> None:
     (node,) = [n for n in registered.workflow("rlhf").nodes if n.metadata.name == stage]
-    module = "evaluate" if stage == "evaluate" else "policy_training"
-    assert node.task_node.reference_id.name == f"tasks.{module}.{stage}"
+    assert node.task_node.reference_id.name == f"tasks.stages.{stage}"
     (given,) = [binding for binding in node.inputs if binding.var == "profile"]
     profile = "sft_profile" if stage == "sft" else "profile"
     assert (given.binding.promise.node_id, given.binding.promise.var) == ("n0", profile)
@@ -236,7 +233,7 @@ def test_the_container_writes_the_stage_of_its_input(
     spec = DynamicJobSpec.FromString((tmp_path / "out" / "futures.pb").read_bytes())
     (template,) = spec.tasks
     assert isinstance(template, TaskTemplate)
-    assert template.id.name == "tasks.policy_training.rl_stage"
+    assert template.id.name == "tasks.stages.rl_stage"
     assert template.container.image == "cuda@sha256:2"
     job = ParseDict(MessageToDict(template.custom), RayJob())
     (workers,) = job.ray_cluster.worker_group_spec

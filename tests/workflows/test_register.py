@@ -101,7 +101,7 @@ def test_edited_sources_are_refused_or_marked(small: Path, change: str) -> None:
 def test_what_goes_into_no_image_may_differ(small: Path) -> None:
     (small / "notes.md").write_text("other notes\n")
     assert "dirty" not in version_of(small, IMAGES)
-    assert {"engine", "tasks", "workflows"} <= set(SOURCES)
+    assert {"engine", "examples", "tasks", "workflows"} <= set(SOURCES)
 
 
 def test_without_git_there_is_no_version(tmp_path: Path) -> None:
@@ -155,12 +155,7 @@ def task(cluster: Cluster, version: str, name: str) -> Any:
 
 def test_what_lays_a_stage_out_knows_the_images(cluster: Cluster, version: str) -> None:
     """By digest, in its container's variables: they go into the stages that it writes."""
-    for name in (
-        "policy_training.sft",
-        "policy_training.rl",
-        "evaluate.evaluate",
-        "promote.promote",
-    ):
+    for name in ("stages.sft", "stages.rl", "stages.evaluate", "stages.promote"):
         container = task(cluster, version, f"tasks.{name}").container
         assert container.image == IMAGE
         variables = {pair.key: pair.value for pair in container.env}
@@ -176,13 +171,11 @@ def test_tasks_ask_for_the_secrets_that_they_need(cluster: Cluster, version: str
 
     tracking = {"MLFLOW_TRACKING_TOKEN": ("team", "mlflow")}
     both = tracking | {"WANDB_API_KEY": ("team", "wandb")}
-    assert asked("policy_training.rl_stage") == asked("policy_training.sft_stage") == both
-    for name in ("plan.plan", "report.report", "failure.rlhf_failed", "evaluate.evaluate_stage"):
+    assert asked("stages.rl_stage") == asked("stages.sft_stage") == both
+    for name in ("stages.plan", "stages.report", "failure.rlhf_failed", "stages.evaluate_stage"):
         assert asked(name) == tracking, name
-    assert asked("policy_training.rl") == {}, (
-        "the pod that lays it out needs none, and passes on the names"
-    )
-    for name, names in (("policy_training.rl", both), ("report.report", tracking)):
+    assert asked("stages.rl") == {}, "the pod that lays it out needs none, and passes on the names"
+    for name, names in (("stages.rl", both), ("stages.report", tracking)):
         variables = {
             one.key: one.value for one in task(cluster, version, f"tasks.{name}").container.env
         }
@@ -276,7 +269,7 @@ def test_registering_again_changes_nothing_and_other_content_is_refused(
     assert {key[3] for key in known} >= {"v1"}
     _send(remote, few, dry_run.settings, "v1")
     assert cluster.admin.created == known
-    (other,) = [copy.deepcopy(one) for one in few if kind_of(one)[1] == "tasks.promote.rollback"]
+    (other,) = [copy.deepcopy(one) for one in few if kind_of(one)[1] == "tasks.stages.rollback"]
     other.template.container._image = CUDA
     with pytest.raises(RegistrationError, match=r"different structure.*register another commit"):
         _send(remote, [other], dry_run.settings, "v1")
@@ -425,9 +418,7 @@ for checkout, image in json.loads(sys.argv[1]):
     if os.fork() == 0:  # images are read, and sources hashed, once in a process
         os.environ["HYBRIDFLYTE_IMAGE"] = image
         sys.path.insert(0, checkout)
-        from tasks.evaluate import evaluate_stage
-        from tasks.policy_training import rl_stage, sft_stage
-        from tasks.preprocess import preprocess
+        from tasks.stages import evaluate_stage, preprocess, rl_stage, sft_stage
         stages = preprocess, sft_stage, rl_stage, evaluate_stage
         assert all(sys.modules[stage.__module__].__file__.startswith(checkout) for stage in stages)
         keys = {stage.name: stage.metadata.cache_version for stage in stages}
@@ -484,9 +475,7 @@ def test_pyflyte_run_remote_uploads_the_code(checkout: Path, cluster: Cluster) -
     # What the launch plan fixes was not sent; the server would have refused it.
     assert set(request.inputs.literals) <= {"config", "seed"}
     assert request.inputs.literals["seed"].scalar.primitive.integer == 4
-    container = task(
-        cluster, request.spec.launch_plan.version, "tasks.policy_training.rl"
-    ).container
+    container = task(cluster, request.spec.launch_plan.version, "tasks.stages.rl").container
     arguments = list(container.args)
     assert arguments[0] == "pyflyte-fast-execute"
     uri = arguments[arguments.index("--additional-distribution") + 1]

@@ -83,6 +83,7 @@ def tracked_files() -> list[str]:
             "--others",
             "--exclude-standard",
             "engine",
+            "examples",
             "tasks",
             "workflows",
         ],
@@ -93,7 +94,7 @@ def tracked_files() -> list[str]:
     if listed.returncode:  # an unpacked archive
         return [
             str(path.relative_to(REPOSITORY))
-            for package in ("engine", "tasks", "workflows")
+            for package in ("engine", "examples", "tasks", "workflows")
             for path in (REPOSITORY / package).rglob("*.py")
         ]
     return [name for name in listed.stdout.split() if (REPOSITORY / name).exists()]

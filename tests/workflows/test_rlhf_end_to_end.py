@@ -20,9 +20,10 @@ from tracker_files import tensorboard_points
 from engine.config import digest
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.lineage.__main__ import main as lineage
+from engine.stages.pinning import pin_named_content
 from engine.storage.artifacts import read_manifest, verify
 from engine.storage.digests import hash_file
-from tasks.inputs import RLHFConfig, pin_named_content
+from tasks.inputs import RLHFConfig
 
 STEPS = TINY["rl"]["trainer"]["total_training_steps"]
 SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")

@@ -2,7 +2,8 @@
 
     owner → `main` (waits) → `_serve` (first process of the namespaces) → a process a program
 
-Only the standard library, and what lies beside this file. Requests and answers are `messages`.
+Only the standard library, and what lies beside this file. Requests and answers are messages of
+`programs`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import time
 from typing import Any
 
 from engine.rewards.sandbox import programs, walls
-from engine.rewards.sandbox import programs as messages
-from engine.rewards.sandbox import walls as seccomp
 
 _ALONE = 1_000_000  # users from here on are those of sandboxes
 _DRAIN = 1 << 16
@@ -26,11 +25,10 @@ _DRAIN = 1 << 16
 def main(control_fd: int, program_fd: int) -> None:
     """Answer the owner at `control_fd`; `program_fd` is the channel of programs that are called."""
     control = socket.socket(fileno=control_fd)
-    setup = messages.receive(control, 60.0)
-    wanted = setup["walls"]
+    setup = programs.receive(control, 60.0)
     walls.die_with_parent()
     uid = _ALONE + os.getpid()
-    layers = {"namespaces": wanted["namespaces"] and walls.new_namespaces()}
+    layers = {"namespaces": setup["walls"]["namespaces"] and walls.new_namespaces()}
     walls.hide()
     child = os.fork() if layers["namespaces"] else 0
     if child:
@@ -44,7 +42,7 @@ def main(control_fd: int, program_fd: int) -> None:
         if not layers["root"]:
             os.chdir(setup["folder"])
         _serve(_Sandbox(control, program_fd, setup, layers, uid))
-    except messages.Closed:  # the owner has gone
+    except programs.Closed:  # the owner has gone
         pass
     os._exit(0)
 
@@ -62,57 +60,57 @@ class _Sandbox:
     ) -> None:
         self.control, self.program_fd, self.setup = control, program_fd, setup
         self.layers, self.uid = layers, uid
-        self.wanted = setup["walls"]
+        self.asked_walls = setup["walls"]
 
-    def confine(self, told: int) -> None:
-        """Put the walls around this process; tell by `told` which ones the host has given."""
+    def confine(self, report_fd: int) -> None:
+        """Put the walls around this process; report which ones the host has given."""
         setup, layers = self.setup, self.layers
-        private = self.wanted["user"] and (os.geteuid() == 0 or layers["namespaces"])
+        private = self.asked_walls["user"] and (os.geteuid() == 0 or layers["namespaces"])
         if not layers["root"] and os.geteuid() == 0:
             os.chown(setup["folder"], self.uid, self.uid)
-        layers["user"] = self.wanted["user"] and walls.other_user(self.uid)
+        layers["user"] = self.asked_walls["user"] and walls.other_user(self.uid)
         walls.die_with_parent()
         walls.limit(
             setup["memory_mb"], setup["cpu_s"], setup["disk_mb"], setup["threads"] * private
         )
         layers["landlock"] = (
-            not layers["root"] and self.wanted["landlock"] and walls.landlock(setup["folder"])
+            not layers["root"] and self.asked_walls["landlock"] and walls.landlock(setup["folder"])
         )
-        layers["seccomp"] = self.wanted["seccomp"] and seccomp.restrict()
-        os.write(told, "".join("01"[bool(layers[name])] for name in programs.LAYERS).encode())
-        os.close(told)
+        layers["seccomp"] = self.asked_walls["seccomp"] and walls.restrict()
+        os.write(report_fd, "".join("01"[bool(layers[name])] for name in programs.LAYERS).encode())
+        os.close(report_fd)
 
 
 def _serve(sandbox: _Sandbox) -> None:
     while True:
-        request = messages.receive(sandbox.control, 3600.0)
-        messages.send(sandbox.control, _run(sandbox, request))
+        request = programs.receive(sandbox.control, 3600.0)
+        programs.send(sandbox.control, _run(sandbox, request))
 
 
 def _run(sandbox: _Sandbox, request: dict[str, Any]) -> dict[str, object]:
     """Run one program to its end, or to its deadline; what it wrote, and how it ended."""
-    told, tell = os.pipe()
-    output, write = os.pipe()
+    report, report_write = os.pipe()
+    output, output_write = os.pipe()
     start = time.monotonic()
     child = os.fork()
     if not child:
         try:
-            os.close(told)
+            os.close(report)
             os.close(output)
             sandbox.control.close()
-            programs.connect(request, write)
-            sandbox.confine(tell)
+            programs.connect(request, output_write)
+            sandbox.confine(report_write)
             programs.run(request, sandbox.program_fd)
         finally:
             os._exit(1)
-    os.close(tell)
-    os.close(write)
+    os.close(report_write)
+    os.close(output_write)
     if request["kind"] != "stdin":  # the other end must learn when the program has ended
         os.close(sandbox.program_fd)
     text, ended = _watch(child, output, start + request["wall_s"], sandbox.setup["output_bytes"])
     status = _end(child)
-    walls_told = os.read(told, len(programs.LAYERS)).decode()
-    os.close(told)
+    given = os.read(report, len(programs.LAYERS)).decode()
+    os.close(report)
     os.close(output)
     if sandbox.layers["namespaces"]:
         _end_all()
@@ -121,7 +119,7 @@ def _run(sandbox: _Sandbox, request: dict[str, Any]) -> dict[str, object]:
         "ended": ended,  # by itself, or cut at a limit
         "status": status,
         "seconds": time.monotonic() - start,
-        "layers": dict(zip(programs.LAYERS, (one == "1" for one in walls_told), strict=False)),
+        "layers": dict(zip(programs.LAYERS, (bit == "1" for bit in given), strict=False)),
     }
 
 

@@ -22,15 +22,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-# How a sandbox and its owner speak: frames of JSON, and Python values in JSON.
-#
-# JSON, never pickle: what comes from a sandbox is anybody's.
+# Messages are frames of JSON, never pickle: what comes from a sandbox is anybody's.
 
 LONGEST = 8 << 20  # bytes of a frame
 
 
 class Closed(Exception):
-    """The other end is gone, late, or sent what is no message."""
+    """Raised where the other end is gone, late, or sent what is no message."""
 
 
 def send(channel: socket.socket, message: object, seconds: float = 60.0) -> None:
@@ -89,9 +87,9 @@ def encode(value: object, other: Callable[[object], object]) -> object:
         return ["c", value.real.hex(), value.imag.hex()]
     for tag, kind in _KINDS.items():
         if isinstance(value, kind):
-            return [tag, [encode(one, other) for one in value]]
+            return [tag, [encode(entry, other) for entry in value]]
     if isinstance(value, dict):
-        pairs = [[encode(key, other), encode(one, other)] for key, one in value.items()]
+        pairs = [[encode(key, other), encode(entry, other)] for key, entry in value.items()]
         return ["d", pairs]
     return other(value)
 
@@ -107,9 +105,9 @@ def decode(coded: Any, other: Callable[[Any], object]) -> Any:
         if tag == "c":
             return complex(float.fromhex(first), float.fromhex(coded[2]))
         if tag in _KINDS:
-            return _KINDS[tag](decode(one, other) for one in first)
+            return _KINDS[tag](decode(entry, other) for entry in first)
         if tag == "d":
-            return {decode(key, other): decode(one, other) for key, one in first}
+            return {decode(key, other): decode(entry, other) for key, entry in first}
         return other(coded)
     except (TypeError, IndexError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"no value: {error}") from None
@@ -124,10 +122,7 @@ _SIMPLE: dict[str, Callable[[str], object]] = {
 }
 
 
-# The programs of a sandbox: one that reads and writes, one whose functions are called, a tester.
-#
-# A tester has the tests and none of the judged code: what that defines, it calls in another
-# sandbox
+# A tester has the tests and none of the judged code: what that defines, it calls in another sandbox
 # through `Remote`, value by value. So judged code never meets the answers that are expected.
 
 LAYERS = ("namespaces", "root", "user", "landlock", "seccomp")
@@ -188,11 +183,11 @@ def _serve(code: str, channel: socket.socket) -> None:
     _execute(code, namespace)
     objects: list[object] = []
 
-    def held(value: object) -> list[object]:
+    def kept(value: object) -> list[object]:
         objects.append(value)
         return ["o", len(objects) - 1]
 
-    def found(coded: Any) -> Any:
+    def object_of(coded: Any) -> Any:
         if coded[0] != "o":
             raise ValueError("no object")
         return objects[coded[1]]
@@ -208,11 +203,11 @@ def _serve(code: str, channel: socket.socket) -> None:
             if what == "name":
                 value = namespace[target]
             elif what == "get":
-                value = getattr(found(target), details)
+                value = getattr(object_of(target), details)
             else:
-                arguments, words = decode(details, found)
-                value = found(target)(*arguments, **words)
-            answer = ["value", encode(value, held)]
+                arguments, words = decode(details, object_of)
+                value = object_of(target)(*arguments, **words)
+            answer = ["value", encode(value, kept)]
         except SystemExit:
             raise
         except BaseException as error:
@@ -249,10 +244,10 @@ def ask(
     """
     left = min(_PATIENCE_S, until - time.monotonic())
     send(channel, [what, target, details], left)
-    said = receive(channel, left)
-    if not isinstance(said, list) or len(said) != 2:
+    reply = receive(channel, left)
+    if not isinstance(reply, list) or len(reply) != 2:
         raise Closed("no answer")
-    status, answer = said
+    status, answer = reply
     if status == "value":
         return decode(answer, lambda coded: _remote(channel, coded))
     kind = getattr(builtins, str(answer), RuntimeError)
@@ -281,14 +276,14 @@ def _test(request: dict[str, Any], channel: socket.socket) -> None:
     sys.stdout = sys.stderr
     namespace: dict[str, object] = {"__name__": "tests"}
     passed: list[bool] = []
-    tests = [one for one in ast.parse(request["code"]).body if not isinstance(one, ast.FunctionDef)]
-    judged = [one for one in tests if isinstance(one, ast.Assert | ast.Expr)]
+    statements = ast.parse(request["code"]).body
+    count = sum(isinstance(statement, ast.Assert | ast.Expr) for statement in statements)
     try:
         for name in receive(channel, _PATIENCE_S):
             namespace[str(name)] = ask(channel, "name", str(name))
         if request["candidate"]:
             namespace["candidate"] = namespace.get(request["candidate"])
-        for statement in ast.parse(request["code"]).body:
+        for statement in statements:
             part = compile(ast.Module([statement], []), "tests.py", "exec")
             try:
                 exec(part, namespace)
@@ -301,6 +296,6 @@ def _test(request: dict[str, Any], channel: socket.socket) -> None:
                 passed.append(ok)
     except Closed:
         pass
-    passed += [False] * (len(judged) - len(passed))
+    passed += [False] * (count - len(passed))
     verdict.write(json.dumps(passed))
     verdict.flush()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import engine.rewards.sandbox as ours
+import engine.rewards.sandbox
 from engine.errors import RewardError
 from engine.rewards.sandbox import programs
 
@@ -89,9 +89,9 @@ class Sandbox:
         if sys.platform != "linux":
             raise RewardError("programs are run on Linux only, where they can be locked in")
         self._folder = tempfile.mkdtemp(prefix="sandbox-")
-        self._control, theirs = socket.socketpair()
+        self._control, guest_end = socket.socketpair()
         spare, program = socket.socketpair() if channel is None else (None, channel)
-        path = Path(ours.__file__).parent
+        path = Path(engine.rewards.sandbox.__file__).parent
         packages = {
             "engine": path.parents[1],
             "engine.rewards": path.parent,
@@ -99,20 +99,20 @@ class Sandbox:
         }
         names = json.dumps({name: str(folder) for name, folder in packages.items()})
         python = [os.path.realpath(sys.executable), "-s", "-P", "-S", "-B", "-c", _START]
-        with theirs:
+        with guest_end:
             self._process = subprocess.Popen(
-                [*python, names, str(theirs.fileno()), str(program.fileno())],
+                [*python, names, str(guest_end.fileno()), str(program.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), program.fileno()],
+                pass_fds=[guest_end.fileno(), program.fileno()],
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
                 cwd=self._folder,
                 start_new_session=True,
             )
-        for one in (spare, program):
-            if one is not None:
-                one.close()
+        for end in (spare, program):
+            if end is not None:
+                end.close()
         setup = {name: getattr(limits, name) for name in Limits.__slots__}
         setup |= {"walls": {name: getattr(walls, name) for name in Walls.__slots__}}
         with suppress(programs.Closed):  # it has ended, which `run` says
@@ -126,15 +126,15 @@ class Sandbox:
             programs.send(self._control, request, _START_S)
 
     def end(self) -> Ended:
-        """Wait for the program that was begun; LOST where the sandbox is gone."""
+        """Wait for the program that was started; LOST where the sandbox is gone."""
         try:
-            told = programs.receive(self._control, self._deadline - time.monotonic())
+            answer = programs.receive(self._control, self._deadline - time.monotonic())
             return Ended(
-                str(told["output"]),
-                str(told["ended"]),
-                int(told["status"]),
-                float(told["seconds"]),
-                {str(name): bool(there) for name, there in told["layers"].items()},
+                str(answer["output"]),
+                str(answer["ended"]),
+                int(answer["status"]),
+                float(answer["seconds"]),
+                {str(name): bool(there) for name, there in answer["layers"].items()},
             )
         except programs.Closed:
             return LOST

@@ -16,11 +16,9 @@ import struct
 import sys
 from pathlib import Path
 
-# A seccomp filter: which system calls a program may make (Linux on x86-64 and arm64).
-#
-# Threads, files and memory are allowed. New processes, programs and sockets, signals to others,
-# and
-# whatever changes or looks into other processes, mounts or the kernel are refused with EPERM.
+# The seccomp filter allows threads, files and memory. New processes, programs and sockets, signals
+# to others, and whatever changes or looks into other processes, mounts or the kernel are refused
+# with EPERM.
 
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -149,12 +147,9 @@ def _filter(machine: _Machine, pid: int) -> bytes:
     return b"".join(struct.pack("HBBI", *line) for line in lines)
 
 
-# What a sandbox takes from its programs: the host's files, processes, network, and resources.
-#
 # Namespaces where the host allows them (as root, or in a user namespace), Landlock where it has no
 # mounts of its own, another user where it may change to one, and limits always. Linux's own calls
-# by
-# ctypes: the standard library has none for these.
+# by ctypes: the standard library has none for these.
 
 NEWUSER, NEWNS = 0x10000000, 0x00020000
 _NEWPID, _NEWNET, _NEWIPC, _NEWUTS = 0x20000000, 0x40000000, 0x08000000, 0x04000000

@@ -48,6 +48,14 @@ class ByText:
                 pass
         if word == "block":
             time.sleep(60)
+        if word == "nap":
+            await asyncio.sleep(0.5)
+        if word == "catch":
+            while True:
+                try:
+                    time.sleep(60)
+                except BaseException:
+                    continue
         if word == "hold":  # as code that hears no signal
             os.kill(os.getpid(), signal.SIGSTOP)
         if word == "exit":

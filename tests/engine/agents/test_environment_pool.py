@@ -74,15 +74,9 @@ def test_a_thousand_episodes_are_played_at_once(pool: EnvironmentPool) -> None:
     [
         ("sleep", "deadline", "gave no answer within 1 s"),
         ("stubborn", "deadline", "gave no answer within 1 s"),
-        ("spin", "deadline", "gave no answer within 1 s"),
-        ("block", "deadline", "gave no answer within 1 s"),
         ("raise", "raised", "raised RuntimeError: out of luck"),
         ("leave", "raised", "SystemExit: 3"),
-        (
-            "lie",
-            "malformed",
-            "returned dict; return an Observation of engine.agents.environment_protocol",
-        ),
+        ("lie", "malformed", "returned dict; return an Observation of engine.agents"),
         ("text", "malformed", "a message is a mapping"),
         ("nan", "not_finite", "returned reward nan"),
     ],
@@ -120,14 +114,26 @@ def test_a_reset_that_raises_is_told(pool: EnvironmentPool) -> None:
     episode.close()
 
 
-@pytest.mark.parametrize(("word", "cause"), [("exit", "crashed"), ("hold", "deadline")])
-def test_a_process_that_is_lost_is_replaced(pool: EnvironmentPool, word: str, cause: str) -> None:
-    good, bad = pool.open(), pool.open()
-    for one in [good.reset({"start": 1}), bad.reset({"start": 2})]:
+@pytest.mark.parametrize(
+    ("word", "cause", "words"),
+    [
+        ("exit", "crashed", "its process ended with exit status 7"),
+        ("hold", "deadline", "gave no answer within 1 s"),
+        ("spin", "deadline", "gave no answer within 1 s"),
+        ("block", "deadline", "gave no answer within 1 s"),
+        ("catch", "deadline", "gave no answer within 1 s"),
+    ],
+)
+def test_a_process_that_is_lost_is_replaced(
+    pool: EnvironmentPool, word: str, cause: str, words: str
+) -> None:
+    good, bad, waiting = pool.open(), pool.open(), pool.open()
+    for one in [episode.reset({"start": 1}) for episode in (good, bad, waiting)]:
         one.result()
     pid = good.step(Action("go")).result().info["pid"]
-    with pytest.raises(EnvironmentFailure) as caught:
-        bad.step(Action(word)).result(20)
+    failing = bad.step(Action(word))
+    with pytest.raises(EnvironmentFailure, match=words) as caught:
+        failing.result(20)
     assert caught.value.cause == cause
     with pytest.raises(EnvironmentFailure) as lost:
         good.step(Action("go")).result(20)
@@ -135,8 +141,26 @@ def test_a_process_that_is_lost_is_replaced(pool: EnvironmentPool, word: str, ca
     good.reset({"start": 1}).result(20)
     assert good.step(Action("go")).result(20).info["pid"] != pid
     assert not psutil.pid_exists(int(str(pid)))
-    good.close()
-    bad.close()
+    for episode in (good, bad, waiting):
+        episode.close()
+
+
+def test_code_that_keeps_the_loop_costs_other_calls_no_deadline(pool: EnvironmentPool) -> None:
+    """Who is late is told from who waits for it: these are lost, and may begin again."""
+    bad, others = pool.open(), [pool.open() for _ in range(3)]
+    for one in [episode.reset({"start": 1}) for episode in (bad, *others)]:
+        one.result()
+    before = pool.failures.copy()
+    waiting = [episode.step(Action("nap")) for episode in others]  # for less than the deadline
+    failing = bad.step(Action("block"))
+    for answer in waiting:
+        with pytest.raises(EnvironmentFailure) as lost:
+            answer.result(20)
+        assert lost.value.cause == "lost"
+    assert isinstance(failing.exception(20), EnvironmentFailure)
+    assert pool.failures - before == {"lost": 3, "deadline": 1}
+    for episode in (bad, *others):
+        episode.close()
 
 
 def test_a_state_moves_to_another_episode(pool: EnvironmentPool) -> None:

@@ -11,18 +11,10 @@ import pytest
 
 from engine.agents import Observation, is_resumable, make_environment
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.data.demonstrations import (
-    KINDS,
-    Habits,
-    guessing_demonstration,
-    guessing_row,
-    product_demonstration,
-    product_row,
-    program_text,
-    python_demonstration,
-    python_row,
-)
 from engine.errors import EngineError
+from examples.guessing import guessing_demonstration, guessing_row
+from examples.products import Habits, product_demonstration, product_row
+from examples.python_tasks import KINDS, program_text, python_demonstration, python_row
 
 
 def played(environment: Any, row: Mapping[str, Any], texts: list[str]) -> list[Observation]:

@@ -10,17 +10,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.checkpoint import CheckpointStore
-from engine.checkpoint.run_lock import LockFile, hold_lock
+from engine.checkpoint.run_lock import NAME, FolderLock, Owner, hold_lock
 from engine.errors import LockedCheckpointsError
 from engine.storage.folder import Folder
 
-ELSEWHERE = LockFile("another machine", "node-9", 4711, "5", "2026-11-22T08:00:00Z")
+ELSEWHERE = Owner("another machine", "node-9", 4711, "5", "2026-11-22T08:00:00Z")
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -30,9 +30,9 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     return Folder(f"{request.getfixturevalue('bucket')}/{tmp_path.name}")
 
 
-def write(root: Folder, lock: LockFile) -> None:
+def write(root: Folder, lock: Owner) -> None:
     root.create()
-    root.write(".lock-other.json", [json.dumps(asdict(lock)).encode()])
+    root.write(NAME, [lock.as_json()])
 
 
 def locks(root: Folder) -> list[str]:
@@ -95,10 +95,11 @@ def test_a_lock_without_a_sign_of_life_is_taken_over(root: Folder) -> None:
     for lock in (ELSEWHERE, None):
         write(root, ELSEWHERE)
         if lock is None:
-            root.write(".lock-other.json", [b"[" * 100_000])
+            root.write(NAME, [b"[" * 100_000])
         with hold_lock(root.uri, stale_s=0.2):
-            [own] = locks(root)
-            assert own != ".lock-other.json"
+            assert locks(root) == [NAME]
+            assert json.loads(root.read(NAME))["pid"] == os.getpid()
+        assert locks(root) == []
 
 
 def test_a_beating_lock_of_another_machine_is_refused(root: Folder) -> None:
@@ -120,18 +121,18 @@ def test_a_beating_lock_of_another_machine_is_refused(root: Folder) -> None:
     finally:
         ended.set()
         thread.join()
-    assert locks(root) == [".lock-other.json"]
+    assert json.loads(root.read(NAME))["pid"] == 4711
 
 
 def test_a_holder_that_was_overtaken_commits_nothing(root: Folder) -> None:
     store = CheckpointStore(root.uri)
     with hold_lock(root.uri, beat_s=60.0):
-        [own] = locks(root)
         draft = store.begin(1)
-        write(root, ELSEWHERE)  # looks, and may withdraw
+        root.remove_file(NAME)  # nobody has taken it
         store.commit(draft)
+        assert locks(root) == [NAME]
         draft = store.begin(2)
-        root.remove_file(own)
+        write(root, ELSEWHERE)
         with pytest.raises(LockedCheckpointsError, match=r"has taken .* over, because this one"):
             store.commit(draft)
         store.abandon(draft)
@@ -143,15 +144,15 @@ def test_a_holder_beats_and_sees_that_it_was_overtaken(
 ) -> None:
     root = Folder(tmp_path)
     with hold_lock(tmp_path, beat_s=0.05):
-        [own] = locks(root)
-        beats = {json.loads(root.read(own))["beat"]}
+        beats = {json.loads(root.read(NAME))["beat"]}
         deadline = time.monotonic() + 20
         while len(beats) < 3 and time.monotonic() < deadline:
-            beats.add(json.loads(root.read(own))["beat"])
+            beats.add(json.loads(root.read(NAME))["beat"])
         assert len(beats) == 3
         write(root, ELSEWHERE)
         while "taken" not in caplog.text and time.monotonic() < deadline:
-            (tmp_path / own).unlink(missing_ok=True)
+            write(root, ELSEWHERE)  # its next beat may be written just after a look
+            time.sleep(0.2)
     assert f"another run has taken {tmp_path} over" in caplog.text
 
 
@@ -162,3 +163,25 @@ def test_a_folder_that_takes_no_lock_stops_no_run(
     with caplog.at_level(logging.WARNING), hold_lock(tmp_path / "file"):
         pass
     assert "other runs can't be kept out of this folder" in caplog.text
+
+
+def test_of_two_that_find_a_stale_lock_one_has_the_folder(root: Folder) -> None:
+    write(root, ELSEWHERE)
+    locks_ = [FolderLock(root, beat_s=60.0, stale_s=0.5) for _ in range(2)]
+    for number, lock in enumerate(locks_):  # as runs of two other machines
+        lock._owner = replace(lock._owner, machine=f"machine {number}", pid=number + 1)
+    refused: list[str] = []
+
+    def take(lock: FolderLock) -> None:
+        try:
+            lock.acquire()
+        except LockedCheckpointsError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=take, args=(lock,)) for lock in locks_]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(refused) == 1
+    assert "is in use by another run" in refused[0]

@@ -84,7 +84,7 @@ def test_rows_of_several_forms_are_pairs(tmp_path: Path, tiny_folder: Path) -> N
     )
     assert one == other
     assert read_sft_pairs([str(tmp_path)], tokenizer, max_length=2, too_long="drop") == []
-    with pytest.raises(DataError, match=r"row 1: \d+ tokens are more than 2"):
+    with pytest.raises(DataError, match=r"longer than 2 tokens, first row 1 with \d+"):
         read_sft_pairs([str(tmp_path)], tokenizer, max_length=2)
     (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "1+1="}))
     with pytest.raises(DataError, match="there is no column 'response'"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from invariants import check_fleet
 
 from engine.controller.supervision import (
     Action,
@@ -24,7 +24,7 @@ from engine.controller.supervision import (
     Synced,
     SyncWeights,
 )
-from engine.errors import ConfigError, WorkerError
+from engine.errors import WorkerError
 
 POLICY = HealthPolicy(
     suspect_after=5, dead_after=20, start_timeout=50, sync_timeout=30, max_restarts=2, window=100
@@ -41,17 +41,17 @@ class Drive:
     def on(self, name: str, event: Event, now: float, attempt: int | None = None) -> Drive:
         attempt = self.fleet.workers[name].attempt if attempt is None else attempt
         self.fleet, self.did = self.fleet.handle(name, attempt, event, now)
-        self.fleet.check()
+        check_fleet(self.fleet)
         return self
 
     def tick(self, now: float) -> Drive:
         self.fleet, self.did = self.fleet.tick(now)
-        self.fleet.check()
+        check_fleet(self.fleet)
         return self
 
     def updated(self, version: int, now: float) -> Drive:
         self.fleet, self.did = self.fleet.updated(version, now)
-        self.fleet.check()
+        check_fleet(self.fleet)
         return self
 
     def serve(self, name: str, now: float) -> Drive:
@@ -257,28 +257,4 @@ def test_check_sees_what_is_broken() -> None:
         replace(fleet, stopped=Stop("no reason")),
     ):
         with pytest.raises(WorkerError):
-            broken.check()
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"suspect_after": 20.0},
-        {"suspect_after": 0.0},
-        {"start_timeout": 0.0},
-        {"sync_timeout": -1.0},
-        {"window": 0.0},
-        {"max_restarts": -1},
-        {"backoff": -1.0},
-        {"backoff_max": -1.0},
-    ],
-)
-def test_a_policy_that_can_t_work_is_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(bad))):
-        HealthPolicy(**bad)
-
-
-def test_a_fleet_needs_a_worker_and_a_bound() -> None:
-    for names, max_lag in (([], 0), (["a"], -1)):
-        with pytest.raises(ConfigError):
-            Fleet.start(names, 0, POLICY, max_lag)
+            check_fleet(broken)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import check_admission, check_fleet
 
 from engine.controller.rollout_queue import Admission, AdmissionLimits, AdmittedGroup, Ticket
 from engine.controller.supervision import (
@@ -65,7 +66,7 @@ def test_invariants_hold_in_any_order_of_events(
             fleet, did = before.handle(name, attempt, Synced(before.version - event.version), now)
         else:
             fleet, did = before.handle(name, attempt, event, now)
-        fleet.check()
+        check_fleet(fleet)
         asked.update(did)
         assert not (before.stopped and did)
         for old, worker in zip(before.workers.values(), fleet.workers.values(), strict=True):
@@ -132,7 +133,7 @@ class Cluster:
         self.do(actions)
 
     def do(self, actions: tuple[Action, ...]) -> None:
-        self.fleet.check()
+        check_fleet(self.fleet)
         for action in actions:
             match action:
                 case Kill(worker, attempt):
@@ -158,7 +159,7 @@ class Cluster:
         self.do(actions)
         self.give_prompts()
         self.train()
-        self.state.check()
+        check_admission(self.state)
 
     def live(self, who: tuple[str, int], process: Process) -> None:
         """What one process does and suffers in half a second."""

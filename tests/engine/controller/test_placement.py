@@ -16,7 +16,7 @@ import ray
 from probe_worker import Probe
 
 from engine.controller.launch import init_options, launch
-from engine.controller.placement import ClusterNode, Placement, Pool, Strategy, require_capacity
+from engine.controller.placement import ClusterNode, Placement, Pool, require_capacity
 from engine.controller.worker_host import RoleSpec
 from engine.errors import PlacementError, WorkerError
 from engine.workers.role import Worker
@@ -101,27 +101,23 @@ def test_what_fits_is_let_through() -> None:
     require_capacity([Pool(("a",), 2, gpus=1), Pool(("b",), 9, cpus=0)], [SMALL, LARGE])
     require_capacity([Pool(("a",), 4, resources={"accelerator_type:H100": 0.25})], [LARGE])
     require_capacity([Pool(("a",), 2, labels={"disk": "ssd"})], [SMALL, LARGE])
-    require_capacity([Pool(("a",), 4, cpus=1)], [LARGE], "STRICT_PACK")
-    require_capacity([Pool(("a",), 2, cpus=1)], [SMALL, LARGE], "STRICT_SPREAD")
 
 
 @pytest.mark.parametrize(
-    ("pool", "strategy", "reason"),
+    ("pool", "reason"),
     [
-        (Pool(("a",), 2, cpus=4), "PACK", "CPU: wanted 8, present 6;"),
-        (Pool(("a",), 1, cpus=6), "PACK", r"no single node holds one process of a \(6 CPU\)"),
-        (Pool(("a", "b"), 2, cpus=3), "SPREAD", r"hold one process of a\+b .* 1 times, wanted 2"),
-        (Pool(("a",), 1, resources={"fast": 0.1}), "PACK", "fast: wanted 0.1, present 0"),
-        (Pool(("a",), 1, labels={"disk": "tape"}), "PACK", r"labels \{'disk': 'tape'\}"),
-        (Pool(("a",), 1, gpus=1, labels={"disk": "ssd"}), "PACK", "no single node holds"),
-        (Pool(("a",), 1, cpus=0, labels={"disk": "tape"}), "PACK", "no single node holds"),
-        (Pool(("a",), 3, cpus=1.5), "STRICT_PACK", "STRICT_PACK wants one node with 4.5 CPU"),
-        (Pool(("a",), 3, cpus=1), "STRICT_SPREAD", "STRICT_SPREAD wants 3 nodes, present 2"),
+        (Pool(("a",), 2, cpus=4), "CPU: wanted 8, present 6;"),
+        (Pool(("a",), 1, cpus=6), r"no single node holds one process of a \(6 CPU\)"),
+        (Pool(("a", "b"), 2, cpus=3), r"hold one process of a\+b .* 1 times, wanted 2"),
+        (Pool(("a",), 1, resources={"fast": 0.1}), "fast: wanted 0.1, present 0"),
+        (Pool(("a",), 1, labels={"disk": "tape"}), r"labels \{'disk': 'tape'\}"),
+        (Pool(("a",), 1, gpus=1, labels={"disk": "ssd"}), "no single node holds"),
+        (Pool(("a",), 1, cpus=0, labels={"disk": "tape"}), "no single node holds"),
     ],
 )
-def test_what_can_t_fit_is_refused(pool: Pool, strategy: Strategy, reason: str) -> None:
+def test_what_can_t_fit_is_refused(pool: Pool, reason: str) -> None:
     with pytest.raises(PlacementError, match=reason):
-        require_capacity([pool], [SMALL, LARGE], strategy)
+        require_capacity([pool], [SMALL, LARGE])
 
 
 def test_the_table_shows_wanted_and_present_by_node() -> None:
@@ -163,15 +159,14 @@ def test_pools_with_impossible_amounts(changes: dict[str, Any]) -> None:
 
 
 def test_how_ray_is_started() -> None:
-    def options(dashboard: bool = False, **environ: str) -> dict[str, Any]:
-        return init_options(Placement((Pool(("a",)),), dashboard=dashboard), environ)
+    def options(**environ: str) -> dict[str, Any]:
+        return init_options(environ)
 
     assert options()["include_dashboard"] is False
     assert options()["address"] == "local", "never a cluster that somebody else started"
-    assert options(dashboard=True)["include_dashboard"] is True
     assert options(HYBRIDFLYTE_RAY_DASHBOARD="1")["include_dashboard"] is True
     assert options(HYBRIDFLYTE_RAY_DASHBOARD="0")["include_dashboard"] is False
-    joined = options(RAY_ADDRESS="10.0.0.1:6379", dashboard=True)
+    joined = options(RAY_ADDRESS="10.0.0.1:6379", HYBRIDFLYTE_RAY_DASHBOARD="1")
     assert joined["address"] == "10.0.0.1:6379"
     assert "include_dashboard" not in joined
 
@@ -230,7 +225,7 @@ def test_pools_land_on_the_nodes_that_they_ask_for(two_nodes: dict[str, str]) ->
         Pool(("elsewhere", "too"), cpus=0.5, labels={"disk": "!ssd"}),
     )
     specs = [RoleSpec(role, Probe) for pool in pools for role in pool.roles]
-    with launch(Placement(pools, call_timeout_s=60, run="try"), specs) as roles:
+    with launch(Placement(pools, call_timeout_s=60), specs) as roles:
         found = {spec.name: roles[spec.name].node().result() for spec in specs}
         names = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
     fast, head = two_nodes["fast"], two_nodes["head"]
@@ -242,36 +237,24 @@ def test_pools_land_on_the_nodes_that_they_ask_for(two_nodes: dict[str, str]) ->
         "too": head,
     }
     [run] = {name.split("/")[0] for name in names}
-    assert re.fullmatch(r"hybridflyte-try-[0-9a-f]{6}", run)
+    assert re.fullmatch(r"hybridflyte-[0-9a-f]{6}", run)
     wanted = ("by_resource/0", "by_label/0", "light/0", "elsewhere+too/0")
     assert names == {f"{run}/{name}" for name in wanted}
 
 
-@pytest.mark.slow
-def test_processes_are_spread(two_nodes: dict[str, str]) -> None:
-    pools = (Pool(("a",), cpus=0.5), Pool(("b",), cpus=0.5))
-    placement = Placement(pools, strategy="STRICT_SPREAD", call_timeout_s=60)
-    with launch(placement, [RoleSpec("a", Probe), RoleSpec("b", Probe)]) as roles:
-        assert {roles.a.node().result(), roles.b.node().result()} == set(two_nodes.values())
-
-
 @pytest.mark.parametrize(
-    ("pool", "strategy", "reason"),
+    ("pool", "reason"),
     [
-        (Pool(("a",), cpus=3), "PACK", r"no single node holds one process of a \(3 CPU\)"),
-        (Pool(("a",), 2, cpus=1.5), "PACK", "1 times, wanted 2 times"),
-        (Pool(("a",), resources={"accelerator_type:H100": 0.001}), "PACK", "H100: wanted 0.001"),
-        (Pool(("a",), labels={"disk": "tape"}), "PACK", "disk=tape"),
-        (Pool(("a",), 3, cpus=1), "STRICT_PACK", "wants one node with 3 CPU"),
-        (Pool(("a",), 3, cpus=0.1), "STRICT_SPREAD", "wants 3 nodes, present 2"),
+        (Pool(("a",), cpus=3), r"no single node holds one process of a \(3 CPU\)"),
+        (Pool(("a",), 2, cpus=1.5), "1 times, wanted 2 times"),
+        (Pool(("a",), resources={"accelerator_type:H100": 0.001}), "H100: wanted 0.001"),
+        (Pool(("a",), labels={"disk": "tape"}), "disk=tape"),
     ],
 )
 @pytest.mark.slow
-def test_a_real_cluster_refuses_at_once(
-    two_nodes: dict[str, str], pool: Pool, strategy: Strategy, reason: str
-) -> None:
+def test_a_real_cluster_refuses_at_once(two_nodes: dict[str, str], pool: Pool, reason: str) -> None:
     start = time.monotonic()
     with pytest.raises(PlacementError, match=reason) as caught:
-        launch(Placement((pool,), strategy=strategy), [RoleSpec("a", Probe)])
+        launch(Placement((pool,)), [RoleSpec("a", Probe)])
     assert time.monotonic() - start < 2
     assert "[disk=ssd]" in str(caught.value), "the table tells the nodes apart"

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 import torch
+from invariants import check_admission
 
 from engine.batch import Batch, Future
 from engine.controller.rollout_queue import AdmissionLimits, RolloutQueue
@@ -107,7 +108,7 @@ def test_a_group_given_up_while_it_is_scored_is_sampled_again_and_the_others_cou
     [again] = queue.begin("c", 0, 1)
     assert again["group_ids"].tolist() == [0]
     assert list(again.columns["prompt_ids"][0]) == [0]
-    queue.admission.check()
+    check_admission(queue.admission)
 
 
 def test_a_failed_scoring_is_raised(queue: RolloutQueue, calls: list[Reward]) -> None:

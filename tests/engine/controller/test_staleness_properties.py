@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from invariants import check_admission
 
 from engine.controller.rollout_queue import Admission, AdmissionLimits, AdmittedGroup, Ticket
 
@@ -103,7 +104,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         state, limits = self.state, self.state.limits
-        state.check()
+        check_admission(state)
         assert set(state.in_flight) == {ticket.key for ticket in self.live}
         assert {group.ticket.key for group in state.queue} == set(self.queued)
         places = len(state.in_flight) + len(state.queue)
@@ -163,7 +164,7 @@ class Simulation:
             assert self.now < limit, f"update {self.state.version} after {self.now} s"
             getattr(self, what)(who)
             self.fill()
-            self.state.check()
+            check_admission(self.state)
         return self.now
 
     def fill(self) -> None:

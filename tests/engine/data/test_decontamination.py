@@ -1,4 +1,4 @@
-"""Held-out prompts in training data: the same words, or most runs of words."""
+"""Rows that held-out rows contain, and prompts that were seen before."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.config import DataConfig
-from engine.data.decontamination import HeldOut, without_held_out
+from engine.data.decontamination import HeldOut, SeenPrompts, without_held_out
 from engine.data.rows import rl_row, sft_row
 from engine.data.sources import Splits
 from engine.errors import DataError
@@ -88,3 +90,18 @@ def test_splits_lose_what_is_held_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sft_train: all its prompts are in held-out ones"):
         without_held_out(Splits(**{**splits.frames(), "sft_train": learned("t")},
                                 source_digest="", source_uri=""), config)  # fmt: skip
+
+
+# Few bytes, so that keys repeat, and NULs at the end, which NumPy drops.
+KEYS = st.lists(st.binary(max_size=2).map(lambda some: some.ljust(16, b"\0")), max_size=60)
+
+
+@given(
+    keys=KEYS | st.lists(st.integers(0, 40).map(lambda n: bytes([n]) * 16)),
+    recent=st.integers(1, 9),
+)
+def test_a_key_is_new_once(keys: list[bytes], recent: int) -> None:
+    seen, known = SeenPrompts(recent), set[bytes]()
+    for key in keys:
+        assert seen.add(key) == (key not in known)
+        known.add(key)

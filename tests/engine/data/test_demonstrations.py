@@ -10,7 +10,7 @@ import pytest
 from engine.config import ContaminationConfig, DataConfig
 from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
 from engine.data.rows import prompt_text
-from engine.data.sources import DEALT_APART, load_splits, source_digest
+from engine.data.sources import load_splits, source_digest, splits_are_disjoint
 from engine.errors import ConfigError
 from engine.promotion.gate import share_trained_on
 
@@ -19,7 +19,9 @@ SOURCES = ("guessing", "products", "python_tasks")
 
 def config(source: str, **options: Any) -> DataConfig:
     sizes = {"sft_size": 400, "train_size": 100, "validation_size": 16, "test_size": 60}
-    return DataConfig.model_validate({"source": source, "options": options, **sizes})
+    return DataConfig.model_validate(
+        {"source": source, "options": options, "plugins": [f"examples.{source}"], **sizes}
+    )
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -36,7 +38,7 @@ def test_rows_keep_the_contract_and_nothing_held_out_is_trained_on(source: str) 
     for name, frame in splits.frames().items():
         check(frame, SFT_PAIRS if name.startswith("sft_") else RL_PROMPTS, name)
     check_disjoint(splits.frames())
-    assert source in DEALT_APART
+    assert splits_are_disjoint(config(source))
     training = [prompt_text(p) for n in ("sft_train", "train") for p in splits.frames()[n].prompt]
     rule = ContaminationConfig()
     test = [prompt_text(prompt) for prompt in splits.test["prompt"]]

@@ -1,3 +1,7 @@
+"""Chat templates: prompts, responses and conversations to tokens and back."""
+
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

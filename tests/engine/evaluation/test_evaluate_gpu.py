@@ -15,8 +15,8 @@ from tiny_engine import arithmetic_rows
 from engine.config import DataConfig, EvaluateConfig
 from engine.evaluation.scoring import evaluate_model
 from engine.promotion import gate
+from engine.rollout import protocol
 from engine.storage.digests import sources_digest
-from engine.workers import evaluator
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,13 +56,13 @@ def test_the_model_that_decodes_is_on_the_device(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, evaluated: Any
 ) -> None:
     seen: list[tuple[str, torch.dtype]] = []
-    create = evaluator.create_engine
+    create = protocol.create_engine
 
     def noted(name: str, model: torch.nn.Module, **options: Any) -> Any:
         seen.extend((p.device.type, p.dtype) for p in [*model.parameters(), *model.buffers()])
         return create(name, model, **options)
 
-    monkeypatch.setattr(evaluator, "create_engine", noted)
+    monkeypatch.setattr(protocol, "create_engine", noted)
     config = EvaluateConfig(k=2, samples=2)
     frame = pd.DataFrame(arithmetic_rows(4))
     keep_workspaces()

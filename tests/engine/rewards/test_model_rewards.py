@@ -227,7 +227,7 @@ def test_a_reward_model_scores_conversations_in_any_batch_size(classifier: Path)
 
 
 def test_a_completion_can_t_write_control_tokens_for_a_reward_model(classifier: Path) -> None:
-    loaded = reward_models._load_classifier(str(classifier), "", "")
+    loaded = reward_models.load_scoring_model("SequenceClassification", str(classifier), "", "")
     end = loaded.tokenizer.eos_token
     text = loaded.text([{"role": "user", "content": f"2+2?{end}"}], f"4{end}{end}")
     clean = loaded.text([{"role": "user", "content": "2+2?"}], "4")

@@ -1,22 +1,21 @@
 import asyncio
-import queue
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from engine.errors import RewardError
-from engine.rewards.calls import DeadlinePassed, RewardCall, RewardOutcome, RewardRows
+from engine.rewards.calls import DeadlinePassed, RewardRows, call_reward, on_daemon_thread
 
 ROWS = RewardRows(["p", "q"], ["a", "bb"], {"ground_truth": ["1", "2"]})
 
 
-def start(reward: Any, seconds: float = 5.0) -> tuple[RewardCall, queue.SimpleQueue[RewardOutcome]]:
-    outcomes: queue.SimpleQueue[RewardOutcome] = queue.SimpleQueue()
-    return RewardCall(reward, ROWS, time.monotonic() + seconds, outcomes, row=3), outcomes
+def start(reward: Any, seconds: float = 5.0) -> Future[object]:
+    return on_daemon_thread(call_reward, reward, ROWS, time.monotonic() + seconds)
 
 
 def test_rows_must_fit_each_other() -> None:
@@ -35,38 +34,9 @@ def test_a_call_that_empties_its_lists_leaves_the_rows_alone() -> None:
             values.clear()
         return []
 
-    _, outcomes = start(reward)
-    assert outcomes.get(timeout=5) == RewardOutcome(3, [])
+    assert start(reward).result(5) == []
     assert ROWS.completions == ["a", "bb"]
     assert ROWS.columns["ground_truth"] == ["1", "2"]
-
-
-def test_a_function_that_spins_is_stopped_once_abandoned() -> None:
-    entered, left = threading.Event(), threading.Event()
-
-    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        entered.set()
-        try:
-            while True:
-                time.sleep(0.001)
-        finally:
-            left.set()
-
-    call, outcomes = start(reward)
-    assert entered.wait(5)
-    call.abandon()
-    assert left.wait(5)
-    assert isinstance(outcomes.get(timeout=5).error, SystemExit)
-
-
-def test_abandoning_what_has_ended_harms_no_other_thread() -> None:
-    call, outcomes = start(lambda *args, **columns: [0.0, 0.0])
-    outcomes.get(timeout=5)
-    second, more = start(lambda *args, **columns: [sum(range(1000)) for _ in range(2000)])
-    for _ in range(100):
-        call.abandon()
-    assert more.get(timeout=5).error is None
-    second.abandon()
 
 
 def test_a_coroutine_is_cancelled_at_the_deadline_and_not_broken_off() -> None:
@@ -80,11 +50,9 @@ def test_a_coroutine_is_cancelled_at_the_deadline_and_not_broken_off() -> None:
             cleaned.set()
         return [0.0, 0.0]
 
-    call, outcomes = start(reward, 0.1)
-    time.sleep(0.2)
-    call.abandon()
+    call = start(reward, 0.1)
     assert cleaned.wait(5)
-    assert isinstance(outcomes.get(timeout=5).error, DeadlinePassed)
+    assert isinstance(call.exception(5), DeadlinePassed)
 
 
 def test_threads_of_a_coroutine_work_and_hand_back_errors() -> None:
@@ -94,13 +62,17 @@ def test_threads_of_a_coroutine_work_and_hand_back_errors() -> None:
     async def failing(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         return [await asyncio.to_thread(float, text) for text in completions]
 
-    assert start(reward)[1].get(timeout=5).result == [1.0, 2.0]
-    assert isinstance(start(failing)[1].get(timeout=5).error, ValueError)
+    assert start(reward).result(5) == [1.0, 2.0]
+    assert isinstance(start(failing).exception(5), ValueError)
+
+
+def test_whatever_a_call_raises_is_the_futures() -> None:
+    assert isinstance(on_daemon_thread(sys.exit, 3).exception(5), SystemExit)
 
 
 HUNG = """
-import asyncio, queue, time
-from engine.rewards.calls import RewardCall, RewardRows
+import asyncio, time
+from engine.rewards.calls import RewardRows, call_reward, on_daemon_thread
 
 def hang(*args, **columns):
     time.sleep(60)
@@ -108,11 +80,10 @@ def hang(*args, **columns):
 async def hang_in_thread(*args, **columns):
     await asyncio.to_thread(time.sleep, 60)
 
-outcomes = queue.SimpleQueue()
 for reward in (hang, hang_in_thread):
-    call = RewardCall(reward, RewardRows(["p"], ["c"], {}), time.monotonic() + 0.1, outcomes)
+    rows = RewardRows(["p"], ["c"], {})
+    on_daemon_thread(call_reward, reward, rows, time.monotonic() + 0.1)
     time.sleep(0.3)
-    call.abandon()
 print("end", flush=True)
 """
 

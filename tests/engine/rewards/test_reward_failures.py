@@ -236,17 +236,6 @@ def test_no_thread_is_left_that_python_would_wait_for() -> None:
     assert_only_left(before)
 
 
-def test_what_spins_is_stopped_at_the_deadline() -> None:
-    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        while "spin" in completions:
-            time.sleep(0.001)
-        return [1.0] * len(completions)
-
-    before = set(threading.enumerate())
-    assert list(run(reward, ["1", "spin", "1"], HANG_S).failures) == [1]
-    assert_only_left(before)
-
-
 def test_one_warning_a_batch_with_count_cause_and_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -48,7 +48,7 @@ def scores(folder: Path, reward: str = "reward_model", **options: str) -> list[f
 
 def test_every_parameter_is_on_the_device(folder: Path) -> None:
     found = scores(folder)
-    loaded = reward_models._load_classifier(str(folder), "", "")
+    loaded = reward_models.load_scoring_model("SequenceClassification", str(folder), "", "")
     tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"cuda"}
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
@@ -61,7 +61,7 @@ def test_a_model_of_steps_is_there_too(folder: Path, tmp_path: Path) -> None:
     LlamaForTokenClassification(shape).save_pretrained(steps)
     load_tokenizer(folder).save_pretrained(steps)
     found = scores(steps, reward="process_reward_model")
-    loaded = model_based._load_step_model(str(steps), "", "")
+    loaded = model_based.load_scoring_model("TokenClassification", str(steps), "", "")
     tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"cuda"}
     there = scores(steps, reward="process_reward_model", device="cpu", dtype="float32")
@@ -70,6 +70,6 @@ def test_a_model_of_steps_is_there_too(folder: Path, tmp_path: Path) -> None:
 
 def test_another_device_can_be_asked_for(folder: Path) -> None:
     scores(folder, device="cpu")
-    loaded = reward_models._load_classifier(str(folder), "", "cpu")
+    loaded = reward_models.load_scoring_model("SequenceClassification", str(folder), "", "cpu")
     assert {p.device.type for p in loaded.model.parameters()} == {"cpu"}
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}

@@ -94,7 +94,7 @@ def test_config_digest_equals_that_of_the_section(tmp_path: Path) -> None:
 
 
 def test_sources_digest_depends_on_sources_alone(tmp_path: Path) -> None:
-    for package in ("engine", "tasks"):
+    for package in ("engine", "tasks", "examples"):
         (tmp_path / "one" / package / "sub").mkdir(parents=True)
         (tmp_path / "one" / package / "sub" / "a.py").write_text(f"# {package}\n")
     first = sources_digest(tmp_path / "one")

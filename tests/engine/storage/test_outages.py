@@ -27,7 +27,7 @@ from engine.storage import filesystem
 from engine.storage.artifacts import Draft, Parent, publish, read_manifest, share, staging, verify
 from engine.storage.digests import hash_files
 from engine.storage.filesystem import Files, home
-from engine.storage.readers import read_rows
+from engine.storage.readers import stream_rows
 
 ROOT = "s3://outage"
 NIGHT = datetime(2100, 1, 1, tzinfo=UTC)
@@ -81,7 +81,7 @@ def gsm8k() -> object:
 
 READS: dict[str, tuple[Callable[[], object], type[Exception]]] = {
     "new data": (lambda: find_new_files(f"{ROOT}/arrivals", NIGHT, [], 30), DataError),
-    "a file": (lambda: read_rows(f"{ROOT}/arrivals/2099-12-31/a.jsonl"), DataError),
+    "a file": (lambda: list(stream_rows(f"{ROOT}/arrivals/2099-12-31/a.jsonl")), DataError),
     "gsm8k": (gsm8k, DataError),
     "hashing": (lambda: hash_files(f"{ROOT}/gsm8k"), LineageError),
     "manifest": (lambda: read_manifest(f"{ROOT}/artifacts/rl/0123456789abcdef"), LineageError),

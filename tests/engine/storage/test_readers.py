@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import DataError
-from engine.storage.readers import list_files, parse_rows, read_bytes, read_rows, stream_rows
+from engine.storage.json_rows import Row
+from engine.storage.readers import list_files, open_file, parse_rows, read_bytes, stream_rows
+
+
+def read_rows(uri: str | Path) -> list[Row]:
+    """All rows of a file; the error of the first that can't be read."""
+    with open_file(uri) as file:
+        return parse_rows(file.read(), str(uri))
 
 
 def test_jsonl_is_read_with_blank_lines_and_any_line_ends(tmp_path: Path) -> None:

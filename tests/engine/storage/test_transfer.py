@@ -250,8 +250,8 @@ def test_flyte_s_variables_are_taken_where_aws_s_are_not_set(
 
 def test_what_is_there_is_not_overwritten_by_what_must_be_new(uri: str) -> None:
     objects = Objects(uri)
-    assert objects.put("a", b"first", only_new=True)
-    assert not objects.put("a", b"second", only_new=True)
+    assert objects.put("a", b"first", only_if="")
+    assert not objects.put("a", b"second", only_if="")
     assert objects.read("a") == b"first"
     assert objects.put("a", b"third")
     assert objects.metadata("a") == {SHA256_KEY: sha256(b"third").hexdigest()}

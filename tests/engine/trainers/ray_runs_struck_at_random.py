@@ -184,7 +184,7 @@ def strike_once(
     if target == "node":
         cluster.stop()
     gone = wait_for(lambda: not any(map(alive, driver.pids.values())), SLACK_S)
-    guards = wait_for(lambda: not left_over("engine.rewards.guard"), SLACK_S)
+    guards = wait_for(lambda: not left_over("engine.worker_process"), SLACK_S)
     report |= {"actors": sorted(driver.pids), "steps": driver.steps, "done": done}
     report["error"] = driver.error
     report |= {"orphans": not (gone and guards), "round_s": round(time.monotonic() - begun, 1)}

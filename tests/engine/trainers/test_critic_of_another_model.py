@@ -15,8 +15,8 @@ from engine.data.loader import PromptLoader
 from engine.errors import ConfigError
 from engine.models import load_model
 from engine.trainers.auto_placement import workload
+from engine.trainers.layout_checks import check_layouts
 from engine.trainers.rl import RLTrainer
-from engine.trainers.run_spec import check_layouts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -35,8 +35,8 @@ class Run:
         self.patch, self.notes = patch, notes
         self.extra = {"notes": str(notes), "faults": faults}
         self.published: dict[int, str] = {}
-        real_spec, real_publish = rollout_modes.rollout_worker_spec, WeightPublisher.publish
-        real_placement = rollout_modes.rollout_worker_placement
+        real_spec, real_publish = run_spec.rollout_worker_spec, WeightPublisher.publish
+        real_placement = run_spec.rollout_worker_placement
 
         def spec(name: str, build: Any) -> RoleSpec:
             found = real_spec(name, build)
@@ -54,8 +54,8 @@ class Run:
             pools = tuple(replace(pool, cpus=0.25) for pool in found.pools)
             return replace(found, pools=pools)  # two workers and a trainer on Ray's two CPUs
 
-        patch.setattr(rollout_modes, "rollout_worker_spec", spec)
-        patch.setattr(rollout_modes, "rollout_worker_placement", placement)
+        patch.setattr(run_spec, "rollout_worker_spec", spec)
+        patch.setattr(run_spec, "rollout_worker_placement", placement)
         patch.setattr(rollout_modes, "AsyncRollout", Patient)
         patch.setattr(WeightPublisher, "publish", publish)
 
@@ -185,7 +185,7 @@ def test_a_repaired_sampler_changes_nothing_in_one_step_off(
             for s in real(build)
         ]
 
-    monkeypatch.setattr("engine.trainers.rl.role_specs", specs)
+    monkeypatch.setattr("engine.trainers.run_spec.role_specs", specs)
     found = run.fit(tiny_folder, "one_step_off", placement)
     kinds = [load["kind"] for load in run.loads("sampler")]
     assert kinds == ["whole", fault, "whole", *["delta"] * (STEPS - 3)]

@@ -33,7 +33,7 @@ from engine.runtime import policy_runtime
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel
 from engine.trainers.offline import SFTExample
 from engine.trainers.rl import RLTrainer
-from engine.trainers.run_spec import ROLES, RunSpec, stream_sampler
+from engine.trainers.run_spec import ROLES, RunSpec, rollout_worker_spec
 from engine.workers.role import WorkerContext
 
 pytestmark = [
@@ -150,7 +150,9 @@ def test_processes_that_only_decode(tiny_folder: Path, places: Places, role: str
     config = rl_config(tiny_folder, trainer={"mode": mode, "train_batch_size": 4})
     needs = RequiredPasses.of(config, choose_dataflow(config.algorithm))
     run = RunSpec(str(tiny_folder), config, needs, frozenset({role}), 6, 40, 3, "bfloat16")
-    spec: RoleSpec = ROLES.get("sampler")(run) if role == "sampler" else stream_sampler(role, run)
+    spec: RoleSpec = (
+        ROLES.get("sampler")(run) if role == "sampler" else rollout_worker_spec(role, run)
+    )
     worker: Any = spec.worker_class(WorkerContext(role), **spec.options)
     trained = PolicyRuntime(load_model(tiny_folder, "bfloat16"))
     trained.version = 1

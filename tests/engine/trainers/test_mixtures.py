@@ -11,7 +11,7 @@ from engine.config import LoRAConfig, RLConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import ModelShape
 from engine.planner.sizes import sizes
-from engine.trainers.run_spec import check_layouts
+from engine.trainers.layout_checks import check_layouts
 
 RAY = {"trainer": {"placement": "ray"}}
 

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, find_latest
 from engine.config import RLConfig, SamplingConfig
-from engine.controller import local_groups
 from engine.controller.local_groups import LocalHost
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.data.loader import PromptLoader
@@ -39,10 +38,9 @@ from engine.rollout.stream import take_partial_groups
 from engine.storage.filesystem import process_start
 from engine.storage.folder import Folder
 from engine.trainers.fault_tolerance import run_with_retries
-from engine.trainers.prompts import PromptStream
+from engine.trainers.prompts import PromptStream, Rollout
 from engine.trainers.resume import run_settings
 from engine.trainers.rl import RLTrainer
-from engine.trainers.rollout_state import Rollout
 from engine.workers.rollout_worker import GroupStream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -408,7 +406,7 @@ def test_a_second_run_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Path
         subject.fit(checkpoint_dir=tmp_path)
         assert [lock["pid"] for lock in seen] == [os.getpid()]
         other = seen[0] | {"pid": 1, "started": process_start(1)}
-        root.write(".lock-other.json", [json.dumps(other).encode()])
+        root.write(".lock.json", [json.dumps(other).encode()])
         with pytest.raises(
             LockedCheckpointsError, match=r"is in use by another run \(process 1 on"
         ):
@@ -544,9 +542,8 @@ def test_attempts_that_get_nowhere_end_with_the_cause(tiny_folder: Path, tmp_pat
 
 
 def test_no_attempt_follows_one_whose_call_can_t_be_ended(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local_groups, "_STOP_S", 0.1)
     made: list[int] = []
 
     def make() -> RLTrainer:

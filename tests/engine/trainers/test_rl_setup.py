@@ -16,11 +16,11 @@ from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import RequiredPasses
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
+from engine.trainers.layout_checks import check_layouts
 from engine.trainers.run_plan import check_config
 from engine.trainers.run_spec import (
     RunSpec,
     call_layout,
-    check_layouts,
     effective_config,
     placement_of,
     resolve_placement,

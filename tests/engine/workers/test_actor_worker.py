@@ -21,7 +21,6 @@ from engine.models import load_model
 from engine.models.forward import LogProbReader
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
-from engine.runtime.pair_gradients import accumulate_pairs
 from engine.runtime.sharded_model import ShardedModel
 from engine.workers.actor import ActorWorker
 from engine.workers.role import WorkerContext
@@ -155,7 +154,7 @@ def test_rows_without_gradient_are_left_out_and_change_nothing(
     batch = prepared(loss, batch)
     terms = {"policy_loss": {"loss_mode": loss}}
     skipping, asked = actor(folder, **terms), []
-    skipping._loss = _recorded(skipping._loss, asked)  # type: ignore[method-assign]
+    skipping._policy_loss = _recorded(skipping._policy_loss, asked)  # type: ignore[method-assign]
     left_out = gradient(skipping, batch)
     # A KL term far below rounding keeps every row in.
     whole = gradient(actor(folder, use_kl_loss=True, kl_loss_coef=1e-30, **terms), batch)
@@ -166,9 +165,9 @@ def test_rows_without_gradient_are_left_out_and_change_nothing(
 
 
 def _recorded(loss: Any, rows: list[int]) -> Any:
-    def call(got: Any, micro: Batch, denominators: Any) -> Any:
+    def call(outputs: Any, micro: Batch, **options: Any) -> Any:
         rows.append(len(micro))
-        return loss(got, micro, denominators)
+        return loss(outputs, micro, **options)
 
     return call
 
@@ -257,7 +256,7 @@ def test_pair_gradients_are_exact_and_don_t_depend_on_micro_batches(folder: Path
     whole, small = actor(folder), actor(folder)
     sigmoid, reader = get_pair_loss("sigmoid"), LogProbReader(1.0)
     parts = [
-        merge(accumulate_pairs(worker.sharded, batch, sigmoid, reader, budget))
+        merge(worker.accumulate_pairs(batch, sigmoid, reader, budget))
         for worker, budget in ((whole, 10_000), (small, 40))
     ]
     flat = [

@@ -27,7 +27,6 @@ from engine.controller.worker_host import shard_rows
 from engine.models.forward import LogProbReader
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
-from engine.runtime.pair_gradients import accumulate_pairs
 from engine.runtime.sharded_model import ShardedModel
 from engine.workers.actor import ActorWorker
 from engine.workers.critic import CriticWorker
@@ -132,7 +131,7 @@ def test_pairs_have_the_padded_rows_gradient(folder: Path) -> None:
         worker = actor(folder, packing)
         sigmoid, reader = get_pair_loss("sigmoid"), LogProbReader(1.0)
         seen = embedded(worker.sharded.module)
-        accumulate_pairs(worker.sharded, batch, sigmoid, reader, 10_000)
+        worker.accumulate_pairs(batch, sigmoid, reader, 10_000)
         grads.append(flat_gradient(worker.sharded.module))
     assert seen[-1] < batch["attention_mask"].sum() - 6  # one a row, and shared prompts
     assert_same(grads[1], grads[0])

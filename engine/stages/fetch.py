@@ -1,0 +1,199 @@
+"""Stage `fetch` makes a model from elsewhere, or the start model, an artifact of this run.
+
+The artifact is the model's own (`rl`, `sft`) where it has a manifest, else `model`, a copy of the
+folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError
+
+from engine.config import ModelConfig
+from engine.console import display_path, say
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import ConfigError, LineageError, ModelError, StorageError
+from engine.models import require_model_folder
+from engine.stages.settings import RunContext
+from engine.stages.stage import Artifact, shared, show_facts, stage
+from engine.storage.artifacts import (
+    Draft,
+    Parent,
+    local_path,
+    publish,
+    read_manifest,
+    staging,
+    verify,
+)
+from engine.storage.digests import MANIFEST, tree_digest
+from engine.storage.filesystem import artifact_path, fsync_tree, is_hub_id, split_revision
+from engine.tracking import Tracker
+from engine.tracking.model_versions import (
+    ARTIFACT_TAG,
+    MANIFEST_TAG,
+    ModelVersion,
+    require_tagged_content,
+)
+
+REGISTERED = "models:/"
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+HUB_SECONDS = 10.0
+START_MODEL: Literal["start_model"] = "start_model"  # kind of the artifact without a warm start
+
+
+def fetch(run: RunContext, reference: str, name: str) -> Artifact:
+    """Download a model.
+
+    Args:
+        run: The pipeline run.
+        reference: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the MLflow registry, or a
+            folder, address (s3://…) or hub id of an artifact or a Hugging Face model.
+        name: The input that it came from, for messages.
+    """
+    folder = resolve(reference, name, run.experiment)
+    say(f"fetch: {name} {reference} → {display_path(folder)}")
+    show_facts("Model", {"input": name, "model": reference, "folder": folder})
+    return shared(folder)
+
+
+def resolve(reference: str, name: str, experiment: str) -> Path:
+    """Return the artifact folder of a model; an EngineError says why there is none."""
+    if not reference:
+        raise ConfigError(f"{name} is empty; give models:/NAME@ALIAS, a folder or an s3:// address")
+    if reference.startswith(REGISTERED):
+        tracker = Tracker(experiment=experiment)
+        return _from_registry(tracker, tracker.model_version(reference))
+    if "://" not in reference and not Path(reference).exists():
+        require_model_folder(reference, name)  # says what is wrong, unless it looks like a hub id
+        return _publish_copy(hub_files(reference, name), reference)
+    folder = local_path(reference)
+    require_model_folder(str(folder), name)
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+        return folder
+    return _publish_copy(folder, reference)
+
+
+def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
+    """Return the artifact that a version was registered from, or MLflow's copy of it.
+
+    Both are checked against the version's tags. A model that another tool registered has no tags
+    and is used as it is, with a notice.
+    """
+    for path in _candidate_paths(version):
+        with contextlib.suppress(LineageError, StorageError, OSError):
+            require_tagged_content(folder := local_path(path), version)
+            return folder
+    if not version.tags.get(ARTIFACT_TAG):
+        say(
+            f"fetch: {version.name} version {version.version} has no tag {ARTIFACT_TAG}: whether "
+            "its files are those that were registered can't be checked"
+        )
+    with staging("download") as draft:
+        folder = tracker.download_model(version.name, version.version, draft / "model")
+        if not (folder / MANIFEST).is_file():
+            return _publish_copy(folder, f"{REGISTERED}{version.name}/{version.version}")
+        manifest = read_manifest(folder)
+        target, alternative = _artifact_paths(manifest.kind, manifest.digest, manifest.own_digest)
+        present = _verified_manifest_digest(target)
+        if present == manifest.own_digest:
+            return target
+        if present:  # its children refer to that manifest
+            target = alternative
+        fsync_tree(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            shutil.rmtree(target)
+        folder.rename(target)
+    return target
+
+
+def _candidate_paths(version: ModelVersion) -> list[Path | str]:
+    """Paths where a version's artifact may be; empty for models that another tool registered."""
+    tags = ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
+    kind, digest, manifest = (version.tags.get(tag, "") for tag in tags)
+    if not (kind and digest and manifest):
+        return []
+    uri = version.tags.get("artifact_uri")
+    return [*([uri] if uri else []), *_artifact_paths(kind, digest, manifest)]
+
+
+def _artifact_paths(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
+    """Return an artifact's path, and the path for equal content with another manifest."""
+    path = artifact_path(kind, digest)
+    return path, path.with_name(f"{path.name}-{manifest[:8]}")
+
+
+def _verified_manifest_digest(folder: Path) -> str:
+    """Return the digest of an intact artifact's manifest; empty where it is missing or damaged."""
+    try:
+        return verify(folder).own_digest
+    except LineageError:
+        return ""
+
+
+def _publish_copy(folder: Path, source: str) -> Path:
+    """Publish a copy of a folder without a manifest."""
+    with staging("model") as draft:
+        shutil.copytree(folder, draft, dirs_exist_ok=True)
+        digest = tree_digest(draft)
+        parent = Parent(name="source", kind="source", digest=digest, uri=source)
+        return publish(draft, Draft(kind="model", parents=(parent,), config={"source": source}))
+
+
+def publish_start_model(
+    run: RunContext, dataset: Artifact, start: ModelConfig, start_digest: str
+) -> Artifact:
+    """Make the start model an artifact, for `sft.skip`; an EngineError where it is not there.
+
+    It has the dataset's tokenizer where `data.apply_chat_template_kwargs` gave that another chat
+    template.
+    """
+    settings = {"model": start.model_dump(mode="json"), "start_digest": start_digest}
+    with stage(START_MODEL, run, settings) as this:
+        data = this.load_parent("dataset", dataset)
+        path = start.path
+        source = hub_files(path, "model.path") if is_hub_id(path) else Path(path)
+        if (source / MANIFEST).is_file():  # of ours, so that its lineage goes on
+            this.parents.append(read_manifest(source).as_parent("start", str(source.absolute())))
+        left_out = shutil.ignore_patterns(MANIFEST)
+        shutil.copytree(source, this.folder, ignore=left_out, dirs_exist_ok=True)
+        tokenizer = load_tokenizer(data / "tokenizer")
+        if load_tokenizer(this.folder).chat_template != tokenizer.chat_template:
+            tokenizer.save_pretrained(this.folder)
+        say(f"start_model: no warm start (sft.skip): RL begins with {start.path} as it is")
+        return this.publish({})
+
+
+def first_model(parents: Iterable[Parent]) -> Literal["warm_start", "start_model"]:
+    """Return what RL started from, by the parents of its policy or evaluation."""
+    kinds = {parent.name: parent.kind for parent in parents}
+    return START_MODEL if kinds.get("warm_start") == START_MODEL else "warm_start"
+
+
+def trained_by(parents: Iterable[Parent]) -> Literal["", "preference"]:
+    """Return what trained an evaluation's policy, where it was not RL."""
+    kinds = {parent.name: parent.kind for parent in parents}
+    return "preference" if kinds.get("policy") == "preference" else ""
+
+
+def hub_files(hub_id: str, setting: str) -> Path:
+    """Fetch a model of the Hugging Face hub into the hub's cache; ModelError where that fails."""
+    name, revision = split_revision(hub_id)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=HUB_FILES, etag_timeout=HUB_SECONDS
+        )
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"{setting}={hub_id!r} is no folder here and can't be downloaded from the hub "
+            f"({reason}); check the name and the network, or give a folder"
+        ) from error
+    return Path(folder)

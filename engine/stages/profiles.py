@@ -1,0 +1,439 @@
+"""Resource profiles: the machines of a run as values, and whether settings and models fit them.
+
+The input `profile` of a workflow is the name of one in `profiles.yaml`, or sizes of your own as a
+YAML mapping. A plan reads it once (`read_profile`) and fills in the settings (`apply_profile`);
+`tasks.variants` makes the resources and the Ray cluster of each stage of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from engine.config import (
+    OfflineConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PoolConfig,
+    RLConfig,
+    Section,
+    explain,
+)
+from engine.config.base import filled_up
+from engine.console import say
+from engine.errors import ConfigError
+from engine.stages.pinning import pin_named_content
+from engine.storage.filesystem import home
+
+if TYPE_CHECKING:
+    from engine.planner import Cluster
+    from engine.planner.resources import Device
+
+
+ONE_RANK = ParallelConfig()
+ROOMY_GPU_GIB = 128.0  # of a GPU on which layers' activations can stay
+
+# Both NCCL and RCCL read NCCL_*.
+_COLLECTIVES = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
+
+class Replicas(Section):
+    """Ray workers, between whose fewest and most Ray's autoscaler chooses."""
+
+    fewest: int = Field(1, ge=1)
+    start: int = Field(1, ge=1)
+    most: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.fewest <= self.start <= self.most:
+            raise ValueError(
+                f"replicas fewest={self.fewest}, start={self.start}, most={self.most} are not in "
+                "ascending order; give fewest <= start <= most"
+            )
+        return self
+
+
+class Profile(Section):
+    """The Ray workers of a run; a stage without a Ray cluster gets a machine like one of them."""
+
+    name: str = Field("custom", description="In messages")
+    cpus: int = Field(ge=1, description="Cores of a worker")
+    memory_gib: int = Field(ge=1, description="Of a worker")
+    shared_memory_gib: int = Field(
+        2, ge=1, description="/dev/shm of a worker; counts as its memory"
+    )
+    replicas: Replicas = Replicas()
+    gpus: int = Field(0, ge=0, description="Of a worker")
+    accelerator: str = Field(
+        "", description="Their kind, by Ray's name (engine/planner/resources.py); empty: not known"
+    )
+    gpu_resource: str = Field(
+        "", description="Kubernetes' name for one; empty: nvidia.com/gpu or amd.com/gpu, by kind"
+    )
+    node_labels: dict[str, str] = Field({}, description="What a node must be labelled with")
+    image: Literal["", "default", "cuda", "rocm"] = Field(
+        "", description="Kind of image (tasks/flytekit_setup.py); empty: by the GPU's vendor"
+    )
+    environment: dict[str, str] = Field({}, description="Variables of all processes")
+    parallel: ParallelConfig | None = Field(
+        None,
+        description="The actor's layout, unless the settings have one; None: fsdp over a worker's "
+        "GPUs, dp over workers, bfloat16",
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.shared_memory_gib >= self.memory_gib:
+            raise ValueError(
+                f"shared_memory_gib={self.shared_memory_gib} leaves nothing of "
+                f"memory_gib={self.memory_gib}, which it is part of; lower it"
+            )
+        if self.accelerator and not self.gpus:
+            raise ValueError(f"accelerator={self.accelerator!r} with gpus=0; set gpus")
+        return self
+
+    @property
+    def vendor(self) -> Literal["", "nvidia", "amd"]:
+        """Whose GPUs they are; empty without any."""
+        if not self.gpus:
+            return ""
+        from engine.planner.resources import gpu
+
+        amd = self.gpu_resource.startswith("amd.com/") or (
+            not self.gpu_resource and gpu(self.accelerator).vendor == "amd"
+        )
+        return "amd" if amd else "nvidia"
+
+    @property
+    def resource(self) -> str:
+        """Kubernetes' name for one of the GPUs, e.g. `amd.com/gpu`; empty without any."""
+        return self.gpu_resource or (f"{self.vendor}.com/gpu" if self.gpus else "")
+
+    @property
+    def image_kind(self) -> str:
+        """Kind of image, see `tasks.flytekit_setup`."""
+        return self.image or {"": "default", "nvidia": "cuda", "amd": "rocm"}[self.vendor]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of all processes."""
+        return (_COLLECTIVES if self.gpus else {}) | self.environment
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The actor's, unless the settings have one.
+
+        With several workers it is HYBRID_SHARD: shards over a node's links, copies over the
+        network.
+        """
+        if self.parallel is not None or not self.gpus:
+            return self.parallel or ONE_RANK
+        from engine.planner.resources import gpu
+
+        return ParallelConfig(
+            dp=self.replicas.start,
+            fsdp=self.gpus,
+            compute_dtype="bfloat16",
+            activation_checkpointing=gpu(self.accelerator).memory_gib < ROOMY_GPU_GIB,
+        )
+
+    @property
+    def most_gpus(self) -> int:
+        """GPUs of as many workers as there can be."""
+        return self.gpus * self.replicas.most
+
+    @property
+    def several_gpus(self) -> bool:
+        """Whether a model can be on several GPUs."""
+        return self.most_gpus > 1
+
+    @property
+    def world(self) -> int:
+        """GPUs at the start, of all workers."""
+        return self.gpus * self.replicas.start
+
+
+def _shipped() -> dict[str, Profile]:
+    values = yaml.safe_load(Path(__file__).with_name("profiles.yaml").read_text())
+    return {name: Profile(name=name, **fields) for name, fields in values.items()}
+
+
+PROFILES: Mapping[str, Profile] = _shipped()
+LAPTOP = PROFILES["laptop"]
+
+
+def read_profile(text: str) -> Profile:
+    """Return the profile that the input names or describes.
+
+    `text`: a name in `profiles.yaml`, or a mapping in YAML or JSON of `Profile`'s fields, which
+    with `base: NAME` replace those of that one. Raises ConfigError for anything else.
+    """
+    if text in PROFILES:
+        return PROFILES[text]
+    names = ", ".join(PROFILES)
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"profile is no valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"profile={text!r} is none of {names}; give one of them, or sizes of your own as YAML, "
+            'such as {base: 8xA100, gpus: 4}, or a file\'s content: --profile "$(cat FILE)"'
+        )
+    base = values.pop("base", "")
+    if base and base not in PROFILES:
+        raise ConfigError(f"profile base={base!r} is none of {names}")
+    if base:
+        values = filled_up(PROFILES[base], {"name": "custom"} | values)
+    try:
+        return Profile.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"profile: {explain(error)}") from None
+
+
+def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = True) -> None:
+    """Raise PlacementError for an evaluation that can't fit, or what it `trains` before.
+
+    A model from scratch, and a profile that names no known kind of GPU, are let through.
+    """
+    if not (profile.accelerator and config.model.path):
+        return
+    from engine.evaluation.decode import check_evaluation_memory
+    from engine.models import text_config
+    from engine.trainers.auto_placement import gpu_kinds
+
+    machines = cluster(profile, gpu_kinds(config.rl))
+    each = machines.machines[0].gpu_memory
+    if not each:
+        return
+    if trains:
+        _check_training(config, machines)
+    check_evaluation_memory(config.evaluate, text_config(config.model.path), each, profile.gpus)
+
+
+def _check_training(config: PipelineConfig, machines: Cluster) -> None:
+    """Raise PlacementError for a warm start or RL that can't fit."""
+    from engine.models import resolve_dtype, resolve_lora, text_config
+    from engine.trainers.auto_placement import check_rl_memory, check_sft_memory
+
+    model, data, path = config.model, config.data, config.model.path
+    lora, width = resolve_lora(path, model.lora), text_config(path).hidden_size
+
+    def dtype(parallel: ParallelConfig) -> str:
+        return resolve_dtype(model.dtype, width, gpu=True, compute_dtype=parallel.compute_dtype)
+
+    longest = (data.max_prompt_length or data.max_response_length) + data.max_response_length
+    limits: dict[str, Any] = {
+        "model_path": path,
+        "lora": lora,
+        "max_response_length": data.max_response_length,
+        "max_model_len": longest,
+    }
+    if not config.sft.skip:
+        check_sft_memory(config.sft, machines, dtype=dtype(config.sft.parallel), **limits)
+    check_rl_memory(config.rl, machines, dtype=dtype(config.rl.actor.parallel), **limits)
+
+
+def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Cluster:
+    """Return the profile's machines, as many as there are at the start.
+
+    `kinds`: GPUs that the table of hardware does not have.
+    """
+    from engine.planner import Cluster, Machine
+    from engine.planner.resources import GIB, gpu
+
+    each = int(gpu(profile.accelerator, kinds).memory_gib * GIB)
+    machines = (
+        Machine(
+            f"worker {number}",
+            float(profile.cpus),
+            profile.memory_gib * GIB,
+            profile.gpus,
+            each,
+            profile.accelerator,
+        )
+        for number in range(profile.replicas.start)
+    )
+    return Cluster(tuple(machines), kinds or {})
+
+
+C = TypeVar("C", bound=PipelineConfig)
+Offline = TypeVar("Offline", bound=OfflineConfig)
+
+# Roles that share the policy's processes, in the order in which they are built.
+_POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
+
+
+def apply_profile(config: C, profile: Profile) -> C:
+    """Return the settings with the profile's layout and GPUs where they leave both open.
+
+    They get `rl.named_content` as well, which stages are keyed by. Layout: `rl.actor.parallel` and
+    those of `sft`, `preference` and `reward_model`, where they are the default of one rank. GPUs:
+    `rl.trainer.pools` (where rollout waits for training) and theirs, where they are empty. With
+    `rl.trainer.placement=auto` RL's stay open for the engine's planner, which sees the machines at
+    each start. Raises ConfigError for settings that the profile's machines can't take.
+    """
+    config = pin_named_content(config)
+    if not profile.gpus:
+        return config
+    if config.rl.trainer.placement == "local":
+        raise ConfigError(
+            f"rl.trainer.placement=local with profile={profile.name}: the profile's GPUs are on "
+            "Ray workers; set rl.trainer.placement=ray, or profile=laptop"
+        )
+    auto = config.rl.trainer.placement == "auto"
+    rl = (_with_precision if auto else _with_layout)(config.rl, profile)
+    _check_evaluation(config.evaluate.parallel, profile)
+    sft = config.sft if config.sft.skip else _on_gpus(config.sft, profile)
+    others = {
+        name: _on_gpus(getattr(config, name), profile) for name in ("preference", "reward_model")
+    }
+    return config.model_copy(update={"rl": rl, "sft": sft, **others})
+
+
+def check_model_layouts(config: PipelineConfig) -> None:
+    """Raise ConfigError for a layout of several ranks that the model can't be split over.
+
+    Layouts that are still to be chosen (`rl.trainer.placement=auto`) are left to the planner.
+    """
+    from engine.parallel.layout import Layout
+
+    rl, sft, evaluation, lora = config.rl, config.sft, config.evaluate.parallel, config.model.lora
+    critic = rl.critic.parallel or rl.actor.parallel
+    warm_start = not sft.skip and Layout.of(sft.parallel).world_size > 1
+    ranks = max(Layout.of(p).world_size for p in (rl.actor.parallel, critic))
+    trained = rl.trainer.placement != "auto" and ranks > 1
+    evaluated = evaluation is not None and evaluation.tp > 1
+    if not (warm_start or trained or evaluated):
+        return
+    from engine.evaluation.decode import check_evaluation_layout
+    from engine.models import text_config
+    from engine.trainers.layout_checks import check_layouts
+    from engine.trainers.offline import check_offline_layout
+
+    model = text_config(config.model.path)
+    if warm_start:
+        check_offline_layout(sft, lora, model)
+    if trained:
+        check_layouts(rl, lora, model)
+    check_evaluation_layout(config.evaluate, model)
+
+
+def _check_evaluation(parallel: ParallelConfig | None, profile: Profile) -> None:
+    """Raise ConfigError for an evaluation on more than the one machine that it has."""
+    from engine.parallel.layout import Layout
+
+    ranks = 1 if parallel is None else Layout.of(parallel).world_size
+    if ranks > profile.gpus:
+        raise ConfigError(
+            f"evaluate.parallel is a layout of {ranks} ranks, but a machine of "
+            f"profile={profile.name}, which evaluates, has {profile.gpus} GPUs; choose a smaller "
+            "layout, or leave it out for all of them"
+        )
+
+
+def _on_gpus(config: Offline, profile: Profile) -> Offline:
+    """Put training on ranks where the profile's machines have several GPUs."""
+    section = config.section
+    if not profile.several_gpus:
+        _check_size(f"{section}.parallel", config.parallel, profile)
+        return config
+    if config.placement == "local":
+        raise ConfigError(
+            f"{section}.placement=local with profile={profile.name}: the profile's GPUs are on Ray "
+            f"workers; leave {section}.placement out, or set profile=laptop"
+        )
+    parallel = profile.layout if config.parallel == ONE_RANK else config.parallel
+    _check_size(f"{section}.parallel", parallel, profile)
+    pool = PoolConfig(roles=(section,), cpus=_cpus(profile), gpus=1.0)
+    placed = {"parallel": parallel, "placement": "ray", "pools": config.pools or (pool,)}
+    return config.model_copy(update=placed)
+
+
+def _with_precision(rl: RLConfig, profile: Profile) -> RLConfig:
+    """Set the profile's compute dtype alone; the planner chooses the layout.
+
+    The planner treats any layout that differs from the default as the user's choice.
+    """
+    say("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
+    if rl.actor.parallel.compute_dtype:
+        return rl
+    precision = {"compute_dtype": profile.layout.compute_dtype}
+    parallel = rl.actor.parallel.model_copy(update=precision)
+    actor = rl.actor.model_copy(update={"parallel": parallel})
+    return rl.model_copy(update={"actor": actor})
+
+
+def _with_layout(rl: RLConfig, profile: Profile) -> RLConfig:
+    if rl.trainer.mode != "sync":
+        say(
+            f"plan: rl.trainer.mode={rl.trainer.mode}: layout and pools stay as configured, as "
+            "rollout processes need GPUs of their own (rl.trainer.pools)"
+        )
+        return rl
+    if rl.actor.parallel == ONE_RANK:
+        actor = rl.actor.model_copy(update={"parallel": profile.layout})
+        rl = rl.model_copy(update={"actor": actor})
+    _check_size("rl.actor.parallel", rl.actor.parallel, profile)
+    if rl.trainer.pools:
+        return rl
+    trainer = rl.trainer.model_copy(update={"pools": _pools(rl, profile)})
+    return rl.model_copy(update={"trainer": trainer})
+
+
+def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
+    """Return the policy's roles on one GPU a rank, all other roles on a core of their own."""
+    from engine.dataflows import choose_dataflow
+    from engine.dataflows.algo import RequiredPasses
+    from engine.registry import import_plugins
+
+    import_plugins(rl.plugins)
+    dataflow = choose_dataflow(rl.algorithm)
+    roles = RequiredPasses.of(rl, dataflow).roles(dataflow)
+    policy = tuple(role for role in _POLICY_ROLES if role in roles)
+    others = tuple(sorted(roles - set(policy)))  # the reward, at least
+    return (
+        PoolConfig(roles=policy, cpus=_cpus(profile), gpus=1.0),
+        PoolConfig(roles=others, cpus=1.0),
+    )
+
+
+def _cpus(profile: Profile) -> int:
+    """Return the cores of a rank on one GPU; the machine's others are for roles without one."""
+    return max(1, profile.cpus // profile.gpus - 1)
+
+
+def _check_size(setting: str, parallel: ParallelConfig, profile: Profile) -> None:
+    from engine.parallel.layout import Layout
+
+    ranks = Layout.of(parallel).world_size
+    if ranks > profile.most_gpus:
+        raise ConfigError(
+            f"{setting} is a layout of {ranks} ranks, but profile={profile.name} has at most "
+            f"{profile.most_gpus} GPUs; choose a smaller layout, or another profile"
+        )
+
+
+def require_shared_home(config: PipelineConfig) -> None:
+    """Raise ConfigError where ranks in other pods could not see the run's files.
+
+    That is so in a Kubernetes pod whose $HYBRIDFLYTE_HOME is on the container's own disk. Where a
+    volume is mounted, the stage itself asks every machine (`require_shared`).
+    """
+    on_ray = config.rl.trainer.placement != "local" or config.sft.placement == "ray"
+    if not on_ray or "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return
+    folder = home()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if existing.stat().st_dev == Path("/").stat().st_dev:
+        raise ConfigError(
+            f"HYBRIDFLYTE_HOME={folder} is on the pod's own disk, and the pods of a Ray job share "
+            "the run's files there; mount one volume (ReadWriteMany) there in all pods "
+            "(docs/kubernetes.md), or set rl.trainer.placement=local"
+        )

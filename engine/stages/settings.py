@@ -1,0 +1,188 @@
+"""What stages get beside artifacts: the run that they belong to, and their share of the settings.
+
+A plan splits a configuration into these, so that a changed setting changes the inputs of those
+stages alone that read it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.config import (
+    DataConfig,
+    EvaluateConfig,
+    LoRAConfig,
+    ModelConfig,
+    PairsConfig,
+    PreferenceTrainingConfig,
+    PromoteConfig,
+    RetrainConfig,
+    RewardModelTrainingConfig,
+    RLConfig,
+    SFTConfig,
+)
+from engine.config.pipeline import RewardModelGateConfig
+from engine.data.incremental_data import DataFile
+from engine.stages.profiles import Profile
+
+
+class _Values(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class RunContext(_Values):
+    """The pipeline run that a stage belongs to. Never part of a cache key."""
+
+    run_id: str  # ours, unique, e.g. "20261121-024512-3f9a"
+    mlflow_run: str  # parent run in MLflow
+    experiment: str  # MLflow experiment, e.g. "hybridflyte"
+    started_at: float  # seconds since the epoch
+    mlflow_url: str = ""  # page of the parent run, which Flyte's console shows among the inputs
+    logger: tuple[str, ...] = ("console",)  # `tracking.logger`
+
+
+class DatasetSettings(_Values):
+    """Settings of `preprocess`."""
+
+    data: DataConfig
+    source_digest: str  # what the source holds now
+    model_path: str  # the start model's folder, or owner/name@commit; empty for one from scratch
+    model_digest: str  # content of that folder, or owner/name@commit
+    context: int  # the model's limit in tokens, which the longest prompt and response must fit
+    seed: int
+
+
+class NewData(_Values):
+    """The files that a retraining run adds to the champion's dataset."""
+
+    prefix: str  # e.g. "s3://bucket/problems"
+    files: list[DataFile]
+    dataset: str  # address of the champion's dataset artifact
+    dataset_digest: str  # its content
+
+
+class IngestSettings(_Values):
+    """Settings of `ingest`."""
+
+    new_data: NewData
+    data: DataConfig
+    retrain: RetrainConfig
+    seed: int
+
+
+class SFTSettings(_Values):
+    """Settings of `sft`."""
+
+    start: ModelConfig
+    start_digest: str  # content of the start model's folder, or owner/name@commit
+    config: SFTConfig
+    seed: int
+
+
+class RLSettings(_Values):
+    """Settings of `rl`."""
+
+    data: DataConfig
+    config: RLConfig
+    lora: LoRAConfig
+    seed: int
+    dtype: str = ""  # `model.dtype`; empty: that of the warm start's folder, which resolved it
+
+
+class PairsSettings(_Values):
+    """Settings of `pairs`."""
+
+    data: DataConfig
+    config: PairsConfig
+    source_digest: str  # what the files of preferences hold now; empty for rollouts
+    kind: str  # "pairs", or "labels" for KTO
+    seed: int
+
+
+class PreferenceSettings(_Values):
+    """Settings of `reference_log_probs` and `preference_training`."""
+
+    config: PreferenceTrainingConfig
+    lora: LoRAConfig
+    dtype: str  # of the weights; empty: the folder's
+    too_long: str  # `pairs.too_long`
+    seed: int
+
+
+class RewardModelSettings(_Values):
+    """Settings of `reward_model_training`."""
+
+    config: RewardModelTrainingConfig
+    dtype: str  # of the weights; empty: the folder's
+    too_long: str  # `pairs.too_long`
+    seed: int
+
+
+class RewardModelGateSettings(_Values):
+    """Settings of `reward_model_promotion`."""
+
+    config: RewardModelGateConfig
+    seed: int
+
+
+class EvaluationSettings(_Values):
+    """Settings of `evaluate`."""
+
+    data: DataConfig
+    config: EvaluateConfig
+    seed: int
+
+
+class PromotionSettings(_Values):
+    """Settings of `promote`."""
+
+    data: DataConfig
+    evaluate: EvaluateConfig
+    config: PromoteConfig
+    seed: int
+
+
+class Plan(NamedTuple):
+    """A run that was opened, its machines, and the settings of each stage."""
+
+    run: RunContext
+    profile: Profile
+    sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
+    dataset: DatasetSettings
+    sft: SFTSettings
+    rl: RLSettings
+    pairs: PairsSettings
+    preference: PreferenceSettings
+    reward_model: RewardModelSettings
+    reward_model_gate: RewardModelGateSettings
+    evaluation: EvaluationSettings
+    promotion: PromotionSettings
+    needs_approval: bool
+    config_digest: str
+
+
+class PromotionPlan(NamedTuple):
+    """What `promote` needs in a run of its own."""
+
+    run: RunContext
+    profile: Profile
+    promotion: PromotionSettings
+    needs_approval: bool
+
+
+class RetrainingPlan(NamedTuple):
+    """A retraining run: whether there is enough new data to train, and the stages' settings."""
+
+    run: RunContext
+    profile: Profile
+    proceed: bool
+    skip_reason: str  # empty when `proceed`
+    champion: str  # e.g. "models:/hybridflyte-policy/7"
+    ingest: IngestSettings
+    rl: RLSettings
+    evaluation: EvaluationSettings
+    promotion: PromotionSettings
+    needs_approval: bool
+    config_digest: str

