@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +23,13 @@ from engine.data.preference_rows import (
     read_preference_rows,
 )
 from engine.data.rows import has_words, is_utf8, normalise, prompt_text
-from engine.data.templates import decode_response, encode_prompts
+from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
 from engine.errors import DataError, ModelError
 from engine.evaluation.decode import decode_passes
 from engine.evaluation.policy_steps import MODEL_REWARD
-from engine.evaluation.results import Judged
-from engine.evaluation.scoring import judge, repeated, scorer_inputs
+from engine.evaluation.scoring import judge_answers, scorer_inputs
 from engine.models.loading import load_model_config
 from engine.registry import import_plugins
 from engine.rewards import Scorer, resolve_reward
@@ -37,27 +37,23 @@ from engine.rewards.reward_function import declared_components
 from engine.rewards.scorer import ANSWER
 from engine.rollout.protocol import SamplingParams
 
-# RL by a learned reward: the settings of a run whose reward is a trained reward model.
-#
-# The reward that was configured, the true one, is measured beside it and weighs nothing.
-
 
 def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
-    """The settings of RL with the reward model in `folder` as the only reward that counts.
+    """Return the settings of RL with the reward model in `folder` as the only reward that counts.
 
     A classifier's score is its logit, a language model's the completion's log-prob. The configured
-    reward gives the components of weight 0, and says which completions are right.
-    Where the dataflow has a critic, it starts from the reward model, unless `critic.model_path`
-    names another.
+    reward, the true one, is measured beside it with components of weight 0, and says which
+    completions are right. Where the dataflow has a critic, it starts from the reward model, unless
+    `critic.model_path` names another.
     """
-    true, components = config.reward, dict.fromkeys(config.reward.components, 0.0)
-    for spec in (true, *true.sources.values()):
+    true_reward, components = config.reward, dict.fromkeys(config.reward.components, 0.0)
+    for spec in (true_reward, *true_reward.sources.values()):
         components |= dict.fromkeys(declared_components(spec.name) or (ANSWER,), 0.0)
     name = reward_of(folder)
     model = RewardSpec(name=name, options={"model": folder})
-    reward = true.model_copy(
+    reward = true_reward.model_copy(
         update={
-            "components": {**true.components, MODEL_REWARD: model},
+            "components": {**true_reward.components, MODEL_REWARD: model},
             "weights": components | {MODEL_REWARD: 1.0},
         }
     )
@@ -68,26 +64,18 @@ def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
 
 
 def reward_of(folder: str) -> str:
-    """The name of the reward that scores by the reward model in `folder`."""
-    return "likelihood" if _is_language_model(folder) else "reward_model"
-
-
-def _is_language_model(folder: str) -> bool:
-    try:
+    """Return the name of the reward that scores by the reward model in `folder`."""
+    kinds: list[str] = []
+    with suppress(ModelError):  # loading it says what is wrong
         kinds = load_model_config(folder).architectures or []
-    except ModelError:  # loading it says what is wrong
-        return False
-    return any(kind.endswith("ForCausalLM") for kind in kinds)
-
-
-# Which held-out pairs a reward model ranks right, scored as RL's reward would score them.
+    return "likelihood" if any(kind.endswith("ForCausalLM") for kind in kinds) else "reward_model"
 
 
 def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
-    """Whether each of N pairs' chosen response has the higher score, `[N]` bool.
+    """Return whether each of N pairs' chosen response has the higher score, `[N]` bool.
 
-    pairs: rows with `prompt` (messages), `chosen` and `rejected`. Equal scores are no right
-    ranking. Raises RewardError for a folder that is no reward model.
+    pairs: rows with `prompt` (messages), `chosen` and `rejected`, scored as in RL.
+    Equal scores are no right ranking. Raises RewardError for a folder that is no reward model.
     """
     reward: Callable[..., object] = resolve_reward(reward_of(str(folder)), {"model": str(folder)})
     messages = [[dict(one) for one in prompt] for prompt in pairs["prompt"]]
@@ -98,9 +86,6 @@ def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
     )
     right: np.ndarray = chosen > rejected
     return right
-
-
-# Preferences of files as tables: canonical rows, some of their prompts held out.
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +122,11 @@ def read_preference_tables(
     if len(kept) < len(rows):
         left_out = len(rows) - len(kept)
         notes.append(f"{left_out} rows have prompts of a test set, and are left out")
-    apart = _prompts_apart(
-        [prompt_text(row["prompt"]) for row in kept], config.validation_size, seed
-    )
+    prompts = [normalise(prompt_text(row["prompt"])) for row in kept]
+    apart = _held_out_prompts(prompts, config.validation_size, seed)
     sides: tuple[list[object], list[object]] = ([], [])
-    for row in kept:
-        sides[normalise(prompt_text(row["prompt"])) in apart].append(row)
+    for prompt, row in zip(prompts, kept, strict=True):
+        sides[prompt in apart].append(row)
     if not sides[0]:
         raise DataError(
             f"pairs.path={config.path!r} leaves no row to learn from: {len(rows)} rows, "
@@ -152,24 +136,21 @@ def read_preference_tables(
     return PreferenceTables(pd.DataFrame(sides[0]), pd.DataFrame(sides[1]), tuple(notes))
 
 
-def _prompts_apart(prompts: list[str], size: int, seed: int) -> set[str]:
-    """Prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
-    rows: dict[str, int] = {}
-    for prompt in map(normalise, prompts):
-        rows[prompt] = rows.get(prompt, 0) + 1
+def _held_out_prompts(prompts: Iterable[str], size: int, seed: int) -> set[str]:
+    """Return prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
+    rows = Counter(prompts)
+
+    def draw(prompt: str) -> bytes:
+        return hashlib.blake2b(f"{seed}/{prompt}".encode(), digest_size=8).digest()
+
     apart: set[str] = set()
-    left = size
-    for prompt in sorted(
-        rows, key=lambda one: hashlib.blake2b(f"{seed}/{one}".encode(), digest_size=8).digest()
-    ):
-        if left <= 0:
+    for prompt in sorted(rows, key=draw):
+        if size <= 0:
             break
         apart.add(prompt)
-        left -= rows[prompt]
+        size -= rows[prompt]
     return apart
 
-
-# Pairs, or labels for KTO, from rollouts of a policy: sampled, scored by a reward, ranked.
 
 COLUMNS: dict[Kind, list[str]] = {
     "pairs": ["prompt", "chosen", "rejected", "margin", "extra_info"],
@@ -189,7 +170,7 @@ class RankedRollouts:
     correct: float  # share of right completions, 0 to 1
 
     def metrics(self) -> dict[str, float]:
-        """As a stage records them."""
+        """Return them as a stage records them."""
         return {
             "prompts": float(self.prompts),
             "prompts_without_pair": float(self.without_pair),
@@ -200,46 +181,8 @@ class RankedRollouts:
 
 
 def layout_of(config: PairsConfig) -> EvaluateConfig:
-    """How the policy is sampled from, in the terms of an evaluation."""
+    """Return how the policy is sampled from, in the terms of an evaluation."""
     return EvaluateConfig(engine=config.engine, parallel=config.parallel)
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRollouts:
-    """Completions of prompts and what the reward says of them, to be ranked as pairs or labels."""
-
-    prompts: list[list[dict[str, str]]]  # P chat prompts
-    judged: list[Judged]  # `config.n` of each prompt, P · n in all
-    config: PairsConfig
-
-    def ranked(self, kind: Kind) -> RankedRollouts:
-        """Pairs, or labels. A pair's `margin`, which a reward model's loss would ask for, is 0."""
-        n, most = self.config.n, self.config.pairs_a_prompt
-        scored = [
-            ScoredCompletion(
-                one.text,
-                None if one.failed or not _is_whole(one.text) else _score(one, kind),
-                one.truncated,
-            )
-            for one in self.judged
-        ]
-        groups = [
-            ScoredGroup(prompt, scored[i * n : (i + 1) * n], {"row": i})
-            for i, prompt in enumerate(self.prompts)
-        ]
-        found = (
-            labels_from_groups(groups, per_group=most)
-            if kind == "labels"
-            else pairs_from_groups(groups, pairs_per_group=most, min_gap=self.config.margin)
-        )
-        return RankedRollouts(
-            pd.DataFrame(found, columns=COLUMNS[kind]),
-            len(groups),
-            len(groups) - len({row["extra_info"]["row"] for row in found}),
-            len(scored) - sum(len(group.usable) for group in groups),
-            float(np.mean([one.score for one in self.judged])),
-            float(np.mean([one.correct for one in self.judged])),
-        )
 
 
 def rank_rollouts(
@@ -252,66 +195,50 @@ def rank_rollouts(
     seed: int,
     on_progress: Callable[[int], None] | None = None,
 ) -> RankedRollouts:
-    """Sample `config.n` completions of each prompt of RL rows, and rank them.
+    """Sample `config.n` completions of each prompt of RL rows, score them, and rank them.
 
-    A pair is the best and the worst of them, with both rewards in `extra_info`. Of labels, right
-    ones are good. Raises as `score_rollouts`, whose arguments the others are.
-    """
-    return score_rollouts(
-        folder,
-        rows,
-        config,
-        max_response_length=max_response_length,
-        seed=seed,
-        on_progress=on_progress,
-    ).ranked(kind)
-
-
-def score_rollouts(
-    folder: str | Path,
-    rows: pd.DataFrame,
-    config: PairsConfig,
-    *,
-    max_response_length: int,
-    seed: int,
-    on_progress: Callable[[int], None] | None = None,
-) -> ScoredRollouts:
-    """Sample `config.n` completions of each prompt of RL rows, and score them.
-
-    Several GPUs of this machine, or `config.parallel`, share the prompts. `on_progress(n)` is
-    called with the number of finished completions. Raises what `decode_passes` and the scorer
-    raise.
+    A pair is the best and the worst of them, with both rewards in `extra_info`; its `margin`, which
+    a reward model's loss would ask for, is 0. Of labels, right ones are good. Several GPUs of this
+    machine, or `config.parallel`, share the prompts. `on_progress(n)` is called with the number of
+    finished completions. Raises what `decode_passes` and the scorer raise.
     """
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, rows["prompt"], "train")
+    n, most = config.n, config.pairs_a_prompt
     params = SamplingParams(
-        n=config.n,
+        n=n,
         max_new_tokens=max_response_length,
         temperature=config.temperature,
         seed=seed,
     )
-    asked, columns = scorer_inputs(rows, prompts)
+    questions, columns = scorer_inputs(rows, prompts)
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
         (answers,) = decode_passes(
             folder, prompts, (params,), layout_of(config), on_progress=on_progress
         )
-        judged = judge(
-            scorer,
-            [decode_response(tokenizer, one.token_ids) for one in answers],
-            [len(one.token_ids) for one in answers],
-            [one.truncated for one in answers],
-            repeated(asked, config.n),
-            {name: repeated(values, config.n) for name, values in columns.items()},
-        )
-    return ScoredRollouts(list(rows["prompt"]), judged, config)
-
-
-def _score(one: Judged, kind: Kind) -> float:
-    """What pairs are ranked by; of labels whether it is right."""
-    return float(one.correct) if kind == "labels" else one.score
-
-
-def _is_whole(text: str) -> bool:
-    """Whether a file of rows can hold it: it has words, and no NUL or half of a character."""
-    return has_words(text) and is_utf8(text) and "\0" not in text
+        judged = judge_answers(scorer, tokenizer, answers, questions, columns, n)
+    scored = []
+    for one in judged:
+        # Whether a file of rows can hold it: it has words, and no NUL or half of a character.
+        usable = has_words(one.text) and is_utf8(one.text) and "\0" not in one.text
+        score = float(one.correct) if kind == "labels" else one.score
+        kept = score if usable and not one.failed else None
+        scored.append(ScoredCompletion(one.text, kept, one.truncated))
+    groups = [
+        ScoredGroup(prompt, scored[i * n : (i + 1) * n], {"row": i})
+        for i, prompt in enumerate(rows["prompt"])
+    ]
+    ranked = (
+        labels_from_groups(groups, per_group=most)
+        if kind == "labels"
+        else pairs_from_groups(groups, pairs_per_group=most, min_gap=config.margin)
+    )
+    return RankedRollouts(
+        pd.DataFrame(ranked, columns=COLUMNS[kind]),
+        len(groups),
+        len(groups) - len({row["extra_info"]["row"] for row in ranked}),
+        len(scored) - sum(len(group.usable) for group in groups),
+        float(np.mean([one.score for one in judged])),
+        float(np.mean([one.correct for one in judged])),
+    )

@@ -1,6 +1,6 @@
 """What two evaluations must share to be comparable: settings, seed, scorer and code.
 
-The problems themselves are compared by `rows.prompt_digest`.
+The problems themselves are compared by `results.prompt_digest`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Settings = dict[str, object]  # JSON values by key
 
 
 def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> Settings:
-    """The settings that two evaluations must share to be comparable, as manifests record them.
+    """Return the settings that two evaluations must share, as manifests record them.
 
     Of `data` only the token budgets count: the response's, and of episodes the prompt's, if set.
     """
@@ -30,15 +30,17 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
     if config.plays_episodes and data.max_prompt_length:
         budgets["max_prompt_length"] = data.max_prompt_length
     # Where the reward is found, and how called; what is run beside it; and on how many ranks.
-    apart = {"reward", "plugins", "named_content", "lm_eval"}
-    apart |= {"parallel", "map_parts", "start_timeout_s", "step_timeout_s"}
-    kept: set[str] | dict[str, bool | set[str]] = apart
+    names = {"reward", "plugins", "named_content", "lm_eval"}
+    names |= {"parallel", "map_parts", "start_timeout_s", "step_timeout_s"}
+    excluded: set[str] | dict[str, bool | set[str]] = names
     if config.agent is not None:
         # Where environments run, how many, and what is saved changes no episode.
-        kept = dict.fromkeys(apart, True) | {"agent": {"num_workers", "concurrency", "save_freq_s"}}
+        excluded = dict.fromkeys(names, True) | {
+            "agent": {"num_workers", "concurrency", "save_freq_s"}
+        }
     return {
         "data": budgets,
-        "evaluate": redact_values(config.model_dump(mode="json", exclude=kept)),
+        "evaluate": redact_values(config.model_dump(mode="json", exclude=excluded)),
         "seed": seed,
         "scorer": scorer_identity(config.scorer, config.named_content),
     }
@@ -59,8 +61,8 @@ def require_same_settings(
     evaluation: Manifest, data: DataConfig, config: EvaluateConfig, seed: int
 ) -> None:
     """Raise LineageError where an evaluation was made under other settings than these."""
-    wanted, found = comparable_settings(data, config, seed), recorded_settings(evaluation)
-    for key, (here, there) in _differences(wanted, found).items():
+    configured, recorded = comparable_settings(data, config, seed), recorded_settings(evaluation)
+    for key, (here, there) in _differences(configured, recorded).items():
         raise LineageError(
             f"{key} is {here!r}, and the evaluation {evaluation.digest[:12]} was made with "
             f"{there!r}; give the settings of that run, or evaluate again"
@@ -68,26 +70,25 @@ def require_same_settings(
 
 
 def incomparable(one: Manifest, other: Manifest) -> list[str]:
-    """What two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
+    """Return what two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
 
     Code is compared by its sources, which tell apart what one commit with edits has in common.
     """
-    found = list(_differences(recorded_settings(one), recorded_settings(other)))
-    return found + ["the code"] * (one.sources_digest != other.sources_digest)
+    different = list(_differences(recorded_settings(one), recorded_settings(other)))
+    return different + ["the code"] * (one.sources_digest != other.sources_digest)
 
 
 def _differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
-    """The settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
-    first, second = _flat(one), _flat(other)
+    """Return the settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
+    first, second = (
+        {
+            f"{key}.{name}".rstrip("."): entry
+            for key, value in settings.items()
+            for name, entry in (value if isinstance(value, Mapping) else {"": value}).items()
+        }
+        for settings in (one, other)
+    )
     keys = sorted(first.keys() | second.keys())
     return {
         key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)
     }
-
-
-def _flat(settings: Settings) -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in settings.items():
-        below = value if isinstance(value, Mapping) else {"": value}
-        flat |= {f"{key}.{name}".rstrip("."): entry for name, entry in below.items()}
-    return flat

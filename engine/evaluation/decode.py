@@ -1,4 +1,9 @@
-"""A model's completions of the problems: in this process, or on ranks that Ray places."""
+"""A model's completions of the problems: in this process, or on ranks that Ray places.
+
+Copies of the model (dp), each on one rank or on several (tp), take consecutive shares of the
+prompts. What is drawn goes by a prompt's number (`SamplingParams.first_prompt`), so that the number
+of copies changes no completion.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +29,17 @@ from engine.errors import ConfigError, PlacementError
 from engine.models import text_config
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
-from engine.rollout.protocol import EngineCapabilities, SamplingParams, engine_capabilities
+from engine.rollout.protocol import SamplingParams, engine_capabilities
 from engine.workers.evaluator import EpisodeEvaluationWorker, EvaluationWorker
 from engine.workers.role import WorkerContext
 
-# On how many ranks a model is evaluated: copies of it (dp), each on one rank or on several (tp).
-#
-# Values only; the ranks are started in `decode`.
-
 GIB = 1 << 30
 WEIGHT_BYTES = 2  # of an element on a GPU: bfloat16
-KEPT = 0.9  # of a GPU's memory that weights can fill
+USABLE = 0.9  # of a GPU's memory that weights can fill
 
 
 def uses_ranks(config: EvaluateConfig) -> bool:
-    """Whether ranks are started: by the settings, or where this machine has several GPUs."""
+    """Tell whether ranks are started: by the settings, or where this machine has several GPUs."""
     if config.parallel is not None:
         return Layout.of(config.parallel).world_size > 1
     return torch.cuda.device_count() > 1
@@ -66,7 +67,8 @@ def check_evaluation_layout(
     config: EvaluateConfig, model_config: PretrainedConfig | None = None
 ) -> None:
     """Raise ConfigError for a layout that the settings, or the model, don't allow."""
-    if config.plays_episodes and not _capabilities(config.engine).streams:
+    engine = engine_capabilities(RolloutConfig(engine=config.engine))
+    if config.plays_episodes and not engine.streams:
         raise ConfigError(
             f"evaluate.engine={config.engine} with evaluate.multi_turn: it decodes whole batches, "
             "and turns are decoded in a stream; set evaluate.engine to native or vllm"
@@ -87,7 +89,7 @@ def check_evaluation_layout(
             f"evaluate.parallel.tp={layout.tp} with evaluate.multi_turn: turns are decoded on one "
             "rank each; set tp=1, and dp for copies"
         )
-    if not _splits(config.engine):
+    if not (engine.decodes_shards or engine.loads_shards):
         raise ConfigError(
             f"evaluate.parallel.tp={layout.tp} with evaluate.engine={config.engine}, which decodes "
             "whole models only; set engine to native or vllm, or tp=1"
@@ -105,7 +107,7 @@ def check_evaluation_layout(
 def gpus_of_copy(
     config: EvaluateConfig, model_config: PretrainedConfig, gpu_memory: int, gpus: int
 ) -> int:
-    """GPUs of a machine that one copy takes: the fewest on which its weights fill at most half.
+    """Return the fewest GPUs of a machine on which a copy's weights fill at most half the memory.
 
     The other half is for keys and values. `gpu_memory`: bytes of one. A model whose sizes nobody
     knows takes one. Raises PlacementError where weights alone are more than the GPUs hold.
@@ -117,7 +119,7 @@ def gpus_of_copy(
     for tp in sizes:
         if need / tp <= gpu_memory / 2:
             return tp
-    if need / sizes[-1] <= gpu_memory * KEPT:
+    if need / sizes[-1] <= gpu_memory * USABLE:
         return sizes[-1]
     raise PlacementError(
         f"evaluate can't fit: the model's weights take {need / GIB:.0f} GiB in bfloat16, and a "
@@ -137,7 +139,7 @@ def check_evaluation_memory(
     if config.parallel is None:
         return
     layout, need = Layout.of(config.parallel), _weight_bytes(model_config)
-    if need / layout.tp > gpu_memory * KEPT:
+    if need / layout.tp > gpu_memory * USABLE:
         raise PlacementError(
             f"evaluate can't fit: with evaluate.parallel {layout} a GPU keeps "
             f"{need / layout.tp / GIB:.0f} GiB of weights, and has {gpu_memory / GIB:.0f}; "
@@ -145,32 +147,19 @@ def check_evaluation_memory(
         )
 
 
-def _capabilities(engine: str) -> EngineCapabilities:
-    return engine_capabilities(RolloutConfig(engine=engine))
-
-
-def _splits(engine: str) -> bool:
-    found = _capabilities(engine)
-    return found.decodes_shards or found.loads_shards
-
-
 def _allowed(config: EvaluateConfig, model_config: PretrainedConfig, tp: int) -> bool:
-    """Whether a copy can be on so many ranks."""
-    if tp == 1:
-        return True
-    if config.plays_episodes:  # turns are decoded on one rank each
-        return False
-    if model_config.model_type not in ROLLOUT_FAMILIES or not _splits(config.engine):
-        return False
-    try:
-        check_layout(Layout(tp=tp), tp, ModelShape.of(model_config))
-    except ConfigError:
-        return False
+    """Tell whether a copy can be on so many ranks."""
+    split = config.model_copy(update={"parallel": ParallelConfig(tp=tp)})
+    if tp > 1:
+        try:
+            check_evaluation_layout(split, model_config)
+        except ConfigError:
+            return False
     return True
 
 
 def _weight_bytes(model_config: PretrainedConfig) -> int:
-    """Of all weights in bfloat16; 0 for a model that transformers can't build."""
+    """Return bytes of all weights in bfloat16; 0 for a model that transformers can't build."""
     try:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
@@ -179,16 +168,10 @@ def _weight_bytes(model_config: PretrainedConfig) -> int:
     return WEIGHT_BYTES * sum(weight.numel() for weight in model.parameters())
 
 
-# A model's completions of the problems: in this process, or on ranks that Ray places.
-#
-# Copies of the model take consecutive shares of the prompts. What is drawn goes by a prompt's
-# number (`SamplingParams.first_prompt`), so that the number of copies changes no completion.
-
 ROLE = "evaluation"
 OBJECT_STORE_BYTES = 512 << 20  # of a Ray that is started here: prompts and completions alone
 AT_ONCE = 2048  # completions of a copy in one call: several times those that it decodes at once
 
-Passes = tuple[SamplingParams, ...]
 Report = Callable[[int], None]
 
 
@@ -200,54 +183,10 @@ class Answer(NamedTuple):
     episode: PlayedEpisode | None = None
 
 
-def decode(
-    folder: str | Path,
-    prompts: Sequence[list[int]],
-    config: EvaluateConfig,
-    *,
-    max_response_length: int,
-    max_prompt_length: int = 0,
-    seed: int,
-    columns: Mapping[str, Column] | None = None,
-    first_prompt: int = 0,
-    longest_prompt: int = 0,
-    on_progress: Report | None = None,
-) -> tuple[list[Answer], list[Answer]]:
-    """One greedy completion a prompt, and `config.samples` sampled ones, in the prompts' order.
-
-    With `config.multi_turn` they are episodes, of rows that `columns` hold; an environment's own
-    first messages may have `max_prompt_length` tokens, or as many as the longest prompt. Where the
-    prompts are a part of more, `first_prompt` is the number of the first one among all, and
-    `longest_prompt` the length of the longest: what is drawn is then as if all were decoded here.
-
-    `on_progress(n)` is called with the number of finished completions of both. A rank that fails
-    or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
-    """
-    sampled = SamplingParams(
-        n=config.samples,
-        max_new_tokens=max_response_length,
-        temperature=config.temperature,
-        seed=seed,
-    )
-    passes = replace(sampled, n=1, temperature=0.0), sampled
-    greedy, each = decode_passes(
-        folder,
-        prompts,
-        passes,
-        config,
-        max_prompt_length=max_prompt_length,
-        columns=columns,
-        first_prompt=first_prompt,
-        longest_prompt=longest_prompt,
-        on_progress=on_progress,
-    )
-    return greedy, each
-
-
 def decode_passes(
     folder: str | Path,
     prompts: Sequence[list[int]],
-    passes: Passes,
+    passes: Sequence[SamplingParams],
     config: EvaluateConfig,
     *,
     max_prompt_length: int = 0,
@@ -256,20 +195,25 @@ def decode_passes(
     longest_prompt: int = 0,
     on_progress: Report | None = None,
 ) -> list[list[Answer]]:
-    """The completions of each pass, `params.n` a prompt, in the prompts' order; as `decode`.
+    """Return the completions of each pass, `params.n` a prompt, in the prompts' order.
 
+    With `config.multi_turn` they are episodes, of rows that `columns` hold; an environment's own
+    first messages may have `max_prompt_length` tokens, or as many as the longest prompt. Where the
+    prompts are a part of more, `first_prompt` is the number of the first one among all, and
+    `longest_prompt` the length of the longest: what is drawn is then as if all were decoded here.
     Of `config` the engine, the layout and what episodes are played with are read.
+
+    `on_progress(n)` is called with the number of finished completions of all passes. A rank that
+    fails or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
     """
     layout = evaluation_layout(config, folder)
-    own = {**(columns or {}), "prompt_ids": list(prompts)}
-    batch = Batch({"group_ids": torch.arange(first_prompt, first_prompt + len(prompts))}, own)
-    longest = max(params.max_new_tokens for params in passes)
-    asked = [longest_prompt, *map(len, prompts)]
-    prompt_room = max([*asked, max_prompt_length * config.plays_episodes])
+    rows = {**(columns or {}), "prompt_ids": list(prompts)}
+    batch = Batch({"group_ids": torch.arange(first_prompt, first_prompt + len(prompts))}, rows)
+    room = max(longest_prompt, max_prompt_length * config.plays_episodes, *map(len, prompts))
     options: dict[str, object] = {
         "model_path": str(folder),
         "engine": config.engine,
-        "max_model_len": prompt_room + longest,
+        "max_model_len": room + max(params.max_new_tokens for params in passes),
         "seed": passes[0].seed,
         "tp": layout.tp,
     }
@@ -287,64 +231,55 @@ def decode_passes(
     return _on_ranks(batch, passes, spec, report, layout, config)
 
 
-def _alone(prompts: Batch, passes: Passes, spec: RoleSpec, report: Report) -> list[list[Answer]]:
+def _alone(
+    prompts: Batch, passes: Sequence[SamplingParams], spec: RoleSpec, report: Report
+) -> list[list[Answer]]:
     torch.set_num_threads(os.cpu_count() or 1)
-    found, before = [], 0
+    answers: list[list[Answer]] = []
     made: Any = spec.worker_class(WorkerContext(ROLE), **spec.options)
     with closing(made) as worker:
         for params in passes:
-            found.append(worker.answer(prompts, params, partial(_after, report, before)))
-            before += len(prompts) * params.n
-    return [_answers([answers]) for answers in found]
+            # What this pass has finished counts on top of the passes before.
+            before = sum(map(len, answers))
+            batch = worker.answer(prompts, params, partial(_add, report, before))
+            answers.append(_answers([batch]))
+    return answers
 
 
-def _after(report: Report, before: int, done: int) -> None:
+def _add(report: Report, before: int, done: int) -> None:
     report(before + done)
 
 
 def _on_ranks(
     prompts: Batch,
-    passes: Passes,
+    passes: Sequence[SamplingParams],
     spec: RoleSpec,
     report: Report,
     layout: Layout,
     config: EvaluateConfig,
 ) -> list[list[Answer]]:
-    with (
-        ray_session("ray", OBJECT_STORE_BYTES),
-        launch(_placement(layout, config), [spec]) as roles,
-    ):
-        group, done = roles[ROLE], 0
-        calls = [
-            (params, part, group.answer(part, params))
-            for params in passes
-            for part in _parts(prompts, layout.dp, params.n)
-        ]
-        found: dict[SamplingParams, list[Batch]] = {params: [] for params in passes}
-        for params, part, answers in calls:
-            found[params].append(answers.result())
-            done += len(part) * params.n
-            report(done)
-    return [_answers(found[params]) for params in passes]
-
-
-def _placement(layout: Layout, config: EvaluateConfig) -> Placement:
-    """A GPU a rank where this machine has any; else its share of the cores."""
     ranks, cores = layout.world_size, os.cpu_count() or 1
     share = float(cores // ranks) if cores >= ranks else cores / ranks
-    gpus = torch.cuda.device_count() > 0
+    gpus = torch.cuda.device_count() > 0  # a GPU a rank, else its share of the cores
     pool = Pool((ROLE,), ranks, cpus=1.0 if gpus else share, gpus=1.0 if gpus else 0.0)
-    return Placement(
+    placement = Placement(
         (pool,),
         start_timeout_s=config.start_timeout_s,
         call_timeout_s=config.step_timeout_s,
     )
-
-
-def _parts(prompts: Batch, copies: int, n: int) -> list[Batch]:
-    """Consecutive prompts of which each copy decodes `AT_ONCE` completions, `n` a prompt."""
-    size = copies * max(1, AT_ONCE // n)
-    return [prompts.rows(slice(at, at + size)) for at in range(0, len(prompts), size)]
+    with ray_session("ray", OBJECT_STORE_BYTES), launch(placement, [spec]) as roles:
+        calls, done = [], 0
+        for params in passes:
+            size = layout.dp * max(1, AT_ONCE // params.n)
+            for at in range(0, len(prompts), size):
+                part = prompts.rows(slice(at, at + size))
+                calls.append((params, part, roles[ROLE].answer(part, params)))
+        batches: dict[SamplingParams, list[Batch]] = {params: [] for params in passes}
+        for params, part, answers in calls:
+            batches[params].append(answers.result())
+            done += len(part) * params.n
+            report(done)
+    return [_answers(batches[params]) for params in passes]
 
 
 def _answers(batches: Sequence[Batch]) -> list[Answer]:

@@ -63,26 +63,18 @@ def require_lm_eval(config: LMEvalConfig) -> None:
             f"evaluate.lm_eval.include_path={config.include_path!r} is no folder; name one with "
             "task files (YAML), or leave it empty"
         )
+    there = not config.python and importlib.util.find_spec("lm_eval") is not None
     if config.python:
-        missing = _lacks_lm_eval(config.python)
-    else:
-        missing = importlib.util.find_spec("lm_eval") is None
-    if missing:
+        command = [config.python, "-c", "import lm_eval"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, timeout=STARTS_S, check=False)
+            there = done.returncode == 0
+    if not there:
         raise ConfigError(
             f"evaluate.lm_eval.tasks={list(config.tasks)} needs the lm-evaluation-harness, which "
             f"{config.python or 'this environment'} does not have; pip install lm-eval, set "
             "evaluate.lm_eval.python to one that has it, or leave the tasks out"
         )
-
-
-def _lacks_lm_eval(python: str) -> bool:
-    try:
-        done = subprocess.run(
-            [python, "-c", "import lm_eval"], capture_output=True, timeout=STARTS_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return True
-    return done.returncode != 0
 
 
 def run_lm_eval(
@@ -130,7 +122,7 @@ def run_lm_eval(
 
 
 def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
-    """The scores in the harness's own JSON, whose metrics are named `acc,none`."""
+    """Return the scores in the harness's own JSON, whose metrics are named `acc,none`."""
     scores = []
     for task, metrics in sorted(values["results"].items()):
         count = values.get("n-samples", {}).get(task, {}).get("effective")
@@ -155,14 +147,14 @@ def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
 
 
 def to_json(scores: Mapping[str, Sequence[HarnessScore]], confidence: float) -> str:
-    """The scores of models by name, as the artifact has them."""
+    """Return the scores of models by name, as the artifact has them."""
     models = {name: [asdict(score) for score in found] for name, found in scores.items()}
     values = {"confidence": confidence, "models": models}
     return json.dumps(values, indent=2, sort_keys=True)
 
 
 def from_json(text: str | bytes, where: str) -> dict[str, list[HarnessScore]]:
-    """What `to_json` wrote; LineageError, which names `where`, if it is something else."""
+    """Return what `to_json` wrote; LineageError, which names `where`, if it is something else."""
     try:
         models = json.loads(text)["models"]
         return {name: [HarnessScore(**one) for one in found] for name, found in models.items()}
@@ -173,7 +165,7 @@ def from_json(text: str | bytes, where: str) -> dict[str, list[HarnessScore]]:
 def pairs(
     scores: Mapping[str, Sequence[HarnessScore]], before: str, after: str
 ) -> list[tuple[HarnessScore, HarnessScore]]:
-    """The same metric of two models, for each that both have."""
+    """Return the same metric of two models, for each that both have."""
     first = {score.key: score for score in scores.get(before, ())}
     return [(first[one.key], one) for one in scores.get(after, ()) if one.key in first]
 

@@ -1,7 +1,7 @@
 """Numbers of an evaluation and their intervals: pass@k, majority vote, bootstrap, lengths.
 
 Pure NumPy on plain arrays; N is the number of problems. What does not live here: tables of
-completions (`rows`) and the comparison of two models (`summary`).
+completions (`results`) and the comparison of two models (`summary`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LengthSummary:
 
 
 def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
-    """Chance that at least one of k samples is right, estimated without bias from n ≥ k samples.
+    """Return the chance that one of k samples is right, estimated without bias from n ≥ k samples.
 
     Chen et al. 2021 (arXiv:2107.03374), eq. 1: 1 − C(n−c, k) / C(n, k), as the product
     1 − ∏_{i=n−c+1}^{n} (1 − k/i), in which no factorial can overflow.
@@ -66,15 +66,10 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
     result = np.empty(right.shape)
     for n in np.unique(total):
         here = total == n
-        result[here] = _pass_at_k_by_count(int(n), k)[right[here]]
+        factors = 1.0 - k / np.arange(n, 0, -1)  # i = n, n−1, …, 1; exactly 0 at i = k
+        all_wrong = np.concatenate(([1.0], np.cumprod(factors)))  # for c = 0 … n right samples
+        result[here] = (1.0 - all_wrong)[right[here]]
     return result
-
-
-def _pass_at_k_by_count(n: int, k: int) -> FloatArray:
-    """Return pass@k for c = 0 … n right samples, `[n+1]`."""
-    factors = 1.0 - k / np.arange(n, 0, -1)  # i = n, n−1, …, 1; exactly 0 at i = k
-    all_wrong = np.concatenate(([1.0], np.cumprod(factors)))
-    return 1.0 - all_wrong
 
 
 def majority_vote(answers: Sequence[str | None]) -> str | None:
@@ -88,7 +83,7 @@ def majority_vote(answers: Sequence[str | None]) -> str | None:
 
 
 def wilson_interval(correct: ArrayLike, confidence: float) -> Interval:
-    """Interval of a rate from N outcomes of 0 or 1 (Wilson 1927); never empty at 0 or 1.
+    """Return the interval of a rate from N outcomes of 0 or 1 (Wilson 1927), never empty.
 
     correct: `[N]` booleans, or numbers that are 0 or 1. Raises DataError for anything else.
     """
@@ -104,21 +99,26 @@ def wilson_interval(correct: ArrayLike, confidence: float) -> Interval:
 
 
 def mean_interval(values: ArrayLike, confidence: float, samples: int, seed: int) -> Interval:
-    """Mean over problems with its percentile bootstrap interval (Efron 1979).
+    """Return the mean over problems with its percentile bootstrap interval (Efron 1979).
 
     values: `[N]` finite numbers; samples: resamples drawn. Same seed, same interval.
     """
     checked = _checked(values, confidence)
     if samples < 1:
         raise DataError(f"bootstrap_samples={samples} must be at least 1")
-    means = _resampled_means(checked, samples, seed)
+    generator, n, means = np.random.default_rng(seed), checked.size, np.empty(samples)
+    at_once = max(1, _RESAMPLED_AT_ONCE // n)
+    for start in range(0, samples, at_once):
+        stop = min(start + at_once, samples)
+        picks = generator.integers(0, n, size=(stop - start, n))
+        means[start:stop] = checked[picks].mean(axis=1)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(checked.mean()), float(low), float(high))
 
 
 def rate_interval(values: ArrayLike, confidence: float, samples: int, seed: int) -> Interval:
-    """Interval of a mean of N rates in [0, 1]: Wilson where all are 0 or 1, else bootstrap.
+    """Return the interval of a mean of N rates: Wilson where all are 0 or 1, else bootstrap.
 
     A bootstrap of values that are all 0 has no width and would claim certainty; Wilson's has. Nor
     has that of a single value, whose interval is all of [0, 1].
@@ -134,7 +134,7 @@ def rate_interval(values: ArrayLike, confidence: float, samples: int, seed: int)
 def paired_bootstrap(
     before: ArrayLike, after: ArrayLike, confidence: float, samples: int, seed: int
 ) -> Interval:
-    """Gain `after − before` on the same problems, with its percentile bootstrap interval.
+    """Return the gain `after − before` on the same problems with its bootstrap interval.
 
     Problems are resampled, not outcomes, so what both models share (a problem's difficulty)
     cancels (Koehn 2004). before, after: `[N]` finite scores of problem i at position i.
@@ -152,19 +152,6 @@ def paired_bootstrap(
     return mean_interval(second - first, confidence, samples, seed)
 
 
-def _resampled_means(values: FloatArray, samples: int, seed: int) -> FloatArray:
-    """Return the means of `samples` draws of N values with replacement, `[samples]`."""
-    generator = np.random.default_rng(seed)
-    n = values.size
-    at_once = max(1, _RESAMPLED_AT_ONCE // n)
-    means = np.empty(samples)
-    for start in range(0, samples, at_once):
-        stop = min(start + at_once, samples)
-        picks = generator.integers(0, n, size=(stop - start, n))
-        means[start:stop] = values[picks].mean(axis=1)
-    return means
-
-
 def length_summary(lengths: ArrayLike) -> LengthSummary:
     """Summarise response lengths (`[N]`, tokens, at least one)."""
     values = np.asarray(lengths, dtype=np.float64)
@@ -175,7 +162,7 @@ def length_summary(lengths: ArrayLike) -> LengthSummary:
 
 
 def format_rate(well_formed: Sequence[bool]) -> float:
-    """Share of completions that keep the answer format."""
+    """Return the share of completions that keep the answer format."""
     if not well_formed:
         raise DataError("a format rate needs at least one completion")
     return sum(map(bool, well_formed)) / len(well_formed)

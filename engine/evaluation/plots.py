@@ -85,26 +85,23 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
 
 
 def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    """One picture a metric over training steps, by its name; values not finite leave a gap."""
-    return {
-        name: _curve(values, _LINE_COLOURS[place % len(_LINE_COLOURS)], f"curve{place}")
-        for place, (name, values) in enumerate(curves.items())
-    }
-
-
-def _curve(values: Sequence[float], colour: str, name: str) -> str:
-    figure = Figure(figsize=_NARROW, facecolor="none")
-    axes = figure.add_subplot()
-    points = np.asarray(values, dtype=np.float64)
-    points = np.where(np.isfinite(points), points, np.nan)
-    steps = np.arange(1, points.size + 1)
-    axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
-    axes.plot(steps, smoothed(points), color=colour, linewidth=1.8)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.set_xlabel("step")
-    _plain(axes)
-    return _to_svg(figure, name)
+    """Draw one picture a metric over training steps, by its name; non-finite values leave a gap."""
+    pictures = {}
+    for place, (name, values) in enumerate(curves.items()):
+        colour = _LINE_COLOURS[place % len(_LINE_COLOURS)]
+        figure = Figure(figsize=_NARROW, facecolor="none")
+        axes = figure.add_subplot()
+        points = np.asarray(values, dtype=np.float64)
+        points = np.where(np.isfinite(points), points, np.nan)
+        steps = np.arange(1, points.size + 1)
+        axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
+        axes.plot(steps, smoothed(points), color=colour, linewidth=1.8)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.set_xlabel("step")
+        _plain(axes)
+        pictures[name] = _to_svg(figure, f"curve{place}")
+    return pictures
 
 
 def overoptimisation(found: Overoptimisation) -> str:

@@ -1,4 +1,9 @@
-"""The steps of the RL run that made a model, and what a learned reward did to it by the KL."""
+"""The steps of the RL run that made a model, and what a learned reward did to it by the KL.
+
+An artifact records its run's steps in `metrics.parquet`. A policy that is trained against a reward
+model at first gets better by the true reward, too, and then may get worse while the model's score
+goes on rising (Gao et al., arXiv 2210.10760).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,6 @@ import numpy as np
 import pandas as pd
 
 from engine.errors import DataError
-
-# The steps of the RL run that made a model, as its artifact records them in `metrics.parquet`.
 
 FILE, MODEL, SCORE = "metrics.parquet", "model", "validation/reward"
 
@@ -55,11 +58,6 @@ def read_policy_steps(policy: Path) -> PolicySteps | None:
     return PolicySteps(rows, int(chosen[-1]))
 
 
-# What a learned reward does to a policy: its own score against the true one, by the KL.
-#
-# A policy that is trained against a reward model at first gets better by the true reward, too, and
-# then may get worse while the model's score goes on rising (Gao et al., arXiv 2210.10760).
-
 MODEL_REWARD = "reward_model"  # component of the reward
 _COLUMNS = (f"reward/{MODEL_REWARD}", "reward/correct", "actor/kl", "response/length_mean")
 
@@ -79,21 +77,18 @@ class Overoptimisation:
 
     def metrics(self) -> dict[str, float]:
         """First, best and last values of the moving means."""
-        model, true = smoothed(self.model_reward), smoothed(self.true_reward)
-        return {
-            "overoptimisation/true_first": float(true[0]),
-            "overoptimisation/true_peak": float(true[self.peak]),
-            "overoptimisation/true_last": float(true[-1]),
-            "overoptimisation/model_first": float(model[0]),
-            "overoptimisation/model_peak": float(model[self.peak]),
-            "overoptimisation/model_last": float(model[-1]),
-            "overoptimisation/kl_peak": float(smoothed(self.kl)[self.peak]),
-            "overoptimisation/kl_last": float(smoothed(self.kl)[-1]),
-            "overoptimisation/step_peak": float(self.peak + 1),
-        }
+        model, true, kl = map(smoothed, (self.model_reward, self.true_reward, self.kl))
+        places = {"first": 0, "peak": self.peak, "last": -1}
+        prefix = "overoptimisation"
+        return (
+            {f"{prefix}/true_{name}": float(true[step]) for name, step in places.items()}
+            | {f"{prefix}/model_{name}": float(model[step]) for name, step in places.items()}
+            | {f"{prefix}/kl_{name}": float(kl[places[name]]) for name in ("peak", "last")}
+            | {f"{prefix}/step_peak": float(self.peak + 1)}
+        )
 
     def sentence(self) -> str:
-        """For a person."""
+        """Return it in a sentence for a person."""
         at = self.metrics()
         found = {key.removeprefix("overoptimisation/"): value for key, value in at.items()}
         ends = (

@@ -1,8 +1,7 @@
 """An evaluation as one HTML page that needs nothing else: for report.html and for a Flyte Deck.
 
 The page's words, tables and look are in `templates/`, its pictures are drawn in `plots`. Every
-text
-from data is escaped.
+text from data is escaped.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from jinja2 import Environment
 from engine import html_templates
 from engine.evaluation import plots
 from engine.evaluation.lm_eval import HarnessScore
-from engine.evaluation.metrics import Interval
 from engine.evaluation.policy_steps import Overoptimisation
 from engine.evaluation.results import check_paired
-from engine.evaluation.summary import EvaluatedSet, EvaluationComparison, ModelSummary
+from engine.evaluation.summary import EvaluatedSet, EvaluationComparison, Part
 
 _MODEL_TITLES = {
     "warm_start": "warm start",
@@ -47,46 +45,6 @@ class Verdict:
     promoted: bool
     title: str  # e.g. "hybridflyte-policy version 3 is now champion"
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One model's greedy answer to a problem."""
-
-    completion: str
-    text: str  # the answer read from it, or "no answer"
-    correct: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReportExample:
-    """A problem with both models' answers."""
-
-    prompt: str
-    ground_truth: str
-    answers: tuple[Answer, Answer]  # before, after
-
-
-@dataclass(frozen=True, slots=True)
-class ReportPart:
-    """A set, source or level with both models' metrics."""
-
-    kind: str  # "set", "source" or "level"
-    name: str
-    problems: int
-    note: str
-    models: tuple[ModelSummary, ModelSummary]  # before, after
-    gain: Interval | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExampleGroup:
-    """Some of the problems on which the two models did alike."""
-
-    title: str  # e.g. "Fixed"
-    meaning: str  # e.g. "wrong before, right now"
-    count: int  # of all such problems
-    examples: tuple[ReportExample, ...]
 
 
 def render_report(
@@ -115,7 +73,9 @@ def render_report(
     """
     check_paired(rows_before, rows_after)
     models = (comparison.before, comparison.after)
-    names = (_title(before or comparison.before.model), _title(after or comparison.after.model))
+    models_shown = (before or comparison.before.model, after or comparison.after.model)
+    first, second = (_MODEL_TITLES.get(model, model) for model in models_shown)
+    names = (first, second)
     curves = {name: values for name, values in (curves or {}).items() if len(values)}
     lengths_before = rows_before["response_length"].to_numpy()
     lengths_after = rows_after["response_length"].to_numpy()
@@ -145,32 +105,34 @@ def _templates() -> Environment:
     environment.filters |= {
         "percent": _percent,
         "points": _points,
-        "ends": _ends,
-        "gain_ends": _gain_ends,
-        "plain_ends": _plain_ends,
+        "ends": lambda one: f"[{_percent(one.low)}, {_percent(one.high)}]",
+        "gain_ends": lambda one: f"[{_points(one.low)}, {_points(one.high)}]",
+        # Of a score that need be no fraction.
+        "plain_ends": lambda one: f"[{one.low:.4g}, {one.high:.4g}]" if one is not None else "",
     }
     return environment
 
 
-def _parts(sets: Sequence[EvaluatedSet]) -> list[ReportPart]:
-    """The rows of the table by set, source and level; none where that is a single one."""
-    rows: list[ReportPart] = []
+def _parts(sets: Sequence[EvaluatedSet]) -> list[dict[str, object]]:
+    """Return the rows of the table by set, source and level; none where that is a single one."""
+    rows: list[dict[str, object]] = []
+
+    def add(kind: str, name: str, note: str, part: EvaluationComparison | Part) -> None:
+        models = (part.before, part.after)
+        shown = {"models": models, "gain": part.gain, "problems": part.problems}
+        rows.append({"kind": kind, "name": name, "note": note, **shown})
+
     for one in sets:
-        whole = one.comparison
-        known = f"{one.known:,} known from training"
-        both = (whole.before, whole.after)
-        rows.append(ReportPart("set", one.name, whole.problems, known, both, whole.gain))
+        add("set", one.name, f"{one.known:,} known from training", one.comparison)
         for part in one.proper_parts:
-            kind, name = ("level", part.level) if part.level else ("source", part.source)
-            both = (part.before, part.after)
-            rows.append(ReportPart(kind, name, part.problems, "", both, part.gain))
+            add("level" if part.level else "source", part.level or part.source, "", part)
     return rows if len(rows) > 1 else []
 
 
 def _example_groups(
     comparison: EvaluationComparison, before: pd.DataFrame, after: pd.DataFrame, examples: int
-) -> list[ExampleGroup]:
-    """Problems fixed, broken and still wrong, at most `examples` of each."""
+) -> list[dict[str, object]]:
+    """Return problems fixed, broken and still wrong, at most `examples` of each."""
     was, now = before["greedy_correct"].to_numpy(), after["greedy_correct"].to_numpy()
     kinds = (
         ("Fixed", "wrong before, right now", ~was & now),
@@ -178,29 +140,30 @@ def _example_groups(
         ("Still wrong", "wrong before and now", ~was & ~now),
     )
     generator = np.random.default_rng(comparison.seed)
-    groups = []
+    groups: list[dict[str, object]] = []
     for title, meaning, mask in kinds:
         found = np.flatnonzero(mask)
-        shown = np.sort(generator.permutation(found)[:examples])
-        chosen = tuple(_example(before.iloc[row], after.iloc[row]) for row in shown)
-        groups.append(ExampleGroup(title, meaning, found.size, chosen))
+        rows = np.sort(generator.permutation(found)[:examples])
+        shown = [_example(before.iloc[row], after.iloc[row]) for row in rows]
+        groups.append({"title": title, "meaning": meaning, "count": found.size, "examples": shown})
     return groups
 
 
-def _example(before: pd.Series, after: pd.Series) -> ReportExample:
-    return ReportExample(
-        before["prompt"], before["ground_truth"], (_answer(before), _answer(after))
-    )
-
-
-def _answer(row: pd.Series) -> Answer:
-    missing = pd.isna(row["greedy_answer"])
-    text = "no answer" if missing else str(row["greedy_answer"])
-    return Answer(row["greedy_completion"], text, bool(row["greedy_correct"]))
-
-
-def _title(model: str) -> str:
-    return _MODEL_TITLES.get(model, model)
+def _example(before: pd.Series, after: pd.Series) -> dict[str, object]:
+    """Return a problem with both models' greedy answers."""
+    answers = [
+        {
+            "completion": row["greedy_completion"],
+            "text": "no answer" if pd.isna(row["greedy_answer"]) else str(row["greedy_answer"]),
+            "correct": bool(row["greedy_correct"]),
+        }
+        for row in (before, after)
+    ]
+    return {
+        "prompt": before["prompt"],
+        "ground_truth": before["ground_truth"],
+        "answers": answers,
+    }
 
 
 def _percent(fraction: float) -> str:
@@ -209,16 +172,3 @@ def _percent(fraction: float) -> str:
 
 def _points(fraction: float) -> str:
     return f"{100 * fraction + 0.0:+.1f}".replace("-", "\N{MINUS SIGN}")
-
-
-def _ends(interval: Interval) -> str:
-    return f"[{_percent(interval.low)}, {_percent(interval.high)}]"
-
-
-def _gain_ends(interval: Interval) -> str:
-    return f"[{_points(interval.low)}, {_points(interval.high)}]"
-
-
-def _plain_ends(interval: Interval | None) -> str:
-    """Ends of a score that need be no fraction; empty without an interval."""
-    return f"[{interval.low:.4g}, {interval.high:.4g}]" if interval is not None else ""

@@ -1,8 +1,7 @@
 """The table of an evaluation: one row a problem and model, built from completions with scores.
 
-Also the check that two tables can be compared: same problems, same order, same text. Decoding
-and
-scoring are in `evaluate`; statistics over the table live in `summary`.
+Also the check that two tables can be compared: same problems, same order, same text. Decoding and
+scoring are in `scoring`; statistics over the table live in `summary`.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Problems:
     ground_truth: Sequence[str]  # e.g. ["7", "12"]
 
     def rows(self, part: slice) -> Problems:
-        """Some of them."""
+        """Return some of them."""
         return Problems(**{name: getattr(self, name)[part] for name in Problems.__slots__})
 
 
@@ -104,20 +103,25 @@ def build_rows(
     greedy: Sequence[Judged],
     samples: Sequence[Sequence[Judged]],
 ) -> pd.DataFrame:
-    """One model's N greedy and N × n sampled completions as N rows with the columns of `COLUMNS`.
+    """Return one model's N greedy and N × n sampled completions as N rows with these `COLUMNS`.
 
     Raises DataError when the lists don't fit together.
     """
     if model not in get_args(ModelName):
         raise DataError(f"model={model!r} is unknown; choose one of {get_args(ModelName)}")
-    _check_sizes(problems, greedy, samples)
+    sizes = {name: len(getattr(problems, name)) for name in Problems.__slots__}
+    sizes |= {"greedy": len(greedy), "samples": len(samples)}
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"an evaluation needs one entry a problem in every list, got {sizes}")
+    if not greedy:
+        raise DataError("an evaluation needs at least one problem; the test split is empty")
     rows: list[dict[str, object]] = []
     for i, (first, several) in enumerate(zip(greedy, samples, strict=True)):
+        if not several:
+            raise DataError(f"problem {i} has no samples; give at least one")
         majority = majority_vote([one.vote for one in several])
-        winner = next(
-            (one for one in several if majority is not None and one.vote == majority), None
-        )
-        n = len(several)
+        winners = (one for one in several if majority is not None and one.vote == majority)
+        winner, n = next(winners, None), len(several)
         rows.append(
             {
                 "dataset": problems.dataset[i],
@@ -153,29 +157,26 @@ def build_rows(
 
 
 def _episode_columns(first: Judged, several: Sequence[Judged]) -> dict[str, object]:
-    """The cells of `EPISODE_COLUMNS`; none where completions are no episodes."""
+    """Return the cells of `EPISODE_COLUMNS`; none where completions are no episodes."""
     greedy, sampled = first.episode, [one.episode for one in several if one.episode]
     if greedy is None:
         return {}
+    n = len(sampled)
     return {
         "greedy_turns": greedy.turns,
         "greedy_return": float(greedy.reward),
         "greedy_calls": greedy.calls,
         "greedy_malformed": greedy.malformed,
         "greedy_end": greedy.end,
-        "sample_turns": _mean([one.turns for one in sampled]),
-        "sample_return": _mean([one.reward for one in sampled]),
-        "sample_called": _mean([one.calls > 0 for one in sampled]),
-        "sample_malformed": _mean([one.malformed for one in sampled]),
+        "sample_turns": sum(one.turns for one in sampled) / n,
+        "sample_return": float(sum(one.reward for one in sampled)) / n,
+        "sample_called": sum(one.calls > 0 for one in sampled) / n,
+        "sample_malformed": sum(one.malformed for one in sampled) / n,
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(sum(values)) / len(values)
-
-
 def prompt_digest(rows: pd.DataFrame) -> str:
-    """SHA-256 (hex) over the problems of one model's rows: their order, text and ground truth."""
+    """Return the SHA-256 (hex) of the problems of one model's rows: order, text and truth."""
     lines = rows[_IDENTITY].itertuples(index=False, name=None)
     canonical = json.dumps([[str(field) for field in line] for line in lines])
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -203,7 +204,12 @@ def check_paired(before: pd.DataFrame, after: pd.DataFrame) -> str:
         )
     digest = prompt_digest(before)
     if digest != prompt_digest(after):
-        row, column = _first_difference(before, after)
+        row, column = next(
+            (row, column)
+            for row in range(len(before))
+            for column in _IDENTITY
+            if str(before[column].iloc[row]) != str(after[column].iloc[row])
+        )
         raise DataError(
             f"evaluation rows differ in {column!r} at row {row}: {before[column].iloc[row]!r} "
             f"before, {after[column].iloc[row]!r} after; evaluate both models on the same "
@@ -215,27 +221,3 @@ def check_paired(before: pd.DataFrame, after: pd.DataFrame) -> str:
 def _storable(text: str | None) -> str | None:
     """Replace lone surrogates, which a model can emit and Parquet can't hold, by question marks."""
     return text if text is None else text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _first_difference(before: pd.DataFrame, after: pd.DataFrame) -> tuple[int, str]:
-    """Return row and column of the first difference between two tables of equal length."""
-    for row in range(len(before)):
-        for column in _IDENTITY:
-            if str(before[column].iloc[row]) != str(after[column].iloc[row]):
-                return row, column
-    raise AssertionError("digests differ, rows do not")
-
-
-def _check_sizes(
-    problems: Problems, greedy: Sequence[Judged], samples: Sequence[Sequence[Judged]]
-) -> None:
-    """Hold every list to N entries, and every problem to one sample at least."""
-    sizes = {name: len(getattr(problems, name)) for name in Problems.__slots__}
-    sizes |= {"greedy": len(greedy), "samples": len(samples)}
-    if len(set(sizes.values())) > 1:
-        raise DataError(f"an evaluation needs one entry a problem in every list, got {sizes}")
-    if len(problems.index) == 0:
-        raise DataError("an evaluation needs at least one problem; the test split is empty")
-    for i, several in enumerate(samples):
-        if not several:
-            raise DataError(f"problem {i} has no samples; give at least one")

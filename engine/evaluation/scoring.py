@@ -1,4 +1,8 @@
-"""Evaluating a model folder on a split: decode, judge by the run's scorer, one row a problem."""
+"""Evaluating a model folder on a split: decode, judge by the run's scorer, one row a problem.
+
+Completions are judged by their texts and the rows they answer to; episodes, too, by what their
+environments gave and said.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -17,16 +21,16 @@ from engine.data.rows import prompt_text
 from engine.data.templates import decode_response, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
-from engine.evaluation.decode import Answer, decode
+from engine.evaluation.decode import Answer, decode_passes
 from engine.evaluation.results import Judged, ModelName, Problems, build_rows
 from engine.evaluation.summary import TEST
 from engine.registry import import_plugins
-from engine.rewards import Scorer, Scores
+from engine.rewards import Scorer
 from engine.rewards.formats import NAME as ENVIRONMENT
+from engine.rollout.protocol import SamplingParams
 
-# Completions judged by the run's scorer: from texts and the rows they answer to `Judged`.
-#
-# Episodes, too: by what their environments gave and said.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = 256  # completions in one call of the scorer, which has a deadline
 
@@ -47,17 +51,31 @@ def judge(
     on_error = "fail" if scorer.config.on_error == "fail" else "zero"
     for start in range(0, len(texts), AT_ONCE):
         part = slice(start, start + AT_ONCE)
-        some = {name: values[part] for name, values in columns.items()}
-        scores = scorer.score(prompts[part], texts[part], some, on_error)  # type: ignore[arg-type]
-        judged += _judged(scorer, scores, texts[part], tokens[part], truncated[part], some)
+        some, some_texts = {name: values[part] for name, values in columns.items()}, texts[part]
+        scores = scorer.score(prompts[part], some_texts, some, on_error)  # type: ignore[arg-type]
+        sources = some.get("data_source", [""] * len(some_texts))
+        answers, readable = scorer.answers(some_texts, sources)
+        right, totals = scorer.correct(scores, sources), scorer.totals(scores)
+        names = scores.components or ()
+        if "format" in names:  # else the rewards' rules say what keeps the format
+            well_formed = [row[names.index("format")] >= 1 for row in scores.rows]
+        else:
+            well_formed = scorer.well_formed(some_texts, sources) or [True] * len(some_texts)
+        judged += [
+            Judged(
+                text=text,
+                tokens=tokens[start + i],
+                truncated=truncated[start + i],
+                correct=right[i],
+                score=totals[i],
+                answer=answers[i],
+                vote=answers[i] if readable else text.strip(),
+                well_formed=well_formed[i],
+                failed=i in scores.failures,
+            )
+            for i, text in enumerate(some_texts)
+        ]
     return judged
-
-
-def episode_columns(scored: Mapping[str, Sequence[object]]) -> dict[str, Sequence[object]]:
-    """The columns of data set rows, as environments read them, from those that rewards get."""
-    return {name: values for name, values in scored.items() if name != "messages"} | {
-        "prompt": scored["messages"]
-    }
 
 
 def judge_episodes(
@@ -72,7 +90,7 @@ def judge_episodes(
     doesn't, a return of 1 or more. Another reward judges the last turn, and what the environment
     gave is added to its score. An episode whose environment failed is wrong, and marked.
     """
-    own = scorer.config.name == ENVIRONMENT
+    by_environment = scorer.config.name == ENVIRONMENT
     judged = judge(
         scorer,
         [one.answer for one in episodes],
@@ -81,67 +99,21 @@ def judge_episodes(
         prompts,
         {**columns, "episode_reward": [one.reward for one in episodes]},
     )
-    found = []
+    rewarded = []
     for one, episode in zip(judged, episodes, strict=True):
-        right = episode.success if own and episode.success is not None else one.correct
-        found.append(
+        right = episode.success if by_environment and episode.success is not None else one.correct
+        rewarded.append(
             replace(
                 one,
                 text=episode.text,
                 correct=right and not episode.failed,
-                score=one.score if own else one.score + episode.reward,
+                score=one.score if by_environment else one.score + episode.reward,
                 answer=one.answer if one.answer is not None else episode.answer,
                 failed=one.failed or episode.failed,
                 episode=episode,
             )
         )
-    return found
-
-
-def _judged(
-    scorer: Scorer,
-    scores: Scores,
-    texts: Sequence[str],
-    tokens: Sequence[int],
-    truncated: Sequence[bool],
-    columns: Mapping[str, Sequence[object]],
-) -> list[Judged]:
-    sources = columns.get("data_source", [""] * len(texts))
-    answers, readable = scorer.answers(texts, sources)
-    right, totals = scorer.correct(scores, sources), scorer.totals(scores)
-    kept = _kept(scorer, scores, texts, sources)
-    return [
-        Judged(
-            text=text,
-            tokens=tokens[i],
-            truncated=truncated[i],
-            correct=right[i],
-            score=totals[i],
-            answer=answers[i],
-            vote=answers[i] if readable else text.strip(),
-            well_formed=kept[i],
-            failed=i in scores.failures,
-        )
-        for i, text in enumerate(texts)
-    ]
-
-
-def _kept(
-    scorer: Scorer, scores: Scores, texts: Sequence[str], sources: Sequence[object]
-) -> list[bool]:
-    """Which keep the format: by a component `format`, or as the rewards' rules say."""
-    names = scores.components or ()
-    if "format" in names:
-        return [row[names.index("format")] >= 1 for row in scores.rows]
-    return scorer.well_formed(texts, sources) or [True] * len(texts)
-
-
-# Evaluating a model folder on a split: decode greedily and by sampling, score, one row a problem.
-#
-# It composes the decoded completions (`decode`), the tokenizer and the run's scorer; statistics
-# and pages are in `engine.evaluation`.
-
-T = TypeVar("T")
+    return rewarded
 
 
 def evaluate_model(
@@ -161,58 +133,65 @@ def evaluate_model(
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.results`, set by set. `on_progress(n)` is called with the number of finished
     completions of both passes; there are `1 + config.samples` a problem. `max_prompt_length`: see
-    `decode`. Several GPUs of this machine, or `config.parallel`, share the problems. `part` is
-    (which, of how many): consecutive shares of the problems, whose tables, one after the other, are
-    the table of all of them. Raises DataError for a set without rows, ConfigError for a part
-    without problems, and what `decode` raises.
+    `decode_passes`. Several GPUs of this machine, or `config.parallel`, share the problems. `part`
+    is (which, of how many): consecutive shares of the problems, whose tables, one after the other,
+    are the table of all of them. Raises DataError for a set without rows, ConfigError for a part
+    without problems, and what `decode_passes` raises.
     """
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
-    frame = _joined(sets)
-    if not sets or any(one.empty for one in sets.values()):
+    if not sets or any(rows.empty for rows in sets.values()):
         raise DataError("there are no problems to evaluate on; check data.test_size")
+    frame = pd.concat(list(sets.values()), ignore_index=True)
+    infos = list(frame["extra_info"]) if "extra_info" in frame else [None] * len(frame)
+    extra: list[Mapping[str, object]] = [x if isinstance(x, Mapping) else {} for x in infos]
+    if len(sets) > 1 and "extra_info" in frame:  # no row lacks a column that another set has
+        frame["extra_info"] = pd.Series(extra, dtype=object)
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
-    longest, asked_of = max(map(len, prompts)), _problems(frame, sets)
-    own = share_of(len(frame), part)
-    frame, prompts = frame.iloc[own].reset_index(drop=True), prompts[own]
-    asked, scored = scorer_inputs(frame, prompts)
+    longest = max(map(len, prompts))
+    table = Problems(
+        dataset=[name for name, rows in sets.items() for _ in range(len(rows))],
+        index=[place for rows in sets.values() for place in range(len(rows))],
+        data_source=list(frame["data_source"]),
+        level=[
+            str(next((row[k] for k in ("level", "difficulty") if row.get(k) is not None), ""))
+            for row in extra
+        ],
+        prompt=[prompt_text(prompt) for prompt in frame["prompt"]],
+        ground_truth=[str(rule["ground_truth"]) for rule in frame["reward_model"]],
+    )
+    share = share_of(len(frame), part)
+    frame, prompts = frame.iloc[share].reset_index(drop=True), prompts[share]
+    questions, scored = scorer_inputs(frame, prompts)
+    rows_of_data = {key: values for key, values in scored.items() if key != "messages"}
+    rows_of_data["prompt"] = scored["messages"]  # as environments read it
+    sampling = SamplingParams(
+        n=config.samples,
+        max_new_tokens=max_response_length,
+        temperature=config.temperature,
+        seed=seed,
+    )
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
-        greedy, sampled = decode(
+        greedy, sampled = decode_passes(
             folder,
             prompts,
+            (replace(sampling, n=1, temperature=0.0), sampling),
             config,
-            max_response_length=max_response_length,
             max_prompt_length=max_prompt_length,
-            seed=seed,
-            columns=episode_columns(scored) if config.plays_episodes else None,
-            first_prompt=own.start,
+            columns=rows_of_data if config.plays_episodes else None,
+            first_prompt=share.start,
             longest_prompt=longest,
             on_progress=on_progress,
         )
-
-        def judged(completions: Sequence[Answer], n: int) -> list[Judged]:
-            prompts = repeated(asked, n)
-            columns = {key: repeated(values, n) for key, values in scored.items()}
-            if config.plays_episodes:
-                played = [one.episode for one in completions if one.episode]
-                return judge_episodes(scorer, played, prompts, columns)
-            return judge(
-                scorer,
-                [decode_response(tokenizer, one.token_ids) for one in completions],
-                [len(one.token_ids) for one in completions],
-                [one.truncated for one in completions],
-                prompts,
-                columns,
-            )
-
-        first, each = judged(greedy, 1), judged(sampled, config.samples)
+        first = judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
+        each = judge_answers(scorer, tokenizer, sampled, questions, scored, config.samples)
     groups = [each[i : i + config.samples] for i in range(0, len(each), config.samples)]
-    return build_rows(name, asked_of.rows(own), first, groups)
+    return build_rows(name, table.rows(share), first, groups)
 
 
 def share_of(problems: int, part: tuple[int, int]) -> slice:
-    """The consecutive problems of a part, (which, of how many); sizes differ by one at most."""
+    """Return the consecutive problems of a part, (which, of how many), of near-equal sizes."""
     which, parts = part
     if parts > problems:
         raise ConfigError(
@@ -222,38 +201,10 @@ def share_of(problems: int, part: tuple[int, int]) -> slice:
     return slice(which * problems // parts, (which + 1) * problems // parts)
 
 
-def _joined(sets: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """The rows of all sets, one after the other; none lacks a column that another has."""
-    frame = pd.concat(list(sets.values()), ignore_index=True) if sets else pd.DataFrame()
-    if len(sets) > 1 and "extra_info" in frame:
-        known = [x if isinstance(x, Mapping) else {} for x in frame["extra_info"]]
-        frame["extra_info"] = pd.Series(known, dtype=object)
-    return frame
-
-
-def _problems(frame: pd.DataFrame, sets: Mapping[str, pd.DataFrame]) -> Problems:
-    extra = frame["extra_info"] if "extra_info" in frame else [None] * len(frame)
-    return Problems(
-        dataset=[name for name, rows in sets.items() for _ in range(len(rows))],
-        index=[place for rows in sets.values() for place in range(len(rows))],
-        data_source=list(frame["data_source"]),
-        level=[_level(row) for row in extra],
-        prompt=[prompt_text(prompt) for prompt in frame["prompt"]],
-        ground_truth=[str(rule["ground_truth"]) for rule in frame["reward_model"]],
-    )
-
-
-def _level(extra: object) -> str:
-    """How hard a problem is, as its row's `extra_info` says: `level`, or `difficulty`."""
-    found = extra if isinstance(extra, Mapping) else {}
-    value = next((found[key] for key in ("level", "difficulty") if found.get(key) is not None), "")
-    return str(value)
-
-
 def scorer_inputs(
     frame: pd.DataFrame, prompt_ids: Sequence[list[int]]
 ) -> tuple[list[str], dict[str, list[object]]]:
-    """The texts of the last messages of RL rows, and the columns that rewards get, as in RL."""
+    """Return the texts of RL rows' last messages, and the columns that rewards get, as in RL."""
     table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
     columns = collate_prompts(table, prompt_ids).columns
     scored = {"messages": list(columns["prompt"])}
@@ -261,6 +212,25 @@ def scorer_inputs(
     return [prompt[-1]["content"] for prompt in frame["prompt"]], scored
 
 
-def repeated(values: Sequence[T], n: int) -> list[T]:
-    """Each value n times, one after the other."""
-    return [value for value in values for _ in range(n)]
+def judge_answers(
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[Answer],
+    prompts: Sequence[str],
+    columns: Mapping[str, Sequence[object]],
+    n: int,
+) -> list[Judged]:
+    """Judge n completions, or episodes, of each of P prompts, in order; see `judge`."""
+    prompts = [prompt for prompt in prompts for _ in range(n)]
+    repeated = {name: [v for v in values for _ in range(n)] for name, values in columns.items()}
+    episodes = [one.episode for one in answers if one.episode]
+    if episodes:
+        return judge_episodes(scorer, episodes, prompts, repeated)
+    return judge(
+        scorer,
+        [decode_response(tokenizer, one.token_ids) for one in answers],
+        [len(one.token_ids) for one in answers],
+        [one.truncated for one in answers],
+        prompts,
+        repeated,
+    )

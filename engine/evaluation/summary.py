@@ -1,4 +1,9 @@
-"""Two tables of evaluation rows in, their comparison out, for each evaluation set."""
+"""Two tables of evaluation rows in, their comparison out: whole, by source and level, and by set.
+
+Numbers, and lines of text: whether a gain suffices is decided in `engine.promotion`, how it looks
+in `report_page`. The table of an evaluation holds the problems of all evaluation sets; `TEST` is
+the run's own split.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +31,6 @@ from engine.evaluation.metrics import (
 )
 from engine.evaluation.results import EPISODE_COLUMNS, check_paired
 
-# Episodes in an evaluation: two models' turns, returns and calls compared.
-#
-# They are played in `engine.workers.episode_evaluation`, and judged in `judging`.
-
 Column = tuple[str, str, Literal["share", "number"]]
 _MEASURED: tuple[Column, ...] = (
     ("turns, greedy", "greedy_turns", "number"),
@@ -55,55 +56,40 @@ class EpisodeMeasure:
 
     def line(self) -> str:
         """E.g. `turns, greedy 6.10 → 4.20 (-1.90 [-2.10, -1.70])`."""
-        change = self.change
+        before, after = self.before.mean, self.after.mean
         if self.kind == "share":
-            means = f"{self.before.mean:.1%} → {self.after.mean:.1%}"
-            found = [f"{100 * v + 0.0:+.1f}" for v in (change.mean, change.low, change.high)]
-        else:
-            means = f"{self.before.mean:.2f} → {self.after.mean:.2f}"
-            found = [f"{v + 0.0:+.2f}" for v in (change.mean, change.low, change.high)]
-        return f"{self.name} {means} ({found[0]} [{found[1]}, {found[2]}])"
+            return f"{self.name} {before:.1%} → {after:.1%} ({_signed(self.change, 100, 1)})"
+        return f"{self.name} {before:.2f} → {after:.2f} ({_signed(self.change, 1, 2)})"
+
+
+def _signed(change: Interval, scale: float, digits: int) -> str:
+    ends = (change.mean, change.low, change.high)
+    mean, low, high = (f"{scale * value + 0.0:+.{digits}f}" for value in ends)
+    return f"{mean} [{low}, {high}]"
 
 
 def compare_episodes(
     before: pd.DataFrame, after: pd.DataFrame, confidence: float, samples: int, seed: int
 ) -> list[EpisodeMeasure]:
-    """Two models' rows of the same problems; empty where these are no episodes.
+    """Compare two models' rows of the same problems; empty where these are no episodes.
 
     Measures of tools are left out where neither model called any.
     """
     if any(name not in table for table in (before, after) for name in EPISODE_COLUMNS):
         return []
-    old, new = _measured(before), _measured(after)
-    tools = [name for name in old if "called" in name or "malformed" in name]
-    without = all(not table[name].any() for table in (old, new) for name in tools)
+    tables = [rows.assign(greedy_called=rows["greedy_calls"] > 0) for rows in (before, after)]
+    tools = [name for _, name, _ in _MEASURED if "called" in name or "malformed" in name]
+    without = not any(table[tools].to_numpy(float).any() for table in tables)
     measures = []
     for label, name, kind in _MEASURED:
         if without and name in tools:
             continue
-        one, two = (
-            rate_interval(table[name], confidence, samples, seed)
-            if kind == "share"
-            else mean_interval(table[name], confidence, samples, seed)
-            for table in (old, new)
-        )
-        change = paired_bootstrap(old[name], new[name], confidence, samples, seed)
+        interval = rate_interval if kind == "share" else mean_interval
+        old, new = (table[name].to_numpy(float) for table in tables)
+        one, two = (interval(values, confidence, samples, seed) for values in (old, new))
+        change = paired_bootstrap(old, new, confidence, samples, seed)
         measures.append(EpisodeMeasure(label, kind, one, two, change))
     return measures
-
-
-def _measured(rows: pd.DataFrame) -> dict[str, np.ndarray]:
-    called = {"greedy_called": rows["greedy_calls"] > 0}
-    return {
-        name: called.get(name, rows.get(name)).to_numpy(float)  # type: ignore[union-attr]
-        for _, name, _ in _MEASURED
-    }
-
-
-# Two tables of evaluation rows in, their comparison out: each model's metrics and the gain.
-#
-# Numbers only: whether a gain suffices is decided in `engine.promotion`, how it looks in
-# `report`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +137,7 @@ class EvaluationComparison:
 
     @staticmethod
     def from_dict(values: Mapping[str, object]) -> EvaluationComparison:
-        """Return the comparison that `to_dict` gave; DataError where something is missing in it."""
+        """Return the comparison that `to_dict` gave; DataError where something is missing."""
         try:
             return TypeAdapter(EvaluationComparison).validate_python(values)
         except ValidationError as error:
@@ -174,7 +160,7 @@ def summarise(
     bootstrap_samples: int,
     seed: int,
 ) -> EvaluationComparison:
-    """Compare two models' rows (see `rows.COLUMNS`) problem by problem.
+    """Compare two models' rows (see `results.COLUMNS`) problem by problem.
 
     Raises DataError when the rows are not of the same problems in the same order, when a problem
     has fewer than k samples, or when there are fewer than 2 problems.
@@ -215,7 +201,7 @@ def summarise(
 def model_summary(
     rows: pd.DataFrame, k: int, confidence: float, bootstrap_samples: int, seed: int
 ) -> ModelSummary:
-    """One model's metrics on the problems of `rows`, at least one."""
+    """Return one model's metrics on the problems of `rows`, at least one."""
     return ModelSummary(
         model=str(rows["model"].iloc[0]),
         pass_at_1=wilson_interval(_flags(rows, "greedy_correct"), confidence),
@@ -251,11 +237,6 @@ def _flags(rows: pd.DataFrame, column: str) -> np.ndarray:
     return rows[column].to_numpy()
 
 
-# Two models' rows by source and level: every metric of both, and the gain.
-#
-# Whole tables are compared in `summary`; here are their parts, as numbers and as lines of text.
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """Two models on the problems of one source, or of one level of it."""
@@ -268,7 +249,7 @@ class Part:
     gain: Interval | None  # of greedy pass@1, paired; None for a single problem
 
     def line(self) -> str:
-        """One line, e.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
+        """Return one line, e.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
         name = f"{self.source}, {self.level}" if self.level else self.source
         return f"{name}: {described(self.before, self.after, self.gain, self.problems)}"
 
@@ -285,13 +266,13 @@ _SHOWN = {
 def described(
     before: ModelSummary, after: ModelSummary, gain: Interval | None, problems: int
 ) -> str:
-    """Two models' rates: `pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), mean@k …; 60 problems`."""
+    """Return both models' rates: `pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …; 60 problems`."""
     rates = [
         f"{label} {getattr(before, field).mean:.1%} → {getattr(after, field).mean:.1%}"
         for label, field in _SHOWN.items()
     ]
     if gain is not None:
-        rates[0] += f" ({_points(gain.mean)} [{_points(gain.low)}, {_points(gain.high)}])"
+        rates[0] += f" ({_signed(gain, 100, 1)})"
     errors = before.errors + after.errors
     failed = f", {errors} not scored" if errors else ""
     return f"{', '.join(rates)}; {problems} problems{failed}"
@@ -305,25 +286,20 @@ def breakdown(
     bootstrap_samples: int,
     seed: int,
 ) -> list[Part]:
-    """The parts of two models' rows: each source, then each of its levels, where it has several.
+    """Return the parts of two models' rows: each source, then its levels, where it has several.
 
     Raises DataError where the rows are not of the same problems.
     """
     check_paired(before, after)
     before, after = before.reset_index(drop=True), after.reset_index(drop=True)
+    settings = (confidence, bootstrap_samples, seed)
 
     def part(source: str, level: str, rows: pd.Series) -> Part:
-        one, two = before[rows], after[rows]
-        old, new = (table["greedy_correct"].to_numpy(float) for table in (one, two))
-        gain = (
-            paired_bootstrap(old, new, confidence, bootstrap_samples, seed)
-            if len(one) > 1
-            else None
-        )
-        first, second = (
-            model_summary(table, k, confidence, bootstrap_samples, seed) for table in (one, two)
-        )
-        return Part(source, level, len(one), first, second, gain)
+        tables = (before[rows], after[rows])
+        old, new = (table["greedy_correct"].to_numpy(float) for table in tables)
+        gain = paired_bootstrap(old, new, *settings) if len(old) > 1 else None
+        first, second = (model_summary(table, k, *settings) for table in tables)
+        return Part(source, level, len(old), first, second, gain)
 
     parts = []
     for source in sorted(set(before["data_source"])):
@@ -334,14 +310,6 @@ def breakdown(
             parts.append(part(str(source), str(level), here & (before["level"] == level)))
     return parts
 
-
-def _points(fraction: float) -> str:
-    return f"{100 * fraction + 0.0:+.1f}"
-
-
-# Evaluation sets: two models compared on each of several, with what is known from training.
-#
-# The table of an evaluation holds the problems of all sets; `TEST` is the run's own split.
 
 TEST, ALL = "test", "all"
 FILE = "sets.json"
@@ -357,11 +325,10 @@ class EvaluatedSet:
     known: int  # problems that are known from training
 
     def lines(self) -> list[str]:
-        """The scores with the contamination, then a line a part."""
+        """Return the scores with the contamination, then a line a part."""
         found = self.comparison
         rates = described(found.before, found.after, found.gain, found.problems)
-        whole = f"{self.name}: {rates}; {self.contamination}"
-        lines = [whole]
+        lines = [f"{self.name}: {rates}; {self.contamination}"]
         if found.episodes:
             lines.append(f"{self.name}: {'; '.join(one.line() for one in found.episodes)}")
         return [*lines, *(f"{self.name}: {part.line()}" for part in self.proper_parts)]
@@ -380,7 +347,7 @@ class EvaluatedSet:
 
 
 def read_problems(dataset: Path) -> dict[str, pd.DataFrame]:
-    """The RL rows of every evaluation set in a dataset's folder, `test` first."""
+    """Return the RL rows of every evaluation set in a dataset's folder, `test` first."""
     return {name: pd.read_parquet(path) for name, path in evaluation_files(dataset).items()}
 
 
@@ -410,7 +377,7 @@ def compare_sets(
 
 
 def set_names(rows: pd.DataFrame) -> list[str]:
-    """The evaluation sets of a table, in its order; DataError for one that doesn't name them."""
+    """Return the evaluation sets of a table, in its order; DataError if it doesn't name them."""
     if "dataset" not in rows:
         raise DataError(
             "the evaluation was made by code that knew no evaluation sets; evaluate again"
@@ -419,7 +386,7 @@ def set_names(rows: pd.DataFrame) -> list[str]:
 
 
 def rows_of_set(rows: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The rows of one evaluation set; DataError where there are none."""
+    """Return the rows of one evaluation set; DataError where there are none."""
     names = set_names(rows)
     if name not in names:
         raise DataError(

@@ -1,10 +1,14 @@
-"""`python -m engine.lineage show|diff|verify`: where artifacts come from, as text or JSON."""
+"""`python -m engine.lineage show|diff|verify`: where artifacts come from, as text or JSON.
+
+Exit status: 0, fine; 1, something is missing, unreadable or not as recorded; 2, wrong usage.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -22,19 +26,15 @@ from engine.lineage.lookup import Review, review
 from engine.lineage.page import render_page, write_page
 from engine.redaction import presentable
 
-# A graph as text for a terminal and as JSON values for a program.
-
-SHOWN_METRICS = 4
-
 
 def trees(review: Review) -> list[Tree]:
     """Return, for each node asked about, a tree of its ancestors and one of its descendants."""
-    found = []
+    all_trees = []
     for node in review.starts:
-        found.append(_tree(review.graph, node, up=True))
+        all_trees.append(_tree(review.graph, node, up=True))
         if review.graph.children(node.key):
-            found.append(_tree(review.graph, node, up=False))
-    return found
+            all_trees.append(_tree(review.graph, node, up=False))
+    return all_trees
 
 
 def _tree(graph: Graph, root: ArtifactNode, up: bool) -> Tree:
@@ -43,60 +43,51 @@ def _tree(graph: Graph, root: ArtifactNode, up: bool) -> Tree:
     for edge in graph.edges.values():
         edges.setdefault(edge.child if up else edge.parent, []).append(edge)
     tree = Tree(label(root) if up else f"[bold]what came of {_shown(root.name)}[/bold]")
-    shown = {root.key}
-    todo = [(tree, root.key)]
+    shown, todo = {root.key}, [(tree, root.key)]
     while todo:
         branch, key = todo.pop()
         below = []
         for edge in edges.get(key, []):
             node = graph.nodes[edge.parent if up else edge.child]
             repeated = node.key in shown and bool(edges.get(node.key))
-            part = f"as {edge.name}" if not up else edge.name
-            below_it = branch.add(label(node, part, repeated))
+            branch_below = branch.add(label(node, edge.name if up else f"as {edge.name}", repeated))
             shown.add(node.key)
             if not repeated:
-                below.append((below_it, node.key))
+                below.append((branch_below, node.key))
         todo += reversed(below)
     return tree
 
 
 def label(node: ArtifactNode, part: str = "", repeated: bool = False) -> str:
     """Return one or two lines: part, kind and digest; then what made it and how well it did."""
-    head = f"[bold]{_shown(node.kind)}[/bold] [cyan]{_shown(node.digest[:12])}[/cyan]"
-    if node.label and node.manifest is None and node.kind != "source":
-        head = f"[bold]{_shown(node.label)}[/bold] [cyan]{_shown(node.digest[:12])}[/cyan]"
+    manifest, uri = node.manifest, f"[dim]{_shown(node.uri)}[/dim]"
+    kind = node.label if node.label and manifest is None and node.kind != "source" else node.kind
+    head = f"[bold]{_shown(kind)}[/bold] [cyan]{_shown(node.digest[:12])}[/cyan]"
     if part and part != node.kind:
         head = f"{_shown(part)}: {head}"
     if node.missing:
-        return f"{head} [red]missing[/red] [dim]{_shown(node.uri)}[/dim]"
+        return f"{head} [red]missing[/red] {uri}"
     if repeated:
         return f"{head} [dim]shown elsewhere[/dim]"
-    if node.manifest is None:
+    if manifest is None:
         aliases = node.facts.get("aliases", "")
-        named = f" [green]@{_shown(aliases)}[/green]" if aliases else ""
-        return f"{head}{named} [dim]{_shown(node.uri)}[/dim]"
-    manifest = node.manifest
+        return head + (f" [green]@{_shown(aliases)}[/green]" if aliases else "") + f" {uri}"
+    version, dash, mark = manifest.code_version.partition("-")
+    if re.fullmatch("[0-9a-f]{40}", version):  # a git commit, which may be marked as -dirty
+        version = version[:10]
     facts = [
         f"{manifest.created_at:%Y-%m-%d %H:%M}",
-        f"code {_short_version(manifest.code_version)}",
+        f"code {version}{dash}{mark}",
         f"config {manifest.config_digest[:12]}",
+        *([f"run {manifest.mlflow_run[:12]}"] if manifest.mlflow_run else []),
+        *(f"{name}={value:.4g}" for name, value in list(manifest.metrics.items())[:4]),
     ]
-    if manifest.mlflow_run:
-        facts.append(f"run {manifest.mlflow_run[:12]}")
-    facts += [f"{k}={v:.4g}" for k, v in list(manifest.metrics.items())[:SHOWN_METRICS]]
-    return f"{head} [dim]{_shown(node.uri)}[/dim]\n{_shown(' · '.join(facts))}"
+    return f"{head} {uri}\n{_shown(' · '.join(facts))}"
 
 
 def _shown(text: str) -> str:
-    """Text of a manifest, which is neither markup nor a terminal's control sequence."""
+    """Return text of a manifest that is neither markup nor a terminal's control sequence."""
     return escape(presentable(text))
-
-
-def _short_version(version: str) -> str:
-    """Shorten a git commit, keep its -dirty mark, and leave any other version as it is."""
-    commit, dash, mark = version.partition("-")
-    is_commit = len(commit) == 40 and all(c in "0123456789abcdef" for c in commit)
-    return f"{commit[:10]}{dash}{mark}" if is_commit else version
 
 
 def as_json(
@@ -104,9 +95,17 @@ def as_json(
 ) -> dict[str, object]:
     """Return all as JSON values; each artifact with its whole manifest less the file list."""
     graph = review.graph
-    values: dict[str, object] = {
+    nodes = []
+    for node in graph.nodes.values():
+        names = ("key", "kind", "digest", "label", "uri", "missing", "facts")
+        values: dict[str, object] = {name: getattr(node, name) for name in names}
+        own = node.manifest
+        values["manifest_digest"] = own.own_digest if own else ""
+        values["manifest"] = own.model_dump(mode="json", exclude={"files"}) if own else None
+        nodes.append(values)
+    values = {
         "focus": list(graph.focus),
-        "nodes": [_node_json(node) for node in graph.nodes.values()],
+        "nodes": nodes,
         "edges": [asdict(edge) for edge in graph.edges.values()],
         "notes": review.notes,
     }
@@ -120,56 +119,31 @@ def as_json(
     return values
 
 
-def _node_json(node: ArtifactNode) -> dict[str, object]:
-    manifest = node.manifest
-    return {
-        "key": node.key,
-        "kind": node.kind,
-        "digest": node.digest,
-        "label": node.label,
-        "uri": node.uri,
-        "missing": node.missing,
-        "facts": node.facts,
-        "manifest_digest": manifest.own_digest if manifest else "",
-        "manifest": manifest.model_dump(mode="json", exclude={"files"}) if manifest else None,
-    }
-
-
-def comparison_json(found: ArtifactComparison) -> dict[str, object]:
+def comparison_json(comparison: ArtifactComparison) -> dict[str, object]:
     """Return the differences as JSON values, sides by their keys in the graph."""
 
-    def sides(changes: Iterable[Change | RowChange]) -> list[dict[str, object]]:
+    def plain(changes: Iterable[Change | RowChange]) -> list[dict[str, object]]:
         return [asdict(change) for change in changes]
 
+    names = ("code", "config", "parents", "files")
     return {
-        "before": found.before.key,
-        "after": found.after.key,
-        "same_content": found.same_content,
-        "code": sides(found.code),
-        "config": sides(found.config),
-        "parents": sides(found.parents),
-        "files": sides(found.files),
-        "metrics": [
-            {"name": m.name, "before": m.before, "after": m.after, "change": m.delta}
-            for m in found.metrics
-        ],
+        "before": comparison.before.key,
+        "after": comparison.after.key,
+        "same_content": comparison.same_content,
+        **{name: plain(getattr(comparison, name)) for name in names},
+        "metrics": [{**asdict(metric), "change": metric.delta} for metric in comparison.metrics],
         "data": [
             {
                 "kind": change.kind,
                 "before": change.before.key if change.before else None,
                 "after": change.after.key if change.after else None,
-                "files": sides(change.files),
-                "rows": sides(change.rows),
+                "files": plain(change.files),
+                "rows": plain(change.rows),
             }
-            for change in found.data
+            for change in comparison.data
         ],
     }
 
-
-# `python -m engine.lineage show|diff|verify`: where artifacts come from, and whether they
-# changed.
-#
-# Exit status: 0, fine; 1, something is missing, unreadable or not as recorded; 2, wrong usage.
 
 COMMANDS = ("show", "diff", "verify")
 REFERENCE = (
@@ -182,10 +156,10 @@ STATUS = "exit status: 0 fine; 1 something is missing, unreadable or not as reco
 @exit_130_on_ctrl_c
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] not in COMMANDS and not given[0].startswith("-"):
-        given.insert(0, "show")  # `python -m engine.lineage ARTIFACT` shows it
-    options = _parser().parse_args(given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        words.insert(0, "show")  # `python -m engine.lineage ARTIFACT` shows it
+    options = _parser().parse_args(words)
     try:
         return _run(options)
     except EngineError as error:
@@ -197,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    found = review(
+    graph_review = review(
         options.reference,
         options.store,
         registry=not options.no_registry,
@@ -205,35 +179,23 @@ def _run(options: argparse.Namespace) -> int:
     )
     comparison = None
     if options.command == "diff":
-        comparison = compare(found.graph, found.starts[0], found.starts[-1])
-    checked = audit(found) if options.command == "verify" or options.verify else None
+        comparison = compare(graph_review.graph, graph_review.starts[0], graph_review.starts[-1])
+    checked = audit(graph_review) if options.command == "verify" or options.verify else None
     if options.html:
-        write_page(options.html, render_page(found, checked, comparison))
+        write_page(options.html, render_page(graph_review, checked, comparison))
     if options.json:
-        say(json.dumps(as_json(found, checked, comparison), indent=2))
+        say(json.dumps(as_json(graph_review, checked, comparison), indent=2))
     else:
-        _print(options.command, found, comparison)
-    return _conclude(found, checked)
-
-
-def _print(command: str, found: Review, comparison: ArtifactComparison | None) -> None:
-    # A pipe has no width of its own; 80 columns would break lines that a grep wants whole.
-    console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
-    if comparison is not None:
-        for line in lines(comparison):
+        # A pipe has no width of its own; 80 columns would break lines that a grep wants whole.
+        console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
+        for line in lines(comparison) if comparison is not None else ():
             console.print(presentable(line), markup=False, soft_wrap=True)
-    elif command == "show":
-        for tree in trees(found):
+        for tree in trees(graph_review) if options.command == "show" else ():
             console.print(tree)
-
-
-def _conclude(found: Review, checked: Audit | None) -> int:
-    """Say on stderr what was found wrong and what was not looked at."""
-    for note in checked.notes if checked else ():
-        say(f"note: {note.text}", error=True)
+    # What was graph_review wrong and what was not looked at, on stderr.
+    for note in graph_review.notes if checked is None else (note.text for note in checked.notes):
+        say(f"note: {note}", error=True)
     if checked is None:
-        for text in found.notes:
-            say(f"note: {text}", error=True)
         return 0
     for fault in checked.faults:
         say(f"error: {fault.text}", error=True)

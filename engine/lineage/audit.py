@@ -7,7 +7,7 @@ that doesn't answer is neither: checking ends in a StorageError, and may be trie
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,16 +69,15 @@ def audit(review: Review, on_node: Callable[[ArtifactNode], None] | None = None)
     for node in graph.nodes.values():
         if on_node is not None:
             on_node(node)
-        own = _check_node(node, review.tracker)
-        checked += all(finding.is_fault for finding in own)
-        findings += own
-        records = _records(node, review)
-        if links := _check_links(node, records):
-            again = _was_rebuilt(node, review)
-            findings += [AuditFinding(node.key, again, is_fault=False)] if again else links
-        if node.manifest is not None and not records and answers:
-            found, answers = _check_leaf(node, review)
-            findings += found
+        found = _check_node(node, review.tracker)
+        checked += all(finding.is_fault for finding in found)
+        findings += found
+        if node.manifest is not None:
+            try:
+                findings += _check_manifest(node, node.manifest.own_digest, review, answers)
+            except TrackingError as error:
+                answers = False
+                findings.append(AuditFinding("", f"not compared with MLflow: {error}", False))
     if not graph.focus:  # of a store as a whole, a manifest that can't be read is damage
         findings += [AuditFinding("", fault) for fault in review.index.unreadable]
     findings += [AuditFinding("", note, is_fault=False) for note in review.notes]
@@ -93,10 +92,17 @@ def _check_node(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFindin
         return [AuditFinding(node.key, text) for text in differences(node.uri, node.manifest)]
     if node.kind == SOURCE:
         return _check_source(node)
-    if node.kind == CHECKPOINT:
-        return _check_checkpoint(node)
     if node.kind == MODEL_VERSION:
         return _check_version(node, tracker)
+    if node.kind == CHECKPOINT:
+        from engine.checkpoint import open_checkpoint
+
+        try:
+            open_checkpoint(node.uri)
+        except StorageError:
+            raise
+        except EngineError as error:
+            return [AuditFinding(node.key, str(error))]
     return []
 
 
@@ -116,23 +122,8 @@ def _check_source(node: ArtifactNode) -> list[AuditFinding]:
     if found == node.digest:
         return []
     text = f"source {path} is now {found[:12]} where {node.digest[:12]} was read"
-    return [AuditFinding(node.key, text + (f"; see its {MANIFEST}" if _has_manifest(path) else ""))]
-
-
-def _has_manifest(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
-
-
-def _check_checkpoint(node: ArtifactNode) -> list[AuditFinding]:
-    from engine.checkpoint import open_checkpoint
-
-    try:
-        open_checkpoint(node.uri)
-    except StorageError:
-        raise
-    except EngineError as error:
-        return [AuditFinding(node.key, str(error))]
-    return []
+    more = f"; see its {MANIFEST}" if (path / MANIFEST).is_file() else ""
+    return [AuditFinding(node.key, text + more)]
 
 
 def _check_version(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFinding]:
@@ -141,78 +132,87 @@ def _check_version(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFin
         return _check_copy(node, node.uri)
     if tracker is None:
         return [AuditFinding(node.key, f"not checked: MLflow's copy of {node.label}", False)]
-    import mlflow.artifacts
-
+    name, _, number = node.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
     with tempfile.TemporaryDirectory(prefix="hybridflyte-lineage-") as scratch:
         try:
-            with tracker.translated("download a model"):
-                name, _, number = node.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
-                address = tracker.client.get_model_version_download_uri(name, number)
-                copy = mlflow.artifacts.download_artifacts(
-                    address, dst_path=scratch, tracking_uri=tracker.uri
-                )
+            copy = tracker.download_files(name, number, scratch)
         except TrackingError as error:
             return [AuditFinding(node.key, str(error))]
-        return _check_copy(node, copy)
+        return _check_copy(node, str(copy))
 
 
 def _check_copy(node: ArtifactNode, copy: str) -> list[AuditFinding]:
-    what = f"{node.label}: MLflow's copy"
+    what, tagged = f"{node.label}: MLflow's copy", node.digest[:12]
     try:
         manifest = read_manifest(copy)
     except LineageError as error:
         if "artifact_kind" in node.facts:
             return [AuditFinding(node.key, f"{what}: {error}")]
-        return _check_bare_copy(node, copy)
+        try:  # a model that was registered without a manifest
+            digest = tree_digest(copy)
+        except LineageError as problem:
+            return [AuditFinding(node.key, f"{node.label}: {problem}")]
+        text = f"{what} is now {digest[:12]} where {tagged} was logged"
+        return [] if digest == node.digest else [AuditFinding(node.key, text)]
     faults = [f"{what}: {text}" for text in differences(copy, manifest)]
     if manifest.digest != node.digest:
         faults.append(
-            f"{what} is {manifest.digest[:12]} where the tag {ARTIFACT_TAG} says {node.digest[:12]}"
+            f"{what} is {manifest.digest[:12]} where the tag {ARTIFACT_TAG} says {tagged}"
         )
-    wanted = node.facts.get(MANIFEST_TAG, "")
-    if wanted and manifest.own_digest != wanted:
+    recorded = node.facts.get(MANIFEST_TAG, "")
+    if recorded and manifest.own_digest != recorded:
         faults.append(
             f"{what} has a {MANIFEST} of SHA-256 {manifest.own_digest[:12]} where the tag "
-            f"{MANIFEST_TAG} says {wanted[:12]}; it was edited"
+            f"{MANIFEST_TAG} says {recorded[:12]}; it was edited"
         )
     return [AuditFinding(node.key, fault) for fault in faults]
 
 
-def _check_bare_copy(node: ArtifactNode, copy: str) -> list[AuditFinding]:
-    """Check a model that was registered without a manifest by its content alone."""
-    try:
-        found = tree_digest(copy)
-    except LineageError as error:
-        return [AuditFinding(node.key, f"{node.label}: {error}")]
-    if found == node.digest:
-        return []
-    text = f"{node.label}: MLflow's copy is now {found[:12]} where {node.digest[:12]} was logged"
-    return [AuditFinding(node.key, text)]
+def _check_manifest(
+    node: ArtifactNode, own: str, review: Review, answers: bool
+) -> list[AuditFinding]:
+    """Compare a manifest, of SHA-256 `own`, with what children, versions or its run recorded of it.
 
-
-def _check_links(node: ArtifactNode, records: Mapping[str, str]) -> list[AuditFinding]:
-    """Compare a node's manifest with what its children recorded of it."""
-    if node.manifest is None:
-        return []
-    own = node.manifest.own_digest
-    recorders: dict[str, list[str]] = {}
+    An artifact that was lost and made again, after its children, is noted: the run that made it
+    recorded its manifest, and its content is what its children were made from. answers: whether
+    MLflow has answered so far. Raises TrackingError when it doesn't and no other record is there.
+    """
+    records = _records(node, review)
+    differing: dict[str, list[str]] = {}
     for child, digest in records.items():
         if digest != own:
-            recorders.setdefault(digest, []).append(child)
-    return [
-        AuditFinding(
-            node.key,
-            f"{node.uri}/{MANIFEST} is of SHA-256 {own[:12]} where {_names(children)} recorded "
-            f"{digest[:12]}: its parents, configuration or metrics were edited, or the artifact "
-            "was made again",
+            differing.setdefault(digest, []).append(child)
+    if (records and not differing) or not (records or answers):
+        return []
+    recorded: set[str] = set()
+    try:
+        if review.tracker is not None:
+            recorded = recorded_manifests(review.tracker, node.digest)
+    except TrackingError:
+        if not records:
+            raise
+    if own in recorded:
+        text = (
+            f"{node.name} was made again after what came of it: same content, a manifest of its own"
         )
-        for digest, children in recorders.items()
-    ]
-
-
-def _names(children: list[str]) -> str:
-    more = f" and {len(children) - 3} more" if len(children) > 3 else ""
-    return ", ".join(children[:3]) + more
+        return [AuditFinding(node.key, text, is_fault=False)] if records else []
+    where = f"{node.uri}/{MANIFEST} is of SHA-256 {own[:12]} where"
+    faults = []
+    for digest, children in differing.items():
+        names = ", ".join(children[:3])
+        names += f" and {len(children) - 3} more" if len(children) > 3 else ""
+        text = "its parents, configuration or metrics were edited, or the artifact was made again"
+        faults.append(AuditFinding(node.key, f"{where} {names} recorded {digest[:12]}: {text}"))
+    if records:
+        return faults
+    if recorded:
+        digests = ", ".join(sorted(digest[:12] for digest in recorded))
+        return [AuditFinding(node.key, f"{where} its run recorded {digests}: it was edited")]
+    text = (
+        f"{node.name}: no child, run or model version records its manifest's digest, so an edit of "
+        "its parents, configuration or metrics would not show"
+    )
+    return [AuditFinding(node.key, text, is_fault=False)]
 
 
 def _records(node: ArtifactNode, review: Review) -> dict[str, str]:
@@ -221,66 +221,20 @@ def _records(node: ArtifactNode, review: Review) -> dict[str, str]:
     Artifacts of equal content and different manifests have their own children.
     """
     graph, index = review.graph, review.index
-    found = {
+    records = {
         graph.nodes[edge.child].name: edge.manifest
         for edge in graph.children(node.key)
         if edge.manifest
     }
     others = {p.manifest.own_digest for p in index.with_digest(node.digest)}
-    if node.manifest is not None:
-        others.discard(node.manifest.own_digest)
+    others -= {node.manifest.own_digest} if node.manifest else set()
     for place, parent in index.made_from(node.digest):
         is_its_child = place_in_store(parent, place.uri) == node.uri
-        if (
-            parent.manifest
-            and parent.kind == node.kind
-            and (is_its_child or parent.manifest not in others)
-        ):
-            found[artifact_node(place).name] = parent.manifest
+        is_recorded = parent.manifest and parent.kind == node.kind
+        if is_recorded and (is_its_child or parent.manifest not in others):
+            records[artifact_node(place).name] = parent.manifest
     for version in review.versions:
         digest = version.facts.get(MANIFEST_TAG, "")
         if version.digest == node.digest and digest and digest not in others:
-            found[version.name] = digest
-    return found
-
-
-def _was_rebuilt(node: ArtifactNode, review: Review) -> str:
-    """What to note of an artifact that was lost and made again, after its children; else nothing.
-
-    The run that made it recorded its manifest, and its content is what its children were made from.
-    """
-    assert node.manifest is not None
-    try:
-        recorded = recorded_manifests(review.tracker, node.digest) if review.tracker else set()
-    except TrackingError:
-        return ""
-    if node.manifest.own_digest not in recorded:
-        return ""
-    return f"{node.name} was made again after what came of it: same content, a manifest of its own"
-
-
-def _check_leaf(node: ArtifactNode, review: Review) -> tuple[list[AuditFinding], bool]:
-    """Compare a manifest that no other record names with what its run recorded.
-
-    The second value is False when MLflow did not answer.
-    """
-    recorded: set[str] = set()
-    answered = True
-    if review.tracker is not None:
-        try:
-            recorded = recorded_manifests(review.tracker, node.digest)
-        except TrackingError as error:
-            return [AuditFinding("", f"not compared with MLflow: {error}", False)], False
-    assert node.manifest is not None
-    own = node.manifest.own_digest
-    if not recorded:
-        text = (
-            f"{node.name}: no child, run or model version records its manifest's digest, so an "
-            "edit of its parents, configuration or metrics would not show"
-        )
-        return [AuditFinding(node.key, text, is_fault=False)], answered
-    if own in recorded:
-        return [], answered
-    said = ", ".join(sorted(digest[:12] for digest in recorded))
-    text = f"{node.uri}/{MANIFEST} is of SHA-256 {own[:12]} where its run recorded {said}"
-    return [AuditFinding(node.key, f"{text}: it was edited")], answered
+            records[version.name] = digest
+    return records

@@ -9,15 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
 from engine.errors import LineageError
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, Graph
 from engine.storage.artifacts import SOURCE
-from engine.storage.digests import FileEntry
 from engine.storage.filesystem import read_file
 from engine.tracking.connection import flatten
-
-# How many rows of a table were added and removed between two versions of its file.
 
 LARGEST = 256 << 20  # bytes of a file that is read for this
 
@@ -72,20 +70,13 @@ def _read_table(name: str, data: bytes) -> tuple[list[str], Counter[str]]:
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(io.BytesIO(data))
-    return list(table.schema_arrow.names), Counter(_parquet_rows(table))
-
-
-def _parquet_rows(table: object) -> Iterator[str]:
-    for batch in table.iter_batches(batch_size=1024):  # type: ignore[attr-defined]
-        for row in batch.to_pylist():
-            yield _digest(row)
+    batches = table.iter_batches(batch_size=1024)
+    return table.schema_arrow.names, Counter(_digest(r) for b in batches for r in b.to_pylist())
 
 
 def _digest(row: object) -> str:
     return hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()
 
-
-# What differs between two artifacts: configuration, data, code, files, parents and metrics.
 
 ABSENT = "—"
 DATA = (SOURCE, "dataset")
@@ -98,11 +89,6 @@ class Change:
     name: str  # e.g. "rl.actor.optim.lr"
     before: str
     after: str
-
-    @property
-    def differs(self) -> bool:
-        """Whether the sides are unequal."""
-        return self.before != self.after
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +140,41 @@ class ArtifactComparison:
 
 def compare(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> ArtifactComparison:
     """Compare two nodes of a graph; a model version is compared by its artifact."""
-    before, after = _artifact(graph, before), _artifact(graph, after)
+    sides = []
+    for node in (before, after):
+        above = [graph.nodes[edge.parent] for edge in graph.parents(node.key)]
+        is_version = node.kind == MODEL_VERSION
+        sides.append(next((n for n in above if is_version and not n.missing), node))
+    before, after = sides
+    code, config, parents, metrics = zip(*(_values(graph, node) for node in sides), strict=True)
+    numbers = [(n, *(side.get(n) for side in metrics)) for n in dict.fromkeys(chain(*metrics))]
     return ArtifactComparison(
         before=before,
         after=after,
-        code=_changes(_code(before), _code(after)),
-        config=_changes(_texts(before.config), _texts(after.config)),
-        parents=_changes(_parents(graph, before), _parents(graph, after)),
+        code=_changes(*code),
+        config=_changes(*config),
+        parents=_changes(*parents),
         data=_data(graph, before, after),
         files=_files(before, after),
-        metrics=_metrics(before, after),
+        metrics=tuple(MetricChange(*number) for number in numbers),
     )
 
 
-def _artifact(graph: Graph, node: ArtifactNode) -> ArtifactNode:
-    if node.kind != MODEL_VERSION:
-        return node
-    above = [graph.nodes[edge.parent] for edge in graph.parents(node.key)]
-    return next((n for n in above if not n.missing), node)
+def _values(
+    graph: Graph, node: ArtifactNode
+) -> tuple[dict[str, str], dict[str, str], dict[str, str], dict[str, float]]:
+    """Return a node's code, configuration, parents and metrics, by name."""
+    facts, manifest, metrics = node.facts, node.manifest, node.metrics
+    if manifest is not None:
+        code = {"code version": manifest.code_version, "sources": manifest.sources_digest}
+    else:
+        names = {"code version": "code_version", "sources": "sources_digest"}
+        code = {k: facts[v] for k, v in names.items() if v in facts}
+    if node.kind == CHECKPOINT:
+        metrics = {k: float(v) for k, v in facts.items() if k in ("step", "sequence")}
+    config = {name: as_text(value) for name, value in flatten(node.config).items()}
+    parents = {edge.name: graph.nodes[edge.parent].name for edge in graph.parents(node.key)}
+    return code, config, parents, metrics
 
 
 def as_text(value: object) -> str:
@@ -179,47 +182,18 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)
 
 
-def _texts(config: Mapping[str, object]) -> dict[str, str]:
-    return {name: as_text(value) for name, value in flatten(config).items()}
-
-
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
     names = dict.fromkeys([*before, *after])
     changes = (Change(n, before.get(n, ABSENT), after.get(n, ABSENT)) for n in names)
-    return tuple(change for change in changes if change.differs)
-
-
-def _code(node: ArtifactNode) -> dict[str, str]:
-    if node.manifest is not None:
-        manifest = node.manifest
-        return {"code version": manifest.code_version, "sources": manifest.sources_digest}
-    names = {"code version": "code_version", "sources": "sources_digest"}
-    return {k: node.facts[v] for k, v in names.items() if v in node.facts}
-
-
-def _parents(graph: Graph, node: ArtifactNode) -> dict[str, str]:
-    return {edge.name: graph.nodes[edge.parent].name for edge in graph.parents(node.key)}
+    return tuple(change for change in changes if change.before != change.after)
 
 
 def _files(before: ArtifactNode, after: ArtifactNode) -> tuple[Change, ...]:
-    sides = [_sums(node.manifest.files if node.manifest else {}) for node in (before, after)]
+    sides = []
+    for node in (before, after):
+        files = node.manifest.files if node.manifest else {}
+        sides.append({k: f"{e.sha256[:12]} ({e.size:,} bytes)" for k, e in files.items()})
     return _changes(*sides)
-
-
-def _sums(files: Mapping[str, FileEntry]) -> dict[str, str]:
-    return {name: f"{entry.sha256[:12]} ({entry.size:,} bytes)" for name, entry in files.items()}
-
-
-def _metrics(before: ArtifactNode, after: ArtifactNode) -> tuple[MetricChange, ...]:
-    one, two = (_numbers(node) for node in (before, after))
-    return tuple(MetricChange(n, one.get(n), two.get(n)) for n in dict.fromkeys([*one, *two]))
-
-
-def _numbers(node: ArtifactNode) -> Mapping[str, float]:
-    if node.kind == CHECKPOINT:
-        names = {"step", "sequence"}
-        return {k: float(v) for k, v in node.facts.items() if k in names}
-    return node.metrics
 
 
 def _data(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> tuple[DataChange, ...]:
@@ -228,60 +202,48 @@ def _data(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> tuple[Data
     for node in (before, after):
         behind = [node, *graph.ancestors(node.key)]
         sides.append({n.digest: n for n in behind if n.kind in DATA})
-    only_before = [n for digest, n in sides[0].items() if digest not in sides[1]]
-    only_after = [n for digest, n in sides[1].items() if digest not in sides[0]]
     changes = []
     for kind in reversed(DATA):
-        left = [n for n in only_before if n.kind == kind]
-        right = [n for n in only_after if n.kind == kind]
-        for position in range(max(len(left), len(right))):
-            one = left[position] if position < len(left) else None
-            two = right[position] if position < len(right) else None
-            changes.append(_data_change(kind, one, two))
+        left, right = (
+            [n for digest, n in side.items() if n.kind == kind and digest not in other]
+            for side, other in (sides, reversed(sides))
+        )
+        for one, two in zip_longest(left, right):
+            files: tuple[Change, ...] = ()
+            if one and two and one.manifest and two.manifest:
+                files = _files(one, two)
+            both = [c.name for c in files if ABSENT not in (c.before, c.after)]
+            rows = [row_change(name, one.uri, two.uri) for name in both]
+            changes.append(DataChange(kind, one, two, files, tuple(filter(None, rows))))
     return tuple(changes)
 
 
-def _data_change(kind: str, before: ArtifactNode | None, after: ArtifactNode | None) -> DataChange:
-    if before is None or after is None or before.manifest is None or after.manifest is None:
-        return DataChange(kind, before, after)
-    files = _files(before, after)
-    both = [c.name for c in files if ABSENT not in (c.before, c.after)]
-    rows = [row_change(name, before.uri, after.uri) for name in both]
-    return DataChange(kind, before, after, files, tuple(r for r in rows if r is not None))
-
-
-# A comparison of two artifacts in words: lines for a terminal, and the phrases of the page.
-
-
-def lines(found: ArtifactComparison) -> Iterator[str]:
+def lines(comparison: ArtifactComparison) -> Iterator[str]:
     """Yield the differences as lines for a terminal."""
-    yield f"- {found.before.name}  {found.before.uri}"
-    yield f"+ {found.after.name}  {found.after.uri}"
-    if found.same_content:
+
+    def texts(changes: Sequence[Change]) -> list[str]:
+        return [f"{c.name}: {c.before} → {c.after}" for c in changes]
+
+    yield f"- {comparison.before.name}  {comparison.before.uri}"
+    yield f"+ {comparison.after.name}  {comparison.after.uri}"
+    if comparison.same_content:
         yield "both hold the same bytes"
-    for title, changes in (
-        ("code", found.code),
-        ("configuration", found.config),
-        ("parents", found.parents),
-    ):
-        yield from _section(title, [f"{c.name}: {c.before} → {c.after}" for c in changes])
-    data = [line for c in found.data for line in (data_line(c), *row_lines(c, "  "))]
-    yield from _section("data", data)
-    yield from _section("files", [f"{c.name}: {c.before} → {c.after}" for c in found.files])
-    yield from _section(
-        "metrics",
-        [
+    sections = {
+        "code": texts(comparison.code),
+        "configuration": texts(comparison.config),
+        "parents": texts(comparison.parents),
+        "data": [line for c in comparison.data for line in (data_line(c), *row_lines(c, "  "))],
+        "files": texts(comparison.files),
+        "metrics": [
             f"{m.name}: {metric(m.before)} → {metric(m.after)}"
             + (f"  ({signed(m.delta)})" if m.delta else "")
-            for m in found.metrics
+            for m in comparison.metrics
             if m.before != m.after
         ],
-    )
-
-
-def _section(title: str, entries: Sequence[str]) -> Iterator[str]:
-    yield f"{title}: {'no difference' if not entries else ''}".rstrip()
-    yield from (f"  {entry}" for entry in entries)
+    }
+    for title, entries in sections.items():
+        yield f"{title}:" if entries else f"{title}: no difference"
+        yield from (f"  {entry}" for entry in entries)
 
 
 def data_line(change: DataChange) -> str:

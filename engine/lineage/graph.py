@@ -1,4 +1,10 @@
-"""The graph around an artifact, and the index of manifests that it is made from."""
+"""The graph around an artifact, and the index of manifests that it is made from.
+
+A parent is looked for in the store of its child, then at its recorded address, by digest in the
+index and among the artifacts of this machine, so that a moved store resolves, and a copied one is
+held to what is in it. Walks end on cycles, which only forged manifests have, because a node is
+expanded once.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +32,6 @@ from engine.storage.filesystem import (
     translated,
 )
 
-# All manifests of one or more stores: found, read, and looked up by digest and by parent.
-
 
 @dataclass(frozen=True, slots=True)
 class StoredArtifact:
@@ -47,38 +51,34 @@ class Index:
 
     @cached_property
     def _by_digest(self) -> dict[str, list[StoredArtifact]]:
-        found = defaultdict(list)
+        groups = defaultdict(list)
         for artifact in self.artifacts:
-            found[artifact.manifest.digest].append(artifact)
-        return dict(found)
+            groups[artifact.manifest.digest].append(artifact)
+        return dict(groups)
 
     @cached_property
     def _by_parent(self) -> dict[str, list[tuple[StoredArtifact, Parent]]]:
-        found = defaultdict(list)
+        groups = defaultdict(list)
         for artifact in self.artifacts:
             for parent in artifact.manifest.parents:
-                found[parent.digest].append((artifact, parent))
-        return dict(found)
+                groups[parent.digest].append((artifact, parent))
+        return dict(groups)
 
     def with_digest(self, digest: str) -> list[StoredArtifact]:
-        """The artifacts that hold this content."""
+        """Return the artifacts that hold this content."""
         return self._by_digest.get(digest, [])
 
     def with_prefix(self, prefix: str) -> list[StoredArtifact]:
-        """The artifacts whose content digest begins so, one for each digest and kind."""
-        found = {
-            (p.manifest.digest, p.manifest.kind): p
-            for p in self.artifacts
-            if p.manifest.digest.startswith(prefix)
-        }
-        return list(found.values())
+        """Return the artifacts whose content digest begins so, one for each digest and kind."""
+        same = [p for p in self.artifacts if p.manifest.digest.startswith(prefix)]
+        return list({(p.manifest.digest, p.manifest.kind): p for p in same}.values())
 
     def made_from(self, digest: str) -> list[tuple[StoredArtifact, Parent]]:
-        """The artifacts that name this content as a parent, and how they name it."""
+        """Return the artifacts that name this content as a parent, and how they name it."""
         return self._by_parent.get(digest, [])
 
     def with_inputs(self, inputs: str, sources: str) -> list[StoredArtifact]:
-        """The artifacts made of equal inputs (their digest) by equal sources."""
+        """Return the artifacts made of equal inputs (their digest) by equal sources."""
         return [
             p
             for p in self.artifacts
@@ -111,29 +111,31 @@ def scan(roots: Iterable[str]) -> Index:
     A root that does not exist or can't be listed is a LineageError; a manifest that can't be read
     is noted in the index. A store that doesn't answer is a StorageError.
     """
-    asked = tuple(dict.fromkeys(str(root).rstrip("/") for root in roots))
-    folders = [folder for root in asked for folder in _folders(root)]
-    artifacts, faults = [], []
+
+    def read(folder: str) -> StoredArtifact | str:
+        try:
+            return StoredArtifact(folder, read_manifest(folder))
+        except LineageError as error:
+            return str(error)
+
+    names = tuple(dict.fromkeys(str(root).rstrip("/") for root in roots))
+    folders = dict.fromkeys(folder for root in names for folder in _folders(root))
     with ThreadPoolExecutor(READERS) as pool:
-        for result in pool.map(_read, dict.fromkeys(folders)):
-            if isinstance(result, StoredArtifact):
-                artifacts.append(result)
-            else:
-                faults.append(result)
-    return Index(asked, tuple(artifacts), tuple(faults))
-
-
-def _read(folder: str) -> StoredArtifact | str:
-    try:
-        return StoredArtifact(folder, read_manifest(folder))
-    except LineageError as error:
-        return str(error)
+        found = list(pool.map(read, folders))
+    artifacts = tuple(one for one in found if isinstance(one, StoredArtifact))
+    return Index(names, artifacts, tuple(one for one in found if isinstance(one, str)))
 
 
 def _folders(root: str) -> Iterator[str]:
     """Yield the folders below `root` that have a manifest; what lies inside one is its content."""
     if is_remote(root):
-        yield from _remote_folders(root)
+        with translated(root, LineageError):
+            names = Files(root).sizes()
+        inside: str | None = None
+        for name in sorted(n for n in names if f"/{n}".endswith(f"/{MANIFEST}")):
+            if inside is None or not name.startswith(inside):
+                inside = name.removesuffix(MANIFEST)
+                yield f"{root}/{inside}".rstrip("/")
         return
     base = as_path(root)
     if not base.is_dir():
@@ -146,27 +148,6 @@ def _folders(root: str) -> Iterator[str]:
             below.clear()
             yield str(Path(folder).absolute())
 
-
-def _remote_folders(root: str) -> Iterator[str]:
-    with translated(root, LineageError):
-        names = Files(root).sizes()
-    inside = ""
-    for name in sorted(n for n in names if n == MANIFEST or n.endswith(f"/{MANIFEST}")):
-        if inside and name.startswith(inside):
-            continue
-        folder = name.rpartition("/")[0]
-        inside = f"{folder}/" if folder else ""
-        yield f"{root}/{folder}".rstrip("/")
-        if not folder:
-            return
-
-
-# The graph around an artifact: all it was made from, and all that was made from it.
-#
-# A parent is looked for in the store of its child, then at its recorded address, by digest in the
-# index and among the artifacts of this machine, so that a moved store resolves, and a copied one
-# is held to what is in it. Walks end on cycles, which only forged manifests have, because a node
-# is expanded once.
 
 CHECKPOINT, MODEL_VERSION = "checkpoint", "model_version"
 
@@ -191,16 +172,24 @@ class ArtifactNode:
         return self.label or f"{self.kind} {self.digest[:12]}"
 
     @property
+    def draft(self) -> Draft | None:
+        """What its stage was making and how, as its manifest or its checkpoint's origin says."""
+        return self.manifest or self.origin
+
+    @property
     def config(self) -> dict[str, object]:
         """The configuration that it was made by."""
-        source = self.manifest or self.origin
-        return source.config if source else {}
+        return self.draft.config if self.draft else {}
 
     @property
     def metrics(self) -> dict[str, float]:
         """What was measured of it."""
-        source = self.manifest or self.origin
-        return source.metrics if source else {}
+        return self.draft.metrics if self.draft else {}
+
+    @property
+    def parents(self) -> tuple[Parent, ...]:
+        """What it was made from, as recorded."""
+        return self.draft.parents if self.draft else ()
 
     @property
     def created_at(self) -> datetime | None:
@@ -227,27 +216,23 @@ class Graph:
     edges: dict[tuple[str, str, str], Edge] = field(default_factory=dict)
 
     def parents(self, key: str) -> list[Edge]:
-        """The edges that lead to a node."""
+        """Return the edges that lead to a node."""
         return [edge for edge in self.edges.values() if edge.child == key]
 
     def children(self, key: str) -> list[Edge]:
-        """The edges that leave a node."""
+        """Return the edges that leave a node."""
         return [edge for edge in self.edges.values() if edge.parent == key]
 
     def ancestors(self, key: str) -> list[ArtifactNode]:
         """All that a node was made from, nearest first."""
-        above: dict[str, list[str]] = {}
+        above: dict[str, list[str]] = defaultdict(list)
         for edge in self.edges.values():
-            above.setdefault(edge.child, []).append(edge.parent)
-        found = reachable(key, lambda one: above.get(one, []))
-        return [self.nodes[one] for one in found if one != key]
+            above[edge.child].append(edge.parent)
+        return [self.nodes[parent] for parent in reachable(key, above.__getitem__)[1:]]
 
-    def add(self, node: ArtifactNode) -> bool:
-        """Add a node; False when it is there already."""
-        if node.key in self.nodes:
-            return False
-        self.nodes[node.key] = node
-        return True
+    def add(self, node: ArtifactNode) -> None:
+        """Add a node, unless it is there already."""
+        self.nodes.setdefault(node.key, node)
 
     def link(self, edge: Edge) -> None:
         """Add an edge; the same one twice counts once."""
@@ -256,14 +241,13 @@ class Graph:
 
 def reachable(start: str, neighbours: Callable[[str], Iterable[str]]) -> list[str]:
     """Return `start` and all that can be reached from it, nearest first; cycles end."""
-    found = {start: None}
-    queue = deque([start])
+    keys = {start: None}
+    queue = deque(keys)
     while queue:
-        for key in neighbours(queue.popleft()):
-            if key not in found:
-                found[key] = None
-                queue.append(key)
-    return list(found)
+        new = [key for key in dict.fromkeys(neighbours(queue.popleft())) if key not in keys]
+        keys |= dict.fromkeys(new)
+        queue += new
+    return list(keys)
 
 
 class GraphBuilder:
@@ -296,7 +280,7 @@ class GraphBuilder:
         return start
 
     def _ancestors(self, start: ArtifactNode, parents: tuple[Parent, ...]) -> None:
-        todo = [(start, parents or _parents(start))]
+        todo = [(start, parents or start.parents)]
         done = set()
         while todo:
             child, parents = todo.pop()
@@ -307,26 +291,22 @@ class GraphBuilder:
                 node = self.find(parent, child.uri)
                 self.graph.add(node)
                 self.graph.link(Edge(node.key, child.key, parent.name, parent.manifest))
-                todo.append((node, _parents(node)))
+                todo.append((node, node.parents))
 
     def _descendants(self, start: ArtifactNode) -> None:
-        found = reachable(start.key, self._child_keys)
+        def add_children(key: str) -> list[str]:
+            children = self._children(self.graph.nodes[key])
+            for child in children:
+                self.graph.add(child)
+            return [child.key for child in children]
+
         # Once all are known: the edges among them and to what was there before.
-        for key in found:
+        for key in reachable(start.key, add_children)[1:]:
             node = self.graph.nodes[key]
-            if key == start.key:
-                continue
-            for parent in _parents(node):
+            for parent in node.parents:
                 above = self.find(parent, node.uri)
                 if above.key in self.graph.nodes:
                     self.graph.link(Edge(above.key, key, parent.name, parent.manifest))
-
-    def _child_keys(self, key: str) -> list[str]:
-        """Add what was made from a node; return the keys."""
-        children = self._children(self.graph.nodes[key])
-        for child in children:
-            self.graph.add(child)
-        return [child.key for child in children]
 
     def _children(self, node: ArtifactNode) -> list[ArtifactNode]:
         children = []
@@ -334,23 +314,20 @@ class GraphBuilder:
             if self.find(parent, place.uri).key == node.key or node.kind == parent.kind == SOURCE:
                 children.append(artifact_node(place))
         if node.manifest is not None:
+            own = node.manifest.own_digest
+            known = {p.manifest.own_digest for p in self.index.with_digest(node.digest)}
             for version in self._versions.get(node.digest, []):
-                wanted = version.facts.get("manifest_digest", "")
-                if wanted in ("", node.manifest.own_digest) or not self._other(node, wanted):
+                recorded = version.facts.get("manifest_digest", "")
+                # Another artifact of equal content may be the one that it was registered from.
+                if recorded in ("", own) or recorded not in known:
                     children.append(version)
-                    self.graph.link(Edge(node.key, version.key, "artifact", wanted))
+                    self.graph.link(Edge(node.key, version.key, "artifact", recorded))
         if node.kind == CHECKPOINT and node.origin is not None:
             sources = node.facts.get("sources_digest", "")
             for place in self.index.with_inputs(node.origin.inputs_digest, sources):
-                child = artifact_node(place)
-                children.append(child)
-                self.graph.link(Edge(node.key, child.key, CHECKPOINT))
+                children.append(artifact_node(place))
+                self.graph.link(Edge(node.key, children[-1].key, CHECKPOINT))
         return children
-
-    def _other(self, node: ArtifactNode, own_digest: str) -> bool:
-        """Tell whether another artifact of equal content has this manifest."""
-        same = self.index.with_digest(node.digest)
-        return any(place.manifest.own_digest == own_digest for place in same)
 
     def find(self, parent: Parent, child: str) -> ArtifactNode:
         """Find one parent of the artifact at `child`; a node that is missing if it is nowhere.
@@ -360,31 +337,26 @@ class GraphBuilder:
         """
         if parent.kind == SOURCE:
             return source_node(parent)
-        own = place_in_store(parent, child)
-        existing = self._manifest(own) if own else None
+        in_store = place_in_store(parent, child)
+        existing = self._manifest(in_store) if in_store else None
         if existing is not None and existing.digest != parent.digest:
-            return _missing(parent, own, existing)
+            return _missing(parent, in_store, existing)
+        places = [in_store, parent.uri, *(p.uri for p in self.index.with_digest(parent.digest))]
+        places.append(str(artifact_path(parent.kind, parent.digest)))
+        if store := _store_of(child):
+            places.append(f"{store}/{parent.kind}/{parent.digest[:16]}")
+        places.append(child)  # a model version's own files are a copy of its artifact
         fallback = None
-        for uri in self._places(parent, child):
+        for uri in filter(None, dict.fromkeys(places)):
             manifest = self._manifest(uri)
             if manifest is None or manifest.digest != parent.digest:
                 continue
-            if uri in (own, parent.uri) or parent.manifest in ("", manifest.own_digest):
+            if uri in (in_store, parent.uri) or parent.manifest in ("", manifest.own_digest):
                 return artifact_node(StoredArtifact(uri, manifest))
             fallback = fallback or StoredArtifact(uri, manifest)
         if fallback is not None:
             return artifact_node(fallback)
         return _missing(parent, parent.uri, self._manifest(parent.uri) if parent.uri else None)
-
-    def _places(self, parent: Parent, child: str) -> list[str]:
-        """Where it may lie: its child's store, its address, the index, this machine's store."""
-        places = [place_in_store(parent, child), parent.uri]
-        places += [p.uri for p in self.index.with_digest(parent.digest)]
-        places.append(str(artifact_path(parent.kind, parent.digest)))
-        if store := _store_of(child):
-            places.append(f"{store}/{parent.kind}/{parent.digest[:16]}")
-        places.append(child)  # a model version's own files are a copy of its artifact
-        return [place for place in dict.fromkeys(places) if place]
 
     def _manifest(self, uri: str) -> Manifest | None:
         """Read a manifest once; None where there is none, or none that can be read."""
@@ -397,7 +369,7 @@ class GraphBuilder:
 
 
 def place_in_store(parent: Parent, child: str) -> str:
-    """Where a parent lies in the store of the artifact at `child`, by the end of its address.
+    """Return where a parent lies in the store of the artifact at `child`, by its address' end.
 
     Empty where its recorded address is no place of an artifact with its digest.
     """
@@ -409,7 +381,7 @@ def place_in_store(parent: Parent, child: str) -> str:
 
 
 def _store_of(artifact: str) -> str:
-    """The folder of the folder of an artifact; empty where it has none."""
+    """Return the folder of the folder of an artifact; empty where it has none."""
     return artifact.rstrip("/").rsplit("/", 2)[0] if artifact.count("/") >= 2 else ""
 
 
@@ -423,31 +395,17 @@ def _missing(parent: Parent, where: str, existing: Manifest | None) -> ArtifactN
 
 
 def artifact_node(place: StoredArtifact) -> ArtifactNode:
-    """The node of an artifact; copies with equal manifests are one node."""
+    """Return the node of an artifact; copies with equal manifests are one node."""
     manifest = place.manifest
     key = f"{manifest.kind}:{manifest.digest}:{manifest.own_digest}"
     return ArtifactNode(key, manifest.kind, manifest.digest, place.uri, manifest=manifest)
 
 
 def source_node(source: Parent) -> ArtifactNode:
-    """The node of data made elsewhere; one at a remote address is taken to be there."""
-    where = hashlib.sha256(source.uri.encode()).hexdigest()[:8]
-    local = bool(source.uri) and not is_remote(source.uri)
-    missing = ""
-    if local and not as_path(source.uri).exists():
-        missing = f"source {source.digest[:12]} is missing: it is not at {source.uri}"
-    key = f"{SOURCE}:{source.digest}:{where}"
-    return ArtifactNode(
-        key, SOURCE, source.digest, source.uri, label=_source_label(source), missing=missing
-    )
-
-
-def _source_label(source: Parent) -> str:
-    if "://" in source.uri:
-        return source.uri
-    return source.uri.rstrip("/").rsplit("/", 1)[-1] or source.name
-
-
-def _parents(node: ArtifactNode) -> tuple[Parent, ...]:
-    source = node.manifest or node.origin
-    return source.parents if source else ()
+    """Return the node of data made elsewhere; one at a remote address is taken to be there."""
+    uri, missing = source.uri, ""
+    if uri and not is_remote(uri) and not as_path(uri).exists():
+        missing = f"source {source.digest[:12]} is missing: it is not at {uri}"
+    label = uri if "://" in uri else uri.rstrip("/").rsplit("/", 1)[-1] or source.name
+    key = f"{SOURCE}:{source.digest}:{hashlib.sha256(uri.encode()).hexdigest()[:8]}"
+    return ArtifactNode(key, SOURCE, source.digest, uri, label=label, missing=missing)

@@ -1,6 +1,8 @@
 """From what a person names to the graph around it: the entry point of this package.
 
-Checks of what is found are in `audit`.
+A reference is a folder or address of an artifact, a checkpoint, a file or folder that artifacts
+were made from, the first hex digits of a digest, or a model version `models:/NAME@ALIAS`. Checks of
+what is found are in `audit`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,24 +33,29 @@ from engine.lineage.graph import (
     scan,
     source_node,
 )
-from engine.storage.artifacts import SOURCE, Draft, Manifest, Parent, read_manifest
+from engine.storage.artifacts import SOURCE, Draft, Parent, read_manifest
 from engine.storage.digests import MANIFEST, code_version, hash_file, sources_digest, tree_digest
 from engine.storage.filesystem import Files, as_path, is_remote, read_file, translated
-from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG, ModelVersion, all_pages
+from engine.tracking.model_versions import (
+    ARTIFACT_TAG,
+    MANIFEST_TAG,
+    ModelVersion,
+    all_pages,
+    version_parent,
+)
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker
 
 
-# What a folder of checkpoints is being made from: `origin.json`, before there is an artifact.
-#
-# A stage that is cut off leaves checkpoints and no manifest; this file says whose they are.
-
 ORIGIN = "origin.json"
 
 
 class Origin(Draft):
-    """All of `origin.json`."""
+    """What a folder of checkpoints is being made from: `origin.json`, before there is an artifact.
+
+    A stage that is cut off leaves checkpoints and no manifest; this file says whose they are.
+    """
 
     code_version: str
     sources_digest: str
@@ -82,90 +90,52 @@ def read_origin(folder: str) -> Origin | None:
         raise LineageError(f"{where} is not readable: {error.errors()[0]['msg']}") from None
 
 
-# What MLflow knows of artifacts: model versions made of them, and digests of their manifests.
-#
-# Reads only. MLflow is imported when it is first asked, because that takes two seconds.
-
 PREFIX = "models:/"
 PAGE = 1000
-MODELS = 100  # the most that MLflow returns at once
 
 
-def open_registry(needed: bool) -> Tracker | None:
+def open_registry() -> Tracker:
     """Return the tracking store of this machine's settings.
 
-    None where nothing was set up (no MLFLOW_TRACKING_URI and no ./mlflow.db), unless it is
-    `needed`: looking at lineage must not create a store.
+    Raises TrackingError where nothing was set up (no MLFLOW_TRACKING_URI and no ./mlflow.db):
+    looking at lineage must not create a store.
     """
     from engine.tracking import Tracker
     from engine.tracking.connection import URI_VARIABLE, default_uri
 
     tracker = Tracker(default_uri())
     if tracker.database is not None and not tracker.database.is_file():
-        if needed:
-            raise TrackingError(
-                f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE} to the one that "
-                "holds the model"
-            )
-        return None
+        raise TrackingError(
+            f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE} to the one that holds "
+            "the model"
+        )
     return tracker
 
 
 def version_node(version: ModelVersion) -> ArtifactNode:
     """Return the node of a model version; its facts are its tags."""
-    facts = {**version.tags, "run_id": version.run_id}
-    if version.aliases:
-        facts["aliases"] = ", ".join(version.aliases)
+    aliases = {"aliases": ", ".join(version.aliases)} if version.aliases else {}
     return ArtifactNode(
         key=f"{MODEL_VERSION}:{version.name}:{version.version}",
         kind=MODEL_VERSION,
         digest=version.tags.get(ARTIFACT_TAG, ""),
         uri=version.source.removeprefix("file://"),
         label=f"{version.name} version {version.version}",
-        facts=facts,
-    )
-
-
-def version_parent(node: ArtifactNode) -> Parent:
-    """Return the artifact that a model version was registered from, by the version's tags."""
-    if not node.digest:
-        raise LineageError(
-            f"{node.label} has no tag {ARTIFACT_TAG}; register models through engine.tracking, or "
-            "give the artifact's folder"
-        )
-    return Parent(
-        name="artifact",
-        kind=node.facts.get("artifact_kind") or "model",
-        digest=node.digest,
-        uri=node.facts.get("artifact_uri", ""),
-        manifest=node.facts.get(MANIFEST_TAG, ""),
+        facts={**version.tags, "run_id": version.run_id, **aliases},
     )
 
 
 def all_versions(tracker: Tracker) -> list[ArtifactNode]:
     """Return the nodes of all model versions that lead back to an artifact."""
     client = tracker.client
+    aliases: dict[tuple[str, str], list[str]] = {}  # a search of versions leaves them out
     with tracker.translated("list the model versions"):
-        aliases = _aliases(tracker)
-        versions = [
-            ModelVersion.of(found, aliases.get((found.name, str(found.version)), ()))
-            for found in all_pages(
-                lambda token: client.search_model_versions(max_results=PAGE, page_token=token)
-            )
-        ]
+        for model in all_pages(lambda t: client.search_registered_models(page_token=t)):
+            for alias, version in model.aliases.items():
+                aliases.setdefault((model.name, str(version)), []).append(alias)
+        found = all_pages(lambda t: client.search_model_versions(max_results=PAGE, page_token=t))
+        versions = [ModelVersion.of(v, aliases.get((v.name, str(v.version)), ())) for v in found]
     return [node for node in map(version_node, versions) if node.digest]
-
-
-def _aliases(tracker: Tracker) -> dict[tuple[str, str], list[str]]:
-    """Return the aliases of each model version; a search of versions leaves them out."""
-    client = tracker.client
-    found: dict[tuple[str, str], list[str]] = {}
-    for model in all_pages(
-        lambda token: client.search_registered_models(max_results=MODELS, page_token=token)
-    ):
-        for alias, version in model.aliases.items():
-            found.setdefault((model.name, str(version)), []).append(alias)
-    return found
 
 
 def recorded_manifests(tracker: Tracker, digest: str) -> set[str]:
@@ -182,13 +152,7 @@ def is_reference(text: str) -> bool:
     return text.startswith(PREFIX)
 
 
-# From what a person names to the graph around it: the entry point of this package.
-#
-# A reference is a folder or address of an artifact, a checkpoint, a file or folder that artifacts
-# were made from, the first hex digits of a digest, or a model version `models:/NAME@ALIAS`.
-
 DIGITS = re.compile(r"[0-9a-f]{8,64}")
-CHECKPOINT_MARKER = "COMPLETE"
 
 
 @dataclass
@@ -211,8 +175,7 @@ class Review:
         """How many nodes of which kinds there are, e.g. "3 nodes: 1 dataset, 2 rl"."""
         kinds = Counter(node.kind.replace("_", " ") for node in self.graph.nodes.values())
         parts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        number = kinds.total()
-        return f"{number} {'node' if number == 1 else 'nodes'}: {parts}"
+        return f"{kinds.total()} {'node' if kinds.total() == 1 else 'nodes'}: {parts}"
 
 
 def review(
@@ -229,16 +192,28 @@ def review(
     Raises LineageError, TrackingError or CheckpointError for what can't be found or read, and
     StorageError when a store doesn't answer.
     """
-    tracker = open_registry(needed=False) if registry else None
     starts = [_locate(reference, registry) for reference in references]
-    roots = list(stores) or _roots(starts)
-    index = scan(roots)
+    roots: dict[str, None] = dict.fromkeys(stores)
+    for node, parents in starts if not stores else ():
+        # A version's own files lie in MLflow's store, not in ours.
+        places = [p.uri for p in parents] if parents else [node.uri] if node else [""]
+        roots |= dict.fromkeys(root for place in places for root in default_roots(place))
+    index = scan(roots or default_roots())
     notes: list[str] = []
-    versions, tracker = _versions(tracker, notes)
+    tracker: Tracker | None = None
+    versions: tuple[ArtifactNode, ...] = ()
+    if registry:
+        with suppress(TrackingError):
+            tracker = open_registry()
+    if tracker is not None:
+        try:
+            versions = tuple(all_versions(tracker))
+        except TrackingError as error:
+            tracker = None
+            notes.append(f"model versions and what runs recorded are not looked at: {error}")
     builder = GraphBuilder(index, versions)
-    for start in starts:
-        node, parents = _resolve(start, index)
-        builder.walk(node, parents, descendants)
+    for reference, (node, parents) in zip(references, starts, strict=True):
+        builder.walk(_in_index(reference, node, index), parents, descendants)
     if not references:
         for place in index.artifacts:
             builder.walk(artifact_node(place), descendants=False)
@@ -247,54 +222,49 @@ def review(
     return Review(builder.graph, index, tracker, versions, notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """A reference as far as it is known without an index."""
+def _locate(reference: str, registry: bool) -> tuple[ArtifactNode | None, tuple[Parent, ...]]:
+    """Return what a reference names, and of a model version the artifact that it was made of.
 
-    reference: str
-    node: ArtifactNode | None = None
-    parents: tuple[Parent, ...] = ()
-
-
-def _locate(reference: str, registry: bool) -> _Start:
-    """Recognise what a reference names; one that only an index can tell has no node yet."""
+    None for what only an index can tell, and for what is not there.
+    """
     if is_reference(reference):
         if not registry:
             raise LineageError(f"{reference} is in MLflow's registry; ask without --no-registry")
-        tracker = open_registry(needed=True)
-        assert tracker is not None
-        node = version_node(tracker.model_version(reference))
-        return _Start(reference, node, (version_parent(node),))
+        version = open_registry().model_version(reference)
+        node, parent = version_node(version), version_parent(version, "artifact")
+        if parent is None:
+            raise LineageError(
+                f"{node.label} has no tag {ARTIFACT_TAG}; register models through engine.tracking, "
+                "or give the artifact's folder"
+            )
+        return node, (parent,)
     address = reference.rstrip("/").removesuffix(f"/{MANIFEST}")
     if not is_remote(address):
         if DIGITS.fullmatch(address) and not as_path(address).exists():
-            return _Start(reference)
+            return None, ()
         address = os.path.abspath(as_path(address))
-    manifest = _manifest_at(address)
-    if manifest is not None:
-        return _Start(reference, artifact_node(StoredArtifact(address, manifest)))
-    checkpoint = _checkpoint_at(address)
-    if checkpoint is not None:
-        return _Start(reference, checkpoint)
-    return _Start(reference, _source_at(address))
-
-
-def _manifest_at(address: str) -> Manifest | None:
-    """Return the manifest of a folder; None where it has none."""
-    try:
+    with suppress(FileNotFoundError):
         read_file(f"{address}/{MANIFEST}", LineageError)
-    except FileNotFoundError:
-        return None
-    return read_manifest(address)
+        return artifact_node(StoredArtifact(address, read_manifest(address))), ()
+    if (checkpoint := _checkpoint(address)) is not None:
+        return checkpoint, ()
+    path = as_path(address)
+    if is_remote(address) or not path.exists():
+        return None, ()
+    try:
+        digest = hash_file(path) if path.is_file() else tree_digest(path)
+    except OSError as error:
+        raise LineageError(f"can't read {path}: {error.strerror or error}") from error
+    return source_node(Parent(name=path.name, kind=SOURCE, digest=digest, uri=str(path))), ()
 
 
-def _checkpoint_at(address: str) -> ArtifactNode | None:
+def _checkpoint(address: str) -> ArtifactNode | None:
     """Return the node of a complete checkpoint with what its stage was making; else None."""
-    from engine.checkpoint.format import read_marker
+    from engine.checkpoint.format import MARKER, read_marker
     from engine.storage.folder import Folder
 
     try:
-        read_file(f"{address}/{CHECKPOINT_MARKER}", LineageError)
+        read_file(f"{address}/{MARKER}", LineageError)
         marker = read_marker(Folder(address))
     except FileNotFoundError:
         return None
@@ -307,13 +277,8 @@ def _checkpoint_at(address: str) -> ArtifactNode | None:
     facts |= {name: f"{value:.6g}" for name, value in marker.metrics.items()}
     label = f"checkpoint of step {marker.step}"
     if origin is not None:
-        facts |= {
-            "stage": origin.kind,
-            "code_version": origin.code_version,
-            "sources_digest": origin.sources_digest,
-            "flyte_execution": origin.flyte_execution,
-            "mlflow_run": origin.mlflow_run,
-        }
+        names = ("code_version", "sources_digest", "flyte_execution", "mlflow_run")
+        facts |= {"stage": origin.kind} | {name: getattr(origin, name) for name in names}
         label = f"{origin.kind} {label}"
     key = f"{CHECKPOINT}:{marker.checksums}"
     return ArtifactNode(
@@ -321,61 +286,24 @@ def _checkpoint_at(address: str) -> ArtifactNode | None:
     )
 
 
-def _source_at(address: str) -> ArtifactNode | None:
-    """Return the node of a local file or folder; None for one that is remote or not there."""
-    if is_remote(address) or not as_path(address).exists():
-        return None
-    path = as_path(address)
-    try:
-        digest = hash_file(path) if path.is_file() else tree_digest(path)
-    except OSError as error:
-        raise LineageError(f"can't read {path}: {error.strerror or error}") from error
-    return source_node(Parent(name=path.name, kind=SOURCE, digest=digest, uri=str(path)))
-
-
-def _roots(starts: Iterable[_Start]) -> list[str]:
-    """Return the stores to search when none was named."""
-    roots: dict[str, None] = {}
-    for start in starts:
-        is_version = bool(start.parents)  # whose own files lie in MLflow's store, not in ours
-        places = [start.node.uri] if start.node and not is_version else []
-        places += [parent.uri for parent in start.parents]
-        for place in places or [""]:
-            roots.update(dict.fromkeys(default_roots(place)))
-    return list(roots or dict.fromkeys(default_roots()))
-
-
-def _resolve(start: _Start, index: Index) -> tuple[ArtifactNode, tuple[Parent, ...]]:
+def _in_index(reference: str, node: ArtifactNode | None, index: Index) -> ArtifactNode:
     """Find a reference in the index; LineageError for one that names nothing."""
     where = ", ".join(index.roots) or "no store; name one with --store"
-    if start.node is None:
-        found = index.with_prefix(start.reference) if DIGITS.fullmatch(start.reference) else []
-        if len(found) == 1:
-            return artifact_node(found[0]), ()
-        if found:
-            names = ", ".join(f"{p.manifest.kind} {p.manifest.digest[:16]}" for p in found)
-            raise LineageError(f"{start.reference} is ambiguous: {names}; give more digits")
-        if DIGITS.fullmatch(start.reference):
-            raise LineageError(f"no artifact's digest begins with {start.reference} in {where}")
+    if node is not None:
+        if node.kind == SOURCE and not index.made_from(node.digest):
+            raise LineageError(
+                f"{reference} has no {MANIFEST}, and no artifact was made from it in {where}"
+            )
+        return node
+    if not DIGITS.fullmatch(reference):
         raise LineageError(
-            f"{start.reference} has no {MANIFEST}; give the folder of an artifact that a stage "
+            f"{reference} has no {MANIFEST}; give the folder of an artifact that a stage "
             "published, a checkpoint, a source file, or models:/NAME@ALIAS"
         )
-    if start.node.kind == SOURCE and not index.made_from(start.node.digest):
-        raise LineageError(
-            f"{start.reference} has no {MANIFEST}, and no artifact was made from it in {where}"
-        )
-    return start.node, start.parents
-
-
-def _versions(
-    tracker: Tracker | None, notes: list[str]
-) -> tuple[tuple[ArtifactNode, ...], Tracker | None]:
-    """Return all model versions, and the registry, where it answers; else that is a note."""
-    if tracker is None:
-        return (), None
-    try:
-        return tuple(all_versions(tracker)), tracker
-    except TrackingError as error:
-        notes.append(f"model versions and what runs recorded are not looked at: {error}")
-        return (), None
+    artifacts = index.with_prefix(reference)
+    if not artifacts:
+        raise LineageError(f"no artifact's digest begins with {reference} in {where}")
+    if len(artifacts) > 1:
+        names = ", ".join(f"{p.manifest.kind} {p.manifest.digest[:16]}" for p in artifacts)
+        raise LineageError(f"{reference} is ambiguous: {names}; give more digits")
+    return artifact_node(artifacts[0])

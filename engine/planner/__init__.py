@@ -1,6 +1,8 @@
 """Planner: which layout a run gets on the machines that are there, what it costs, and why.
 
-Values and arithmetic, but for one function that asks Ray (`resources.read_cluster`). What a
+Read `layout_search` first. `memory` and `cost` price a layout in bytes and seconds by the `sizes`
+of a model and a step, `resources` knows machines and devices, `explain` puts a plan into words.
+All is arithmetic, but for one function that asks Ray (`resources.read_cluster`). What a
 configuration leaves open, and how a plan becomes settings, is in `engine.trainers.auto_placement`.
 """
 

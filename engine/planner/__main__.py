@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError
@@ -37,10 +38,19 @@ def _plan(options: argparse.Namespace) -> str:
     from engine.trainers.auto_placement import plan_for, workload
 
     lora = LoRAConfig(rank=options.lora_rank)
-    config = parse_config(_settings(options)).rl
-    shape, computed = text_config(model), options.compute_dtype
-    gpu = options.gpus > 0
-    dtype = resolve_dtype(options.dtype, shape.hidden_size, gpu=gpu, compute_dtype=computed)
+    rl: dict[str, object] = {
+        "algorithm": {"adv_estimator": options.algorithm},
+        "actor": {"parallel": {"compute_dtype": options.compute_dtype}},
+        "rollout": {"n": options.completions, "engine": options.engine},
+        "trainer": {
+            "placement": "auto",
+            "train_batch_size": options.prompts,
+            "mode": options.mode,
+        },
+    }
+    config = parse_config({"rl": rl}).rl
+    gpus, hidden = options.gpus, text_config(model).hidden_size
+    dtype = resolve_dtype(options.dtype, hidden, gpu=gpus > 0, compute_dtype=options.compute_dtype)
     work = workload(
         config,
         model_path=model,
@@ -49,46 +59,27 @@ def _plan(options: argparse.Namespace) -> str:
         max_response_length=options.response_length,
         max_model_len=options.prompt_length + options.response_length,
     )
-    cluster = _cluster(options)
-    return explain(plan_for(config, work, cluster, lora), options.rows)
-
-
-def _settings(options: argparse.Namespace) -> dict[str, object]:
-    parallel: dict[str, object] = {"compute_dtype": options.compute_dtype}
-    trainer = {"placement": "auto", "train_batch_size": options.prompts, "mode": options.mode}
-    rl: dict[str, object] = {
-        "algorithm": {"adv_estimator": options.algorithm},
-        "actor": {"parallel": parallel},
-        "rollout": {"n": options.completions, "engine": options.engine},
-        "trainer": trainer,
-    }
-    return {"rl": rl}
-
-
-def _cluster(options: argparse.Namespace) -> Cluster:
     known = gpu(options.accelerator)
-    each = options.memory_gb or known.memory_gib or 80
-    gpu_memory = int(each * GIB) if options.gpus else 0
+    gpu_memory = options.memory_gb or known.memory_gib or 80
     kind = gpu_of(
         options.accelerator,
-        memory_gib=each,
+        memory_gib=gpu_memory,
         tflops=options.tflops or known.flops / 1e12,
         memory_gbs=options.memory_gbs or known.bandwidth / GB,
         link_gbs=options.link_gbs or known.link / GB,
     )
-    memory = options.host_memory_gb or (128 * options.gpus or options.memory_gb or 64)
-    machines = (
-        Machine(
-            f"machine {number}",
-            float(options.cpus),
-            int(memory * GIB),
-            options.gpus,
-            gpu_memory,
-            options.accelerator if options.gpus else "",
-        )
-        for number in range(options.machines)
+    memory = options.host_memory_gb or (128 * gpus or options.memory_gb or 64)
+    machine = Machine(
+        "",
+        float(options.cpus),
+        int(memory * GIB),
+        gpus,
+        int(gpu_memory * GIB) if gpus else 0,
+        options.accelerator if gpus else "",
     )
-    return Cluster(tuple(machines), {options.accelerator: kind})
+    machines = (replace(machine, name=f"machine {n}") for n in range(options.machines))
+    cluster = Cluster(tuple(machines), {options.accelerator: kind})
+    return explain(plan_for(config, work, cluster, lora), options.rows)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,49 +88,42 @@ def _parser() -> argparse.ArgumentParser:
         description="Price the layouts of an RL run on machines that are only described. Memory "
         "and seconds are estimates; see docs/placement.md.",
     )
-    add = parser.add_argument
+    add, count, positive, size = (
+        parser.add_argument, _at_least(int, 0), _at_least(int, 1), _at_least(float, 0)
+    )  # fmt: skip
     add("--model", required=True, help="Hugging Face folder; its config.json is enough")
-    add("--gpus", type=_count, default=0, help="of a machine; 0: CPU cores alone")
-    add("--memory-gb", type=_size, default=0.0, help="GiB of a GPU; without GPUs, of a machine")
+    add("--gpus", type=count, default=0, help="of a machine; 0: CPU cores alone")
+    add("--memory-gb", type=size, default=0.0, help="GiB of a GPU; without GPUs, of a machine")
     add("--accelerator", default="H100", help="as Ray names it (default: %(default)s)")
-    add("--tflops", type=_size, default=0.0, help="of a GPU, dense bfloat16; 0: as its kind has")
-    add("--memory-gbs", type=_size, default=0.0, help="of a GPU's memory, GB a second")
-    add("--link-gbs", type=_size, default=0.0, help="to GPUs of the same machine, GB a second")
-    add("--machines", type=_positive, default=1)
-    add("--cpus", type=_positive, default=32, help="cores of a machine (default: %(default)s)")
-    add("--host-memory-gb", type=_size, default=0.0, help="GiB of a machine (128 a GPU, or 64)")
+    add("--tflops", type=size, default=0.0, help="of a GPU, dense bfloat16; 0: as its kind has")
+    add("--memory-gbs", type=size, default=0.0, help="of a GPU's memory, GB a second")
+    add("--link-gbs", type=size, default=0.0, help="to GPUs of the same machine, GB a second")
+    add("--machines", type=positive, default=1)
+    add("--cpus", type=positive, default=32, help="cores of a machine (default: %(default)s)")
+    add("--host-memory-gb", type=size, default=0.0, help="GiB of a machine (128 a GPU, or 64)")
     add("--algorithm", default="grpo", help="advantage estimator (default: %(default)s)")
     modes = ("sync", "one_step_off", "async")
     add("--mode", choices=modes, default="sync", help="trainer.mode (default: %(default)s)")
     add("--engine", choices=("native", "vllm"), default="native", help="rollout.engine")
-    add("--prompts", type=_positive, default=128, help="of a step (default: %(default)s)")
-    add("--completions", type=_positive, default=8, help="of a prompt (default: %(default)s)")
-    add("--prompt-length", type=_positive, default=512, help="tokens (default: %(default)s)")
-    add("--response-length", type=_positive, default=512, help="tokens (default: %(default)s)")
+    add("--prompts", type=positive, default=128, help="of a step (default: %(default)s)")
+    add("--completions", type=positive, default=8, help="of a prompt (default: %(default)s)")
+    add("--prompt-length", type=positive, default=512, help="tokens (default: %(default)s)")
+    add("--response-length", type=positive, default=512, help="tokens (default: %(default)s)")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto", help="of the weights (default: %(default)s)")
     add("--compute-dtype", choices=("", "float32", "bfloat16"), default="", help="as the weights'")
-    add("--lora-rank", type=_count, default=0, help="of adapters; 0: all weights are trained")
-    add("--rows", type=_positive, default=8, help="of the table (default: %(default)s)")
+    add("--lora-rank", type=count, default=0, help="of adapters; 0: all weights are trained")
+    add("--rows", type=positive, default=8, help="of the table (default: %(default)s)")
     return parser
 
 
-def _count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
+def _at_least(kind: Callable[[str], float], least: int) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        if (value := kind(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
 
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def _size(text: str) -> float:
-    if (value := float(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
+    return number
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from engine.parallel.layout import ModelShape
 from engine.parallel.pipeline_parallel import layers_by_stage
@@ -48,7 +48,7 @@ class Price:
 
 
 def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price:
-    """What one step of `work` costs under `candidate` on the ranks of `allocation`."""
+    """Return what one step of `work` costs under `candidate` on the ranks of `allocation`."""
     return Price(
         compute=_compute(work, candidate, allocation),
         traffic=_traffic(work, candidate, allocation),
@@ -59,8 +59,10 @@ def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price
 
 
 def _flops(work: Workload) -> float:
-    """Of a token's forward pass, by the parameters that it meets (not by all experts'); half of a
-    row's attention is masked."""
+    """Return those of a token's forward pass, by the parameters that it meets.
+
+    Of experts those are the chosen ones. Half of a row's attention is masked.
+    """
     shape, parts = work.shape, sizes(work.shape)
     matrices = parts.active * parts.layers + shape.vocab * shape.hidden
     attention = shape.layers * shape.heads * shape.head_dim * work.length
@@ -68,36 +70,21 @@ def _flops(work: Workload) -> float:
 
 
 def _rate(work: Workload, allocation: Allocation) -> float:
-    """FLOPs a second that a rank's matrices get."""
+    """Return FLOPs a second that a rank's matrices get."""
     return allocation.device.flops * EFFICIENCY * (1.0 if work.compute_bytes < 4 else FLOAT32_SHARE)
 
 
-def _per_data_rank(work: Workload, candidate: Candidate) -> int:
-    return -(-work.rows // candidate.layout.data_ranks)
-
-
 def _micros(work: Workload, candidate: Candidate) -> int:
-    """Micro-batches of a data-parallel rank in one pass over the batch."""
-    tokens = micro_tokens(work, candidate)
-    fit = max(1, tokens // work.length)
-    return max(-(-_per_data_rank(work, candidate) // fit), work.updates)
-
-
-def _trained(work: Workload) -> int:
-    """Passes with gradients over the batch."""
-    return work.actor_epochs + (work.critic_epochs if work.critic else 0)
-
-
-def _plain(work: Workload) -> int:
-    """Passes without gradients."""
-    return work.passes + (1 if work.critic else 0)
+    """Return micro-batches of a data-parallel rank in one pass over the batch."""
+    fit = max(1, micro_tokens(work, candidate) // work.length)
+    return max(-(-work.rows_of(candidate.layout) // fit), work.updates)
 
 
 def _compute(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     layout = candidate.layout
     factor = 4.0 if candidate.activation_checkpointing else 3.0
-    passes = _trained(work) * factor + _plain(work)
-    tokens = _per_data_rank(work, candidate) * work.length
+    passes = work.trained_passes * factor + work.plain_passes
+    tokens = work.rows_of(candidate.layout) * work.length
     own = tokens * _flops(work) * passes / (layout.sp * layout.tp * layout.pp)
     micros = _micros(work, candidate)
     idle = (micros + layout.pp - 1) / micros * _imbalance(work.shape, layout.pp)
@@ -107,7 +94,7 @@ def _compute(work: Workload, candidate: Candidate, allocation: Allocation) -> fl
 
 @lru_cache(maxsize=1024)
 def _imbalance(shape: ModelShape, pp: int) -> float:
-    """The heaviest stage's work against the mean; the head is the last one's."""
+    """Return the heaviest stage's work over the mean; the head is the last one's."""
     parts = sizes(shape)
     stages = [float(len(stage) * parts.layer) for stage in layers_by_stage(shape, pp)]
     stages[-1] += shape.vocab * shape.hidden
@@ -115,84 +102,67 @@ def _imbalance(shape: ModelShape, pp: int) -> float:
 
 
 def _traffic(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
-    micros, trained, plain = _micros(work, candidate), _trained(work), _plain(work)
-    links = _Links(candidate, allocation)
-    sharded = _weights_traffic(work, candidate, links) * micros * (3 * trained + plain)
+    """Return seconds of what moves between ranks in training, and to a machine's memory."""
+    shape, layout, size = work.shape, candidate.layout, work.compute_bytes
+    micros, trained, plain = _micros(work, candidate), work.trained_passes, work.plain_passes
+    seconds = partial(_collectives, candidate, allocation)
+    layers, shards = shape.layers / layout.pp, candidate.shards
+
+    # FSDP gathers all layers, or scatters their gradients.
+    moved = stage_elements(shape, layout.pp) / layout.tp * (size * (shards - 1) / shards)
+    sharded = seconds(("fsdp", "sp"), moved / (layers + 1), layers + 1)
+    sharded = sharded * micros * (3 * trained + plain)
     if allocation.gpus:
         sharded = max(0.0, sharded - HIDDEN * _compute(work, candidate, allocation))
-    cut = _tokens_traffic(work, candidate, links) * micros * (2 * trained + plain)
-    return sharded + cut + _gradients_traffic(work, candidate, links) + _to_host(work, candidate)
 
-
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """Ways between the ranks of an axis."""
-
-    candidate: Candidate
-    allocation: Allocation
-
-    def seconds(self, axes: tuple[str, ...], moved: float, times: float = 1.0) -> float:
-        """Of `times` collectives over the axes, each of which brings a rank `moved` bytes."""
-        layout, device = self.candidate.layout, self.allocation.device
-        sizes = layout.sizes
-        size = math.prod(sizes[axis] for axis in axes)
-        if size == 1:
-            return 0.0
-        names = list(sizes)
-        outermost = min(names.index(axis) for axis in axes if sizes[axis] > 1)
-        span = math.prod(sizes[name] for name in names[outermost:])
-        if span <= self.allocation.per_machine:
-            return times * (moved / device.link + device.latency_s * math.log2(size))
-        return times * (moved / device.network + device.network_latency_s * math.log2(size))
-
-
-def _weights_traffic(work: Workload, candidate: Candidate, links: _Links) -> float:
-    """FSDP's gathering of all layers once, or the scattering of their gradients."""
-    count = candidate.shards
-    moved = stage_elements(work.shape, candidate.layout.pp) / candidate.layout.tp
-    moved *= work.compute_bytes * (count - 1) / count
-    layers = work.shape.layers / candidate.layout.pp + 1
-    return links.seconds(("fsdp", "sp"), moved / layers, layers)
-
-
-def _tokens_traffic(work: Workload, candidate: Candidate, links: _Links) -> float:
-    """Of one forward pass of a micro-batch: tp's two all-reduces a layer (Megatron-LM,
-    arXiv:1909.08053, section 3), Ulysses' four all-to-alls (arXiv:2309.14509, section 3), and the
-    hand-over between stages."""
-    shape, layout, size = work.shape, candidate.layout, work.compute_bytes
+    # tp's two all-reduces a layer (Megatron-LM, arXiv:1909.08053, section 3), Ulysses' four
+    # all-to-alls (arXiv:2309.14509, section 3), and the hand-over between stages.
     tokens = micro_tokens(work, candidate) / layout.sp
-    layers = shape.layers / layout.pp
-    whole = tokens * shape.hidden * size
+    states = tokens * shape.hidden * size
     heads = tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * size / layout.tp
-    return (
-        links.seconds(("tp",), 2 * whole * (layout.tp - 1) / layout.tp, 2 * layers)
-        + links.seconds(("sp",), heads / 4 * (layout.sp - 1) / layout.sp, 4 * layers)
-        + links.seconds(("pp",), whole)
+    forward = (
+        seconds(("tp",), 2 * states * (layout.tp - 1) / layout.tp, 2 * layers)
+        + seconds(("sp",), heads / 4 * (layout.sp - 1) / layout.sp, 4 * layers)
+        + seconds(("pp",), states)
     )
 
+    # All-reduces of gradients over copies of the model.
+    share = 1.0 if not work.adapters else work.adapters / sizes(shape).total
+    moved = rank_elements(shape, layout) * (2 * (layout.dp - 1) / layout.dp * 4.0) * share
+    times = micros if shards > 1 else work.updates
+    gradients = seconds(("dp",), moved, times * trained)
 
-def _gradients_traffic(work: Workload, candidate: Candidate, links: _Links) -> float:
-    """All-reduces of gradients over copies of the model."""
-    layout = candidate.layout
-    size = 2 * (layout.dp - 1) / layout.dp * 4.0
-    models = 1.0 if not work.adapters else work.adapters / sizes(work.shape).total
-    moved = rank_elements(work.shape, layout) * size * models
-    times = _micros(work, candidate) if candidate.shards > 1 else work.updates
-    return links.seconds(("dp",), moved, times * _trained(work))
+    # Over a GPU's way to its machine's memory: weights every pass, moments every update.
+    copied, to_host = rank_elements(shape, layout) / resources.HOST_LINK, 0.0
+    if candidate.offload_params:
+        to_host = micros * (3 * trained + plain) * copied * work.weight_bytes
+    if candidate.offload_optimizer or candidate.offload_params:
+        to_host += 2 * work.optimizer_bytes * copied * work.updates * trained
+    return sharded + forward * micros * (2 * trained + plain) + gradients + to_host
 
 
-def _to_host(work: Workload, candidate: Candidate) -> float:
-    """Over a GPU's way to its machine's memory: weights every pass, moments every update."""
-    own = rank_elements(work.shape, candidate.layout) / resources.HOST_LINK
-    passes = _micros(work, candidate) * (3 * _trained(work) + _plain(work))
-    weights = passes * own * work.weight_bytes if candidate.offload_params else 0.0
-    away = candidate.offload_optimizer or candidate.offload_params
-    both_ways = 2 * work.optimizer_bytes * own
-    return weights + (both_ways * work.updates * _trained(work) if away else 0.0)
+def _collectives(
+    candidate: Candidate,
+    allocation: Allocation,
+    axes: tuple[str, ...],
+    moved: float,
+    times: float = 1.0,
+) -> float:
+    """Return seconds of `times` collectives over the axes, each bringing a rank `moved` bytes."""
+    sizes, device = candidate.layout.sizes, allocation.device
+    size = math.prod(sizes[axis] for axis in axes)
+    if size == 1:
+        return 0.0
+    names = list(sizes)
+    outermost = min(names.index(axis) for axis in axes if sizes[axis] > 1)
+    span = math.prod(sizes[name] for name in names[outermost:])
+    if span <= allocation.per_machine:
+        return times * (moved / device.link + device.latency_s * math.log2(size))
+    return times * (moved / device.network + device.network_latency_s * math.log2(size))
 
 
 def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
-    """What a rank lacks of its slice for rollout (HybridFlow, table 2)."""
+    """Return seconds to bring a rank what it lacks for rollout (HybridFlow, table 2)."""
     if work.runs_ahead:
         return work.ahead.sending if work.ahead else 0.0
     if candidate.shares_storage:
@@ -203,11 +173,11 @@ def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> flo
         total = work.adapters * work.weight_bytes
     has = 1 / (candidate.shards * layout.tp * layout.pp)
     moved = total * max(0.0, 1 / candidate.rollout_tp - has)
-    return _Links(candidate, allocation).seconds(("pp", "fsdp", "sp", "tp"), moved)
+    return _collectives(candidate, allocation, ("pp", "fsdp", "sp", "tp"), moved)
 
 
 def rollout_seconds(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
-    """Prefill, then a token a row and step; rows beyond `decode_rows` come in further waves."""
+    """Return seconds of prefill, then of a token a row and step; further rows come in waves."""
     if not work.decodes or work.runs_ahead:
         return 0.0
     shape, device, tp = work.shape, allocation.device, candidate.rollout_tp

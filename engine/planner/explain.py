@@ -16,27 +16,44 @@ _HEADS = (
 
 
 def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
-    """The choice, its reason, and a table of the cheapest candidates with their prices.
+    """Return the choice, its reason, and a table of the cheapest candidates with their prices.
 
     Seconds and bytes are the model's (`cost`, `memory`), with every row as long as the longest.
     """
-    one = plan.chosen
+    chosen, allocation = plan.chosen, plan.chosen.allocation
+    ranks = f": {allocation.ranks} ranks on {allocation.machines} machine(s)"
     pinned = f"; as set: {plan.fixed}" if str(plan.fixed) else ""
+    lacking = sorted(plan.lacking.items(), key=lambda item: -item[1])
+    too_large = "".join(f", {count} too large in {phase}" for phase, count in lacking)
+    why = (
+        f"least estimated time, {chosen.price.total:.3g} s a step, of the {plan.fitting} that fit "
+        f"({plan.considered} considered{too_large})"
+    )
+    if plan.others:
+        ratio = plan.others[0].price.total / chosen.price.total
+        why += f"; the next layout takes {ratio:.2f} times as long"
+    if plan.too_large:
+        faster = plan.too_large[0]
+        why += f"; {faster.candidate.layout} would be faster but lacks {_excess(faster)} GiB a rank"
     lines = [
         f"placement: auto found {plan.cluster}",
-        f"  chosen  {one.candidate}{_ranks(one)}{pinned}",
-        f"  memory  {_gib(one):.2f} of {one.allocation.memory / GIB:.2f} GiB a rank, most in "
-        f"{one.memory.when}: {_parts(one)}",
-        f"  why     {_why(plan)}",
+        f"  chosen  {chosen.candidate}{ranks if allocation.ranks > 1 else ''}{pinned}",
+        f"  memory  {_gib(chosen):.2f} of {allocation.memory / GIB:.2f} GiB a rank, most in "
+        f"{chosen.memory.when}: {_parts(chosen)}",
+        f"  why     {why}",
         *_roles(plan),
     ]
-    rows = [("*", one), *((" ", other) for other in plan.others[: shown - 1])]
+    rows = [("*", chosen), *((" ", other) for other in plan.others[: shown - 1])]
     rows += [("-", other) for other in plan.too_large]
     return "\n".join([*lines, *_table(rows)])
 
 
+def _excess(candidate: PricedCandidate) -> str:
+    return f"{candidate.excess_bytes / USABLE / GIB:.2f}"
+
+
 def _roles(plan: PlacementPlan) -> list[str]:
-    """Which GPUs decode while the others compute, and what else was looked at."""
+    """Return which GPUs decode while the others compute, and what else was looked at."""
     if not plan.splits:
         return []
     best, *others = plan.splits
@@ -54,36 +71,12 @@ def _roles(plan: PlacementPlan) -> list[str]:
     return lines + ([f"          instead of that: {'; '.join(also)}"] if also else [])
 
 
-def _ranks(one: PricedCandidate) -> str:
-    count = one.allocation.ranks
-    return "" if count == 1 else f": {count} ranks on {one.allocation.machines} machine(s)"
-
-
-def _why(plan: PlacementPlan) -> str:
-    one, cheaper = plan.chosen, plan.too_large
-    text = f"least estimated time, {one.price.total:.3g} s a step, of the {plan.fitting} that fit"
-    text += f" ({plan.considered} considered{_lacking(plan)})"
-    if plan.others:
-        ratio = plan.others[0].price.total / one.price.total
-        text += f"; the next layout takes {ratio:.2f} times as long"
-    if cheaper:
-        text += f"; {cheaper[0].candidate.layout} would be faster but lacks "
-        text += f"{cheaper[0].excess_bytes / USABLE / GIB:.2f} GiB a rank"
-    return text
-
-
-def _lacking(plan: PlacementPlan) -> str:
-    """How many were too large, and when."""
-    found = sorted(plan.lacking.items(), key=lambda item: -item[1])
-    return "".join(f", {count} too large in {phase}" for phase, count in found)
-
-
 def _lost(one: PricedCandidate, chosen: PricedCandidate) -> str:
-    """Why the chosen one was taken before it: what it lacks, or what costs it most time."""
+    """Return why the chosen one was taken first: what this lacks, or what costs it most time."""
     if one is chosen:
         return ""
     if not one.fits:
-        return f"{one.excess_bytes / USABLE / GIB:.2f} GiB in {one.lacks}"
+        return f"{_excess(one)} GiB in {one.lacks}"
     names = ("train", "move", "roll")
     more = [a - b for a, b in zip(_seconds(one), _seconds(chosen), strict=True)]
     most = max(range(len(more)), key=more.__getitem__)
@@ -91,13 +84,13 @@ def _lost(one: PricedCandidate, chosen: PricedCandidate) -> str:
 
 
 def _seconds(one: PricedCandidate) -> tuple[float, float, float]:
-    """Of training, of what moves between ranks, and of rollout."""
+    """Return seconds of training, of what moves between ranks, and of rollout."""
     price = one.price
     return price.compute, price.traffic + price.switch, price.rollout + price.ahead
 
 
 def _parts(one: PricedCandidate) -> str:
-    """The large parts of the peak."""
+    """Return the large parts of the peak."""
     names = {
         "training": ("weights", "gradients", "moments", "activations", "rollout"),
         "rollout": ("weights", "moments", "rollout", "cache"),
@@ -109,13 +102,18 @@ def _parts(one: PricedCandidate) -> str:
 
 
 def _gib(one: PricedCandidate) -> float:
-    """What the rank's memory must have for it."""
+    """Return what the rank's memory must have for it, in GiB."""
     return (one.memory.peak / USABLE + RUNTIME) / GIB
 
 
 def _table(rows: Sequence[tuple[str, PricedCandidate]]) -> list[str]:
-    chosen = rows[0][1]
-    cells = [("", *_HEADS), *((mark, *_cells(one), _lost(one, chosen)) for mark, one in rows)]
+    cells: list[tuple[str, ...]] = [("", *_HEADS)]
+    for mark, one in rows:
+        c = one.candidate
+        numbers = (c.layout, one.allocation.ranks, c.rollout_tp, c.tokens, c.memory_options)
+        seconds = (f"{value:.3g}" for value in _seconds(one))
+        lost = _lost(one, rows[0][1])
+        cells.append((mark, *map(str, numbers), f"{_gib(one):.2f}", *seconds, lost))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(
@@ -126,16 +124,3 @@ def _table(rows: Sequence[tuple[str, PricedCandidate]]) -> list[str]:
     ]
     note = ["  (-: too large)"] if any(mark == "-" for mark, _ in rows) else []
     return [f"  {line}" for line in lines] + note
-
-
-def _cells(one: PricedCandidate) -> tuple[str, ...]:
-    c = one.candidate
-    return (
-        str(c.layout),
-        str(one.allocation.ranks),
-        str(c.rollout_tp),
-        str(c.tokens),
-        c.memory_options,
-        f"{_gib(one):.2f}",
-        *(f"{value:.3g}" for value in _seconds(one)),
-    )

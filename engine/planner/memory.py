@@ -27,13 +27,13 @@ _PART = 64 << 20  # elements that the optimizer updates at a time where its stat
 
 
 def rank_elements(shape: ModelShape, layout: Layout) -> float:
-    """Elements of a model that the rank with most of them keeps under a layout."""
+    """Return elements of a model that the rank with most of them keeps under a layout."""
     return stage_elements(shape, layout.pp) / (layout.tp * layout.fsdp * layout.sp)
 
 
 @lru_cache(maxsize=1024)
 def stage_elements(shape: ModelShape, pp: int) -> int:
-    """Elements of the largest pipeline stage; a tied table is on the first and on the last."""
+    """Return elements of the largest pipeline stage; a tied table is on the first and the last."""
     parts = sizes(shape)
     if pp == 1:
         return parts.total
@@ -44,13 +44,13 @@ def stage_elements(shape: ModelShape, pp: int) -> int:
 
 
 def micro_tokens(work: Workload, candidate: Candidate) -> int:
-    """Tokens of the largest micro-batch of a data-parallel rank: a row always goes whole."""
+    """Return tokens of the largest micro-batch of a data-parallel rank; no row is cut."""
     rows = -(-work.rows // candidate.layout.data_ranks)
     return min(max(candidate.tokens, work.length), rows * work.length)
 
 
 def activations(work: Workload, candidate: Candidate) -> float:
-    """Bytes kept between forward and backward, logits and what is computed from them included."""
+    """Return bytes kept between forward and backward, logits and what comes of them included."""
     shape, layout, size = work.shape, candidate.layout, work.compute_bytes
     tokens = micro_tokens(work, candidate) / layout.sp
     hidden = shape.hidden / (layout.tp if candidate.sequence_parallel else 1)
@@ -72,7 +72,7 @@ def activations(work: Workload, candidate: Candidate) -> float:
 
 
 def logits(work: Workload, layout: Layout, tokens: float) -> float:
-    """Bytes around the vocabulary: logits, log-softmax in float32, two temporaries.
+    """Return bytes around the vocabulary: logits, log-softmax in float32, two temporaries.
 
     Of a chunk of tokens at a time (`models.chunked_head`), with the head's gradient in float32, but
     where ranks share the vocabulary or logits of two models meet.
@@ -87,7 +87,7 @@ def logits(work: Workload, layout: Layout, tokens: float) -> float:
 
 
 def kv_cache(work: Workload, candidate: Candidate) -> float:
-    """Bytes of keys and values of a rollout replica's rows on one of its ranks, and of logits."""
+    """Return bytes of keys, values and logits of a rollout replica's rows on one of its ranks."""
     if not work.decodes:
         return 0.0
     if work.kv_cache:
@@ -98,7 +98,7 @@ def kv_cache(work: Workload, candidate: Candidate) -> float:
 
 
 def row_cache(work: Workload, tp: int) -> float:
-    """Bytes of one row's keys and values on one of `tp` ranks, and of its logits."""
+    """Return bytes of one row's keys and values on one of `tp` ranks, and of its logits."""
     shape = work.shape
     heads = max(1.0, shape.kv_heads / tp)
     kept = 2 * shape.layers * heads * shape.head_dim * work.length * work.weight_bytes
@@ -143,29 +143,31 @@ class Memory:
 
 
 def fits(need: float, there: int) -> bool:
-    """Whether a process that needs so many bytes can live in so much memory."""
+    """Tell whether a process that needs so many bytes can live in so much memory."""
     return need <= usable_bytes(there)
 
 
 def usable_bytes(there: int) -> float:
-    """Bytes of `there` that a plan may use."""
+    """Return bytes of `there` that a plan may use."""
     return (there - RUNTIME) * USABLE
 
 
 def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0) -> Memory:
-    """What a rank of `candidate` needs. Without a GPU all of it is the machine's memory.
+    """Return what a rank of `candidate` needs. Without a GPU all of it is the machine's memory.
 
     `there`: bytes of the GPU, of which an engine such as vLLM takes its share; 0: not known.
     """
     models = _models(work, candidate)
     weights, moments = sum(m.weights for m in models), sum(m.moments for m in models)
     gradients = max(m.gradients for m in models)
-    whole = _whole(work)
-    copy = 0.0 if candidate.shares_storage else whole / candidate.rollout_tp
+    # The policy in one piece, as it is loaded and as a rollout copy.
+    policy = sizes(work.shape).total * (work.base_bytes or work.weight_bytes)
+    policy += work.adapters * _FLOAT32
+    copy = 0.0 if candidate.shares_storage else policy / candidate.rollout_tp
     visiting, host = 0.0, sum(m.saved for m in models)  # a checkpoint is copied there first
     matrix = work.shape.hidden * work.shape.intermediate * work.weight_bytes
     if work.quantized:
-        host += whole + matrix
+        host += policy + matrix
     if candidate.offload_params:
         host += weights + gradients + moments
         weights = gradients = moments = 0.0
@@ -175,7 +177,11 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
     cache, share = kv_cache(work, candidate), work.memory_share * there
     if share and work.decodes and not work.runs_ahead:  # else the trainer's own is native
         cache = max(row_cache(work, candidate.rollout_tp), share - copy)
-    memory = Memory(
+    loading = weights + (matrix if work.quantized else _BUCKET)
+    if work.samplers and not gpu:  # processes that only decode share a machine with a rank
+        more = work.samplers * (sampler(work) + RUNTIME)
+        weights, loading = weights + more, loading + more
+    return Memory(
         weights=weights,
         gradients=gradients,
         moments=moments + visiting,
@@ -183,26 +189,16 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
         rollout=copy,
         cache=cache,
         awake=cache if work.stays_awake else 0.0,
-        loading=weights + (matrix if work.quantized else _BUCKET),
+        loading=loading,
         host=host if gpu else 0.0,
     )
-    return memory if gpu else _with_samplers(work, memory)
 
 
 def sampler(work: Workload) -> float:
-    """Bytes of a process that only decodes."""
+    """Return bytes of a process that only decodes."""
     alone = Candidate(Layout(), rollout_tp=1)
     cache = row_cache(work, 1) if work.memory_share else kv_cache(work, alone)
     return sizes(work.shape).total * work.sampler_bytes + cache
-
-
-def _with_samplers(work: Workload, memory: Memory) -> Memory:
-    """Processes that only decode share a machine with a rank."""
-    if not work.samplers:
-        return memory
-    more = work.samplers * (sampler(work) + RUNTIME)
-    values = {name: getattr(memory, name) for name in memory.__slots__}
-    return Memory(**values | {"weights": memory.weights + more, "loading": memory.loading + more})
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,46 +212,28 @@ class _Model:
 
 
 def _models(work: Workload, candidate: Candidate) -> list[_Model]:
-    """The models of the policy's process, in the order in which they are loaded."""
-    layout, size = candidate.layout, work.weight_bytes
-    found = [_policy(work, layout)]
+    """Return the models of the policy's process, in the order in which they are loaded."""
+    layout, size, shape = candidate.layout, work.weight_bytes, work.shape
+
+    def model(elements: float, frozen: float, adapters: int, own: Layout) -> _Model:
+        """A model with an optimizer, or a frozen one of so many bytes with float32 adapters."""
+        if adapters:
+            kept = adapters / (own.world_size // own.dp) * _FLOAT32
+            return _Model(frozen + kept, kept, 2 * kept, 3 * kept)
+        weights, moments = elements * size, elements * work.optimizer_bytes
+        return _Model(weights, elements * _FLOAT32, moments, weights + moments)
+
+    policy = rank_elements(shape, layout)
+    base = sizes(shape).total if work.quantized else policy
+    models = [model(policy, base * (work.base_bytes or size), work.adapters, layout)]
     if work.reference:
-        found.append(_Model(rank_elements(work.shape, layout) * size))
-    found += [_Model(rank_elements(teacher, layout) * size) for teacher in work.teachers]
+        models.append(_Model(policy * size))
+    models += [_Model(rank_elements(teacher, layout) * size) for teacher in work.teachers]
     if work.critic:
         own = layout if isinstance(work.critic, str) else work.critic
-        mine = rank_elements(work.critic_shape or work.shape, own)
-        if work.critic_adapters:
-            found.append(_adapted(mine * work.weight_bytes, work.critic_adapters, own))
-        else:
-            found.append(_trained(mine, work))
-    return found
-
-
-def _trained(elements: float, work: Workload) -> _Model:
-    """A model with gradients, accumulated in float32, and an optimizer."""
-    weights, moments = elements * work.weight_bytes, elements * work.optimizer_bytes
-    return _Model(weights, elements * _FLOAT32, moments, weights + moments)
-
-
-def _policy(work: Workload, layout: Layout) -> _Model:
-    mine = rank_elements(work.shape, layout)
-    if not work.adapters:
-        return _trained(mine, work)
-    base = sizes(work.shape).total if work.quantized else mine
-    return _adapted(base * (work.base_bytes or work.weight_bytes), work.adapters, layout)
-
-
-def _adapted(frozen: float, adapters: int, layout: Layout) -> _Model:
-    """A frozen model of so many bytes, and adapters, which are float32 whatever it is."""
-    kept = adapters / (layout.world_size // layout.dp) * _FLOAT32
-    return _Model(frozen + kept, kept, 2 * kept, 3 * kept)
-
-
-def _whole(work: Workload) -> float:
-    """Bytes of the policy in one piece, as it is loaded and as a rollout copy."""
-    base = sizes(work.shape).total * (work.base_bytes or work.weight_bytes)
-    return base + work.adapters * _FLOAT32
+        critic = rank_elements(work.critic_shape or shape, own)
+        models.append(model(critic, critic * size, work.critic_adapters, own))
+    return models
 
 
 def _passing(work: Workload, candidate: Candidate) -> float:

@@ -1,7 +1,15 @@
 """The machines that there are to plan with, and what their devices can do.
 
-What Ray reports, as values, and round numbers of devices: enough to rank layouts, not to
-predict seconds.
+Ray knows a node's CPUs, GPUs, memory for workers and kind of accelerator, but not the memory of a
+GPU: each machine with GPUs is asked for it (`nvidia-smi`, or amdgpu's sysfs), and where it can't
+tell, the smallest variant of its accelerator counts.
+
+Devices are in round numbers: enough to rank layouts, not to predict seconds. One table has GPUs by
+the name that Ray gives them (`ray.util.accelerators`), NVIDIA's and AMD's alike. A kind that is not
+in it, or that your provider cut, is given as a setting (`trainer.gpu_kinds`), and wins over the
+table. Peaks are the vendors' data sheets', dense, without sparsity; of AMD's two-chip devices, one
+chip's, which is what a process sees. A device gets `EFFICIENCY` of its arithmetic and `STREAMED` of
+its memory bandwidth.
 """
 
 from __future__ import annotations
@@ -15,14 +23,6 @@ from typing import Any
 
 from engine.controller.placement import ClusterNode
 from engine.errors import PlacementError
-
-# What devices can do, in round numbers: enough to rank layouts, not to predict seconds.
-#
-# One table of GPUs by the name that Ray gives them (`ray.util.accelerators`), NVIDIA's and AMD's
-# alike: memory, arithmetic, bandwidth, links. A kind that is not in it, or that your provider cut,
-# is given as a setting (`trainer.gpu_kinds`), and wins over the table. Peaks are the vendors' data
-# sheets', dense, without sparsity; of AMD's two-chip devices, one chip's, which is what a process
-# sees. A device gets `EFFICIENCY` of its arithmetic and `STREAMED` of its memory bandwidth.
 
 GB = 10**9
 GIB = 1 << 30
@@ -107,7 +107,7 @@ CORE_FLOPS = 30e9  # of a CPU core, float32
 
 
 def gpu(name: str, kinds: Mapping[str, Device] | None = None) -> Device:
-    """A GPU by Ray's name, as `kinds` or else the table have it.
+    """Return a GPU by Ray's name, as `kinds` or else the table have it.
 
     For one that is in neither, cautious numbers without memory.
     """
@@ -115,7 +115,7 @@ def gpu(name: str, kinds: Mapping[str, Device] | None = None) -> Device:
 
 
 def cpu(cores: float) -> Device:
-    """A machine's cores as one device; 10 Gbit Ethernet between machines."""
+    """Return a machine's cores as one device; 10 Gbit Ethernet between machines."""
     # flops are given as bf16's, of which float32 gets FLOAT32_SHARE.
     return Device(
         "CPU",
@@ -129,13 +129,6 @@ def cpu(cores: float) -> Device:
         kernel_s=100e-6,
     )
 
-
-# What there is to plan with: the machines that Ray reports, as values.
-#
-# Ray knows a node's CPUs, GPUs, memory for workers and kind of accelerator, but not the memory of
-# a
-# GPU: each machine with GPUs is asked for it (`nvidia-smi`, or amdgpu's sysfs), and where it can't
-# tell, the smallest variant of its accelerator counts.
 
 PROBE_SECONDS = 60.0  # for a first process on each machine
 _TYPE = "accelerator_type:"
@@ -199,30 +192,26 @@ class Cluster:
         return self.gpus or len(self.machines)
 
     def without_gpus(self) -> Cluster:
-        """The same for processes that ask for none."""
+        """Return the same for processes that ask for none."""
         plain = (replace(machine, gpus=0, accelerator="") for machine in self.machines)
         return replace(self, machines=tuple(plain))
 
     def less_gpus(self, count: int) -> Cluster:
-        """What is left when `count` GPUs are taken, of the machines that have fewest, each with its
-        part of the machine."""
+        """Return what is left when `count` GPUs are taken, each with its part of its machine.
+
+        They are taken of the machines that have fewest.
+        """
         left, machines = count, []
         for machine in sorted(self.machines, key=lambda m: m.gpus):
             taken = min(left, machine.gpus)
             left -= taken
             kept = (machine.gpus - taken) / machine.gpus if taken else 1.0
-            machines.append(
-                replace(
-                    machine,
-                    gpus=machine.gpus - taken,
-                    cpus=machine.cpus * kept,
-                    memory=int(machine.memory * kept),
-                )
-            )
+            gpus, memory = machine.gpus - taken, int(machine.memory * kept)
+            machines.append(replace(machine, gpus=gpus, cpus=machine.cpus * kept, memory=memory))
         return replace(self, machines=tuple(machines))
 
     def allocations(self, reserved_cpus: float = 0.0) -> list[Allocation]:
-        """The numbers of ranks worth a look; each leaves `reserved_cpus` cores of a machine."""
+        """Return numbers of ranks worth a look; each leaves `reserved_cpus` cores of a machine."""
         found = self._of_gpus() if self.gpus else self._of_machines(reserved_cpus)
         return sorted(set(found), key=lambda allocation: allocation.ranks)
 
@@ -288,7 +277,7 @@ def cluster_of(
     gpu_memory: Mapping[str, int] | None = None,
     kinds: Mapping[str, Device] | None = None,
 ) -> Cluster:
-    """The machines among Ray's nodes that run workers: those with CPUs or GPUs.
+    """Return the machines among Ray's nodes that run workers: those with CPUs or GPUs.
 
     `gpu_memory` is what each node, by name, said of its GPUs, in bytes; `kinds` are GPUs that the
     table of hardware does not have. Raises PlacementError where there are no such nodes, or a
@@ -323,61 +312,51 @@ def cluster_of(
 
 
 def read_cluster(kinds: Mapping[str, Device] | None = None) -> Cluster:
-    """The machines that are alive in the Ray cluster now; joins or starts Ray as a launch does.
+    """Return the machines that are alive in the Ray cluster; joins or starts Ray as a launch does.
 
     `kinds` as in `cluster_of`.
     Counts all that they have, free or taken: an earlier attempt's processes may still be ending.
     """
     import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from engine.controller.launch import init_options, init_ray
 
     if not ray.is_initialized():
         init_ray(init_options(os.environ))
-    alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = {
         node["NodeID"]: ClusterNode(
             f"{node['NodeManagerAddress']} {node['NodeID'][:6]}", node["Resources"], node["Labels"]
         )
-        for node in alive
+        for node in ray.nodes()
+        if node["Alive"]
     }
-    asked = [node for node in nodes if nodes[node].resources.get("GPU", 0.0) >= 1]
-    memory = {nodes[node].name: size for node, size in _ask(asked).items()}
-    return cluster_of(list(nodes.values()), memory, kinds)
-
-
-def _ask(nodes: Sequence[str]) -> dict[str, int]:
-    """Bytes of a GPU on each node, 0 where it doesn't say; by node id."""
-    if not nodes:
-        return {}
-    import ray
-    from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     probe: Any = ray.remote(num_cpus=0)(gpu_memory_here)
-    asked = {
+    answers = {
         node: probe.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         ).remote()
-        for node in nodes
+        for node, found in nodes.items()
+        if found.resources.get("GPU", 0.0) >= 1
     }
-    found = {}
-    for node, answer in asked.items():
+    memory = {}
+    for node, answer in answers.items():
         try:
-            found[node] = int(ray.get(answer, timeout=PROBE_SECONDS))
+            memory[nodes[node].name] = int(ray.get(answer, timeout=PROBE_SECONDS))
         except RayError as error:
             raise PlacementError(
                 f"a machine of the Ray cluster (node {node[:6]}) can't run a first task: {error}"
             ) from error
-    return found
+    return cluster_of(list(nodes.values()), memory, kinds)
 
 
 def gpu_memory_here(amd: str = "/sys/class/drm") -> int:
-    """Bytes of this machine's smallest GPU; 0 where neither driver says."""
+    """Return bytes of this machine's smallest GPU; 0 where neither driver says."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        sizes = [int(line) << 20 for line in said.stdout.split()]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        sizes = [int(line) << 20 for line in output.stdout.split()]
     except (OSError, ValueError, subprocess.SubprocessError):  # no NVIDIA driver here
         sizes = [int(f.read_text()) for f in Path(amd).glob("card*/device/mem_info_vram_total")]
     return min(sizes, default=0)

@@ -10,8 +10,6 @@ from functools import lru_cache
 
 from engine.parallel.layout import Layout, ModelShape
 
-# What is planned for: one RL step as sizes, and one way to lay it out.
-
 
 @dataclass(frozen=True, slots=True)
 class Samplers:
@@ -81,6 +79,20 @@ class Workload:
         return self.prompt_length + self.response_length
 
     @property
+    def trained_passes(self) -> int:
+        """Passes with gradients over the batch."""
+        return self.actor_epochs + (self.critic_epochs if self.critic else 0)
+
+    @property
+    def plain_passes(self) -> int:
+        """Passes without gradients."""
+        return self.passes + (1 if self.critic else 0)
+
+    def rows_of(self, layout: Layout) -> int:
+        """Completions of a data-parallel rank."""
+        return -(-self.rows // layout.data_ranks)
+
+    @property
     def optimizer_bytes(self) -> float:
         """Of an element's two moments and, beside reduced weights, its master; all float32."""
         return 12.0 if self.weight_bytes < 4 else 8.0
@@ -139,15 +151,11 @@ class FixedSettings:
 
     def __str__(self) -> str:
         """What is set, or nothing."""
-        found = [f"{axis}={size}" for axis, size in self.axes.items()]
-        found += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
-        found += [f"{self.tokens} tokens"] if self.tokens else []
+        parts = [f"{axis}={size}" for axis, size in self.axes.items()]
+        parts += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
+        parts += [f"{self.tokens} tokens"] if self.tokens else []
         flags = ("offload_params", "offload_optimizer", "activation_checkpointing")
-        found += [name for name in flags if getattr(self, name)]
-        return ", ".join(found)
-
-
-# Elements of a decoder by part, all of them and those that a token meets: pure arithmetic.
+        return ", ".join([*parts, *(name for name in flags if getattr(self, name))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,38 +180,42 @@ class Sizes:
         return self.layer - self.experts + self.chosen
 
     def read(self, tokens: float) -> float:
-        """Of the whole model, those that so many tokens meet together if experts are chosen evenly:
-        a token misses an expert with probability 1 − chosen/experts."""
+        """Return elements of the whole model that so many tokens meet together.
+
+        If experts are chosen evenly, a token misses one with probability 1 − chosen/experts.
+        """
         missed = (1 - self.chosen / self.experts) ** tokens if self.experts else 0.0
         return self.total - self.layers * self.experts * missed
 
 
 @lru_cache(maxsize=64)
 def sizes(shape: ModelShape) -> Sizes:
-    """Elements of a decoder; biases, which few families have, are left out."""
+    """Return elements of a decoder; biases, which few families have, are left out."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = 2 * shape.hidden * (queries + keys) + 2 * shape.hidden
     table = shape.vocab * shape.hidden
     head, dense = 0 if shape.tied else table, 3 * shape.hidden * shape.intermediate
-    mixture = shape.experts
-    if mixture is None:
+    moe = shape.experts
+    if moe is None:
         return Sizes(layer + dense, shape.layers, table, head)
-    one = 3 * shape.hidden * mixture.width
-    rest = mixture.layers * (mixture.count * shape.hidden + 3 * shape.hidden * mixture.shared)
-    rest += (shape.layers - mixture.layers) * dense
-    experts = -(-mixture.layers * mixture.count * one // shape.layers)
-    chosen = -(-mixture.layers * mixture.chosen * one // shape.layers)
+    one = 3 * shape.hidden * moe.width
+    rest = moe.layers * (moe.count * shape.hidden + 3 * shape.hidden * moe.shared)
+    rest += (shape.layers - moe.layers) * dense
+    experts = -(-moe.layers * moe.count * one // shape.layers)
+    chosen = -(-moe.layers * moe.chosen * one // shape.layers)
     layer += experts + -(-rest // shape.layers)
     return Sizes(layer, shape.layers, table, head, experts, chosen)
 
 
 def kept_of_mlp(shape: ModelShape) -> float:
-    """What a token's MLP keeps for the backward pass, in elements, in a mean layer: four products
-    of its width. Of experts also the tokens given to each, what each makes of them, and that
-    weighted."""
-    mixture = shape.experts
-    if mixture is None:
+    """Return what a token's MLP keeps for the backward pass, in elements, in a mean layer.
+
+    That is four products of its width, and of experts also the tokens given to each, what each
+    makes of them, and that weighted.
+    """
+    moe = shape.experts
+    if moe is None:
         return 4.0 * shape.intermediate
-    chosen = mixture.chosen * (4.0 * mixture.width + 3 * shape.hidden) + 4.0 * mixture.shared
+    chosen = moe.chosen * (4.0 * moe.width + 3 * shape.hidden) + 4.0 * moe.shared
     dense = 4.0 * shape.intermediate
-    return (mixture.layers * chosen + (shape.layers - mixture.layers) * dense) / shape.layers
+    return (moe.layers * chosen + (shape.layers - moe.layers) * dense) / shape.layers

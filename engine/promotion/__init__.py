@@ -1,9 +1,8 @@
 """Which model is the champion: rules, measurements, and moves of the alias under a lock.
 
-`gate` judges a version against the champion and moves the alias; the stages say how to judge.
-`rules` decides on measurements alone; `measurements` takes them from rows and `contamination` from
-texts; `checks` refuses what was tampered with. `lock` lets one process at a time move a model's
-alias, `history` is the record of such moves, and `champions` makes them. `__main__` is the command.
+Read `gate` first: it judges a version against the champion and moves the alias. `rules` decides on
+measurements alone. `champions` holds the lock, moves the alias and keeps the record of moves.
+`__main__` is the command.
 """
 
 from engine.promotion.champions import AliasMove, Champions

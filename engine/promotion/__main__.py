@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from engine.console import exit_130_on_ctrl_c, say
-from engine.errors import EngineError, TrackingError
+from engine.errors import EngineError
+from engine.lineage.lookup import open_registry
 from engine.promotion.champions import WAIT_SECONDS, Champions, LockTimeouts
 
 STATUS = "exit status: 0 done; 1 refused or no answer, and nothing was moved; 2 wrong usage"
@@ -27,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "rollback" and options.force and not options.to:
         parser.error("--force needs --to VERSION")
     try:
-        champions = _champions(options)
+        timeouts = LockTimeouts(wait=getattr(options, "wait", WAIT_SECONDS))
+        # Looking at a history must not create a store.
+        champions = Champions(open_registry(), options.model, options.alias, timeouts)
         if options.command == "history":
             moves = champions.history()
         else:
@@ -52,21 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for move in moves:
             say(move.sentence())
     return 0
-
-
-def _champions(options: argparse.Namespace) -> Champions:
-    from engine.tracking import Tracker
-    from engine.tracking.connection import URI_VARIABLE
-
-    tracker = Tracker()
-    # Looking at a history must not create a store.
-    if tracker.database is not None and not tracker.database.is_file():
-        raise TrackingError(
-            f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE} to the one that holds "
-            "the model"
-        )
-    timeouts = LockTimeouts(wait=getattr(options, "wait", WAIT_SECONDS))
-    return Champions(tracker, options.model, options.alias, timeouts)
 
 
 def _parser() -> argparse.ArgumentParser:

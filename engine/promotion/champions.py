@@ -1,4 +1,9 @@
-"""Moves of a model's alias: checked, under a lock, compared and set, and recorded."""
+"""Moves of a model's alias: checked, under a lock, compared and set, and recorded.
+
+Everything is kept in tags of MLflow's registered model: the lock in `lock.<owner>`, and each move
+of an alias in `history.<alias>.<number>`. A move is written before the alias is set and marked as
+done after it, so of a process that died in between `reconcile` finds out whether the move was made.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +30,6 @@ from engine.storage.artifacts import SOURCE, local_path, read_manifest
 from engine.tracking import connection
 from engine.tracking.model_versions import ModelRegistry, ModelVersion, intact_copy
 
-# What must hold before anything moves: artifacts as recorded, and the registry's copy too.
-
 DATASETS = ("dataset", "pairs")  # kinds of artifacts with prompts that were trained on
 
 
@@ -36,11 +39,11 @@ def require_unmodified(references: Sequence[str]) -> list[Path]:
     Raises LineageError for what was changed, edited or is missing. Sources made elsewhere are left
     out: a folder that data arrives in changes every day.
     """
-    found = review(references, descendants=False)
-    nodes = found.graph.nodes
+    reviewed = review(references, descendants=False)
+    nodes = reviewed.graph.nodes
     faults = [
         finding.text
-        for finding in audit(found).faults
+        for finding in audit(reviewed).faults
         if finding.key not in nodes or nodes[finding.key].kind != SOURCE
     ]
     if faults:
@@ -57,11 +60,11 @@ def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:
 
     Raises LineageError when it is not the content that the version's tags name, or has none.
     """
-    try:
-        with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
+        try:
             intact_copy(registry, version, Path(scratch))
-    except LineageError as error:
-        raise LineageError(f"{error}; nothing was moved") from error
+        except LineageError as error:
+            raise LineageError(f"{error}; nothing was moved") from error
 
 
 def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
@@ -87,25 +90,8 @@ def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
     return parents["dataset"]
 
 
-# One process at a time may move a model's aliases: a lock made of the registered model's tags.
-#
-# MLflow can't compare and set. So who wants the lock of a model claims it, with a tag of its own
-# `lock.<owner>` that holds the claim's end, and then reads all tags: it has the lock if there is
-# no other claim, else it takes its own back and tries again later. Of two that claim at once the
-# one whose tag came second sees the other's, so never both have it. To release is to delete one's
-# tag.
-#
-# The claim of a holder that died ends by its deadline, and the next holder deletes it. A holder
-# that wakes up late finds no claim but its own to release.
-#
-# What no lock outside the store can rule out is a holder that sleeps between its last look at the
-# clock and its write. It looks right before each write, and a lock lasts longer than any call of
-# the client with its retries. The clocks of promoters must agree to within `SKEW_SECONDS`.
-
-LEASE_SECONDS = 600.0
 WRITE_SECONDS = 300.0  # the longest that a call and its retries take: 4 tries of 60 s, and pauses
 WAIT_SECONDS = 900.0  # longer than a lease, so that a dead holder is outlived
-SKEW_SECONDS = 30.0
 TAG_PREFIX = "lock."
 
 _log = logging.getLogger(__name__)
@@ -113,11 +99,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LockTimeouts:
-    """How long a lock lasts and is waited for, in seconds."""
+    """How long a lock lasts and is waited for, and how far clocks may differ, in seconds."""
 
-    lease: float = LEASE_SECONDS
+    lease: float = 600.0
     wait: float = WAIT_SECONDS
-    skew: float = SKEW_SECONDS
+    skew: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +113,7 @@ class ModelLock:
     model_name: str
     owner: str  # host, process and a random part
     until: float  # seconds since the epoch
-    margin: float = field(default=WRITE_SECONDS)
+    margin: float  # seconds that a write and its retries may take
 
     def check(self) -> None:
         """Raise TrackingError when a write that begins now might end after the lock does."""
@@ -142,66 +128,58 @@ class ModelLock:
 def lock_model(
     registry: ModelRegistry, model_name: str, timeouts: LockTimeouts = LockTimeouts()
 ) -> Iterator[ModelLock]:
-    """Hold the lock of a registered model for the block.
+    """Hold the lock of a registered model for the block, so that one process moves its aliases.
+
+    MLflow can't compare and set. A process claims the lock with a tag of its own that holds the
+    claim's end, and then reads all tags: it has the lock if there is no other live claim, else it
+    takes its own back and tries again. Of two that claim at once the one whose tag came second sees
+    the other's, so never both have it. The claim of a holder that died ends by its deadline, and
+    the next holder deletes it. What no lock outside the store can rule out is a holder that sleeps
+    between `check` and its write; a lock lasts longer than any call of the client with its retries.
 
     Raises TrackingError when there is no such model; naming the holder, when the lock is not free
     within `timeouts.wait`; and when MLflow does not answer.
     """
-    lock = _acquire(registry, model_name, timeouts)
+    owner = connection.name(f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    deadline, until = time.monotonic() + timeouts.wait, 0.0
     try:
-        yield lock
+        while True:
+            claims = _other_claims(registry, model_name, owner)
+            if not _live(claims, timeouts):
+                until = time.time() + timeouts.lease
+                registry.set_model_tag(model_name, TAG_PREFIX + owner, repr(until))
+                claims = _other_claims(registry, model_name, owner)
+                if not _live(claims, timeouts):
+                    break
+                registry.delete_model_tag(model_name, TAG_PREFIX + owner)
+            if time.monotonic() > deadline:
+                holders = [f"{k} (until {_utc(end)})" for k, end in _live(claims, timeouts).items()]
+                raise TrackingError(
+                    f"{', '.join(holders) or 'another process'} holds the lock of {model_name!r}; "
+                    "nothing was moved; try again later"
+                )
+            time.sleep(random.uniform(0.05, 0.3))
+        for dead in claims:
+            registry.delete_model_tag(model_name, TAG_PREFIX + dead)
+        yield ModelLock(model_name, owner, until, min(WRITE_SECONDS, timeouts.lease / 2))
     finally:
         try:
-            _delete(registry, model_name, lock.owner)
+            if until:
+                registry.delete_model_tag(model_name, TAG_PREFIX + owner)
         except TrackingError as error:
             # What was to be done is done; the lock ends by itself.
-            _log.warning("%s; the lock of %s ends at %s", error, model_name, _clock(lock.until))
+            _log.warning("%s; the lock of %s ends at %s", error, model_name, _utc(until))
 
 
-def _acquire(registry: ModelRegistry, model_name: str, timeouts: LockTimeouts) -> ModelLock:
-    owner = connection.name(f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    deadline = time.monotonic() + timeouts.wait
-    while True:
-        held = _held(_claims(registry, model_name), timeouts)
-        lock = None if held else _claim(registry, model_name, owner, timeouts)
-        if lock is not None:
-            return lock
-        if time.monotonic() > deadline:
-            holders = [f"{other} (until {_clock(until)})" for other, until in held.items()]
-            raise TrackingError(
-                f"{', '.join(holders) or 'another process'} holds the lock of {model_name!r}; "
-                "nothing was moved; try again later"
-            )
-        time.sleep(random.uniform(0.05, 0.3))
-
-
-def _claim(
-    registry: ModelRegistry, model_name: str, owner: str, timeouts: LockTimeouts
-) -> ModelLock | None:
-    """Claim the lock; None, and no claim is left, when another process claims it as well."""
-    until = time.time() + timeouts.lease
-    try:
-        with registry.translated("lock a model"):
-            registry.client.set_registered_model_tag(model_name, TAG_PREFIX + owner, repr(until))
-        others = {k: v for k, v in _claims(registry, model_name).items() if k != owner}
-    except TrackingError:
-        with contextlib.suppress(TrackingError):  # so that the cause is shown, not this
-            _delete(registry, model_name, owner)
-        raise
-    if _held(others, timeouts):
-        _delete(registry, model_name, owner)
-        return None
-    for dead in others:
-        _delete(registry, model_name, dead)
-    return ModelLock(model_name, owner, until, min(WRITE_SECONDS, timeouts.lease / 2))
-
-
-def _claims(registry: ModelRegistry, model_name: str) -> dict[str, float]:
-    """Return the end of each claim, in seconds since the epoch, by its owner."""
+def _other_claims(registry: ModelRegistry, model_name: str, owner: str) -> dict[str, float]:
+    """Return the end of each other process's claim, in seconds since the epoch, by its owner."""
     tags = registry.require_model(model_name).tags
-    claims = {k: v for k, v in tags.items() if k.startswith(TAG_PREFIX)}
     try:
-        return {key.removeprefix(TAG_PREFIX): float(end) for key, end in claims.items()}
+        return {
+            key.removeprefix(TAG_PREFIX): float(end)
+            for key, end in tags.items()
+            if key.startswith(TAG_PREFIX) and key != TAG_PREFIX + owner
+        }
     except ValueError:
         raise TrackingError(
             f"a tag {TAG_PREFIX}… of the registered model {model_name!r} is no time in seconds; it "
@@ -209,33 +187,11 @@ def _claims(registry: ModelRegistry, model_name: str) -> dict[str, float]:
         ) from None
 
 
-def _held(claims: dict[str, float], timeouts: LockTimeouts) -> dict[str, float]:
-    """The claims that have not ended by any promoter's clock."""
+def _live(claims: dict[str, float], timeouts: LockTimeouts) -> dict[str, float]:
+    """Return the claims that have not ended by any promoter's clock."""
     now = time.time()
     return {owner: until for owner, until in claims.items() if now <= until + timeouts.skew}
 
-
-def _delete(registry: ModelRegistry, model_name: str, owner: str) -> None:
-    """Delete a claim; it may be gone already."""
-    from mlflow.exceptions import MlflowException
-
-    with registry.translated("release a lock"):
-        try:
-            registry.client.delete_registered_model_tag(model_name, TAG_PREFIX + owner)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-# The record of a model's champions, in tags of the registered model, one a move.
-#
-# A move is written before the alias is set and marked as done after it, so a process that died in
-# between leaves one of which `reconcile` finds out whether it was made. A move by hand, in
-# MLflow's own pages, shows in an alias that is not where the record left it.
 
 MAX_REASON = 2000  # characters; a tag of MLflow's registry holds 5,000 in some databases
 
@@ -259,13 +215,13 @@ class AliasMove:
     done: bool = True
 
     def sentence(self) -> str:
-        """The move for a person."""
+        """Return the move for a person."""
         where = f"version {self.version}" if self.version else "nowhere"
-        was = f"version {self.replaced}" if self.replaced else "nowhere"
+        previous = f"version {self.replaced}" if self.replaced else "nowhere"
         by = f" by {self.by}" if self.by else ""
         if self.approved_by not in ("", self.by):
             by += f", approved by {self.approved_by}"
-        return f"{self.at} {self.action}: {was} → {where}{by}: {self.reason}"
+        return f"{self.at} {self.action}: {previous} → {where}{by}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +234,10 @@ class Reconciled:
 
 
 def reconcile(moves: Sequence[AliasMove], current: str | None, now: str) -> Reconciled:
-    """Correct a record, in order, by the version that the alias points to."""
+    """Correct a record, in order, by the version that the alias points to.
+
+    An alias that is not where the record left it was moved by hand, in MLflow's own pages.
+    """
     kept = list(moves)
     write: list[AliasMove] = []
     drop: list[AliasMove] = []
@@ -291,61 +250,52 @@ def reconcile(moves: Sequence[AliasMove], current: str | None, now: str) -> Reco
             drop.append(last)
     before = kept[-1].version if kept else None
     if before != current:
-        number = kept[-1].number + 1 if kept else 1
-        reason = "The alias was moved outside of promotion"
+        number, reason = _number(kept), "The alias was moved outside of promotion"
         kept.append(AliasMove(number, "by hand", current, before, reason, now))
         write.append(kept[-1])
-        drop = [move for move in drop if move.number != number]  # its place is written over
+        drop = [move for move in drop if move.number != number]  # its tag is written over
     return Reconciled(tuple(kept), tuple(write), tuple(drop))
 
 
+def _number(moves: Sequence[AliasMove]) -> int:
+    """Return the number of the next move."""
+    return moves[-1].number + 1 if moves else 1
+
+
 def previous_version(moves: Sequence[AliasMove]) -> str | None:
-    """The version to go back to: what the present champion replaced when it was promoted.
+    """Return the version to go back to: what the present champion replaced when it was promoted.
 
     A second rollback therefore goes further back. None when there is none.
     """
-    if not moves:
-        return None
-    current = moves[-1].version
-    installed = [m for m in moves if m.version == current and m.action != "rollback"]
-    return (installed or list(moves))[-1].replaced
+    installed = [m for m in moves if m.version == moves[-1].version and m.action != "rollback"]
+    return (installed or list(moves))[-1].replaced if moves else None
 
 
 def read_moves(tags: Mapping[str, str], alias: str) -> list[AliasMove]:
     """Read the moves of an alias from the tags of its model, in order."""
-    pattern = re.compile(re.escape(_prefix(alias)) + r"\d+")
-    moves = [_parse(key, text) for key, text in tags.items() if pattern.fullmatch(key)]
+    pattern = re.compile(re.escape(connection.name(f"history.{alias}.")) + r"\d+")
+    moves = []
+    for key, text in tags.items():
+        if pattern.fullmatch(key):
+            try:
+                moves.append(AliasMove(**json.loads(text)))
+            except (ValueError, TypeError) as error:
+                raise TrackingError(
+                    f"the tag {key!r} of the registered model is no record of a move ({error}); it "
+                    "was edited; delete it"
+                ) from error
     return sorted(moves, key=lambda move: move.number)
 
 
 def tag_key(alias: str, move: AliasMove) -> str:
-    """The name of the tag that holds a move."""
-    return f"{_prefix(alias)}{move.number:06d}"
+    """Return the name of the tag that holds a move."""
+    return connection.name(f"history.{alias}.") + f"{move.number:06d}"
 
 
 def tag_value(move: AliasMove) -> str:
-    """A move as the text of its tag."""
+    """Return a move as the text of its tag."""
     return json.dumps(asdict(replace(move, reason=connection.shorten(move.reason, MAX_REASON))))
 
-
-def _prefix(alias: str) -> str:
-    return connection.name(f"history.{alias}.")
-
-
-def _parse(key: str, text: str) -> AliasMove:
-    try:
-        return AliasMove(**json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise TrackingError(
-            f"the tag {key!r} of the registered model is no record of a move ({error}); it was "
-            "edited; delete it"
-        ) from error
-
-
-# Moving a model's alias: compare and set under the model's lock, rollback, and a forced move.
-#
-# Every call ends in one of: moved and recorded, moved before by the same request, or an error and
-# nothing moved. Whether a model should be promoted is for `rules`.
 
 PROMOTED_TAG, REPLACED_TAG, REASON_TAG = "promoted_at", "replaced", "promotion_reason"
 
@@ -360,12 +310,12 @@ class Champions:
     timeouts: LockTimeouts = LockTimeouts()
 
     def history(self) -> tuple[AliasMove, ...]:
-        """All moves, oldest first; nothing is written."""
+        """Return all moves, oldest first; nothing is written."""
         moves, current = self._read()
-        return reconcile(moves, current, _now()).moves
+        return reconcile(moves, current, _utc()).moves
 
     def find(self, request: str) -> AliasMove | None:
-        """The move that a request has led to, if it has."""
+        """Return the move that a request has led to, if it has."""
         return _find(self.history(), request)
 
     def promote(
@@ -386,16 +336,21 @@ class Champions:
         """
         with lock_model(self.registry, self.model_name, self.timeouts) as lock:
             moves = self._reconcile(lock)
-            done = _find(moves, request)
-            if done is not None:
+            if (done := _find(moves, request)) is not None:
                 return done
-            current = moves[-1].version if moves else None
-            if current != expected:
-                raise ChampionChangedError(self._conflict(moves, version, expected))
-            move = AliasMove(
-                _next(moves), "promote", version, current, reason, _now(), by, request, approved_by
+            last = moves[-1] if moves else None
+            if (last.version if last else None) == expected:
+                who = {"by": by, "request": request, "agreed": approved_by}
+                return self._apply(lock, moves, "promote", version, reason, **who)
+            where = f"version {expected} was compared with" if expected else "there was none before"
+            place, way_out = f"points to no version where {where}", "promote again"
+            if last is not None:
+                place = f"is on version {last.version} now, where {where} ({last.sentence()})"
+                way_out = "evaluate against the present champion and promote again"
+            raise ChampionChangedError(
+                f"alias {self.alias!r} of {self.model_name!r} {place}; version {version} was not "
+                f"promoted; {way_out}"
             )
-            return self._apply(lock, move)
 
     def rollback(
         self,
@@ -422,15 +377,14 @@ class Champions:
             raise TrackingError("reason is empty; say why the champion is rolled back")
         with lock_model(self.registry, self.model_name, self.timeouts) as lock:
             moves = self._reconcile(lock)
-            done = _find(moves, request)
-            if done is not None:
+            if (done := _find(moves, request)) is not None:
                 return done
-            if not moves or moves[-1].version is None:
+            alias = f"alias {self.alias!r} of {self.model_name!r}"
+            last = moves[-1] if moves else None
+            if last is None or last.version is None:
                 raise TrackingError(
-                    f"alias {self.alias!r} of {self.model_name!r} points to no version, so there "
-                    "is nothing to roll back; check the names"
+                    f"{alias} points to no version, so there is nothing to roll back; check names"
                 )
-            last = moves[-1]
             if to and last.version == to:
                 return last
             if expected and last.version != expected:
@@ -438,8 +392,8 @@ class Champions:
                 if last.action == "rollback" and last.replaced == expected and not to:
                     return last
                 raise TrackingError(
-                    f"alias {self.alias!r} of {self.model_name!r} is on version {last.version}, "
-                    f"not on {expected}: {last.sentence()}; nothing was moved"
+                    f"{alias} is on version {last.version}, not on {expected}: {last.sentence()}; "
+                    "nothing was moved"
                 )
             target = to or previous_version(moves)
             if target is None:
@@ -448,49 +402,40 @@ class Champions:
                     "there is no previous one; name a version to go to"
                 )
             found = self.registry.model_version(f"models:/{self.model_name}/{target}")
-            action = self._allowed(moves, target, force, approved_by)
+            former = list(dict.fromkeys(move.version for move in moves if move.version))
+            if target not in former and not force:
+                raise TrackingError(
+                    f"version {target} of {self.model_name!r} never was {self.alias}, so that this "
+                    "is no rollback; nothing was moved; name one that was "
+                    f"({', '.join(former)}), promote it through the gate, or force it (--force)"
+                )
+            agreed = approved_by.strip()
+            consents = [move.approved_by for move in moves if move.version == target]
+            if self._approval_rule() != "none" and not any(consents) and not agreed:
+                raise TrackingError(
+                    f"{self.model_name!r} has promote.approval=required, and nobody approved of "
+                    f"version {target}; nothing was moved; say who does (--approved-by NAME)"
+                )
             if verify:
                 require_intact_copy(self.registry, found)
-            why, number = reason.strip(), _next(moves)
-            agreed = approved_by.strip()
-            move = AliasMove(number, action, target, last.version, why, _now(), by, request, agreed)
-            return self._apply(lock, move)
+            action: Action = "rollback" if target in former else "forced"
+            return self._apply(
+                lock, moves, action, target, reason.strip(), by=by, request=request, agreed=agreed
+            )
 
     def record_approval_rule(self, rule: str) -> None:
         """Note on the model whether its champions need approval, which `rollback` holds to."""
-        if self.registry.require_model(self.model_name).tags.get(self._approval_tag) != rule:
-            with self.registry.translated("tag a model"):
-                self.registry.client.set_registered_model_tag(
-                    self.model_name, self._approval_tag, rule
-                )
+        if self._approval_rule("") != rule:
+            key = connection.name(f"approval.{self.alias}")
+            self.registry.set_model_tag(self.model_name, key, rule)
 
-    @property
-    def _approval_tag(self) -> str:
-        return connection.name(f"approval.{self.alias}")
-
-    def _allowed(
-        self, moves: Sequence[AliasMove], version: str, force: bool, approved_by: str
-    ) -> Action:
-        """What a move to `version` is; TrackingError where it may not be made."""
-        was = list(dict.fromkeys(move.version for move in moves if move.version))
-        if version not in was and not force:
-            raise TrackingError(
-                f"version {version} of {self.model_name!r} never was {self.alias}, so that this is "
-                f"no rollback; nothing was moved; name one that was ({', '.join(was)}), "
-                "promote it through the gate, or force it (--force)"
-            )
-        agreed = [move.approved_by for move in moves if move.version == version]
+    def _approval_rule(self, otherwise: str = "none") -> str:
         # A rule that can't be read counts as the stricter one.
-        rule = self.registry.require_model(self.model_name).tags.get(self._approval_tag, "none")
-        if rule != "none" and not any(agreed) and not approved_by.strip():
-            raise TrackingError(
-                f"{self.model_name!r} has promote.approval=required, and nobody approved of "
-                f"version {version}; nothing was moved; say who does (--approved-by NAME)"
-            )
-        return "rollback" if version in was else "forced"
+        tags = self.registry.require_model(self.model_name).tags
+        return tags.get(connection.name(f"approval.{self.alias}"), otherwise)
 
     def _read(self) -> tuple[list[AliasMove], str | None]:
-        """The record as it is written, and the version that the alias points to."""
+        """Return the record as it is written, and the version that the alias points to."""
         model = self.registry.require_model(self.model_name)
         at = model.aliases.get(self.alias)
         return read_moves(model.tags, self.alias), None if at is None else str(at)
@@ -498,68 +443,54 @@ class Champions:
     def _reconcile(self, lock: ModelLock) -> tuple[AliasMove, ...]:
         """Write into the record what it lacks, and return it."""
         moves, current = self._read()
-        reconciled = reconcile(moves, current, _now())
+        reconciled = reconcile(moves, current, _utc())
         for move in reconciled.write:
             self._record(lock, move)
         for move in reconciled.drop:
             lock.check()
-            with self.registry.translated("write the history"):
-                self.registry.client.delete_registered_model_tag(
-                    self.model_name, tag_key(self.alias, move)
-                )
+            self.registry.delete_model_tag(self.model_name, tag_key(self.alias, move))
         return reconciled.moves
 
-    def _apply(self, lock: ModelLock, move: AliasMove) -> AliasMove:
-        """Record, set the alias, look at it, and record that it is done."""
-        assert move.version is not None
+    def _apply(
+        self,
+        lock: ModelLock,
+        moves: Sequence[AliasMove],
+        action: Action,
+        version: str,
+        reason: str,
+        *,
+        by: str,
+        request: str,
+        agreed: str,
+    ) -> AliasMove:
+        """Record the move, set the alias, look at it, and record that it is done."""
+        current = moves[-1].version if moves else None
+        move = AliasMove(
+            _number(moves), action, version, current, reason, _utc(), by, request, agreed
+        )
         self._record(lock, replace(move, done=False))
         lock.check()
-        self.registry.set_alias(self.model_name, self.alias, move.version, move.replaced)
-        now = self._read()[1]
-        if now != move.version:
+        self.registry.set_alias(self.model_name, self.alias, version, current)
+        if (now := self._read()[1]) != version:
             raise TrackingError(
                 f"alias {self.alias!r} of {self.model_name!r} is on version {now} right after it "
-                f"was set to {move.version}; another process moves it without the lock"
+                f"was set to {version}; another process moves it without the lock"
             )
         self._record(lock, move)
         notes = {PROMOTED_TAG: move.at, REPLACED_TAG: move.replaced or "", REASON_TAG: move.reason}
         with self.registry.translated("tag a model version"):
             for key, value in connection.tags(notes).items():
-                self.registry.client.set_model_version_tag(
-                    self.model_name, move.version, key, value
-                )
+                self.registry.client.set_model_version_tag(self.model_name, version, key, value)
         return move
 
     def _record(self, lock: ModelLock, move: AliasMove) -> None:
         lock.check()
-        with self.registry.translated("write the history"):
-            self.registry.client.set_registered_model_tag(
-                self.model_name, tag_key(self.alias, move), tag_value(move)
-            )
-
-    def _conflict(self, moves: Sequence[AliasMove], version: str, expected: str | None) -> str:
-        """The error of a promotion whose champion was replaced meanwhile."""
-        compared = f"version {expected} was compared with" if expected else "there was none before"
-        if not moves:
-            return (
-                f"alias {self.alias!r} of {self.model_name!r} points to no version where "
-                f"{compared}; version {version} was not promoted; promote again"
-            )
-        last = moves[-1]
-        return (
-            f"alias {self.alias!r} of {self.model_name!r} is on version {last.version} now, where "
-            f"{compared} ({last.sentence()}); version {version} was not promoted; evaluate against "
-            "the present champion and promote again"
-        )
+        self.registry.set_model_tag(self.model_name, tag_key(self.alias, move), tag_value(move))
 
 
 def _find(moves: Sequence[AliasMove], request: str) -> AliasMove | None:
     return next((m for m in reversed(moves) if request and m.request == request), None)
 
 
-def _next(moves: Sequence[AliasMove]) -> int:
-    return moves[-1].number + 1 if moves else 1
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+def _utc(seconds: float | None = None) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

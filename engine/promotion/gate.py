@@ -1,6 +1,7 @@
 """The gate: measure what the rules need, judge a version, and move the alias if it passes.
 
-The rules themselves are in `rules`; those of reward models are here.
+The rules themselves are in `rules`; those of reward models are here. Both fail closed: what could
+not be measured is not promoted.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -36,34 +37,25 @@ if TYPE_CHECKING:
     from engine.tracking.model_versions import ModelVersion
 
 
-# Which test prompts were trained on: the same words, or most of their runs of n words.
-#
-# Texts are compared as words without case and punctuation. The n-grams kept in memory are those of
-# the test set, so the training set may be of any size.
-
-_WORD = re.compile(r"\w+")
-
-
 def trained_on(
     test: Sequence[str], training: Iterable[str], ngram: int, overlap: float
 ) -> list[bool]:
     """Tell of each test text (N of them) whether the training texts contain it.
 
-    A text counts when one training text has the same words, or when at least `overlap` (0 to 1) of
-    its distinct runs of `ngram` words occur in the training texts (Brown et al. 2020,
-    arXiv:2005.14165, app. C). A text of fewer words has none and counts by its whole alone.
+    A text counts when one training text has the same words, without case and punctuation, or when
+    at least `overlap` (0 to 1) of its distinct runs of `ngram` words occur in the training texts
+    (Brown et al. 2020, arXiv:2005.14165, app. C). A text of fewer words has none and counts by its
+    words alone. Only runs of test texts are kept, so the training set may be of any size.
     """
     texts = [words(text) for text in test]
-    runs = [set(_runs(text, ngram)) for text in texts]
-    wanted = set().union(*runs) if runs else set()
-    whole = set(texts)
+    runs = [_runs(text, ngram) for text in texts]
+    test_runs, test_texts = set[tuple[str, ...]]().union(*runs), set(texts)
     seen: set[tuple[str, ...]] = set()
     same: set[tuple[str, ...]] = set()
     for line in training:
         text = words(line)
-        if text in whole:
-            same.add(text)
-        seen.update(run for run in _runs(text, ngram) if run in wanted)
+        same |= {text} & test_texts
+        seen |= _runs(text, ngram) & test_runs
     return [
         text in same or (bool(own) and len(own & seen) >= overlap * len(own))
         for text, own in zip(texts, runs, strict=True)
@@ -81,14 +73,12 @@ def share_trained_on(
 
 def words(text: str) -> tuple[str, ...]:
     """Return a text's words without case and punctuation."""
-    return tuple(_WORD.findall(text.casefold()))
+    return tuple(re.findall(r"\w+", text.casefold()))
 
 
-def _runs(text: tuple[str, ...], ngram: int) -> Iterable[tuple[str, ...]]:
-    return (text[i : i + ngram] for i in range(len(text) - ngram + 1))
+def _runs(text: tuple[str, ...], ngram: int) -> set[tuple[str, ...]]:
+    return {text[i : i + ngram] for i in range(len(text) - ngram + 1)}
 
-
-# What the rules need: measured on evaluation rows, RL's metrics and the training data.
 
 TRAINING_SPLITS = ("sft_train", "train")
 LAST_STEPS = 0.1  # share of RL's steps whose KL counts
@@ -108,7 +98,7 @@ def measure(
     seed: int,
     approved_by: str = "",
 ) -> Measurements:
-    """Measure a new model (`after`) against another (`before`), rows as of `evaluation.rows`.
+    """Measure a new model (`after`) against another (`before`), rows as of `evaluation.results`.
 
     dataset: the evaluation set that is measured; guards see the others, too. policy: the new
     model's artifact. datasets: all dataset artifacts that it descends from. Raises DataError where
@@ -121,19 +111,14 @@ def measure(
 
     guards: dict[str, Interval | None] = {}
     for guard in rules.guards:
-        was, is_now = _guarded(before, guard), _guarded(after, guard)
+        old_scores, new_scores = _guarded(before, guard), _guarded(after, guard)
         # One problem has no spread, so its interval would claim certainty.
-        guards[guard.name] = change(was, is_now) if len(is_now) > 1 else None
+        guards[guard.name] = change(old_scores, new_scores) if len(new_scores) > 1 else None
     before, after = rows_of_set(before, dataset), rows_of_set(after, dataset)
     ratio = None
     if rules.max_length_ratio is not None:
-        ratio = length_ratio(
-            before["response_length"].to_numpy(float),
-            after["response_length"].to_numpy(float),
-            evaluate.confidence,
-            evaluate.bootstrap_samples,
-            seed,
-        )
+        old, new = (rows["response_length"].to_numpy(float) for rows in (before, after))
+        ratio = length_ratio(old, new, evaluate.confidence, evaluate.bootstrap_samples, seed)
     old, new = (rows["greedy_correct"].to_numpy(float) for rows in (before, after))
     return Measurements(
         against=against,
@@ -153,7 +138,7 @@ def measure(
 
 
 def judged_sets(rows: pd.DataFrame, dataset: str, wanted: Sequence[str]) -> list[str]:
-    """The evaluation sets that decide: the one named `dataset`, or with `all` every one.
+    """Return the evaluation sets that decide: the one named `dataset`, or with `all` every one.
 
     Raises DataError where that one is missing in the rows, or with `all` one of `wanted`.
     """
@@ -166,7 +151,7 @@ def judged_sets(rows: pd.DataFrame, dataset: str, wanted: Sequence[str]) -> list
 def length_ratio(
     before: np.ndarray, after: np.ndarray, confidence: float, samples: int, seed: int
 ) -> Interval | None:
-    """Mean of `after` over mean of `before`, `[N]` tokens each, with its bootstrap interval.
+    """Return mean of `after` over mean of `before`, `[N]` tokens each, with its bootstrap interval.
 
     Problems are resampled in pairs. None when a resample of `before` has no tokens at all.
     """
@@ -184,15 +169,12 @@ def length_ratio(
 
 
 def last_kl(policy: Path) -> float | None:
-    """Mean KL of the last tenth of the steps that an RL model learned from (at least one).
-
-    None where it is not known.
-    """
+    """Return mean KL of the last tenth of the steps that an RL model learned from, if known."""
     run = read_policy_steps(policy)
     if run is None or KL_COLUMN not in run.rows:
         return None
-    steps = run.until_model
-    last = steps[KL_COLUMN].to_numpy(float)[-max(1, math.ceil(LAST_STEPS * len(steps))) :]
+    kl = run.until_model[KL_COLUMN].to_numpy(float)
+    last = kl[-max(1, math.ceil(LAST_STEPS * len(kl))) :]
     # Not nanmean: of a step without a number nothing is known.
     return float(last.mean()) if np.isfinite(last).all() else None
 
@@ -212,23 +194,17 @@ def _guarded(rows: pd.DataFrame, guard: GuardConfig) -> np.ndarray:
     return columns[guard.metric].to_numpy(float)
 
 
-def _training_prompts(datasets: Iterable[Path]) -> Iterable[str]:
+def _training_prompts(datasets: Iterable[Path]) -> Iterator[str]:
     """Yield the prompts of all splits that were trained on; DataError where there are none."""
-    found = False
-    for folder in datasets:
-        for split in TRAINING_SPLITS:
-            path = folder / f"{split}.parquet"
-            if path.is_file():
-                found = True
-                yield from map(prompt_text, pd.read_parquet(path, columns=["prompt"])["prompt"])
-    if not found:
+    paths = [folder / f"{split}.parquet" for folder in datasets for split in TRAINING_SPLITS]
+    paths = [path for path in paths if path.is_file()]
+    if not paths:
         raise DataError(
             f"no dataset that the model descends from has {' or '.join(TRAINING_SPLITS)}.parquet, "
             "so it is unknown whether it was trained on its test; give the run's dataset"
         )
-
-
-# The champion's evaluation on the new model's problems: as recorded, or made now.
+    for path in paths:
+        yield from map(prompt_text, pd.read_parquet(path, columns=["prompt"])["prompt"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +230,7 @@ class ChampionEvaluation:
 def champion_to_compare(
     tracker: Tracker, champions: Champions, request: str
 ) -> ModelVersion | None:
-    """The present champion; for a retry that has already moved the alias, the one before it."""
+    """Return the present champion; for a retry that has moved the alias, the one before it."""
     move = champions.find(request)
     if move is None:
         return tracker.champion(champions.model_name, champions.alias)
@@ -263,18 +239,24 @@ def champion_to_compare(
     return tracker.model_version(f"models:/{champions.model_name}/{move.replaced}")
 
 
-def version_parent(version: ModelVersion, name: str) -> Parent | None:
-    """The artifact that a version was registered from, as a parent; None when it has no tags."""
-    tags = version.tags
-    if not tags.get("artifact_digest"):
-        return None
-    return Parent(
-        name=name,
-        kind=tags.get("artifact_kind") or "model",
-        digest=tags["artifact_digest"],
-        uri=tags.get("artifact_uri", ""),
-        manifest=tags.get("manifest_digest", ""),
-    )
+def _recorded(champion: ModelVersion, new: Evaluated) -> ChampionEvaluation:
+    """Read the champion's own evaluation; LineageError or StorageError where it can't be used."""
+    uri = champion.tags.get("evaluation_uri", "")
+    if not uri:
+        raise LineageError("its version has no tag evaluation_uri")
+    folder = local_path(uri)
+    manifest = verify(folder)
+    if manifest.own_digest != champion.tags.get("evaluation_manifest"):
+        raise LineageError(f"{uri} is not the evaluation that its version's tags name")
+    parents = {parent.name: parent.digest for parent in manifest.parents}
+    if parents.get("policy") != champion.tags.get("artifact_digest"):
+        raise LineageError(f"{uri} is of another model")
+    if different := incomparable(manifest, new.manifest):
+        raise LineageError(f"it differs from the new model's in {', '.join(different)}")
+    rows = pd.read_parquet(folder / "rows_rl.parquet")
+    if prompt_digest(rows) != prompt_digest(new.rows):
+        raise LineageError("it is of other problems")
+    return ChampionEvaluation(rows, manifest.as_parent("champion_evaluation", uri))
 
 
 def champion_evaluation(
@@ -328,34 +310,6 @@ def champion_evaluation(
     return ChampionEvaluation(rows, None)
 
 
-def _recorded(champion: ModelVersion, new: Evaluated) -> ChampionEvaluation:
-    """The champion's own evaluation.
-
-    Raises LineageError or StorageError when there is none, it is gone, not what was recorded, of
-    other problems, or made in another way.
-    """
-    uri = champion.tags.get("evaluation_uri", "")
-    if not uri:
-        raise LineageError("its version has no tag evaluation_uri")
-    folder = local_path(uri)
-    manifest = verify(folder)
-    if manifest.own_digest != champion.tags.get("evaluation_manifest"):
-        raise LineageError(f"{uri} is not the evaluation that its version's tags name")
-    of = {parent.name: parent.digest for parent in manifest.parents}
-    if of.get("policy") != champion.tags.get("artifact_digest"):
-        raise LineageError(f"{uri} is of another model")
-    if different := incomparable(manifest, new.manifest):
-        raise LineageError(f"it differs from the new model's in {', '.join(different)}")
-    rows = pd.read_parquet(folder / "rows_rl.parquet")
-    if prompt_digest(rows) != prompt_digest(new.rows):
-        raise LineageError("it is of other problems")
-    return ChampionEvaluation(rows, manifest.as_parent("champion_evaluation", uri))
-
-
-# The rules by which a reward model becomes the champion among reward models.
-#
-# They fail closed, as those of `rules`: without held-out pairs nothing is promoted.
-
 CONFIDENCE, SAMPLES = 0.95, 10_000
 LEAST_PAIRS = 2  # one has no spread to resample
 
@@ -366,38 +320,27 @@ def decide_reward_model(
     """Decide by which of the same N held-out pairs were ranked right.
 
     right: `[N]` bool, of the new reward model; champion: the present one's, None where there is
-    none.
+    none. Without held-out pairs nothing is promoted.
     """
     if len(right) < LEAST_PAIRS:
         sentence = f"{len(right)} pairs are held out, and the rules need {LEAST_PAIRS} at least"
         return decision_of([RuleOutcome("accuracy", False, None, rules.minimum_accuracy, sentence)])
-    outcomes = [_accuracy(wilson_interval(right, CONFIDENCE), rules.minimum_accuracy)]
+    rate = wilson_interval(right, CONFIDENCE)
+    shown = f"{rate.mean:.1%} [{rate.low:.1%}, {rate.high:.1%}] of held-out pairs are ranked right"
+    checks = [("accuracy", rate, rules.minimum_accuracy, shown, f"{rules.minimum_accuracy:.1%}")]
     if champion is not None:
         before, after = champion.astype(float), right.astype(float)
         gain = paired_bootstrap(before, after, CONFIDENCE, SAMPLES, seed)
-        outcomes.append(_gain(gain, rules.minimum_gain))
+        shown = f"a gain over the champion of {points(gain.mean, gain.low, gain.high, 2)} on the "
+        bound = f"{100 * rules.minimum_gain:+.2f}"
+        checks.append(("gain", gain, rules.minimum_gain, f"{shown}same pairs", bound))
+    outcomes = []
+    for rule, interval, minimum, shown, bound in checks:
+        passed, ends = interval.low > minimum, [interval.mean, interval.low, interval.high]
+        sentence = f"{shown}; the lower end {'is' if passed else 'must be'} above {bound}"
+        outcomes.append(RuleOutcome(rule, passed, ends, minimum, sentence))
     return decision_of(outcomes)
 
-
-def _accuracy(found: Interval, minimum: float) -> RuleOutcome:
-    passed = found.low > minimum
-    sentence = (
-        f"{found.mean:.1%} [{found.low:.1%}, {found.high:.1%}] of held-out pairs are ranked right; "
-        f"the lower end {'is' if passed else 'must be'} above {minimum:.1%}"
-    )
-    return RuleOutcome("accuracy", passed, [found.mean, found.low, found.high], minimum, sentence)
-
-
-def _gain(found: Interval, minimum: float) -> RuleOutcome:
-    passed = found.low > minimum
-    sentence = (
-        f"a gain over the champion of {points(found.mean, found.low, found.high, 2)} on the same "
-        f"pairs; the lower end {'is' if passed else 'must be'} above {100 * minimum:+.2f}"
-    )
-    return RuleOutcome("gain", passed, [found.mean, found.low, found.high], minimum, sentence)
-
-
-# The gate: judge a version against the present champion, and move the alias where it passes.
 
 DECISIONS = 5  # of one promotion, while others promote in between
 

@@ -1,7 +1,7 @@
 """The rules of promotion, as one pure function from measurements to a decision.
 
-It fails closed: a measurement that is missing or no number fails its rule. Measuring is in
-`measurements`, moving the alias in `champions`.
+It fails closed: a measurement that is missing or no number fails its rule. Measuring is in `gate`,
+moving the alias in `champions`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from engine.config import GuardConfig, PromoteConfig
+from engine.config import PromoteConfig
 from engine.console import points
 from engine.evaluation.metrics import Interval
 from engine.evaluation.summary import TEST
@@ -38,7 +38,7 @@ class Measurements:
     approved_by: str = ""  # who agreed; empty: nobody yet
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -67,7 +67,7 @@ class Decision:
         return [o.rule for o in self.outcomes if not o.passed] == [APPROVAL]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "waits_for_approval": self.waits_for_approval}
 
 
@@ -95,9 +95,9 @@ def decide_on_sets(sets: Mapping[str, Measurements], rules: PromoteConfig) -> De
     return decision_of(outcomes)
 
 
-def decision_of(found: Iterable[RuleOutcome]) -> Decision:
-    """Promote if every rule passed; the reason says which did not, else what all found."""
-    outcomes = tuple(found)
+def decision_of(results: Iterable[RuleOutcome]) -> Decision:
+    """Promote if every rule passed; the reason says which did not, else what all results."""
+    outcomes = tuple(results)
     failed = [outcome for outcome in outcomes if not outcome.passed]
     if failed:
         reason = "Not promoted: " + "; ".join(outcome.sentence for outcome in failed) + "."
@@ -109,14 +109,51 @@ def decision_of(found: Iterable[RuleOutcome]) -> Decision:
 def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[RuleOutcome]:
     yield _gain(measurements, rules)
     if rules.minimum_score is not None:
-        yield _score(measurements.score, rules.minimum_score)
+        score, least = measurements.score, rules.minimum_score
+        if score is None or not _in_range(score, 0, 1):
+            yield _unreadable("score", score, least, "pass@1")
+        else:
+            passed = score.low >= least
+            yield RuleOutcome(
+                "score", passed, _three(score), least,
+                f"pass@1 is {score.mean:.2%} [{score.low:.2%}, {score.high:.2%}]; its lower end "
+                f"{_must_be(passed)} at or above the required {least:.2%}",
+            )  # fmt: skip
     for guard in rules.guards:
-        yield _guard(measurements, guard)
+        rule, change = f"guard {guard.name}", measurements.guards.get(guard.name)
+        if change is None or not _in_range(change, -1, 1):
+            yield _unreadable(rule, change, -guard.tolerance, f"the change in {guard.name}")
+        else:
+            passed = change.low >= -guard.tolerance
+            yield RuleOutcome(
+                rule, passed, _three(change), -guard.tolerance,
+                f"{guard.name} changes by {points(change.mean, change.low, change.high, 2)}; its "
+                f"lower end {_must_be(passed)} at or above {_points(-guard.tolerance)}",
+            )  # fmt: skip
     if rules.max_kl is not None:
-        yield _kl(measurements.kl, rules.max_kl)
+        kl, most = measurements.kl, rules.max_kl
+        if kl is None or not _is_finite(kl):
+            yield _unreadable("kl", kl, most, "the KL to the reference")
+        else:
+            text = f"KL to the reference {kl:.4g} {_bound(kl <= most)} {most:.4g}"
+            yield RuleOutcome("kl", kl <= most, kl, most, text)
     if rules.max_length_ratio is not None:
-        yield _length(measurements.length_ratio, rules.max_length_ratio)
-    yield _contamination(measurements.contamination, rules.contamination.max_share)
+        ratio, most = measurements.length_ratio, rules.max_length_ratio
+        if ratio is None or not _in_range(ratio, 0, math.inf):
+            yield _unreadable("length", ratio, most, "the ratio of response lengths")
+        else:
+            passed = ratio.high <= most
+            yield RuleOutcome(
+                "length", passed, _three(ratio), most,
+                f"responses are {ratio.mean:.3g} [{ratio.low:.3g}, {ratio.high:.3g}] times as "
+                f"long; the upper end {_bound(passed)} {most:.3g}",
+            )  # fmt: skip
+    share, most = measurements.contamination, rules.contamination.max_share
+    if share is None or not _is_finite(share) or not 0 <= share <= 1:
+        yield _unreadable("contamination", share, most, "the share of test prompts trained on")
+    else:
+        text = f"{share:.2%} of the test prompts were trained on, {_bound(share <= most)}"
+        yield RuleOutcome("contamination", share <= most, share, most, f"{text} {most:.2%}")
     if rules.approval == "required":
         by = measurements.approved_by.strip()
         text = f"approved by {by}" if by else "it waits for a person's approval"
@@ -124,9 +161,9 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
 
 
 def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
-    """The interval's lower end must be above the minimum, or `bootstrap` lets a first one in."""
+    """Hold the interval's lower end to the minimum, unless `bootstrap` lets a first model in."""
     gain, minimum = measurements.gain, rules.minimum_gain
-    if gain is None or not _is_change(gain):
+    if gain is None or not _in_range(gain, -1, 1):
         return _unreadable("gain", gain, minimum, "the gain in pass@1")
     over = measurements.against.replace("_", " ")
     shown = f"pass@1 gain {points(gain.mean, gain.low, gain.high, 2)} over the {over}"
@@ -136,87 +173,32 @@ def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
     bound = f"the required gain of {_points(minimum)} percentage points"
     if gain.low > minimum:
         sentence = f"{shown}, its lower end above {bound}"
-        return RuleOutcome("gain", True, _three(gain), minimum, sentence)
-    sentence = f"{shown}; its lower end must be above {bound}"
-    return RuleOutcome("gain", False, _three(gain), minimum, sentence)
-
-
-def _score(score: Interval | None, minimum: float) -> RuleOutcome:
-    if score is None or not _is_rate(score):
-        return _unreadable("score", score, minimum, "pass@1")
-    passed = score.low >= minimum
-    must = "is" if passed else "must be"
-    sentence = (
-        f"pass@1 is {score.mean:.2%} [{score.low:.2%}, {score.high:.2%}]; its lower end {must} at "
-        f"or above the required {minimum:.2%}"
-    )
-    return RuleOutcome("score", passed, _three(score), minimum, sentence)
-
-
-def _guard(measurements: Measurements, guard: GuardConfig) -> RuleOutcome:
-    rule = f"guard {guard.name}"
-    change = measurements.guards.get(guard.name)
-    if change is None or not _is_change(change):
-        return _unreadable(rule, change, -guard.tolerance, f"the change in {guard.name}")
-    passed = change.low >= -guard.tolerance
-    must = "is" if passed else "must be"
-    sentence = (
-        f"{guard.name} changes by {points(change.mean, change.low, change.high, 2)}; its lower end "
-        f"{must} at or above {_points(-guard.tolerance)}"
-    )
-    return RuleOutcome(rule, passed, _three(change), -guard.tolerance, sentence)
-
-
-def _kl(kl: float | None, most: float) -> RuleOutcome:
-    if kl is None or not _is_finite(kl):
-        return _unreadable("kl", kl, most, "the KL to the reference")
-    passed = kl <= most
-    sentence = f"KL to the reference {kl:.4g}{_at_most(passed)}{most:.4g}"
-    return RuleOutcome("kl", passed, kl, most, sentence)
-
-
-def _length(ratio: Interval | None, most: float) -> RuleOutcome:
-    if ratio is None or not _in_order(ratio) or ratio.low < 0:
-        return _unreadable("length", ratio, most, "the ratio of response lengths")
-    passed = ratio.high <= most
-    sentence = (
-        f"responses are {ratio.mean:.3g} [{ratio.low:.3g}, {ratio.high:.3g}] times as long; the "
-        f"upper end{_at_most(passed)}{most:.3g}"
-    )
-    return RuleOutcome("length", passed, _three(ratio), most, sentence)
-
-
-def _contamination(share: float | None, most: float) -> RuleOutcome:
-    if share is None or not _is_finite(share) or not 0 <= share <= 1:
-        return _unreadable("contamination", share, most, "the share of test prompts trained on")
-    passed = share <= most
-    sentence = f"{share:.2%} of the test prompts were trained on{_at_most(passed, ', ')}{most:.2%}"
-    return RuleOutcome("contamination", passed, share, most, sentence)
+    else:
+        sentence = f"{shown}; its lower end must be above {bound}"
+    return RuleOutcome("gain", gain.low > minimum, _three(gain), minimum, sentence)
 
 
 def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOutcome:
-    """The outcome of a rule whose measurement is missing or no number."""
+    """Return the outcome of a rule whose measurement is missing or no number."""
     shown = "was not measured" if value is None else f"is {value!r}, which can't be"
     return RuleOutcome(rule, False, None, bound, f"{what} {shown}; evaluate again")
 
 
-def _at_most(passed: bool, comma: str = " ") -> str:
-    return f"{comma}within the bound of " if passed else f"{comma}must be at most "
+def _in_range(interval: Interval, low: float, high: float) -> bool:
+    """Tell an interval of finite numbers in this range from numbers that can't be one.
 
-
-def _is_change(interval: Interval) -> bool:
-    """Tell a difference of two rates from numbers that can't be one."""
-    return _in_order(interval) and interval.low >= -1 and interval.high <= 1
-
-
-def _is_rate(interval: Interval) -> bool:
-    return _in_order(interval) and interval.low >= 0 and interval.high <= 1
-
-
-def _in_order(interval: Interval) -> bool:
-    # A percentile bootstrap may leave the mean just outside its own interval.
+    A percentile bootstrap may leave the mean just outside its own interval.
+    """
     numbers = (interval.mean, interval.low, interval.high)
-    return all(map(_is_finite, numbers)) and interval.low <= interval.high
+    return all(map(_is_finite, numbers)) and low <= interval.low <= interval.high <= high
+
+
+def _must_be(passed: bool) -> str:
+    return "is" if passed else "must be"
+
+
+def _bound(passed: bool) -> str:
+    return "within the bound of" if passed else "must be at most"
 
 
 def _is_finite(value: object) -> bool:

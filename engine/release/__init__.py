@@ -1,5 +1,5 @@
 """A model on its way out: what is known of it, its card, and the folder or repository it goes to.
 
-`model` reads and checks its lineage, `base` finds what it was trained from and under which licence,
-`card` writes that down, `folder` and `hub` deliver. The command is `engine.export`.
+`model` reads and checks its lineage, evaluation and base; `model_folder` writes that down and
+delivers it, and is the one to read first. The command is `engine.export`.
 """

@@ -1,4 +1,7 @@
-"""What is known of a model that leaves, all checked, and of the model it was trained from."""
+"""What is known of a model that leaves, all checked, and of the model it was trained from.
+
+Whatever of it can't be read, is missing or was changed is a LineageError: a card must not guess.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from engine.errors import LineageError
@@ -16,12 +20,6 @@ from engine.lineage.graph import MODEL_VERSION, ArtifactNode, Graph, StoredArtif
 from engine.lineage.lookup import PREFIX, review
 from engine.storage.artifacts import SOURCE, Manifest, local_path, read_manifest
 from engine.storage.filesystem import SECONDS, is_hub_id, read_file, split_revision
-
-# What is known of a model that leaves: its artifact, version, lineage and evaluation, all
-# checked.
-#
-# Whatever of it can't be read, is missing or was changed is a LineageError: a card must not
-# guess.
 
 CONFIG = "config.json"  # what makes an artifact a model
 COMPARISON = "comparison.json"
@@ -60,45 +58,40 @@ def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
     Raises LineageError for what is missing, unreadable or not as recorded and for an artifact that
     is no model, TrackingError and StorageError where MLflow or a store doesn't answer.
     """
-    found = review([reference], stores)
-    (start,) = found.starts
-    model = _model_node(found.graph, start)
-    evaluation = _evaluation_of(found.graph, start, model)
-    # By its number: an alias may move between two looks at it.
-    references = [_pinned(start, reference), *([evaluation.uri] if evaluation else [])]
-    whole = review(references, stores, descendants=False)
-    checked = audit(whole)
-    for fault in checked.faults:
-        node = whole.graph.nodes.get(fault.key)
+    named = review([reference], stores)
+    (start,) = named.starts
+    model = _model_node(named.graph, start)
+    evaluation = _evaluation_of(named.graph, start, model)
+    references = [evaluation.uri] if evaluation else []
+    if start.kind == MODEL_VERSION:  # by its number: an alias may move between two looks at it
+        name, _, number = start.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
+        reference = f"{PREFIX}{name}/{number}"
+    lineage = review([reference, *references], stores, descendants=False)
+    audited = audit(lineage)
+    for fault in audited.faults:
+        node = lineage.graph.nodes.get(fault.key)
         if node is None or node.kind != SOURCE:
             raise LineageError(
                 f"{reference} is not as recorded: {fault.text}; nothing was written; see `python "
                 f"-m engine.lineage verify {reference}`"
             )
     assert model.manifest is not None
+    comparison, harness = _scores(evaluation) if evaluation else (None, ())
     return ReleasedModel(
         local_path(model.uri),
         model.manifest,
         start if start.kind == MODEL_VERSION else None,
-        whole.graph,
+        lineage.graph,
         model.key,
         evaluation.manifest if evaluation else None,
-        _comparison(evaluation.uri) if evaluation else None,
-        _harness(evaluation) if evaluation else (),
-        tuple(note.text for note in checked.notes),
+        comparison,
+        harness,
+        tuple(note.text for note in audited.notes),
     )
 
 
-def _pinned(start: ArtifactNode, reference: str) -> str:
-    """A model version by its number; any other reference as it is."""
-    if start.kind != MODEL_VERSION:
-        return reference
-    name, _, number = start.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
-    return f"{PREFIX}{name}/{number}"
-
-
 def _model_node(graph: Graph, start: ArtifactNode) -> ArtifactNode:
-    """The artifact that a version was registered from, or the one that was named."""
+    """Return the artifact that a version was registered from, or the one that was named."""
     node = start
     if start.kind == MODEL_VERSION:
         node = graph.nodes[graph.parents(start.key)[0].parent]
@@ -116,22 +109,23 @@ def _model_node(graph: Graph, start: ArtifactNode) -> ArtifactNode:
 
 
 def _evaluation_of(graph: Graph, start: ArtifactNode, model: ArtifactNode) -> ArtifactNode | None:
-    """The evaluation that a version names, else the newest one of the model; None without any."""
-    wanted, uri = (start.facts.get(f"evaluation_{part}", "") for part in ("manifest", "uri"))
-    found = [
-        graph.nodes[edge.child]
+    """Return the evaluation that a version names, else the model's newest; None without any."""
+    recorded, uri = (start.facts.get(f"evaluation_{part}", "") for part in ("manifest", "uri"))
+    evaluations = [
+        node
         for edge in graph.children(model.key)
-        if edge.name == "policy" and graph.nodes[edge.child].kind == "evaluation"
+        if edge.name == "policy"
+        and (node := graph.nodes[edge.child]).kind == "evaluation"
+        and node.manifest is not None
     ]
-    if not wanted:
-        made = [(node.created_at, node) for node in found if node.created_at is not None]
-        return max(made, key=lambda one: one[0])[1] if made else None
-    for node in found:
-        if node.manifest is not None and node.manifest.own_digest == wanted:
+    if not recorded:
+        return max(evaluations, key=lambda node: node.created_at or datetime.min, default=None)
+    for node in evaluations:
+        if node.manifest is not None and node.manifest.own_digest == recorded:
             return node
     manifest = read_manifest(uri)
-    of = {parent.name: parent.digest for parent in manifest.parents}
-    if manifest.own_digest != wanted or of.get("policy") != model.digest:
+    parents = {parent.name: parent.digest for parent in manifest.parents}
+    if manifest.own_digest != recorded or parents.get("policy") != model.digest:
         raise LineageError(
             f"{uri} is not the evaluation of {start.name} that its tags name; restore it, or "
             "export the model's folder with another evaluation in its store"
@@ -139,27 +133,21 @@ def _evaluation_of(graph: Graph, start: ArtifactNode, model: ArtifactNode) -> Ar
     return artifact_node(StoredArtifact(uri, manifest))
 
 
-def _comparison(evaluation: str) -> EvaluationComparison:
-    where = f"{evaluation}/{COMPARISON}"
+def _scores(evaluation: ArtifactNode) -> tuple[EvaluationComparison, tuple[HarnessScore, ...]]:
+    """Return an evaluation's comparison, and the model's scores in the harness if it was run."""
+    where = f"{evaluation.uri}/{COMPARISON}"
     try:
         values = json.loads(read_file(where, LineageError))
     except (FileNotFoundError, ValueError) as error:
         raise LineageError(f"{where} can't be read ({error}); evaluate the model again") from error
-    return EvaluationComparison.from_dict(values)
+    harness: tuple[HarnessScore, ...] = ()
+    if evaluation.manifest is not None and FILE in evaluation.manifest.files:
+        where = f"{evaluation.uri}/{FILE}"
+        harness = tuple(from_json(read_file(where, LineageError), where).get("rl", ()))
+    return EvaluationComparison.from_dict(values), harness
 
-
-def _harness(evaluation: ArtifactNode) -> tuple[HarnessScore, ...]:
-    if evaluation.manifest is None or FILE not in evaluation.manifest.files:
-        return ()
-    where = f"{evaluation.uri}/{FILE}"
-    return tuple(from_json(read_file(where, LineageError), where).get("rl", ()))
-
-
-# The model that training began with, and its licence, as far as they are recorded.
 
 CARD = "README.md"
-STARTS = ("sft", "start_model")  # the stages that record which model they began with
-FROM_SCRATCH = "none: its weights began at random"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +163,9 @@ class Base:
         return split_revision(self.path)[0] if is_hub_id(self.path) else ""
 
     def sentence(self) -> str:
-        """For a card, without the folders of this machine."""
+        """Return it in words for a card, without the folders of this machine."""
         if not self.path:
-            return FROM_SCRATCH
+            return "none: its weights began at random"
         if self.hub_id:
             revision = split_revision(self.path)[1]
             return f"`{self.hub_id}`" + (f" at commit `{revision}`" if revision else "")
@@ -196,7 +184,7 @@ class Licence:
 
 
 def find_base(line: Iterable[ArtifactNode]) -> Base | None:
-    """The model that the oldest stage began with; None where no stage says.
+    """Return the model that the oldest stage began with; None where no stage says.
 
     `line`: a model and all that it was made from, nearest first. A warm start, or the stage in its
     place, records the model in its settings, a fetched one where it came from.
@@ -205,45 +193,40 @@ def find_base(line: Iterable[ArtifactNode]) -> Base | None:
     for node in line:
         config = node.config
         start = config.get("model")
-        if node.kind in STARTS and isinstance(start, dict) and "path" in start:
+        if node.kind in ("sft", "start_model") and isinstance(start, dict) and "path" in start:
             base = Base(str(start["path"]), str(config.get("start_digest") or ""))
         elif node.kind == "model" and config.get("source"):
-            digest = node.manifest.digest if node.manifest else ""
-            base = Base(str(config["source"]), digest)
+            base = Base(str(config["source"]), node.manifest.digest if node.manifest else "")
     return base
 
 
 def base_licence(base: Base) -> Licence | None:
-    """What the base's own card says; None for a base without one, or one that can't be read.
+    """Return what the base's own card says; None for a base without one, or one that can't be read.
 
     The card is the README.md of a folder. For a hub id it is asked of the hub, else taken from the
     hub's cache on this machine.
     """
     values = _hub_card(base.path) if base.hub_id else _folder_card(Path(base.path))
-    found = values.get("license")
-    if isinstance(found, list):
-        found = found[0] if found else None
-    if not found:
+    licence = values.get("license")
+    if isinstance(licence, list):
+        licence = licence[0] if licence else None
+    if not licence:
         return None
-    of = base.hub_id or base.path.rstrip("/").rsplit("/", 1)[-1]
+    owner = base.hub_id or base.path.rstrip("/").rsplit("/", 1)[-1]
     name, link = (str(values.get(f"license_{part}") or "") for part in ("name", "link"))
-    return Licence(str(found), name, link, f"the card of `{of}`")
+    return Licence(str(licence), name, link, f"the card of `{owner}`")
 
 
 def _folder_card(file: Path) -> dict[str, object]:
-    """The front matter of a card; empty where there is none."""
+    """Return the front matter of a card; empty where there is none."""
     import yaml
     from huggingface_hub import ModelCard
 
     file = file / CARD if file.is_dir() else file
-    if not file.is_file() or file.name != CARD:
-        return {}
-    try:
-        text = file.read_text(encoding="utf-8")
-        values: dict[str, object] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-    except (OSError, ValueError, yaml.YAMLError):  # a card that isn't one says nothing
-        return {}
-    return values
+    if file.is_file() and file.name == CARD:
+        with suppress(OSError, ValueError, yaml.YAMLError):  # a card that isn't one says nothing
+            return dict(ModelCard.load(file, ignore_metadata_errors=True).data.to_dict())
+    return {}
 
 
 def _hub_card(path: str) -> dict[str, object]:
@@ -252,12 +235,10 @@ def _hub_card(path: str) -> dict[str, object]:
 
     name, revision = split_revision(path)
     unavailable = (OSError, HTTPError, HFValidationError)
-    with suppress(*unavailable):  # without the hub, what its cache on this machine has
+    with suppress(*unavailable):
         card = HfApi().model_info(name, revision=revision, timeout=SECONDS).card_data
         return card.to_dict() if card else {}
-    try:
-        return _folder_card(
-            Path(hf_hub_download(name, CARD, revision=revision, local_files_only=True))
-        )
-    except unavailable:
-        return {}
+    with suppress(*unavailable):  # without the hub, what its cache on this machine has
+        file = hf_hub_download(name, CARD, revision=revision, local_files_only=True)
+        return _folder_card(Path(file))
+    return {}

@@ -1,4 +1,8 @@
-"""A model's folder for others, with its card, and its repository on the hub."""
+"""A model's folder for others, with its card, and its repository on the hub.
+
+The card's front matter is Hugging Face's (`model-index` with the results). Its digests are whole;
+folders of this machine are left out.
+"""
 
 from __future__ import annotations
 
@@ -26,28 +30,22 @@ from engine.storage.digests import FileEntry, hash_files
 from engine.storage.filesystem import fsync_tree, is_hub_id
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, ModelInfo
-
-
-# Tables and lines of Markdown whose cells may hold anything.
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts."""
+    """Return a table of texts in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(line, cells)) + " |" for cells in lines)
 
 
 def line(text: str) -> str:
-    """A text that neither ends a line, nor a cell, nor begins HTML."""
+    """Return a text that neither ends a line, nor a cell, nor begins HTML."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-# A model's scores in its card: as results of the front matter, and as tables.
-
-
 def results(model: ReleasedModel, source: str) -> list[EvalResult]:
-    """One result a metric, with the ends of its interval as the metric's arguments."""
+    """Return one result a metric, with the ends of its interval or its standard error."""
     from huggingface_hub import EvalResult
 
     found, evaluation = model.comparison, model.evaluation
@@ -71,30 +69,23 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
             },
         )
         for kind, name, value in _rates(found, found.after)
-    ] + _harness_results(model)
-
-
-def _harness_results(model: ReleasedModel) -> list[EvalResult]:
-    """One result a metric of the lm-evaluation-harness."""
-    from huggingface_hub import EvalResult
-
-    return [
+    ] + [
         EvalResult(
             task_type="text-generation",
-            dataset_type=one.task,
-            dataset_name=f"{one.task} (lm-evaluation-harness)",
-            dataset_args={"version": one.version, "documents": one.documents},
-            metric_type=one.metric,
-            metric_name=one.metric,
-            metric_value=round(one.value, 6),
-            metric_args={"stderr": one.stderr} if one.stderr is not None else None,
+            dataset_type=score.task,
+            dataset_name=f"{score.task} (lm-evaluation-harness)",
+            dataset_args={"version": score.version, "documents": score.documents},
+            metric_type=score.metric,
+            metric_name=score.metric,
+            metric_value=round(score.value, 6),
+            metric_args={"stderr": score.stderr} if score.stderr is not None else None,
         )
-        for one in model.harness
+        for score in model.harness
     ]
 
 
 def _rates(found: EvaluationComparison, side: ModelSummary) -> list[tuple[str, str, Interval]]:
-    """Type, name and value of each rate."""
+    """Return type, name and value of each rate."""
     return [
         ("pass@1", "pass@1 (greedy)", side.pass_at_1),
         (f"pass@{found.k}", f"pass@{found.k} (of {found.samples} samples)", side.pass_at_k),
@@ -104,61 +95,43 @@ def _rates(found: EvaluationComparison, side: ModelSummary) -> list[tuple[str, s
 
 
 def score_sections(model: ReleasedModel) -> list[str]:
+    """Return the card's sections of scores: two models with intervals, gain, and the harness."""
     found, evaluation = model.comparison, model.evaluation
     if found is None or evaluation is None:
         return ["## Scores\n\nThis model was not evaluated."]
     kinds = {parent.name: parent.kind for parent in evaluation.parents}
     start = "start_model" if kinds.get("warm_start") == "start_model" else found.before.model
-    head = ("", start.replace("_", " "), "this model")
-    rows: list[tuple[str, ...]] = [
-        (name, _percent(before), _percent(after))
-        for (_, name, before), (_, _, after) in zip(
-            _rates(found, found.before), _rates(found, found.after), strict=True
-        )
+    sides = (found.before, found.after)
+    rows = [
+        (name, *(f"{rate.mean:.1%} [{rate.low:.1%}, {rate.high:.1%}]" for rate in (before, after)))
+        for (_, name, before), (_, _, after) in zip(*(_rates(found, s) for s in sides), strict=True)
     ]
-    lengths = [f"{side.response_length.mean:.1f}" for side in (found.before, found.after)]
-    rows.append(("mean response, tokens", *lengths))
-    return [
+    rows.append(("mean response, tokens", *(f"{s.response_length.mean:.1f}" for s in sides)))
+    sections = [
         f"## Scores\n\n{found.problems} held-out problems, the same for both models, with "
         f"{found.confidence:.0%} intervals; evaluation `{evaluation.digest}`, seed {found.seed}.",
-        table(head, rows),
+        table(("", start.replace("_", " "), "this model"), rows),
         f"Paired gain in greedy pass@1: {points(found.gain.mean, found.gain.low, found.gain.high)}"
         f"; {found.fixed} problems became right and {found.broken} wrong.",
-        *_harness_table(model),
     ]
+    scores = []
+    for score in model.harness:
+        ends = score.interval(found.confidence)
+        shown = f"{score.value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
+        scores.append((score.task, score.version, score.metric, shown))
+    if scores:
+        sections += [
+            "lm-evaluation-harness, intervals by its standard errors:",
+            table(("task", "version", "metric", "this model"), scores),
+        ]
+    return sections
 
-
-def _harness_table(model: ReleasedModel) -> list[str]:
-    if model.comparison is None or not model.harness:
-        return []
-    rows = []
-    for one in model.harness:
-        ends = one.interval(model.comparison.confidence)
-        shown = f"{one.value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
-        rows.append((one.task, one.version, one.metric, shown))
-    return [
-        "lm-evaluation-harness, intervals by its standard errors:",
-        table(("task", "version", "metric", "this model"), rows),
-    ]
-
-
-def _percent(value: Interval) -> str:
-    return f"{value.mean:.1%} [{value.low:.1%}, {value.high:.1%}]"
-
-
-# A model's card: what it is, its scores with intervals, data, settings and lineage, as Markdown.
-#
-# The front matter is Hugging Face's (`model-index` with the results). Digests are whole; folders
-# of this machine are left out.
 
 # The nearest stage of each kind.
 SETTINGS_OF = (
     *("dataset", "model", "start_model", "sft", "pairs", "reward_model", "preference", "rl"),
 )
 _PLACE = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
-_HUB_DATASET = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)")
-UNKNOWN = "unknown: no card of the base says it"
-OWNERS = "the owner's to choose"
 
 USE = """```python
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -171,43 +144,87 @@ tokenizer = PreTrainedTokenizerFast.from_pretrained("{name}")
 def model_card(
     model: ReleasedModel, base: Base | None, licence: Licence | None, repository: str
 ) -> str:
-    """The whole README.md. `repository` is what a reader loads the model by."""
+    """Return the whole README.md. `repository` is what a reader loads the model by."""
+    line_of_models = [model.graph.nodes[model.key], *model.ancestors]
+    data = [
+        (
+            _name(node),
+            f"`{node.digest}`",
+            ", ".join(f"{k} {v:,.6g}" for k, v in node.metrics.items() if k != "seconds"),
+        )
+        for node in model.ancestors
+        if node.kind in ("dataset", "pairs", SOURCE)
+    ]
+    nearest: dict[str, ArtifactNode] = {}
+    lineage = []
+    for node in line_of_models:
+        if node.kind in SETTINGS_OF and node.config:
+            nearest.setdefault(node.kind, node)
+        own = node.manifest
+        made = (f"`{own.own_digest}`", f"`{own.code_version}`") if own else ("", "")
+        lineage.append((_name(node), f"`{node.digest}`", *made))
+    settings = "\n\n".join(map(_settings, nearest.values()))
     sections = [
         f"# {line(model.name)}",
         _facts(model, base, licence),
         *score_sections(model),
-        "## Data\n\n" + _data(model),
-        "## Settings\n\n" + _settings(model),
-        "## Lineage\n\n" + _lineage(model),
+        "## Data\n\n"
+        + (table(("", "content digest", ""), data) if data else "No data are recorded."),
+        "## Settings\n\n" + (settings or "None are recorded."),
+        "## Lineage\n\nAll that it was made from, nearest first; `lineage.json` has it for "
+        "programs.\n\n" + table(("", "content digest", "manifest digest", "code"), lineage),
         "## Use\n\n" + USE.format(name=repository),
     ]
     body = presentable("\n\n".join(sections))
     return f"---\n{_front_matter(model, base, licence)}\n---\n\n{body}\n"
 
 
+def _settings(node: ArtifactNode) -> str:
+    """Return what a stage was made by, as YAML that is folded away."""
+    text = yaml.safe_dump(public_values(node.config), sort_keys=False, allow_unicode=True)
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or ["``"]))
+    title = f"{node.kind} <code>{node.digest[:12]}</code>"
+    return f"<details><summary>{title}</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
+
+
 def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | None) -> str:
     from huggingface_hub import ModelCardData
 
     kinds = [node.kind for node in (model.graph.nodes[model.key], *model.ancestors)]
-    said = licence or Licence("")
-    found = results(model, _source_name(model))
+    datasets = _hub_datasets(model)
+    settings = filter(None, map(_data_settings, model.ancestors))
+    source = next((found.get("source") for found in settings), None)
+    problems = datasets[0] if datasets else str(source or "unknown")
+    scores = results(model, problems)
+    known = licence or Licence("")
     data = ModelCardData(
         base_model=(base.hub_id or None) if base else None,
-        datasets=_hub_datasets(model) or None,
+        datasets=datasets or None,
         library_name="transformers",
-        license=said.id or None,
-        license_name=said.name or None,
-        license_link=said.link or None,
-        model_name=model.name if found else None,
-        eval_results=found or None,
+        license=known.id or None,
+        license_name=known.name or None,
+        license_link=known.link or None,
+        model_name=model.name if scores else None,
+        eval_results=scores or None,
         pipeline_tag="text-generation",
         tags=["hybridflyte", *(kind for kind in ("sft", "preference", "rl") if kind in kinds)],
     )
     return str(data.to_yaml())
 
 
+def _data_settings(node: ArtifactNode) -> dict[str, object]:
+    data = node.config.get("data") if node.kind == "dataset" else None
+    return data if isinstance(data, dict) else {}
+
+
 def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> str:
     manifest, rows = model.manifest, []
+    if licence is None:
+        from_scratch = base is not None and not base.path
+        terms = "the owner's to choose" if from_scratch else "unknown: no card of the base says it"
+    else:
+        terms = " ".join(filter(None, (licence.id, licence.name, licence.link)))
+        terms += f" ({licence.source})" if licence.source else ""
     if model.version is not None:
         facts = model.version.facts
         if facts.get("aliases"):
@@ -219,57 +236,15 @@ def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> 
         ("content digest (SHA-256)", f"`{manifest.digest}`"),
         ("manifest digest", f"`{manifest.own_digest}`"),
         ("trained from", base.sentence() if base else "not recorded"),
-        ("licence", _licence(base, licence)),
+        ("licence", terms),
         ("made by", f"stage `{manifest.kind}`, code `{manifest.code_version}`"),
         ("made at", f"{manifest.created_at:%Y-%m-%d %H:%M} UTC"),
     ]
     return table(("", ""), rows)
 
 
-def _licence(base: Base | None, licence: Licence | None) -> str:
-    if licence is None:
-        return OWNERS if base is not None and not base.path else UNKNOWN
-    named = " ".join(filter(None, (licence.id, licence.name, licence.link)))
-    return f"{named} ({licence.source})" if licence.source else named
-
-
-def _data(model: ReleasedModel) -> str:
-    nodes = [node for node in model.ancestors if node.kind in ("dataset", "pairs", SOURCE)]
-    rows = [(_name(node), f"`{node.digest}`", _counts(node)) for node in nodes]
-    return table(("", "content digest", ""), rows) if rows else "No data are recorded."
-
-
-def _settings(model: ReleasedModel) -> str:
-    """What each stage was made by, the model's own first."""
-    stages = [model.graph.nodes[model.key], *model.ancestors]
-    nearest: dict[str, ArtifactNode] = {}
-    for node in stages:
-        if node.kind in SETTINGS_OF and node.config:
-            nearest.setdefault(node.kind, node)
-    return "\n\n".join(_block(node) for node in nearest.values()) or "None are recorded."
-
-
-def _block(node: ArtifactNode) -> str:
-    text = yaml.safe_dump(public_values(node.config), sort_keys=False, allow_unicode=True)
-    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or ["``"]))
-    title = f"{node.kind} <code>{node.digest[:12]}</code>"
-    return f"<details><summary>{title}</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
-
-
-def _lineage(model: ReleasedModel) -> str:
-    rows = []
-    for node in (model.graph.nodes[model.key], *model.ancestors):
-        own = node.manifest
-        made = (f"`{own.own_digest}`", f"`{own.code_version}`") if own else ("", "")
-        rows.append((_name(node), f"`{node.digest}`", *made))
-    return (
-        "All that it was made from, nearest first; `lineage.json` has it for programs.\n\n"
-        + table(("", "content digest", "manifest digest", "code"), rows)
-    )
-
-
 def public_values(value: object) -> object:
-    """JSON values in which a folder or address is its last part alone.
+    """Return JSON values in which a folder or address is its last part alone.
 
     >>> public_values({"path": "/home/me/models/base", "lr": 0.1})
     {'path': '…/base', 'lr': 0.1}
@@ -283,47 +258,22 @@ def public_values(value: object) -> object:
     return value
 
 
-def _source_name(model: ReleasedModel) -> str:
-    """Where the problems are from: a dataset of the hub, or the name of their source."""
-    found = _hub_datasets(model)
-    if found:
-        return found[0]
-    data = next((_data_settings(node) for node in model.ancestors if _data_settings(node)), {})
-    return str(data.get("source") or "unknown")
-
-
 def _hub_datasets(model: ReleasedModel) -> list[str]:
-    """The ids of the hub's datasets among the data."""
-    found = []
-    for node in model.ancestors:
-        data = _data_settings(node)
+    """Return the ids of the hub's datasets among the data."""
+    ids: dict[str, None] = {}
+    for data in map(_data_settings, model.ancestors):
         path = str(data.get("path") or "")
-        if match := _HUB_DATASET.match(path):
-            found.append(match[1])
+        if match := re.match(r"hf://([\w.-]+(?:/[\w.-]+)?)", path):
+            ids[match[1]] = None
         elif data.get("source") == "gsm8k" and is_hub_id(path):
-            found.append(path)
-    return list(dict.fromkeys(found))
-
-
-def _data_settings(node: ArtifactNode) -> dict[str, object]:
-    data = node.config.get("data") if node.kind == "dataset" else None
-    return data if isinstance(data, dict) else {}
-
-
-def _counts(node: ArtifactNode) -> str:
-    """Rows of a dataset's splits, as its stage measured them."""
-    found = {name: value for name, value in node.metrics.items() if name != "seconds"}
-    return ", ".join(f"{name} {value:,.6g}" for name, value in found.items())
+            ids[path] = None
+    return list(ids)
 
 
 def _name(node: ArtifactNode) -> str:
-    """Kind, and of a source the last part of where it came from."""
+    """Return the kind, and of a source the last part of where it came from."""
     return f"{node.kind} {public_values(node.label)}" if node.kind == SOURCE else node.kind
 
-
-# A model's folder for others: its files, its card, and its lineage for programs.
-#
-# It appears whole or not at all.
 
 CARD, LINEAGE = "README.md", "lineage.json"
 # What a stage leaves beside a model and nobody loads it by; the rollouts are pieces of its data.
@@ -331,7 +281,7 @@ LEFT_OUT, ROLLOUTS = (".parquet", "timeline.json"), "rollouts/"
 
 
 def released_files(model: ReleasedModel) -> dict[str, FileEntry]:
-    """The files of the artifact that leave with the model, by name."""
+    """Return the files of the artifact that leave with the model, by name."""
     return {
         name: entry
         for name, entry in model.manifest.files.items()
@@ -342,31 +292,30 @@ def released_files(model: ReleasedModel) -> dict[str, FileEntry]:
 
 
 def lineage_json(model: ReleasedModel) -> str:
-    """The model and all that it was made from, with digests; no folder of this machine."""
-    graph = model.graph
-    line = [graph.nodes[model.key], *model.ancestors]
-    keys = {node.key for node in line}
-    values = {
-        "model": {"name": model.name, "key": model.key, "digest": model.manifest.digest},
-        "evaluation": model.evaluation.digest if model.evaluation else None,
-        "nodes": [
+    """Return the model and all that it was made from, with digests; no folder of this machine."""
+    graph, nodes = model.graph, list[dict[str, object]]()
+    for node in (graph.nodes[model.key], *model.ancestors):
+        own, record = node.manifest, None
+        if own is not None:
+            record = public_values(own.model_dump(mode="json", exclude={"files", "parents"}))
+        nodes.append(
             {
                 "key": node.key,
                 "kind": node.kind,
                 "digest": node.digest,
-                "manifest_digest": node.manifest.own_digest if node.manifest else "",
-                "manifest": public_values(
-                    node.manifest.model_dump(mode="json", exclude={"files", "parents"})
-                )
-                if node.manifest
-                else None,
+                "manifest_digest": own.own_digest if own else "",
+                "manifest": record,
             }
-            for node in line
-        ],
+        )
+    keys = {node["key"] for node in nodes}
+    values = {
+        "model": {"name": model.name, "key": model.key, "digest": model.manifest.digest},
+        "evaluation": model.evaluation.digest if model.evaluation else None,
+        "nodes": nodes,
         "edges": [
             {"parent": edge.parent, "child": edge.child, "name": edge.name}
             for edge in graph.edges.values()
-            if edge.child in keys and edge.parent in keys
+            if {edge.child, edge.parent} <= keys
         ],
         "files": {name: entry.sha256 for name, entry in released_files(model).items()},
     }
@@ -374,7 +323,7 @@ def lineage_json(model: ReleasedModel) -> str:
 
 
 def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
-    """Write the model to a folder that must not exist; return it.
+    """Write the model to a folder that must not exist, whole or not at all; return it.
 
     What was copied is hashed again. Raises StorageError where the folder is there already or can't
     be written, LineageError for a file that changed on the way.
@@ -383,38 +332,29 @@ def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
     if target.exists():
         raise StorageError(f"{target} is there already; delete it, or name another folder")
     files = released_files(model)
-    draft: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        whole = draft / "model"  # with the usual permissions, which mkdtemp's own folder hasn't
-        whole.mkdir()
-        for name in files:
-            (whole / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(model.folder / name, whole / name)
-        copied = hash_files(whole)
-        if copied != files:
-            changed = sorted(name for name in files if copied.get(name) != files[name])
-            raise LineageError(
-                f"{model.folder}: {changed[0]} changed while it was copied; nothing was written"
-            )
-        (whole / LINEAGE).write_text(lineage_json(model), encoding="utf-8")
-        (whole / CARD).write_text(card, encoding="utf-8")
-        fsync_tree(whole)
-        os.rename(whole, target)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as draft:
+            folder = Path(draft) / "model"  # with the usual permissions, unlike the draft
+            for name in files:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(model.folder / name, folder / name)
+            copied = hash_files(folder)
+            if copied != files:
+                changed = sorted(name for name in files if copied.get(name) != files[name])
+                raise LineageError(
+                    f"{model.folder}: {changed[0]} changed while it was copied; nothing was written"
+                )
+            (folder / LINEAGE).write_text(lineage_json(model), encoding="utf-8")
+            (folder / CARD).write_text(card, encoding="utf-8")
+            fsync_tree(folder)
+            os.rename(folder, target)
     except OSError as error:
         raise StorageError(
             f"can't write {target}: {error.strerror or error}; free space, or name another folder"
         ) from error
-    finally:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
     return target
 
-
-# A model in a repository of the Hugging Face hub, in one commit.
-#
-# The token is that of `hf auth login` or $HF_TOKEN, the hub $HF_ENDPOINT's.
 
 PREFIX = "hf://"
 SECONDS = 60.0  # without a byte, before a request is given up; the hub's own client waits for ever
@@ -451,10 +391,21 @@ def push(
     one. Raises StorageError for whatever the hub refuses or doesn't answer; nothing is committed
     then.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, set_client_factory
+    from huggingface_hub import (
+        CommitOperationAdd,
+        CommitOperationDelete,
+        HfApi,
+        set_client_factory,
+    )
     from huggingface_hub.errors import HFValidationError, HTTPError
+    from huggingface_hub.utils._http import default_client_factory
 
-    set_client_factory(_client)
+    def client() -> Any:
+        made = default_client_factory()
+        made.timeout = SECONDS
+        return made
+
+    set_client_factory(client)
     api, name, branch = HfApi(), repository.id, repository.branch
     files = released_files(model)
     try:
@@ -464,7 +415,11 @@ def push(
         there = api.model_info(name, revision=branch, timeout=SECONDS)
         new = {*files, *texts}
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            *_removed(there, new),
+            *(
+                CommitOperationDelete(name)
+                for name in (entry.rfilename for entry in there.siblings or ())
+                if name not in new and _WEIGHTS.fullmatch(name)
+            ),
             *(CommitOperationAdd(file, str(model.folder / file)) for file in files),
             *(CommitOperationAdd(file, text.encode()) for file, text in texts.items()),
         ]
@@ -476,32 +431,13 @@ def push(
             parent_commit=there.sha,
         )
     except (OSError, ValueError, RuntimeError, HTTPError, HFValidationError) as error:
+        # Uploads wrap what went wrong in a RuntimeError.
+        wrapped = isinstance(error, RuntimeError) and error.__cause__ is not None
+        source = error.__cause__ if wrapped else error
+        lines = [text.strip() for text in str(source).splitlines() if text.strip()]
+        reason = lines[0] if lines else type(source).__name__
         raise StorageError(
-            f"{PREFIX}{name} could not be written: {_reason(error)}; nothing was committed; check "
+            f"{PREFIX}{name} could not be written: {reason}; nothing was committed; check "
             "the name, the network and the token (hf auth login, or HF_TOKEN with write access)"
         ) from error
     return str(done.commit_url)
-
-
-def _removed(there: ModelInfo, new: set[str]) -> list[CommitOperationDelete]:
-    from huggingface_hub import CommitOperationDelete
-
-    names = [entry.rfilename for entry in there.siblings or ()]
-    stale = [name for name in names if name not in new and _WEIGHTS.fullmatch(name)]
-    return [CommitOperationDelete(name) for name in stale]
-
-
-def _client() -> Any:
-    from huggingface_hub.utils._http import default_client_factory
-
-    client = default_client_factory()
-    client.timeout = SECONDS
-    return client
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error, or of what caused it: uploads wrap theirs."""
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

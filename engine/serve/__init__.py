@@ -63,8 +63,7 @@ def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identi
     TrackingError, StorageError, and ModelError for a folder without a model.
     """
     if is_reference(reference):
-        tracker = open_registry(needed=True)
-        assert tracker is not None
+        tracker = open_registry()
         version = tracker.model_version(reference)
         folder = intact_copy(tracker, version, scratch)
         tags = version.tags

@@ -23,14 +23,13 @@ from engine.promotion.gate import (
     decide_and_move,
     judged_sets,
     measure,
-    version_parent,
 )
 from engine.stages.fetch import first_model
 from engine.stages.settings import PromotionSettings, RunContext
 from engine.stages.stage import Artifact, Stage, host, shared, show_facts, stage
 from engine.storage.artifacts import Draft, Parent, publish, read_manifest, staging
 from engine.tracking import Tracker
-from engine.tracking.model_versions import ModelVersion
+from engine.tracking.model_versions import ModelVersion, version_parent
 
 CHAMPION_ROWS = "rows_champion.parquet"
 

@@ -19,7 +19,7 @@ from engine.models import saved_dtype, vocabulary_and_context
 from engine.preferences import ranked_right
 from engine.promotion import Champions, Decision
 from engine.promotion.champions import require_intact_copy, require_unmodified
-from engine.promotion.gate import decide_and_move, decide_reward_model, version_parent
+from engine.promotion.gate import decide_and_move, decide_reward_model
 from engine.runtime.policy_runtime import StartModel
 from engine.stages.preferences import SPLITS, has_rows
 from engine.stages.promotion import publish_decision
@@ -29,7 +29,7 @@ from engine.stages.stage import LOCAL_OBJECT_STORE_BYTES, Artifact, stage
 from engine.stages.training import open_loggers, publish_trained, train_on_rows
 from engine.storage.artifacts import read_manifest
 from engine.tracking import Tracker
-from engine.tracking.model_versions import ModelVersion, intact_copy
+from engine.tracking.model_versions import ModelVersion, intact_copy, version_parent
 from engine.trainers.offline import is_on_ray
 from engine.trainers.reward_training import LikelihoodRewardTrainer, RewardModelTrainer
 

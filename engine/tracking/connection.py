@@ -9,9 +9,10 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from engine.errors import TrackingError
 from engine.redaction import redact_values, without_credentials
@@ -19,10 +20,6 @@ from engine.redaction import redact_values, without_credentials
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-
-# What MLflow accepts: flat parameters, bounded texts, and a small alphabet in names.
-#
-# Credentials are left out of what it is told.
 
 MAX_KEY = 250  # characters; the limits are those of MLflow 3's own validation
 MAX_PARAMETER = 6000
@@ -46,18 +43,29 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def parameters(values: Mapping[str, object], by_section: bool = False) -> dict[str, str]:
-    """Return nested settings as MLflow parameters, texts cut to the limit.
+    """Return nested settings as MLflow parameters without credentials, texts cut to the limit.
 
     One a setting, with dotted names, or one a section, as JSON.
     """
-    values = redact_values(values)
-    flat = _as_json(values) if by_section else flatten(values)
-    return {name(k): shorten(_text(v), MAX_PARAMETER) for k, v in flat.items()}
+    flat: dict[str, object] = redact_values(values)
+    if not by_section:
+        return _texts(flatten(flat), MAX_PARAMETER)
+    json_texts = {k: json.dumps(v, default=str) for k, v in flat.items() if isinstance(v, Mapping)}
+    return _texts(flat | json_texts, MAX_PARAMETER)
 
 
 def tags(values: Mapping[str, object]) -> dict[str, str]:
-    """Return texts that MLflow takes as tags."""
-    return {name(k): shorten(_text(v), MAX_TAG) for k, v in redact_values(values).items()}
+    """Return texts without credentials that MLflow takes as tags."""
+    return _texts(redact_values(values), MAX_TAG)
+
+
+def _texts(values: Mapping[str, object], limit: int) -> dict[str, str]:
+    texts = {}
+    for key, value in values.items():
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            value = "[" + ", ".join(map(str, value)) + "]"
+        texts[name(key)] = shorten(str(value), limit)
+    return texts
 
 
 def name(text: str) -> str:
@@ -69,22 +77,6 @@ def shorten(text: str, limit: int) -> str:
     """Cut `text` to `limit` characters, the last of them an ellipsis."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
-
-def _as_json(values: Mapping[str, object]) -> dict[str, object]:
-    return {
-        k: json.dumps(v, default=str) if isinstance(v, Mapping) else v for k, v in values.items()
-    }
-
-
-def _text(value: object) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return "[" + ", ".join(map(str, value)) + "]"
-    return str(value)
-
-
-# Opening an MLflow store, and turning what it raises into sentences.
-
-T = TypeVar("T")
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 PAGES_VARIABLE = "HYBRIDFLYTE_MLFLOW_URL"  # where people reach the server, if not at its URI
@@ -158,9 +150,9 @@ class Connection:
             found = self.client.get_experiment_by_name(self.experiment)
             if found is None:
                 try:
-                    return str(
-                        self.client.create_experiment(self.experiment, self._artifact_location())
-                    )
+                    folder = self.database and self.database.parent / "mlartifacts"
+                    place = folder.as_uri() if folder else None  # a server decides for itself
+                    return str(self.client.create_experiment(self.experiment, place))
                 except MlflowException:
                     # Another process may have created it since; anything else is a real error.
                     found = self.client.get_experiment_by_name(self.experiment)
@@ -183,12 +175,27 @@ class Connection:
 
     def check(self, timeout_s: float = 5.0) -> None:
         """Raise TrackingError within about `timeout_s` seconds when the store does not answer."""
-        if self.database is not None:
-            _ = self.experiment_id  # local: no deadline, the first migration may take its time
-            return
-        client = self.client
-        with self.translated("reach the server"):
-            _call_within(timeout_s, lambda: _ask(client, timeout_s))
+        if self.database is None:  # a local one needs no deadline; its migration may take its time
+            client, answer = self.client, Future[object]()
+
+            def ask() -> None:
+                try:
+                    answer.set_result(client.search_experiments(max_results=1))
+                except BaseException as error:
+                    answer.set_exception(error)
+
+            limits = {  # without retries
+                "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(1, int(timeout_s))),
+                "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+            }
+            before = {variable: os.environ.get(variable, DEFAULTS[variable]) for variable in limits}
+            os.environ.update(limits)
+            try:
+                with self.translated("reach the server"):
+                    threading.Thread(target=ask, name="mlflow-check", daemon=True).start()
+                    answer.result(timeout_s + 0.5)  # TimeoutError, whatever the call hangs on
+            finally:
+                os.environ.update(before)
         _ = self.experiment_id
 
     @contextlib.contextmanager
@@ -206,12 +213,6 @@ class Connection:
                 "unset it to record in ./mlflow.db"
             ) from error
 
-    def _artifact_location(self) -> str | None:
-        """Return where a local store keeps artifacts; a server decides for itself."""
-        if self.database is None:
-            return None
-        return (self.database.parent / "mlartifacts").as_uri()
-
 
 def cause(error: BaseException) -> str:
     """Return the reason behind an error of MLflow in a few words."""
@@ -225,15 +226,8 @@ def cause(error: BaseException) -> str:
 
 def _is_from_store(error: Exception) -> bool:
     """Tell errors of MLflow, its HTTP client and its database from bugs of our own."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in (
-        "mlflow",
-        "requests",
-        "urllib3",
-        "sqlalchemy",
-        "alembic",
-        "sqlite3",
-        "botocore",
-    )
+    packages = ["mlflow", "requests", "urllib3", "sqlalchemy", "alembic", "sqlite3", "botocore"]
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in packages
 
 
 def _create_database(path: Path) -> None:
@@ -255,42 +249,3 @@ def _create_database(path: Path) -> None:
             os.link(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _ask(client: MlflowClient, timeout_s: float) -> None:
-    """Ask the server for one experiment, without retries."""
-    limits = {
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(1, int(timeout_s))),
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    }
-    before = {variable: os.environ.get(variable) for variable in limits}
-    os.environ.update(limits)
-    try:
-        client.search_experiments(max_results=1)
-    finally:
-        for variable, value in before.items():
-            if value is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = value
-
-
-def _call_within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Return call(), or raise TimeoutError after `timeout_s`, whatever the call hangs on."""
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="mlflow-check", daemon=True)
-    thread.start()
-    thread.join(timeout_s + 0.5)
-    if failure:
-        raise failure[0]
-    if not outcome:
-        raise TimeoutError(f"no answer in {timeout_s:g} s, timed out")
-    return outcome[0]

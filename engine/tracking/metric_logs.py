@@ -81,7 +81,7 @@ def open_metric_logs(
     keep: bool,
     below: str = "",
 ) -> Iterator[MetricLogs]:
-    """Those of the logs `file`, `tensorboard` and `wandb` that are named, for the block.
+    """Yield those of the logs `file`, `tensorboard` and `wandb` that are named, for the block.
 
     Their files are in `folder`, which exists; `keep`: new lines are appended to those that the file
     has. `below`: where in $TENSORBOARD_DIR, if there is one. Raises StorageError where the file
@@ -126,8 +126,12 @@ class MetricsFile:
     def __init__(self, path: Path, keep: bool) -> None:
         """`keep`: append to the lines that are there. StorageError if it can't be written."""
         self.path = path
+        self._earlier: dict[int, str] = {}  # lines by step
         try:
-            self._earlier = _read_lines(path) if keep else {}
+            for line in path.read_text().splitlines() if keep and path.exists() else ():
+                # A killed process may have left a line unfinished.
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    self._earlier[int(json.loads(line)["step"])] = line
             self._rewrite()
         except OSError as error:
             raise StorageError(
@@ -183,18 +187,16 @@ class WandbLog:
         """Raise TrackingError where no run can be started."""
         import wandb
 
-        place = os.environ.get("WANDB_DIR") or str(folder)
-        settings = wandb.Settings(silent=True, console="off")
         # Without this it prints an advertisement for Weave wherever `openai` is imported.
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         try:
             self._run = wandb.init(
                 project=project,
                 name=name,
-                dir=place,
+                dir=os.environ.get("WANDB_DIR") or str(folder),
                 config=redact_values(dict(config)),
                 reinit="create_new",
-                settings=settings,
+                settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.Error as error:
             raise TrackingError(
@@ -207,33 +209,18 @@ class WandbLog:
         self._run.log(dict(metrics), step=step)
 
     def close(self, status: str) -> None:
-        code = 0 if status == "FINISHED" else 1
-        thread = threading.Thread(target=self._end, args=(code,), daemon=True)
+        def end() -> None:
+            import wandb
+
+            offline = self._run.offline
+            self._run.finish(0 if status == "FINISHED" else 1)
+            if offline:
+                wandb.teardown()  # its helper process writes the file's end
+
+        thread = threading.Thread(target=end, daemon=True)
         thread.start()
         thread.join(FINISH_SECONDS)
         if thread.is_alive():
-            _log.warning(
-                "Weights & Biases did not take the last metrics in %g s; `wandb sync %s` sends "
-                "them",
-                FINISH_SECONDS,
-                self.folder,
-            )
-
-    def _end(self, code: int) -> None:
-        import wandb
-
-        offline = self._run.offline
-        self._run.finish(code)
-        if offline:
-            wandb.teardown()  # its helper process writes the file's end
-
-
-def _read_lines(path: Path) -> dict[int, str]:
-    """The lines of a file by step; one that a killed process left unfinished is left out."""
-    rows: dict[int, str] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows[int(json.loads(line)["step"])] = line
-        except (ValueError, KeyError, TypeError):
-            continue
-    return rows
+            way_out = f"`wandb sync {self.folder}` sends them"
+            warning = "Weights & Biases did not take the last metrics in %g s; %s"
+            _log.warning(warning, FINISH_SECONDS, way_out)

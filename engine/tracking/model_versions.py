@@ -1,9 +1,14 @@
-"""Model versions, their aliases and their files in MLflow's registry."""
+"""Model versions, their aliases and their files in MLflow's registry.
+
+A version is a folder logged to a run, whatever is inside, with tags that lead back to the artifact
+it came from. `engine.promotion` decides when an alias moves, and that two don't move it at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import LineageError, StorageError, TrackingError
-from engine.storage.artifacts import verify
+from engine.storage.artifacts import Parent, verify
 from engine.storage.digests import MANIFEST, tree_digest
 from engine.storage.filesystem import shared_address
 from engine.tracking import connection
@@ -22,12 +27,6 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import RegisteredModel
     from mlflow.store.entities import PagedList
 
-
-# Model versions and aliases in MLflow's registry.
-#
-# A version is a folder logged to a run, whatever is inside, with tags that lead back to the
-# artifact it came from. When an alias may move, and that two don't move it at once, is seen to in
-# `engine.promotion`.
 
 T = TypeVar("T")
 
@@ -50,7 +49,7 @@ class ModelVersion:
 
     @staticmethod
     def of(found: MlflowVersion, aliases: Iterable[str] | None = None) -> ModelVersion:
-        """The version that MLflow found; `aliases` where its answer leaves them out."""
+        """Return the version that MLflow found; `aliases` where its answer leaves them out."""
         return ModelVersion(
             name=found.name,
             version=str(found.version),
@@ -59,6 +58,20 @@ class ModelVersion:
             tags=dict(found.tags),
             aliases=tuple(found.aliases if aliases is None else aliases),
         )
+
+
+def version_parent(version: ModelVersion, name: str) -> Parent | None:
+    """Return the artifact that a version was registered from, as a parent; None without tags."""
+    tags = version.tags
+    if not tags.get(ARTIFACT_TAG):
+        return None
+    return Parent(
+        name=name,
+        kind=tags.get("artifact_kind") or "model",
+        digest=tags[ARTIFACT_TAG],
+        uri=tags.get("artifact_uri", ""),
+        manifest=tags.get(MANIFEST_TAG, ""),
+    )
 
 
 class ModelRegistry(Connection):
@@ -91,7 +104,9 @@ class ModelRegistry(Connection):
                 return known
             self.client.log_artifacts(run_id, str(folder), place)
             root = self.client.get_run(run_id).info.artifact_uri.rstrip("/")
-            self._ensure_model(model_name)
+            if self.find_model(model_name) is None:
+                with _tolerated("RESOURCE_ALREADY_EXISTS"):
+                    self.client.create_registered_model(model_name)
             made = self.client.create_model_version(
                 model_name,
                 f"{root}/{place}",
@@ -119,13 +134,18 @@ class ModelRegistry(Connection):
 
     def model_version(self, reference: str) -> ModelVersion:
         """Return what `models:/NAME@ALIAS` or `models:/NAME/VERSION` means; else TrackingError."""
-        name, alias, number = _parse(reference)
-        if alias:
-            found = self.champion(name, alias)
+        parts = re.fullmatch(r"(.+)@([^@]+)|(.+)/(\d+)", reference.removeprefix("models:/"))
+        if parts is None:
+            raise TrackingError(
+                f"{reference!r} is no model reference; write models:/NAME@ALIAS or "
+                "models:/NAME/VERSION"
+            )
+        if parts[1]:
+            found = self.champion(parts[1], parts[2])
         else:
             with self.translated("look up a model"):
-                matches = self.client.search_model_versions(_by_name(name))
-            found = next((ModelVersion.of(v) for v in matches if str(v.version) == number), None)
+                versions = self._versions(parts[3])
+            found = next((ModelVersion.of(v) for v in versions if str(v.version) == parts[4]), None)
         if found is None:
             raise TrackingError(f"MLflow {self.uri} has no {reference}; check the name")
         return found
@@ -154,8 +174,6 @@ class ModelRegistry(Connection):
 
         Digits mean a version, anything else an alias. `dest` must not exist.
         """
-        import mlflow.artifacts
-
         dest = Path(dest).absolute()
         if dest.exists():
             raise StorageError(f"{dest} is already there; choose another folder for the model")
@@ -163,32 +181,30 @@ class ModelRegistry(Connection):
         sign = "/" if label.isdigit() else "@"
         version = self.model_version(f"models:/{model_name}{sign}{label}")
         dest.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
-        try:
-            with self.translated("download a model"):
-                # A models:/ address would be looked up in MLflow's global store, not in this one.
-                files = self.client.get_model_version_download_uri(model_name, version.version)
-                got = Path(
-                    mlflow.artifacts.download_artifacts(
-                        files, dst_path=str(draft), tracking_uri=self.uri
-                    )
-                )
-            require_tagged_content(got, version)
-            os.rename(got, dest)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as draft:
+            folder = self.download_files(model_name, version.version, draft)
+            require_tagged_content(folder, version)
+            os.rename(folder, dest)
         return dest
+
+    def download_files(self, model_name: str, version: str, folder: str | Path) -> Path:
+        """Fetch a version's files, as they are, to below `folder`; return where they are."""
+        import mlflow.artifacts
+
+        with self.translated("download a model"):
+            # A models:/ address would be looked up in MLflow's global store, not in this one.
+            files = self.client.get_model_version_download_uri(model_name, version)
+            return Path(
+                mlflow.artifacts.download_artifacts(
+                    files, dst_path=str(folder), tracking_uri=self.uri
+                )
+            )
 
     def find_model(self, model_name: str) -> RegisteredModel | None:
         """Return MLflow's registered model, None when there is none of that name."""
-        from mlflow.exceptions import MlflowException
-
-        try:
+        with _tolerated("RESOURCE_DOES_NOT_EXIST"):
             return self.client.get_registered_model(model_name)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
+        return None
 
     def require_model(self, model_name: str) -> RegisteredModel:
         """Return MLflow's registered model; TrackingError when there is none of that name."""
@@ -198,21 +214,37 @@ class ModelRegistry(Connection):
             raise TrackingError(f"MLflow {self.uri} has no model {model_name!r}; check the name")
         return model
 
-    def _ensure_model(self, model_name: str) -> None:
-        from mlflow.exceptions import MlflowException
+    def set_model_tag(self, model_name: str, key: str, value: str) -> None:
+        """Set a tag of a registered model."""
+        with self.translated("tag a model"):
+            self.client.set_registered_model_tag(model_name, key, value)
 
-        if self.find_model(model_name) is None:
-            try:
-                self.client.create_registered_model(model_name)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
+    def delete_model_tag(self, model_name: str, key: str) -> None:
+        """Delete a tag of a registered model; it may be gone already."""
+        with self.translated("delete a model's tag"), _tolerated("RESOURCE_DOES_NOT_EXIST"):
+            self.client.delete_registered_model_tag(model_name, key)
+
+    def _versions(self, model_name: str) -> Iterable[MlflowVersion]:
+        quoted = model_name.replace("'", "''")
+        return self.client.search_model_versions(f"name='{quoted}'")
 
     def _version_of(self, model_name: str, digest: str) -> str | None:
         """Return the first version that holds this content, if one does."""
-        found = self.client.search_model_versions(_by_name(model_name))
-        same = [int(v.version) for v in found if v.tags.get(ARTIFACT_TAG) == digest]
+        versions = self._versions(model_name)
+        same = [int(v.version) for v in versions if v.tags.get(ARTIFACT_TAG) == digest]
         return str(min(same)) if same else None
+
+
+@contextlib.contextmanager
+def _tolerated(code: str) -> Iterator[None]:
+    """Let MLflow's error of this code pass in silence."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code != code:
+            raise
 
 
 def require_tagged_content(folder: Path, version: ModelVersion) -> None:
@@ -239,7 +271,7 @@ def require_tagged_content(folder: Path, version: ModelVersion) -> None:
 
 
 def _facts(folder: Path) -> dict[str, str]:
-    """The tags that name a folder's content; LineageError where it is not as its manifest says."""
+    """Return the tags that name a folder's content; LineageError unless it is as recorded."""
     if not (folder / MANIFEST).is_file():
         return {ARTIFACT_TAG: tree_digest(folder)}
     manifest = verify(folder)
@@ -257,27 +289,6 @@ def all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
     while page.token:
         page = search(page.token)
         yield from page
-
-
-def _by_name(model_name: str) -> str:
-    return "name='" + model_name.replace("'", "''") + "'"
-
-
-def _parse(reference: str) -> tuple[str, str, str]:
-    """Split `models:/NAME@ALIAS` or `models:/NAME/VERSION` into name, alias and version."""
-    rest = reference.removeprefix("models:/")
-    name, at, alias = rest.rpartition("@")
-    if at and name and alias:
-        return name, alias, ""
-    name, slash, number = rest.rpartition("/")
-    if slash and name and number.isdigit():
-        return name, "", number
-    raise TrackingError(
-        f"{reference!r} is no model reference; write models:/NAME@ALIAS or models:/NAME/VERSION"
-    )
-
-
-# The registry's own files of a version, which are what is used: on this machine, and checked.
 
 
 def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -> Path:

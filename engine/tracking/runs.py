@@ -1,4 +1,12 @@
-"""MLflow runs: one parent run a pipeline, and one nested run a stage."""
+"""MLflow runs: one parent run a pipeline, and one nested run a stage.
+
+Retries: a stage is known by its parent run, its name and an attempt key. When it is opened again (a
+Flyte retry, a pre-empted attempt), the runs of earlier attempts are moved to MLflow's trash and a
+new one begins, so that each step's metrics are there once and always from one attempt. A lost
+attempt that is still alive somewhere can't write to its run any more. A parent run with a key is
+opened again instead, because its stages belong to it. A run that holds the files of a registered
+version is never moved to the trash: `mlflow gc` would delete them with it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +15,16 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import TrackingError
 from engine.redaction import redact
 from engine.storage.filesystem import home
-from engine.tracking import connection
-from engine.tracking import connection as values
-from engine.tracking.connection import Connection
+from engine.tracking.connection import Connection, parameters
+from engine.tracking.connection import name as metric_name
+from engine.tracking.connection import tags as tag_texts
 from engine.tracking.model_versions import ModelRegistry
 
 if TYPE_CHECKING:
@@ -24,8 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mlflow.entities import Metric
 
-
-# One MLflow run while it is open: metrics, datasets, folders, figures, tables.
 
 FLUSH_SECONDS = 2.0
 BATCH = 1000  # points, the most that MLflow takes in one call
@@ -58,7 +64,7 @@ class StageRun:
 
         self.logged |= metrics.keys()
         now = int(time.time() * 1000)
-        points = [Metric(values.name(k), float(v), now, step) for k, v in metrics.items()]
+        points = [Metric(metric_name(k), float(v), now, step) for k, v in metrics.items()]
         with self._lock:
             self._pending += points
 
@@ -91,8 +97,17 @@ class StageRun:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         source = redact(uri) or ("" if hasattr(data, "columns") else redact(str(data)))
-        schema, rows = _describe(data)
-        profile = {"digest": digest} | ({} if rows is None else {"num_rows": rows})
+        profile: dict[str, object] = {"digest": digest}
+        columns: dict[Hashable, object] = {}
+        if not isinstance(data, str | Path):
+            columns, profile["num_rows"] = dict(data.dtypes.items()), len(data)
+        elif str(data).endswith(".parquet") and Path(data).is_file():
+            import pyarrow.parquet as pq
+
+            with contextlib.closing(pq.ParquetFile(data)) as file:
+                columns = {field.name: field.type for field in file.schema_arrow}
+                profile["num_rows"] = file.metadata.num_rows
+        schema = [{"name": str(key), "type": str(kind)} for key, kind in columns.items()]
         dataset = Dataset(
             name=name[:500],
             digest=digest[:MAX_DIGEST],
@@ -130,7 +145,7 @@ class StageRun:
     def set_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags on the run."""
         with self._connection.translated("write tags"):
-            for key, value in values.tags(tags).items():
+            for key, value in tag_texts(tags).items():
                 self._connection.client.set_tag(self.run_id, key, value)
 
     def close(self, status: str) -> None:
@@ -146,7 +161,12 @@ class StageRun:
             with self._connection.translated("end the run"):
                 self._connection.client.set_terminated(self.run_id, status)
         except TrackingError as error:
-            _log.warning("%s; unsent metrics are in %s", error, self._save_unsent())
+            path = home() / "unsent" / f"{self.run_id}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._lock, path.open("a") as file:
+                file.writelines(json.dumps(dict(point)) + "\n" for point in self._pending)
+                self._pending.clear()
+            _log.warning("%s; unsent metrics are in %s", error, path)
 
     def _send_often(self) -> None:
         while not self._closed.wait(FLUSH_SECONDS):
@@ -157,40 +177,6 @@ class StageRun:
                     _log.warning("%s; metrics wait in memory and are sent again", error)
                 self._warned = True
 
-    def _save_unsent(self) -> Path:
-        """Write the buffered points as JSON lines."""
-        path = home() / "unsent" / f"{self.run_id}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock, path.open("a") as file:
-            for point in self._pending:
-                file.write(json.dumps(dict(point)) + "\n")
-            self._pending.clear()
-        return path
-
-
-def _describe(data: pd.DataFrame | str | Path) -> tuple[list[dict[str, str]], int | None]:
-    """Return columns and row count where they can be had without reading the data."""
-    if not isinstance(data, str | Path):
-        columns = [{"name": str(k), "type": str(v)} for k, v in data.dtypes.items()]
-        return columns, len(data)
-    if str(data).endswith(".parquet") and Path(data).is_file():
-        import pyarrow.parquet as pq
-
-        with contextlib.closing(pq.ParquetFile(data)) as file:
-            columns = [{"name": f.name, "type": str(f.type)} for f in file.schema_arrow]
-            return columns, file.metadata.num_rows
-    return [], None
-
-
-# The runs of a pipeline: one parent run, one nested run a stage.
-#
-# Retries. A stage is known by its parent run, its name and an attempt key. When it is opened
-# again (a Flyte retry, a pre-empted attempt), the runs of earlier attempts are moved to MLflow's
-# trash and a new one begins, so that each step's metrics are there once and always from one
-# attempt. A lost attempt that is still alive somewhere can't write to its run any more. A parent
-# run with a key is opened again instead, because its stages belong to it. A run that holds the
-# files of a registered version is never moved to the trash: `mlflow gc` would delete them with
-# it.
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 PARENT_TAG = "mlflow.parentRunId"
@@ -233,7 +219,11 @@ class Tracker(ModelRegistry):
         if status not in STATUSES:
             raise TrackingError(f"run status {status!r} is unknown; choose one of {STATUSES}")
         if metrics:
-            self._log_once(run_id, metrics)
+            with self.translated("write metrics"):
+                known = self.client.get_run(run_id).data.metrics
+                for key, value in metrics.items():
+                    if known.get(metric_name(key)) != float(value):  # else a retried call did
+                        self.client.log_metric(run_id, metric_name(key), float(value))
         with self.translated("end the run"):
             self.client.set_terminated(run_id, status)
 
@@ -256,7 +246,8 @@ class Tracker(ModelRegistry):
         with self.translated("start a run"):
             earlier = self._find(own) if parent_run_id else []
             for run_id in earlier:
-                if not self._holds_version(run_id):
+                # Runs that hold the files of a registered version stay.
+                if not self.client.search_model_versions(f"run_id='{run_id}'", max_results=1):
                     self.client.delete_run(run_id)
             run = StageRun(self, self._create(name, params or {}, {**(tags or {}), **own}))
         try:
@@ -286,10 +277,6 @@ class Tracker(ModelRegistry):
                 return otherwise
         return run_id if found.info.lifecycle_stage == "active" else otherwise
 
-    def _holds_version(self, run_id: str) -> bool:
-        """Tell whether a registered version's files are among this run's artifacts."""
-        return bool(self.client.search_model_versions(f"run_id='{run_id}'", max_results=1))
-
     def _create(
         self,
         name: str,
@@ -300,17 +287,18 @@ class Tracker(ModelRegistry):
         """Create a run with its tags and parameters."""
         from mlflow.entities import Param
 
-        texts = connection.tags({NAME_TAG: name, SOURCE_TAG: "hybridflyte", **tags})
+        texts = tag_texts({NAME_TAG: name, SOURCE_TAG: "hybridflyte", **tags})
         run_id = str(self.client.create_run(self.experiment_id, tags=texts).info.run_id)
-        points = [Param(k, v) for k, v in connection.parameters(params, by_section).items()]
+        points = [Param(k, v) for k, v in parameters(params, by_section).items()]
         for start in range(0, len(points), PARAMETERS_A_CALL):
             self.client.log_batch(run_id, params=points[start : start + PARAMETERS_A_CALL])
         return run_id
 
     def _find(self, tags: Mapping[str, str]) -> list[str]:
         """Return the ids of the experiment's live runs that have all these tags, newest first."""
-        wanted = {k: v for k, v in connection.tags(tags).items() if v}
-        clauses = [f"tags.`{k}` = '{_quote(v)}'" for k, v in wanted.items()]
+        texts = tag_texts(tags)
+        quoted = {k: v.replace("'", "''") for k, v in texts.items() if v}
+        clauses = [f"tags.`{k}` = '{v}'" for k, v in quoted.items()]
         found = self.client.search_runs(
             [self.experiment_id], " and ".join(clauses), order_by=["attributes.start_time DESC"]
         )
@@ -318,17 +306,5 @@ class Tracker(ModelRegistry):
         return [
             run.info.run_id
             for run in found
-            if all(run.data.tags.get(k, "") == v for k, v in connection.tags(tags).items())
+            if all(run.data.tags.get(k, "") == v for k, v in texts.items())
         ]
-
-    def _log_once(self, run_id: str, metrics: Mapping[str, float]) -> None:
-        """Record values at step 0, leaving out those that a retried call recorded already."""
-        with self.translated("write metrics"):
-            known = self.client.get_run(run_id).data.metrics
-            for key, value in metrics.items():
-                if known.get(connection.name(key)) != float(value):
-                    self.client.log_metric(run_id, connection.name(key), float(value))
-
-
-def _quote(text: str) -> str:
-    return text.replace("'", "''")
