@@ -40,9 +40,8 @@ from engine.models.vocabulary_head import (
 # prompt that several of them share; results have the same shapes.
 #
 # The pass has parts, for models that several ranks share: `response_states` (the body, where the
-# head
-# reads it; `hidden_states` is all of it), the head, `read_tokens` (log-probs and entropy, by a
-# `TokenStatistics`). Callers choose which rows go together (micro-batching).
+# head reads it; `hidden_states` is all of it), the head, `read_tokens` (log-probs and entropy, by
+# a `TokenStatistics`). Callers choose which rows go together (micro-batching).
 
 Model = nn.Module | BaseModelView  # a transformers causal language model, or a policy's base
 
@@ -289,9 +288,8 @@ def scatter_tokens(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
 # Outputs of a forward pass for each response token: log-probs and related values, or values.
 #
 # A reader runs a full model (`from_model`), or computes the outputs from the hidden states of a
-# body
-# that ran elsewhere (`from_hidden`): on another pipeline stage, or on a part of each sequence. All
-# outputs are float32 `[b, R]` by name.
+# body that ran elsewhere (`from_hidden`): on another pipeline stage, or on a part of each
+# sequence. All outputs are float32 `[b, R]` by name.
 
 Outputs = dict[str, Tensor]
 ReferenceLogits = Callable[[Batch], Tensor]  # at a micro-batch's response tokens
@@ -430,8 +428,7 @@ class ValueReader:
 # divergence from teachers.
 #
 # Both read whole rows of logits, so the vocabulary is not split over ranks (tp), and a model has
-# no
-# stages (pp). The losses are in `engine.algorithms.distillation`.
+# no stages (pp). The losses are in `engine.algorithms.distillation`.
 
 
 class _LogitsReader(ABC):

@@ -37,11 +37,9 @@ from engine.models.packing import attends_packed
 # Forwards of a decoder's modules that `fused` puts in place of transformers'.
 #
 # They compute the same; backward is written out, so that a sum of gradients is part of a matrix
-# product, and what a pass can compute again is not kept. What attends (SDPA, packed rows, Ulysses)
-# is
-# the module's own choice as before. The functions are in `fused_functions`, their matrix products
-# in
-# `products`; a whole layer as one function is in `compiled_layer`.
+# product, and what a pass can compute again is not kept. What attends (SDPA, packed rows,
+# Ulysses) is the module's own choice as before. The functions are in `fused_functions`, their
+# matrix products in `products`; a whole layer as one function is in `compiled_layer`.
 
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 _MIN_TOKENS_A_POSITION = 4  # from which on each position's rotary numbers are computed once
@@ -256,7 +254,8 @@ def is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor)
 
 
-# The Llama family's training forward with fewer passes over memory, on the model's own parameters.
+# The Llama family's training forward with fewer passes over memory, on the model's own
+# parameters.
 #
 # `apply_fused` gives norms, rotary positions, attention, MLP and the layers of one model instance
 # forwards of ours, and says whether they compute what transformers' do: on the CPU those of

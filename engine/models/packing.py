@@ -145,11 +145,10 @@ def _common(ids: np.ndarray, lengths: Sequence[int], order: Sequence[int]) -> li
 # Rows as one sequence without padding, in which a prompt that several rows share comes once.
 #
 # Every layer then computes on real tokens only, and on a shared prompt once: of G completions R
-# tokens long of a prompt of P, P + G·R tokens in place of G·(P + R). Rows that share no prompt are
-# groups of one, laid end to end. Positions go on from the prompt, and attention
+# tokens long of a prompt of P, P + G·R tokens in place of G·(P + R). Rows that share no prompt
+# are groups of one, laid end to end. Positions go on from the prompt, and attention
 # (`packed_attention`) keeps rows apart, so that outputs and gradients are those of padded rows.
-# Which
-# rows go together, and what is read off the outputs, are the callers' matter.
+# Which rows go together, and what is read off the outputs, are the callers' matter.
 
 Packing = bool | Literal["auto"]  # auto: where it saves enough
 WORTHWHILE = 0.95  # of the padded positions; auto packs rows of no more tokens than that
@@ -389,8 +388,7 @@ def _is_attention(module: nn.Module) -> bool:
 # A batch's rows without their left padding, for a forward pass, padded on the right or packed.
 #
 # Rows are moved to the left so that each starts at column 0 and padding comes last: causal
-# attention
-# alone then keeps padding out, without a mask.
+# attention alone then keeps padding out, without a mask.
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,10 +170,9 @@ def _restore_adapters(model: PreTrainedModel, folder: Path, lora: LoRAConfig) ->
 # Models without storage, and the files that have their values: to be loaded shard by shard.
 #
 # A model is built on the meta device, as transformers itself builds it, and every parameter is
-# looked
-# up in the folder's safetensors. Where one can't be, the model is loaded whole, which is said
-# once.
-# Adapters, which are small, come with their values. Reading is `engine.runtime.load_shards`'.
+# looked up in the folder's safetensors. Where one can't be, the model is loaded whole, which is
+# said once. Adapters, which are small, come with their values. Reading is
+# `engine.runtime.load_shards`'.
 
 log = logging.getLogger(__name__)
 

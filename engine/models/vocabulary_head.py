@@ -78,8 +78,7 @@ class _ChangedLogits:
 # What is read off logits for each token: log-prob, entropy, Σπ² and the exact KL.
 #
 # The same off hidden states, without logits of a whole batch: `chunked_head`; off logits that
-# ranks
-# share: `engine.parallel.vocab_parallel`.
+# ranks share: `engine.parallel.vocab_parallel`.
 
 
 class TokenStatistics(Protocol):
@@ -132,16 +131,13 @@ def token_statistics(
     return out
 
 
-# Log-probs, entropy and Σπ² straight from hidden states: the vocabulary head, a chunk of tokens at
-# a time.
+# Log-probs, entropy and Σπ² straight from hidden states: the vocabulary head, a chunk of tokens
+# at a time.
 #
 # Logits [N, V] of a whole batch never exist, in the backward pass neither: it computes each
-# chunk's
-# again. Where all tokens fit in one chunk they are kept instead. On CUDA (`triton_kernels`), and
-# in
-# bfloat16 on the CPU (`cpu/head.h`), compiled loops read logits as they are. The same statistics
-# of
-# logits that are there: `token_statistics`.
+# chunk's again. Where all tokens fit in one chunk they are kept instead. On CUDA
+# (`triton_kernels`), and in bfloat16 on the CPU (`cpu/head.h`), compiled loops read logits as
+# they are. The same statistics of logits that are there: `token_statistics`.
 
 _CPU_ELEMENTS = 1 << 24  # logits of a chunk
 _DEVICE_ELEMENTS = 1 << 26
