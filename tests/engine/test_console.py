@@ -181,7 +181,7 @@ def test_a_difference_is_in_percentage_points() -> None:
         ("engine.planner.__main__", "_plan", ["--model", "x"]),
         ("engine.health", "check", []),
         ("engine.lineage.__main__", "_run", ["show", "x"]),
-        ("engine.promotion.__main__", "_champions", ["history", "--model", "x"]),
+        ("engine.promotion.__main__", "open_registry", ["history", "--model", "x"]),
         ("engine.main_ppo", "_run", []),
     ],
 )

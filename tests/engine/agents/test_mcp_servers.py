@@ -16,6 +16,7 @@ SERVER = Path(__file__).parent / "mcp_words.py"
 OPTIONS = {
     "tools": ["calculator"],
     "mcp_servers": {"words": {"command": sys.executable, "args": [str(SERVER)]}},
+    "timeout_s": 60.0,  # of a call: the first one waits until the server has loaded its libraries
 }
 
 
