@@ -85,9 +85,6 @@ def fraction(condition: Tensor, mask: Tensor) -> MeanAccumulator:
 #
 # A loss is a function of its own row only. What needs a view of the whole batch (a covariance, a
 # rank) is computed once over the global batch by `prepare`, as a `[B, T]` tensor that is cut into
-# micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.
-
-
 @dataclass(frozen=True, slots=True)
 class LossOutput:
     """A loss for every token and metrics as sums and counts."""
@@ -212,7 +209,9 @@ def register_policy_loss(
     prepared: tuple[str, ...] = (),
     validate: Callable[..., None] | None = None,
 ) -> Callable[[Formula], PolicyLoss]:
-    """Register `formula(log_probs, old_log_probs, advantages, mask, *, option=default, …)`.
+    """micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.
+
+    Register `formula(log_probs, old_log_probs, advantages, mask, *, option=default, …)`.
 
     The formula sees cleaned inputs (float32 or float64, 0 outside a boolean mask) and returns a
     LossOutput whose row i depends on row i alone. `prepare(old_log_probs, advantages, mask,
@@ -330,9 +329,6 @@ def trust_region_loss(
     return LossOutput(loss, metrics)
 
 
-# PPO's clipped surrogate with asymmetric bounds and dual clip.
-
-
 @register_policy_loss("vanilla", validate=check_clip)
 def vanilla(
     log_probs: Tensor,
@@ -345,7 +341,9 @@ def vanilla(
     clip_ratio_high: float | None = None,
     clip_ratio_c: float | None = 3.0,
 ) -> LossOutput:
-    """c = max(−Aρ, −A·clip(ρ, 1−ε_l, 1+ε_h)); where A < 0: min(c, −A·C). All `[B, T]`.
+    """PPO's clipped surrogate with asymmetric bounds and dual clip.
+
+    c = max(−Aρ, −A·clip(ρ, 1−ε_l, 1+ε_h)); where A < 0: min(c, −A·C). All `[B, T]`.
 
     `clip_ratio` sets both bounds unless they are given (ε_h > ε_l: DAPO's clip-higher);
     `clip_ratio_c=None` turns the dual clip off.
@@ -362,33 +360,28 @@ def vanilla(
     return LossOutput(loss, metrics)
 
 
-# REINFORCE: log-probability times advantage.
-
-
 @register_policy_loss("reinforce")
 def reinforce(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
 ) -> LossOutput:
-    """−A·log π. No trust region: for one update a batch, or with importance weights.
+    """REINFORCE: log-probability times advantage.
+
+    −A·log π. No trust region: for one update a batch, or with importance weights.
 
     Source: Williams (1992); with rollout weights, the policy gradient of verl's bypass mode.
     """
     return LossOutput(-advantages * log_probs)
 
 
-# GPG: the plain policy gradient that goes with the `gpg` advantage.
-
-
 @register_policy_loss("gpg")
 def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> LossOutput:
-    """−A·log π: REINFORCE under GPG's name, as in verl.
+    """GPG: the plain policy gradient that goes with the `gpg` advantage.
+
+    −A·log π: REINFORCE under GPG's name, as in verl.
 
     Source: Chu et al., arXiv 2504.02546.
     """
     return LossOutput(-advantages * log_probs)
-
-
-# GSPO: one ratio a completion, its length-normalised likelihood ratio.
 
 
 @register_policy_loss("gspo", default_mode="seq-mean-token-mean", fixed=True, validate=check_clip)
@@ -402,7 +395,9 @@ def gspo(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> LossOutput:
-    """s_t = exp(sg(mean_t Δ) + log π − sg(log π)), then PPO's clip on s.
+    """GSPO: one ratio a completion, its length-normalised likelihood ratio.
+
+    s_t = exp(sg(mean_t Δ) + log π − sg(log π)), then PPO's clip on s.
 
     Every token has the value of the completion's ratio and the gradient of its own log-prob (the
     paper's token variant, equal to the sequence variant for constant A). A mean over a whole
@@ -415,9 +410,6 @@ def gspo(
     ratio = (mean[:, None] + log_probs - log_probs.detach()).exp()
     loss, clipped = clipped_surrogate(ratio, advantages, low, high)
     return LossOutput(loss, {"pg_clipfrac": fraction(clipped, mask)})
-
-
-# GMPO: the geometric mean of token ratios, each clipped in log space.
 
 
 @register_policy_loss(
@@ -437,7 +429,9 @@ def geo_mean(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> LossOutput:
-    """L_i = −Ā_i·exp(mean_t Δ'), Δ' = s·min(s·Δ, s·clip(Δ, −ε_l, ε_h)), s = sign(A).
+    """GMPO: the geometric mean of token ratios, each clipped in log space.
+
+    L_i = −Ā_i·exp(mean_t Δ'), Δ' = s·min(s·Δ, s·clip(Δ, −ε_l, ε_h)), s = sign(A).
 
     The completion's loss stands on each of its tokens, so that aggregation over the global batch
     gives the mean over completions whatever the micro-batches are (verl divides by the rows of a
@@ -459,9 +453,6 @@ def geo_mean(
     return LossOutput(loss[:, None].expand(mask.shape), metrics)
 
 
-# CISPO: clip the importance weight, keep every token's gradient.
-
-
 @register_policy_loss("cispo", validate=check_clip)
 def cispo(
     log_probs: Tensor,
@@ -473,7 +464,9 @@ def cispo(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> LossOutput:
-    """−A·sg(clip(ρ, 1−ε_l, 1+ε_h))·log π: rare tokens outside the range still learn.
+    """CISPO: clip the importance weight, keep every token's gradient.
+
+    −A·sg(clip(ρ, 1−ε_l, 1+ε_h))·log π: rare tokens outside the range still learn.
 
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
     """
@@ -482,9 +475,6 @@ def cispo(
     weight = ratio.clamp(1 - low, 1 + high)
     loss = -advantages * weight * log_probs
     return LossOutput(loss, {"pg_clipfrac": fraction(weight != ratio, mask)})
-
-
-# SAPO: a smooth gate in place of the clip.
 
 
 def _check_sapo(*, tau_pos: float, tau_neg: float, **_: object) -> None:
@@ -503,7 +493,9 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> LossOutput:
-    """−A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg.
+    """SAPO: a smooth gate in place of the clip.
+
+    −A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg.
 
     At ρ = 1 the gradient is that of Aρ; away from it, it fades smoothly. `tau_neg > tau_pos`
     fades negative advantages sooner.
@@ -512,9 +504,6 @@ def sapo(
     ratio = log_ratio(log_probs, old_log_probs).exp()
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
     return LossOutput(-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)))
-
-
-# DRO: policy gradient with a quadratic pull to the old policy.
 
 
 def _check_dro(*, dro_beta: float, **_: object) -> None:
@@ -533,15 +522,14 @@ def dro(
     *,
     dro_beta: float = 0.1,
 ) -> LossOutput:
-    """−(A·log π − β/2·Δ²): no ratio, so old data can't blow it up.
+    """DRO: policy gradient with a quadratic pull to the old policy.
+
+    −(A·log π − β/2·Δ²): no ratio, so old data can't blow it up.
 
     Source: Richemond et al., arXiv 2405.19107, with the advantage in place of r − V.
     """
     delta = log_ratio(log_probs, old_log_probs)
     return LossOutput(-(advantages * log_probs - 0.5 * dro_beta * delta.square()))
-
-
-# Clip-Cov: PPO, with a few tokens of high covariance left out to keep entropy.
 
 
 def _select_clip_cov(
@@ -589,7 +577,9 @@ def clip_cov(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> LossOutput:
-    """PPO's clip, 0 on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
+    """Clip-Cov: PPO, with a few tokens of high covariance left out to keep entropy.
+
+    PPO's clip, 0 on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
 
     Source: Cui et al., arXiv 2505.22617.
     """
@@ -602,9 +592,6 @@ def clip_cov(
         "cov_selected_frac": fraction(selected, mask),
     }
     return LossOutput(mask_out(~selected, loss), metrics)
-
-
-# KL-Cov: policy gradient, with a KL penalty on the tokens of highest covariance.
 
 
 def _select_kl_cov(
@@ -648,16 +635,15 @@ def kl_cov(
     cov_selected: Tensor,
     ppo_kl_coef: float = 1.0,
 ) -> LossOutput:
-    """−Aρ, plus coef·|Δ| on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
+    """KL-Cov: policy gradient, with a KL penalty on the tokens of highest covariance.
+
+    −Aρ, plus coef·|Δ| on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
 
     Source: Cui et al., arXiv 2505.22617.
     """
     delta = log_ratio(log_probs, old_log_probs)
     loss = -advantages * delta.exp() + mask_out(cov_selected, ppo_kl_coef * delta.abs())
     return LossOutput(loss, {"cov_selected_frac": fraction(cov_selected, mask)})
-
-
-# DPPO with a bound on the binary KL divergence of a token.
 
 
 @register_policy_loss("dppo_kl", validate=check_clip)
@@ -672,7 +658,9 @@ def dppo_kl(
     clip_ratio_high: float | None = None,
     clip_ratio_c: float | None = 20.0,
 ) -> LossOutput:
-    """−A·sg(min(ρ, C))·log π where the token moves back or its divergence is in bounds, else 0.
+    """DPPO with a bound on the binary KL divergence of a token.
+
+    −A·sg(min(ρ, C))·log π where the token moves back or its divergence is in bounds, else 0.
 
     The divergence is KL(π_old ‖ π) of "this token or any other"; its bound is ε_h for A > 0 (only
     growing probabilities are bound) and ε_l for A ≤ 0 (only shrinking ones).
@@ -695,9 +683,6 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return p * (log_p - log_q) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
 
 
-# DPPO with a bound on the change of a token's probability (total variation).
-
-
 @register_policy_loss("dppo_tv", validate=check_clip)
 def dppo_tv(
     log_probs: Tensor,
@@ -710,7 +695,9 @@ def dppo_tv(
     clip_ratio_high: float | None = None,
     clip_ratio_c: float | None = 20.0,
 ) -> LossOutput:
-    """−A·sg(min(ρ, C))·log π where π − π_old ≤ ε_h (A > 0) or ≥ −ε_l (A ≤ 0), else 0.
+    """DPPO with a bound on the change of a token's probability (total variation).
+
+    −A·sg(min(ρ, C))·log π where π − π_old ≤ ε_h (A > 0) or ≥ −ε_l (A ≤ 0), else 0.
 
     The bounds are on probabilities: a rare token may multiply its ratio many times over.
     Source: arXiv 2602.04879, DPPO with the binary TV divergence.

@@ -21,9 +21,6 @@ from engine.registry import Options, Registry
 
 # Inputs and outputs of preference losses, and the registry of those on pairs.
 #
-# What lives here: the tables, the wrapper that checks them, sums of log-probs. No formula.
-
-
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """B pairs: log-probs of whole responses, summed over their tokens, all `[B]` float."""
@@ -142,7 +139,9 @@ def register_pair_loss(
     needs_reference: bool = True,
     validate: Callable[..., None] | None = None,
 ) -> Callable[[Formula], PairLoss]:
-    """Register `formula(pairs, *, option=default, …) -> PreferenceOutput` under `name`."""
+    """What lives here: the tables, the wrapper that checks them, sums of log-probs. No formula.
+
+    Register `formula(pairs, *, option=default, …) -> PreferenceOutput` under `name`."""
 
     def decorate(formula: Formula) -> PairLoss:
         own = Options(f"preference loss {name!r}", formula)
@@ -175,9 +174,6 @@ def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, MeanAccumulato
     }
 
 
-# DPO: logistic loss on the difference of implicit rewards.
-
-
 @register_pair_loss("sigmoid", "dpo")
 def sigmoid(
     pairs: Pairs,
@@ -186,7 +182,9 @@ def sigmoid(
     label_smoothing: float = 0.0,
     length_normalize: bool = False,
 ) -> PreferenceOutput:
-    """−(1−ε)·log σ(βh) − ε·log σ(−βh), h = log-ratio of chosen − log-ratio of rejected, `[B]`.
+    """DPO: logistic loss on the difference of implicit rewards.
+
+    −(1−ε)·log σ(βh) − ε·log σ(−βh), h = log-ratio of chosen − log-ratio of rejected, `[B]`.
 
     ε > 0 (conservative DPO): labels are wrong with that probability. `length_normalize` divides
     each log-ratio by its length.
@@ -198,12 +196,11 @@ def sigmoid(
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
 
 
-# IPO: a squared loss that pulls the difference to a finite target.
-
-
 @register_pair_loss("ipo")
 def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalize: bool = True) -> PreferenceOutput:
-    """(h − 1/(2β))², `[B]`: the difference is not driven to infinity on certain preferences.
+    """IPO: a squared loss that pulls the difference to a finite target.
+
+    (h − 1/(2β))², `[B]`: the difference is not driven to infinity on certain preferences.
 
     By default h is of log-ratios a token, as its authors advise and TRL does; the paper's formula
     has whole responses (`length_normalize=False`).
@@ -214,21 +211,17 @@ def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalize: bool = True) -> Pr
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
 
 
-# Hinge loss on the difference of implicit rewards.
-
-
 @register_pair_loss("hinge")
 def hinge(pairs: Pairs, *, beta: float = 0.1, length_normalize: bool = False) -> PreferenceOutput:
-    """max(0, 1 − βh), h as in DPO, `[B]`: pairs beyond the margin stop pulling.
+    """Hinge loss on the difference of implicit rewards.
+
+    max(0, 1 − βh), h as in DPO, `[B]`: pairs beyond the margin stop pulling.
 
     Source: SLiC-HF, arXiv 2305.10425, and RSO, arXiv 2309.06657.
     """
     chosen, rejected = pairs.log_ratios(length_normalize)
     loss = (1 - beta * (chosen - rejected)).clamp(min=0)
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
-
-
-# Robust DPO: unbiased under labels that are flipped with a known probability.
 
 
 @register_pair_loss("robust")
@@ -239,7 +232,9 @@ def robust(
     label_smoothing: float = 0.1,
     length_normalize: bool = False,
 ) -> PreferenceOutput:
-    """(−(1−ε)·log σ(βh) + ε·log σ(−βh))/(1 − 2ε), h as in DPO, ε = `label_smoothing`, `[B]`.
+    """Robust DPO: unbiased under labels that are flipped with a known probability.
+
+    (−(1−ε)·log σ(βh) + ε·log σ(−βh))/(1 − 2ε), h as in DPO, ε = `label_smoothing`, `[B]`.
 
     Source: Chowdhury et al., arXiv 2403.00409.
     """
@@ -248,9 +243,6 @@ def robust(
     loss = -(1 - label_smoothing) * logsigmoid(logits) + label_smoothing * logsigmoid(-logits)
     loss = loss / (1 - 2 * label_smoothing)
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
-
-
-# SimPO: the mean log-prob of a token as the reward, with a margin and no reference.
 
 
 def _check_simpo(*, simpo_gamma: float, **_: object) -> None:
@@ -262,7 +254,9 @@ def _check_simpo(*, simpo_gamma: float, **_: object) -> None:
 def simpo(
     pairs: Pairs, *, beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0
 ) -> PreferenceOutput:
-    """−log σ(β·(log π(chosen)/len − log π(rejected)/len) − γ), `[B]`; ε as in conservative DPO.
+    """SimPO: the mean log-prob of a token as the reward, with a margin and no reference.
+
+    −log σ(β·(log π(chosen)/len − log π(rejected)/len) − γ), `[B]`; ε as in conservative DPO.
 
     Source: Meng et al., arXiv 2405.14734, eq. 6.
     """
@@ -272,12 +266,11 @@ def simpo(
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
 
 
-# ORPO: supervised loss plus a log-odds ratio, no reference.
-
-
 @register_pair_loss("orpo", needs_reference=False)
 def orpo(pairs: Pairs, *, beta: float = 0.1) -> PreferenceOutput:
-    """−log p(chosen) − β·log σ(log odds(chosen) − log odds(rejected)), `[B]`.
+    """ORPO: supervised loss plus a log-odds ratio, no reference.
+
+    −log p(chosen) − β·log σ(log odds(chosen) − log odds(rejected)), `[B]`.
 
     p is the geometric-mean probability of a token, odds = p/(1 − p); β is the paper's λ.
     Source: Hong et al., arXiv 2403.07691, eq. 6 to 7.
@@ -391,9 +384,6 @@ def bradley_terry(
     return PreferenceOutput(loss, reward_metrics(chosen, rejected))
 
 
-# A language model as a reward model: its log-prob of a response is the score.
-
-
 def _check_likelihood(*, sft_weight: float, **_: object) -> None:
     if sft_weight < 0:
         raise ConfigError(f"sft_weight={sft_weight} must not be negative")
@@ -403,7 +393,9 @@ def _check_likelihood(*, sft_weight: float, **_: object) -> None:
 def likelihood(
     pairs: Pairs, *, beta: float = 1.0, sft_weight: float = 1.0, label_smoothing: float = 0.0
 ) -> PreferenceOutput:
-    """−log σ(β·(log π(chosen) − log π(rejected))) − w·log π(chosen)/len, `[B]`; ε as in DPO.
+    """A language model as a reward model: its log-prob of a response is the score.
+
+    −log σ(β·(log π(chosen) − log π(rejected))) − w·log π(chosen)/len, `[B]`; ε as in DPO.
 
     Bradley-Terry's loss with log-probs as scores, and the language model's loss of the chosen
     response beside it, which keeps what the model knows.
