@@ -26,8 +26,6 @@ from engine.algorithms.masked import (
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
-# What an advantage estimator is given and gives, and the registry of them.
-
 REQUIREMENTS: dict[str, str] = {
     "values": "a critic that gives values [B, T]",
     "reward_components": "a reward that returns named components [B, K]",
@@ -67,24 +65,25 @@ class AdvantageInputs:
 
     @property
     def scores(self) -> Tensor:
-        """S `[B]`: each completion's rewards, summed over the mask; in all rows of an episode."""
-        own = sequence_scores(self.token_level_rewards, self.response_mask)
+        """Return S `[B]`: the rewards inside the mask, summed by completion, or by episode."""
+        scores = sequence_scores(self.token_level_rewards, self.response_mask)
         if self.episode_ids is None:
-            return own
+            return scores
         episode = torch.unique(self.episode_ids, return_inverse=True)[1]
-        return torch.zeros_like(own).index_add(0, episode, own)[episode]
+        return torch.zeros_like(scores).index_add(0, episode, scores)[episode]
 
     @property
     def groups(self) -> Groups:
-        """Groups of the rows that have at least one token inside the mask; one of an episode's."""
+        """Return the groups of rows with a token inside the mask; of an episode, its first row."""
         rows = self.response_mask.bool().any(1)
         if self.episode_ids is not None:
-            rows = rows & (_order_within(self.episode_ids, rows) == 0)
+            same = (self.episode_ids[:, None] == self.episode_ids) & rows
+            rows = rows & (same.tril(-1).sum(1) == 0)  # the first row of each episode
         return Groups.of(self.group_ids, rows)
 
     @property
     def turns(self) -> Turns:
-        """The turns of the responses."""
+        """Return the turns of the responses."""
         return Turns.of(self.response_mask, self.episode_ids, self.first_turn)
 
     def need(self, name: str) -> Tensor:
@@ -162,9 +161,9 @@ def register_advantage(
         )
 
     def decorate(formula: Formula) -> AdvantageEstimator:
-        own = Options(f"advantage estimator {name!r}", formula)
-        entry = AdvantageEstimator(name, formula, frozenset(requires), min_group_size, own)
-        _registry.add(name, entry, formula, aliases=aliases, options=own)
+        accepted = Options(f"advantage estimator {name!r}", formula)
+        entry = AdvantageEstimator(name, formula, frozenset(requires), min_group_size, accepted)
+        _registry.add(name, entry, formula, aliases=aliases, options=accepted)
         return entry
 
     return decorate
@@ -176,7 +175,7 @@ options = _registry.options
 
 
 def requires(name: str) -> frozenset[str]:
-    """Fields of AdvantageInputs that the trainer must fill for `name`."""
+    """Return the fields of AdvantageInputs that the trainer must fill for `name`."""
     return _registry.get(name).requires
 
 
@@ -193,12 +192,6 @@ def check_group_size(name: str, n: int) -> None:
 def to_tokens(scores: Tensor, mask: Tensor) -> Tensor:
     """Give every token inside the mask its completion's score: `[B]` → `[B, T]`."""
     return mask_out(mask, scores[:, None].expand(mask.shape))
-
-
-def _order_within(ids: Tensor, rows: Tensor) -> Tensor:
-    """For each of `rows` `[B]` (bool), how many rows of the same id `[B]` are before it."""
-    same = (ids[:, None] == ids) & rows
-    return same.tril(-1).sum(1)
 
 
 def _clean(entry: AdvantageEstimator, inputs: AdvantageInputs) -> AdvantageInputs:
@@ -226,7 +219,7 @@ def _clean(entry: AdvantageEstimator, inputs: AdvantageInputs) -> AdvantageInput
 
 
 def _clean_field(name: str, value: Tensor, mask: Tensor) -> Tensor:
-    """A float tensor that is 0 outside the mask and finite inside; raise DataError otherwise."""
+    """Return floats, 0 outside the mask; raise DataError where they are not finite inside."""
     by_token = name not in ("baseline_rewards", "reward_components") or value.dim() == 3
     inside = mask.bool() if by_token else mask.bool().any(1)
     if value.shape[: inside.dim()] != inside.shape:
@@ -235,15 +228,15 @@ def _clean_field(name: str, value: Tensor, mask: Tensor) -> Tensor:
         )
     while inside.dim() < value.dim():
         inside = inside[..., None]
-    kept = mask_out(inside, at_least_float(value.detach()))
-    broken = ~kept.isfinite()
+    cleaned = mask_out(inside, at_least_float(value.detach()))
+    broken = ~cleaned.isfinite()
     if bool(broken.any()):
         row = int(broken.nonzero()[0, 0])
         raise DataError(
             f"{name} is NaN or infinite inside the mask, first in row {row}; "
             "drop that row or repair what computed it"
         )
-    return kept
+    return cleaned
 
 
 @register_advantage("gae", requires=("values",))
@@ -258,19 +251,15 @@ def gae(
     them on unchanged. `whiten=False` keeps A = L.
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
-    rewards, values, mask = (
-        inputs.token_level_rewards,
-        inputs.need("values"),
-        inputs.response_mask.bool(),
-    )
+    rewards, values = inputs.token_level_rewards, inputs.need("values")
+    mask = inputs.response_mask.bool()
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(values.shape[0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        here = delta + gamma * lam * next_advantage
-        advantages[:, t] = here
+        advantages[:, t] = delta + gamma * lam * next_advantage
         next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], here, next_advantage)
+        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
     returns = advantages + values
     return AdvantageOutputs(masked_whiten(advantages, mask) if whiten else advantages, returns)
 
@@ -294,11 +283,11 @@ def gae_turn(
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(values.shape[0])
     for k in reversed(range(values.shape[1])):
-        here = turns.present[:, k]
+        present = turns.present[:, k]
         delta = rewards[:, k] + gamma * next_value - values[:, k]
-        advantages[:, k] = torch.where(here, delta + gamma * lam * next_advantage, 0.0)
-        next_value = torch.where(here, values[:, k], next_value)
-        next_advantage = torch.where(here, advantages[:, k], next_advantage)
+        advantages[:, k] = torch.where(present, delta + gamma * lam * next_advantage, 0.0)
+        next_value = torch.where(present, values[:, k], next_value)
+        next_advantage = torch.where(present, advantages[:, k], next_advantage)
     tokens = turns.to_tokens(advantages)
     returns = turns.to_tokens(advantages + values)
     return AdvantageOutputs(masked_whiten(tokens, turns.mask) if whiten else tokens, returns)
@@ -322,10 +311,8 @@ def grpo(
 
 
 def grpo_scores(scores: Tensor, groups: Groups, by_std: bool, epsilon: float) -> Tensor:
-    """The same for scores `[B]` → `[B]`."""
-    centered = scores - groups.mean(scores)[groups.index]
-    if by_std:
-        centered = safe_divide(centered, groups.std(scores)[groups.index] + epsilon)
+    """Return (S − μ_g)/(σ_g + ε) of scores `[B]`, or S − μ_g; for a group of one, S."""
+    centered = _center(scores, groups, by_std, epsilon)
     return scores.where((groups.size == 1)[groups.index], centered)
 
 
@@ -372,12 +359,15 @@ def grpo_turn(
     return AdvantageOutputs(tokens, turns.to_tokens(returns))
 
 
-def _relative(x: Tensor, group_ids: Tensor, rows: Tensor, by_std: bool, epsilon: float) -> Tensor:
-    """`x` `[E]` of the episodes `rows` relative to their groups; 0 for one that is alone."""
-    groups = Groups.of(group_ids, rows)
+def _center(x: Tensor, groups: Groups, by_std: bool, epsilon: float) -> Tensor:
     centered = x - groups.mean(x)[groups.index]
-    if by_std:
-        centered = safe_divide(centered, groups.std(x)[groups.index] + epsilon)
+    return safe_divide(centered, groups.std(x)[groups.index] + epsilon) if by_std else centered
+
+
+def _relative(x: Tensor, group_ids: Tensor, rows: Tensor, by_std: bool, epsilon: float) -> Tensor:
+    """Compare `x` `[E]` of the episodes `rows` with their groups; 0 for one that is alone."""
+    groups = Groups.of(group_ids, rows)
+    centered = _center(x, groups, by_std, epsilon)
     compared = rows & (groups.size > 1)[groups.index]
     return torch.where(compared, centered, torch.zeros_like(x))
 

@@ -3,6 +3,10 @@
 The inputs and outputs of a loss, the registry, what ratios share, and all losses that are
 shipped, one function each. How losses of tokens become one number is in `aggregation`, the
 critic's loss in `critic_loss`.
+
+A loss is a function of its own row only. What needs a view of the whole batch (a covariance, a
+rank) is computed once over the global batch by `prepare`, as a `[B, T]` tensor that is cut into
+micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.
 """
 
 from __future__ import annotations
@@ -24,21 +28,19 @@ from engine.algorithms.masked import at_least_float, mask_out, masked_mean
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry, keyword_defaults
 
-# What most policy losses share: the clamped ratio, PPO's clip, its bounds and their checks.
-
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ± this, so that their exponentials stay finite."""
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Δ = log π − log π_old `[B, T]`, clamped to ±20 (the gradient is 0 beyond)."""
+    """Return Δ = log π − log π_old `[B, T]`, clamped to ±20 (the gradient is 0 beyond)."""
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def bounds(
     clip_ratio: float, clip_ratio_low: float | None, clip_ratio_high: float | None
 ) -> tuple[float, float]:
-    """ε_l and ε_h; `clip_ratio` sets each one that isn't given."""
+    """Return ε_l and ε_h; `clip_ratio` sets each one that is None."""
     low = clip_ratio if clip_ratio_low is None else clip_ratio_low
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high
     return low, high
@@ -47,7 +49,7 @@ def bounds(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """max(−Aρ, −A·clip(ρ, 1−ε_l, 1+ε_h)) `[B, T]`, and where the clip decides (bool)."""
+    """Return max(−Aρ, −A·clip(ρ, 1−ε_l, 1+ε_h)) `[B, T]`, and where the clip decides (bool)."""
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(free, clipped), clipped > free
 
@@ -61,12 +63,12 @@ def check_clip(
     **_: object,
 ) -> None:
     """Raise ConfigError when a bound is negative or the dual-clip constant is not above 1."""
-    given = {
+    ranges = {
         "clip_ratio": clip_ratio,
         "clip_ratio_low": clip_ratio_low,
         "clip_ratio_high": clip_ratio_high,
     }
-    for name, value in given.items():
+    for name, value in ranges.items():
         if value is not None and value < 0:
             raise ConfigError(f"{name}={value} must not be negative")
     if clip_ratio_c is not None and clip_ratio_c <= 1:
@@ -77,14 +79,10 @@ def check_clip(
 
 
 def fraction(condition: Tensor, mask: Tensor) -> MeanAccumulator:
-    """How many tokens inside the mask fulfil `condition [B, T]`."""
+    """Count the tokens inside the mask that fulfil `condition [B, T]`."""
     return accumulate_mean(condition.double(), mask)
 
 
-# What a policy loss is given and gives, and the registry of them.
-#
-# A loss is a function of its own row only. What needs a view of the whole batch (a covariance, a
-# rank) is computed once over the global batch by `prepare`, as a `[B, T]` tensor that is cut into
 @dataclass(frozen=True, slots=True)
 class LossOutput:
     """A loss for every token and metrics as sums and counts."""
@@ -135,7 +133,7 @@ class PolicyLoss:
         rollout_is_weights: Tensor | None = None,
         **options: Any,
     ) -> LossOutput:
-        """Loss of one micro-batch. All tensors `[B, T]`; gradient flows into `log_probs` only.
+        """Compute a micro-batch's loss. All tensors `[B, T]`; gradient flows into `log_probs` only.
 
         Options include the tensors that `prepare` made. Entries outside the mask may be NaN.
         Raises ConfigError for unknown or contradictory options, DataError for unequal shapes, and
@@ -144,17 +142,17 @@ class PolicyLoss:
         tensors = {k: v for k, v in options.items() if k in self.prepared}
         self.check_options({k: v for k, v in options.items() if k not in self.prepared})
         mask = response_mask.bool()
-        given = {
+        inputs = {
             "log_probs": log_probs,
             "old_log_probs": old_log_probs.detach(),
             "advantages": advantages.detach(),
         }
         extra = {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
-        self._check_tensors(given | tensors | extra, mask)
-        clean = {name: mask_out(mask, at_least_float(tensor)) for name, tensor in given.items()}
+        self._check_tensors(inputs | tensors | extra, mask)
+        clean = {name: mask_out(mask, at_least_float(tensor)) for name, tensor in inputs.items()}
         read = keyword_defaults(self.formula)
-        own = {k: v for k, v in options.items() if k in read or k in tensors}
-        out = self.formula(*clean.values(), mask, **own)
+        used = {k: v for k, v in options.items() if k in read or k in tensors}
+        out = self.formula(*clean.values(), mask, **used)
         loss = out.loss
         owner = f"policy loss {self.name!r}"
         require_finite_loss(owner, self.formula, loss, *clean.values(), mask=mask)
@@ -222,11 +220,11 @@ def register_policy_loss(
 
     def decorate(formula: Formula) -> PolicyLoss:
         functions = (formula, prepare) if prepare else (formula,)
-        own = Options(f"policy loss {name!r}", *functions)
+        accepted = Options(f"policy loss {name!r}", *functions)
         entry = PolicyLoss(
             name=name,
             formula=formula,
-            options=own,
+            options=accepted,
             default_mode=default_mode,
             fixed=fixed,
             regularized=regularized,
@@ -235,7 +233,7 @@ def register_policy_loss(
             prepared=prepared,
             validate=validate,
         )
-        _registry.add(name, entry, formula, aliases=aliases, options=own)
+        _registry.add(name, entry, formula, aliases=aliases, options=accepted)
         return entry
 
     return decorate
@@ -247,7 +245,7 @@ options = _registry.options
 
 
 def aggregation_mode(name: str, requested: str | None = None) -> str:
-    """The mode to aggregate the loss `name` with: as requested, else as published.
+    """Return the mode to aggregate the loss `name` with: as requested, else as published.
 
     Raises ConfigError when another mode than the method's own would make it another method.
     """
@@ -272,7 +270,7 @@ def prepare(
     generator: torch.Generator | None = None,
     **options: object,
 ) -> dict[str, Tensor]:
-    """Tensors `[B, T]` that the loss `name` needs from a view of the GLOBAL batch; often none.
+    """Compute the tensors `[B, T]` that the loss `name` needs of the GLOBAL batch; often none.
 
     Call it once before the update, with the same options as the loss, and cut the tensors into
     micro-batches with the other fields. `generator` draws where a method draws at random.
@@ -294,11 +292,8 @@ def prepare(
         )
 
 
-# The covariance of log-probability and advantage that Clip-Cov and KL-Cov select tokens by.
-
-
 def token_covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(A − mean A)·(log π_old − mean log π_old) `[B, T]`, means over the global batch's mask.
+    """Return (A − mean A)·(log π_old − mean log π_old) `[B, T]`, means over the global mask.
 
     With the log-probs before the update: those of the running policy would differ in every
     micro-batch's statistic and cost a second forward pass.
@@ -306,9 +301,6 @@ def token_covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) ->
     """
     centered = advantages - masked_mean(advantages, mask)
     return mask_out(mask, centered * (old_log_probs - masked_mean(old_log_probs, mask)))
-
-
-# The truncated REINFORCE inside a trust region that both DPPO variants share.
 
 
 def trust_region_loss(
@@ -319,7 +311,7 @@ def trust_region_loss(
     inside: Tensor,
     clip_ratio_c: float | None,
 ) -> LossOutput:
-    """−A·sg(min(ρ, C))·log π on the tokens `inside [B, T]` the trust region, 0 on the others."""
+    """Return −A·sg(min(ρ, C))·log π on tokens `inside [B, T]` the trust region, else 0."""
     ratio = log_ratio(log_probs, old_log_probs).exp().detach()
     weight = ratio if clip_ratio_c is None else ratio.clamp(max=clip_ratio_c)
     loss = torch.where(inside, -advantages * weight * log_probs, torch.zeros_like(log_probs))
@@ -676,7 +668,7 @@ def dppo_kl(
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p·log(p/q) + (1−p)·log((1−p)/(1−q)) of two Bernoulli log-probabilities, any shape."""
+    """Return p·log(p/q) + (1−p)·log((1−p)/(1−q)) of two Bernoulli log-probabilities, any shape."""
     # Probabilities stay below 1 by what the dtype can tell apart, so that no logarithm diverges.
     ceiling = 1 - 2 * torch.finfo(log_p.dtype).eps
     p, q = log_p.exp().clamp(max=ceiling), log_q.exp().clamp(max=ceiling)

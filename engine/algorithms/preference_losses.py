@@ -19,8 +19,7 @@ from engine.algorithms.masked import at_least_float, masked_mean, masked_sum
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
-# Inputs and outputs of preference losses, and the registry of those on pairs.
-#
+
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """B pairs: log-probs of whole responses, summed over their tokens, all `[B]` float."""
@@ -35,7 +34,7 @@ class Pairs:
     ref_rejected: Tensor | None = None
 
     def log_ratios(self, per_token: bool = False) -> tuple[Tensor, Tensor]:
-        """log π − log π_ref of chosen and rejected; divided by length when `per_token`."""
+        """Return log π − log π_ref of chosen and rejected; divided by length when `per_token`."""
         assert self.ref_chosen is not None, "checked by PairLoss"
         assert self.ref_rejected is not None, "checked by PairLoss"
         chosen = self.policy_chosen - self.ref_chosen
@@ -45,13 +44,13 @@ class Pairs:
         return chosen, rejected
 
     def per_token(self) -> tuple[Tensor, Tensor]:
-        """Mean log-prob of a token of chosen and rejected."""
+        """Return the mean log-prob of a token of chosen and rejected."""
         return self.policy_chosen / self.chosen_length, self.policy_rejected / self.rejected_length
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceOutput:
-    """A loss a row and metrics as sums and counts (`rewards/…`: implicit rewards)."""
+    """A loss for each row, and metrics as sums and counts (`rewards/…`: implicit rewards)."""
 
     loss: Tensor
     """`[B]`."""
@@ -72,19 +71,17 @@ class PairLoss:
     validate: Callable[..., None] | None
 
     def __call__(self, pairs: Pairs, **options: object) -> PreferenceOutput:
-        """Loss of B pairs; gradient flows into the policy's log-probs only.
+        """Compute the loss of B pairs; gradient flows into the policy's log-probs only.
 
         Raises ConfigError for wrong options, DataError for missing or ill-shaped inputs, and
         EngineError for a plugin's loss that is not finite.
         """
         self.check_options(options)
-        given = self._checked(pairs)
-        out = self.formula(given, **options)
-        owner, inputs = (
-            f"preference loss {self.name!r}",
-            (given.policy_chosen, given.policy_rejected),
-        )
-        mask = torch.ones_like(given.policy_chosen, dtype=torch.bool)
+        clean = self._checked(pairs)
+        out = self.formula(clean, **options)
+        inputs = clean.policy_chosen, clean.policy_rejected
+        mask = torch.ones_like(clean.policy_chosen, dtype=torch.bool)
+        owner = f"preference loss {self.name!r}"
         require_finite_loss(owner, self.formula, out.loss, *inputs, mask=mask)
         return out
 
@@ -144,9 +141,9 @@ def register_pair_loss(
     Register `formula(pairs, *, option=default, …) -> PreferenceOutput` under `name`."""
 
     def decorate(formula: Formula) -> PairLoss:
-        own = Options(f"preference loss {name!r}", formula)
-        entry = PairLoss(name, formula, own, needs_reference, validate)
-        _registry.add(name, entry, formula, aliases=aliases, options=own)
+        accepted = Options(f"preference loss {name!r}", formula)
+        entry = PairLoss(name, formula, accepted, needs_reference, validate)
+        _registry.add(name, entry, formula, aliases=aliases, options=accepted)
         return entry
 
     return decorate
@@ -158,19 +155,19 @@ options = _registry.options
 
 
 def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of log-probs `[B]` and number of tokens `[B]` of `log_probs [B, T]`."""
+    """Return the sum of log-probs `[B]` and number of tokens `[B]` of `log_probs [B, T]`."""
     summed = masked_sum(at_least_float(log_probs), response_mask, 1)
     return summed, response_mask.bool().sum(1).to(summed.dtype)
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, MeanAccumulator]:
-    """Implicit rewards `[B]` under TRL's names."""
-    every = chosen.new_ones(chosen.shape)
+    """Accumulate implicit rewards `[B]` under TRL's names."""
+    rows = chosen.new_ones(chosen.shape)
     return {
-        "rewards/chosen": accumulate_mean(chosen, every),
-        "rewards/rejected": accumulate_mean(rejected, every),
-        "rewards/margins": accumulate_mean(chosen - rejected, every),
-        "rewards/accuracies": accumulate_mean((chosen > rejected).double(), every),
+        "rewards/chosen": accumulate_mean(chosen, rows),
+        "rewards/rejected": accumulate_mean(rejected, rows),
+        "rewards/margins": accumulate_mean(chosen - rejected, rows),
+        "rewards/accuracies": accumulate_mean((chosen > rejected).double(), rows),
     }
 
 
@@ -287,7 +284,7 @@ def orpo(pairs: Pairs, *, beta: float = 0.1) -> PreferenceOutput:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 − e^x) for x ≤ 0, exact at both ends; x within a dtype's epsilon of 0 is moved off it.
+    """Return log(1 − e^x) for x ≤ 0, exact at both ends; x is kept a dtype's epsilon below 0.
 
     Source: Mächler (2012), "Accurately computing log(1 − exp(−|a|))", eq. 7.
     """
@@ -299,11 +296,8 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(near, small, large)
 
 
-# KTO: each completion alone is good or bad, measured against a reference point.
-
-
 def kto_reference_point(policy_kl: Tensor, ref_kl: Tensor, rows: Tensor | None = None) -> Tensor:
-    """z₀ = max(0, mean(log π − log π_ref)) over the GLOBAL batch: a scalar without gradient.
+    """Return KTO's z₀ = max(0, mean(log π − log π_ref)) of the GLOBAL batch, without gradient.
 
     `policy_kl`, `ref_kl` `[B]` are log-probs of completions paired with other rows' prompts.
     `rows [B]` (bool) leaves rows out.
@@ -323,7 +317,9 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> PreferenceOutput:
-    """λ_D·(1 − σ(β(ρ − z₀))) for good rows, λ_U·(1 − σ(β(z₀ − ρ))) for bad ones, `[B]`.
+    """KTO: each completion alone is good or bad, measured against a reference point.
+
+    λ_D·(1 − σ(β(ρ − z₀))) for good rows, λ_U·(1 − σ(β(z₀ − ρ))) for bad ones, `[B]`.
 
     ρ = log π − log π_ref of whole responses `[B]`, `desirable [B]` bool, z₀ from
     `kto_reference_point`, once for the global batch.
@@ -353,9 +349,6 @@ def kto(
     return PreferenceOutput(weight * torch.sigmoid(-beta * away), metrics)
 
 
-# The reward model's loss: the chosen response should score higher.
-
-
 def bradley_terry(
     chosen_scores: Tensor,
     rejected_scores: Tensor,
@@ -363,7 +356,9 @@ def bradley_terry(
     *,
     center_rewards_coefficient: float = 0.0,
 ) -> PreferenceOutput:
-    """−log σ(s_chosen − s_rejected − margin) + c·(s_chosen + s_rejected)², all `[B]`.
+    """The reward model's loss: the chosen response should score higher.
+
+    −log σ(s_chosen − s_rejected − margin) + c·(s_chosen + s_rejected)², all `[B]`.
 
     The second term keeps scores around 0, which the first leaves open.
     Source: Llama 2, arXiv 2307.09288, eq. 2; centring: Eisenstein et al., arXiv 2312.09244.
