@@ -398,8 +398,11 @@ class Sequences:
 
     def to(self, device: torch.device) -> Self:
         """Return the same on `device`."""
-        values: list[Any] = [getattr(self, field.name) for field in fields(self)]
-        return type(self)(*(v.to(device) if isinstance(v, Tensor) else v for v in values))
+        values: list[Any] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values.append(value.to(device) if isinstance(value, Tensor) else value)
+        return type(self)(*values)
 
 
 def left_align(batch: Batch) -> Sequences:
