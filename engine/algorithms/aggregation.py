@@ -37,7 +37,7 @@ class MeanAccumulator:
 
 
 class MaxAccumulator(MeanAccumulator):
-    """A largest value (`total`), and 1 as its count; 0 where there was none."""
+    """A largest value (`total`), with count 1; 0 where nothing was counted."""
 
     def __add__(self, other: MeanAccumulator) -> MaxAccumulator:
         count = torch.maximum(self.count, other.count)

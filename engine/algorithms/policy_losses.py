@@ -207,9 +207,7 @@ def register_policy_loss(
     prepared: tuple[str, ...] = (),
     validate: Callable[..., None] | None = None,
 ) -> Callable[[Formula], PolicyLoss]:
-    """micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.
-
-    Register `formula(log_probs, old_log_probs, advantages, mask, *, option=default, …)`.
+    """Register `formula(log_probs, old_log_probs, advantages, mask, *, option=default, …)`.
 
     The formula sees cleaned inputs (float32 or float64, 0 outside a boolean mask) and returns a
     LossOutput whose row i depends on row i alone. `prepare(old_log_probs, advantages, mask,

@@ -136,9 +136,7 @@ def register_pair_loss(
     needs_reference: bool = True,
     validate: Callable[..., None] | None = None,
 ) -> Callable[[Formula], PairLoss]:
-    """What lives here: the tables, the wrapper that checks them, sums of log-probs. No formula.
-
-    Register `formula(pairs, *, option=default, …) -> PreferenceOutput` under `name`."""
+    """Register `formula(pairs, *, option=default, …) -> PreferenceOutput` under `name`."""
 
     def decorate(formula: Formula) -> PairLoss:
         accepted = Options(f"preference loss {name!r}", formula)

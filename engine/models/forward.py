@@ -48,7 +48,7 @@ Model = nn.Module | BaseModelView  # a transformers causal language model, or a 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What a forward pass says about response tokens: float32 `[B, R]`, 0 where there is none."""
+    """Outputs of a forward pass for response tokens: float32 `[B, R]`, 0 where there is none."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -445,8 +445,10 @@ class _LogitsReader(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TopKReader(_LogitsReader):
-    """`teacher_ids [b, R, K]` int32 and `teacher_log_probs [b, R, K+1]`: the likeliest tokens of
-    softmax(logits / temperature), and all others together."""
+    """A teacher's likeliest tokens: `teacher_ids [b, R, K]`, `teacher_log_probs [b, R, K+1]`.
+
+    Of softmax(logits / temperature); ids are int32, and the last log-prob is all other tokens'.
+    """
 
     temperature: float
     k: int
@@ -465,7 +467,7 @@ class TopKReader(_LogitsReader):
 
 @dataclass(frozen=True, slots=True)
 class DivergenceReader(_LogitsReader):
-    """`log_probs`, `entropy` and `divergence` `[b, R]` of a student.
+    """A student's `log_probs`, `entropy` and `divergence`, `[b, R]` each.
 
     The divergence is the mean by `teacher_weights [b, T]` of those from `teachers`, whose logits
     are computed here, or without any from the batch's `teacher_ids` and `teacher_log_probs`.

@@ -54,7 +54,7 @@ class FusedForward:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether `fused` has put a forward in place of the module's own."""
+    """Tell whether `apply_fused` has put a forward in place of the module's own."""
     return isinstance(module.__dict__.get("forward"), FusedForward)
 
 
@@ -281,7 +281,7 @@ def apply_fused(model: Any, device: torch.device | None = None) -> bool:
 
 
 def gains_by_fusion(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of `dtype` are trained in less time on `device`.
+    """Tell whether weights of `dtype` are trained in less time on `device`.
 
     On the CPU those of float32 are, and those of bfloat16 where loops are compiled.
     """
@@ -334,7 +334,7 @@ def _fuse(module: nn.Module, device: torch.device) -> None:
 
 
 def _fuse_on_device(module: nn.Module) -> None:
-    """A layer and the rotary positions of all layers keep transformers' forwards."""
+    """Fuse by Liger; layers and their rotary positions keep transformers' forwards."""
     if type(module).__name__.endswith("RMSNorm"):
         module.forward = FusedForward(module, liger.norm_forward)
     elif hasattr(module, "gate_proj"):
@@ -350,7 +350,7 @@ def _is_gated(mlp: nn.Module) -> bool:
 
 
 def takes_rows_read(model: nn.Module) -> bool:
-    """Whether `model`'s last layer can leave out tokens whose outputs nobody reads.
+    """Tell whether `model`'s last layer can leave out tokens whose outputs nobody reads.
 
     Its forward then takes `read`, a `RowsRead`, and the last hidden states are those of its rows.
     """
@@ -359,7 +359,7 @@ def takes_rows_read(model: nn.Module) -> bool:
 
 
 def _agrees(layer: Any, model: Any) -> bool:
-    """Whether the fused layer's output and gradient are the plain one's on a few random tokens."""
+    """Compare the fused layer's output and gradient with the plain one's on random tokens."""
     weight = layer.input_layernorm.weight
     draw = torch.Generator().manual_seed(0)
     width, device = model.config.hidden_size, weight.device

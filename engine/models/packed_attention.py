@@ -305,7 +305,7 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Whether torch's variable-length attention computes this."""
+    """Tell whether torch's variable-length attention computes this."""
     return (
         query.is_cuda
         and torch.version.hip is None

@@ -361,7 +361,7 @@ class _Unpacked:
 
 
 def attends_packed(attention: Any) -> bool:
-    """Whether the attention module, given segments, calls `packed_attention`."""
+    """Tell whether the attention module, given segments, calls `packed_attention`."""
     if attention.config._attn_implementation != _NAME:
         return False
     return not getattr(attention, _UNPACKED)._attn_implementation.startswith("flash")

@@ -178,7 +178,7 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """x · Wᵀ of a packed W, which is unpacked again for the gradient of x, not kept."""
+    """Compute x · Wᵀ of a packed W, unpacked again for the gradient of x, not stored."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: QuantizedLinear) -> Tensor:

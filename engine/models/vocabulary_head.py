@@ -128,7 +128,7 @@ _FEWEST_TOKENS = 256  # of a chunk, or its matrix product would be slow
 
 
 def takes_chunks(head: object) -> TypeGuard[nn.Linear]:
-    """Whether `chunked_statistics` computes what the module `head` does: a plain linear layer.
+    """Tell whether `chunked_statistics` computes what `head` does: a plain linear layer.
 
     Not one that is split over ranks, quantised, adapted, or has hooks.
     """
