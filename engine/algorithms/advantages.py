@@ -26,8 +26,6 @@ from engine.algorithms.masked import (
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
-# What an advantage estimator is given and gives, and the registry of them.
-
 REQUIREMENTS: dict[str, str] = {
     "values": "a critic that gives values [B, T]",
     "reward_components": "a reward that returns named components [B, K]",
@@ -67,24 +65,25 @@ class AdvantageInputs:
 
     @property
     def scores(self) -> Tensor:
-        """S `[B]`: each completion's rewards, summed over the mask; in all rows of an episode."""
-        own = sequence_scores(self.token_level_rewards, self.response_mask)
+        """Return S `[B]`: the rewards inside the mask, summed by completion, or by episode."""
+        scores = sequence_scores(self.token_level_rewards, self.response_mask)
         if self.episode_ids is None:
-            return own
+            return scores
         episode = torch.unique(self.episode_ids, return_inverse=True)[1]
-        return torch.zeros_like(own).index_add(0, episode, own)[episode]
+        return torch.zeros_like(scores).index_add(0, episode, scores)[episode]
 
     @property
     def groups(self) -> Groups:
-        """Groups of the rows that have at least one token inside the mask; one of an episode's."""
+        """Return the groups of rows with a token inside the mask; of an episode, its first row."""
         rows = self.response_mask.bool().any(1)
         if self.episode_ids is not None:
-            rows = rows & (_order_within(self.episode_ids, rows) == 0)
+            same = (self.episode_ids[:, None] == self.episode_ids) & rows
+            rows = rows & (same.tril(-1).sum(1) == 0)  # the first row of each episode
         return Groups.of(self.group_ids, rows)
 
     @property
     def turns(self) -> Turns:
-        """The turns of the responses."""
+        """Return the turns of the responses."""
         return Turns.of(self.response_mask, self.episode_ids, self.first_turn)
 
     def need(self, name: str) -> Tensor:
@@ -162,9 +161,9 @@ def register_advantage(
         )
 
     def decorate(formula: Formula) -> AdvantageEstimator:
-        own = Options(f"advantage estimator {name!r}", formula)
-        entry = AdvantageEstimator(name, formula, frozenset(requires), min_group_size, own)
-        _registry.add(name, entry, formula, aliases=aliases, options=own)
+        accepted = Options(f"advantage estimator {name!r}", formula)
+        entry = AdvantageEstimator(name, formula, frozenset(requires), min_group_size, accepted)
+        _registry.add(name, entry, formula, aliases=aliases, options=accepted)
         return entry
 
     return decorate
@@ -176,7 +175,7 @@ options = _registry.options
 
 
 def requires(name: str) -> frozenset[str]:
-    """Fields of AdvantageInputs that the trainer must fill for `name`."""
+    """Return the fields of AdvantageInputs that the trainer must fill for `name`."""
     return _registry.get(name).requires
 
 
@@ -193,12 +192,6 @@ def check_group_size(name: str, n: int) -> None:
 def to_tokens(scores: Tensor, mask: Tensor) -> Tensor:
     """Give every token inside the mask its completion's score: `[B]` → `[B, T]`."""
     return mask_out(mask, scores[:, None].expand(mask.shape))
-
-
-def _order_within(ids: Tensor, rows: Tensor) -> Tensor:
-    """For each of `rows` `[B]` (bool), how many rows of the same id `[B]` are before it."""
-    same = (ids[:, None] == ids) & rows
-    return same.tril(-1).sum(1)
 
 
 def _clean(entry: AdvantageEstimator, inputs: AdvantageInputs) -> AdvantageInputs:
@@ -226,7 +219,7 @@ def _clean(entry: AdvantageEstimator, inputs: AdvantageInputs) -> AdvantageInput
 
 
 def _clean_field(name: str, value: Tensor, mask: Tensor) -> Tensor:
-    """A float tensor that is 0 outside the mask and finite inside; raise DataError otherwise."""
+    """Return floats, 0 outside the mask; raise DataError where they are not finite inside."""
     by_token = name not in ("baseline_rewards", "reward_components") or value.dim() == 3
     inside = mask.bool() if by_token else mask.bool().any(1)
     if value.shape[: inside.dim()] != inside.shape:
@@ -235,55 +228,49 @@ def _clean_field(name: str, value: Tensor, mask: Tensor) -> Tensor:
         )
     while inside.dim() < value.dim():
         inside = inside[..., None]
-    kept = mask_out(inside, at_least_float(value.detach()))
-    broken = ~kept.isfinite()
+    cleaned = mask_out(inside, at_least_float(value.detach()))
+    broken = ~cleaned.isfinite()
     if bool(broken.any()):
         row = int(broken.nonzero()[0, 0])
         raise DataError(
             f"{name} is NaN or infinite inside the mask, first in row {row}; "
             "drop that row or repair what computed it"
         )
-    return kept
-
-
-# Generalised advantage estimation, with a critic.
+    return cleaned
 
 
 @register_advantage("gae", requires=("values",))
 def gae(
     inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True
 ) -> AdvantageOutputs:
-    """δ_t = r_t + γV⁺ − V_t; L_t = δ_t + γλL⁺; returns = L + V; A = whiten(L).
+    """Generalised advantage estimation, with a critic.
+
+    δ_t = r_t + γV⁺ − V_t; L_t = δ_t + γλL⁺; returns = L + V; A = whiten(L).
 
     V⁺ and L⁺ belong to the policy's next token: masked tokens (a tool's or user's turn) pass
     them on unchanged. `whiten=False` keeps A = L.
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
-    rewards, values, mask = (
-        inputs.token_level_rewards,
-        inputs.need("values"),
-        inputs.response_mask.bool(),
-    )
+    rewards, values = inputs.token_level_rewards, inputs.need("values")
+    mask = inputs.response_mask.bool()
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(values.shape[0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        here = delta + gamma * lam * next_advantage
-        advantages[:, t] = here
+        advantages[:, t] = delta + gamma * lam * next_advantage
         next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], here, next_advantage)
+        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
     returns = advantages + values
     return AdvantageOutputs(masked_whiten(advantages, mask) if whiten else advantages, returns)
-
-
-# Generalised advantage estimation over turns: a turn is one action.
 
 
 @register_advantage("gae_turn", requires=("values",))
 def gae_turn(
     inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True
 ) -> AdvantageOutputs:
-    """δ_k = r_k + γV_{k+1} − V_k; L_k = δ_k + γλL_{k+1}; A = whiten(L), R = L + V.
+    """Generalised advantage estimation over turns: a turn is one action.
+
+    δ_k = r_k + γV_{k+1} − V_k; L_k = δ_k + γλL_{k+1}; A = whiten(L), R = L + V.
 
     r_k is the sum of turn k's rewards and V_k the value before its first token; all tokens of a
     turn get its A and R. γ and λ discount turns, not tokens. With one token a turn it is `gae`.
@@ -296,24 +283,23 @@ def gae_turn(
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(values.shape[0])
     for k in reversed(range(values.shape[1])):
-        here = turns.present[:, k]
+        present = turns.present[:, k]
         delta = rewards[:, k] + gamma * next_value - values[:, k]
-        advantages[:, k] = torch.where(here, delta + gamma * lam * next_advantage, 0.0)
-        next_value = torch.where(here, values[:, k], next_value)
-        next_advantage = torch.where(here, advantages[:, k], next_advantage)
+        advantages[:, k] = torch.where(present, delta + gamma * lam * next_advantage, 0.0)
+        next_value = torch.where(present, values[:, k], next_value)
+        next_advantage = torch.where(present, advantages[:, k], next_advantage)
     tokens = turns.to_tokens(advantages)
     returns = turns.to_tokens(advantages + values)
     return AdvantageOutputs(masked_whiten(tokens, turns.mask) if whiten else tokens, returns)
-
-
-# GRPO and Dr. GRPO: a completion's score relative to its group.
 
 
 @register_advantage("grpo", "grpo_vectorized", min_group_size=2)
 def grpo(
     inputs: AdvantageInputs, *, norm_adv_by_std_in_grpo: bool = True, epsilon: float = 1e-6
 ) -> AdvantageOutputs:
-    """A = (S − μ_g)/(σ_g + ε) on every token; without the division: Dr. GRPO.
+    """GRPO and Dr. GRPO: a completion's score relative to its group.
+
+    A = (S − μ_g)/(σ_g + ε) on every token; without the division: Dr. GRPO.
 
     σ has Bessel's correction. A group of equal scores gives exactly 0; a group of one gives S
     (μ = 0, σ = 1), as verl has it. Completions without tokens count in no statistic.
@@ -325,14 +311,9 @@ def grpo(
 
 
 def grpo_scores(scores: Tensor, groups: Groups, by_std: bool, epsilon: float) -> Tensor:
-    """The same for scores `[B]` → `[B]`."""
-    centered = scores - groups.mean(scores)[groups.index]
-    if by_std:
-        centered = safe_divide(centered, groups.std(scores)[groups.index] + epsilon)
+    """Return (S − μ_g)/(σ_g + ε) of scores `[B]`, or S − μ_g; for a group of one, S."""
+    centered = _center(scores, groups, by_std, epsilon)
     return scores.where((groups.size == 1)[groups.index], centered)
-
-
-# GRPO with credit by turn: an episode relative to its group, and each turn to the group's.
 
 
 @register_advantage("grpo_turn", min_group_size=2)
@@ -344,7 +325,9 @@ def grpo_turn(
     epsilon: float = 1e-6,
     turn_weight: float = 1.0,
 ) -> AdvantageOutputs:
-    """A_k = A^E + ω·A^T_k on the tokens of turn k.
+    """GRPO with credit by turn: an episode relative to its group, and each turn to the group's.
+
+    A_k = A^E + ω·A^T_k on the tokens of turn k.
 
     A^E is GRPO's advantage of the episode's whole reward. A^T_k compares G_k = Σ_{j≥k} γ^{j−k} r_j,
     what turn k and later ones earned, with G_k of the group's other episodes that have a turn k:
@@ -376,24 +359,26 @@ def grpo_turn(
     return AdvantageOutputs(tokens, turns.to_tokens(returns))
 
 
-def _relative(x: Tensor, group_ids: Tensor, rows: Tensor, by_std: bool, epsilon: float) -> Tensor:
-    """`x` `[E]` of the episodes `rows` relative to their groups; 0 for one that is alone."""
-    groups = Groups.of(group_ids, rows)
+def _center(x: Tensor, groups: Groups, by_std: bool, epsilon: float) -> Tensor:
     centered = x - groups.mean(x)[groups.index]
-    if by_std:
-        centered = safe_divide(centered, groups.std(x)[groups.index] + epsilon)
+    return safe_divide(centered, groups.std(x)[groups.index] + epsilon) if by_std else centered
+
+
+def _relative(x: Tensor, group_ids: Tensor, rows: Tensor, by_std: bool, epsilon: float) -> Tensor:
+    """Compare `x` `[E]` of the episodes `rows` with their groups; 0 for one that is alone."""
+    groups = Groups.of(group_ids, rows)
+    centered = _center(x, groups, by_std, epsilon)
     compared = rows & (groups.size > 1)[groups.index]
     return torch.where(compared, centered, torch.zeros_like(x))
-
-
-# GRPO for pass@k: only a group's best completion is pushed, by its lead over the second.
 
 
 @register_advantage("grpo_passk", min_group_size=2)
 def grpo_passk(
     inputs: AdvantageInputs, *, norm_adv_by_std_in_grpo: bool = True, epsilon: float = 1e-6
 ) -> AdvantageOutputs:
-    """A = (S_max − S_second)/(σ_g + ε) for the best of each group, 0 for the others.
+    """GRPO for pass@k: only a group's best completion is pushed, by its lead over the second.
+
+    A = (S_max − S_second)/(σ_g + ε) for the best of each group, 0 for the others.
 
     A tie for the best, and a group of one, give 0 throughout.
     Source: arXiv 2503.19595.
@@ -411,9 +396,6 @@ def grpo_passk(
     return AdvantageOutputs(tokens, tokens)
 
 
-# GDPO: several reward components, each normalised within the group before they are added.
-
-
 @register_advantage("gdpo", requires=("reward_components",), min_group_size=2)
 def gdpo(
     inputs: AdvantageInputs,
@@ -422,7 +404,9 @@ def gdpo(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> AdvantageOutputs:
-    """A = whiten(Σ_k w_k·GRPO(component k)) over all tokens inside the mask.
+    """GDPO: several reward components, each normalised within the group before they are added.
+
+    A = whiten(Σ_k w_k·GRPO(component k)) over all tokens inside the mask.
 
     Weights default to 1 each. So a component of small scale is not drowned by a large one.
     Source: arXiv 2601.05242.
@@ -446,12 +430,11 @@ def gdpo(
     return AdvantageOutputs(tokens, tokens)
 
 
-# GPG: group-centred scores, scaled up by the share of completions that earned something.
-
-
 @register_advantage("gpg", min_group_size=2)
 def gpg(inputs: AdvantageInputs, *, f_norm: float = 1.0) -> AdvantageOutputs:
-    """A = α·(S − μ_g)/f_norm with α = B/max(#{S ≠ 0}, 1).
+    """GPG: group-centred scores, scaled up by the share of completions that earned something.
+
+    A = α·(S − μ_g)/f_norm with α = B/max(#{S ≠ 0}, 1).
 
     B and # count completions with tokens. A group of one has baseline 0, as in verl.
     Source: Chu et al., arXiv 2504.02546.
@@ -464,12 +447,11 @@ def gpg(inputs: AdvantageInputs, *, f_norm: float = 1.0) -> AdvantageOutputs:
     return AdvantageOutputs(tokens, tokens)
 
 
-# MaxRL: score relative to the group's mean, an estimator of the gradient of log pass-rate.
-
-
 @register_advantage("maxrl", min_group_size=2)
 def maxrl(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> AdvantageOutputs:
-    """A = (S − μ_g)/μ_g where μ_g > ε, else 0. For scores that are 0 or more.
+    """MaxRL: score relative to the group's mean, an estimator of the gradient of log pass-rate.
+
+    A = (S − μ_g)/μ_g where μ_g > ε, else 0. For scores that are 0 or more.
 
     Dividing by the pass rate weighs hard prompts up, as maximum likelihood does; a group
     without success (or of one) gives 0.
@@ -482,12 +464,11 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> AdvantageOutputs
     return AdvantageOutputs(tokens, tokens)
 
 
-# OPO: the variance-optimal baseline of a group when gradients grow with length.
-
-
 @register_advantage("opo", min_group_size=2)
 def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """A_i = S_i − Σ_g len·S / Σ_g len, with len in tokens inside the mask.
+    """OPO: the variance-optimal baseline of a group when gradients grow with length.
+
+    A_i = S_i − Σ_g len·S / Σ_g len, with len in tokens inside the mask.
 
     A group of equal scores gives exactly 0; a group of one gives S (baseline 0, as in verl).
     Source: Hao et al., arXiv 2505.23585.
@@ -503,9 +484,6 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(tokens, tokens)
 
 
-# Optimal token baseline: one baseline a group and token, weighed by gradient energy.
-
-
 @register_advantage(
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
@@ -515,7 +493,9 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
 def optimal_token_baseline(
     inputs: AdvantageInputs, *, handle_zero_tail: bool = True, epsilon: float = 1e-8
 ) -> AdvantageOutputs:
-    """w_t = (1 − 2π_t + Σπ²)·ρ²; W = cumsum(w); b_t = Σ_g G_t W_t/(Σ_g W_t + ε); A = G − b.
+    """Optimal token baseline: one baseline a group and token, weighed by gradient energy.
+
+    w_t = (1 − 2π_t + Σπ²)·ρ²; W = cumsum(w); b_t = Σ_g G_t W_t/(Σ_g W_t + ε); A = G − b.
 
     w_t is the squared norm of the score at the logits; ρ the rollout correction's weight, if any.
     Token t is the policy's t-th token: masked turns between are skipped, so completions of one
@@ -545,12 +525,11 @@ def _pack(x: Tensor, order: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter_add(1, order.clamp(min=0), mask_out(mask, x))
 
 
-# RLOO: the mean of the other completions as the baseline.
-
-
 @register_advantage("rloo", "rloo_vectorized", min_group_size=2)
 def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """A_i = S_i − mean of the group's other scores = n/(n−1)·(S_i − μ_g).
+    """RLOO: the mean of the other completions as the baseline.
+
+    A_i = S_i − mean of the group's other scores = n/(n−1)·(S_i − μ_g).
 
     A group of one has no others and gives 0 (verl's two variants disagree there).
     Source: Ahmadian et al., arXiv 2402.14740.
@@ -562,12 +541,11 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(tokens, tokens)
 
 
-# ReMax: the reward of a greedy completion as the baseline.
-
-
 @register_advantage("remax", requires=("baseline_rewards",))
 def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """A_t = G_t − b: G the undiscounted reward-to-go, b the greedy completion's reward.
+    """ReMax: the reward of a greedy completion as the baseline.
+
+    A_t = G_t − b: G the undiscounted reward-to-go, b the greedy completion's reward.
 
     Source: Li et al., arXiv 2310.10505.
     """
@@ -575,12 +553,11 @@ def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(returns - inputs.need("baseline_rewards")[:, None], returns)
 
 
-# REINFORCE++: discounted reward-to-go, whitened over the batch.
-
-
 @register_advantage("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> AdvantageOutputs:
-    """R_t = r_t + γR⁺ over the policy's tokens; A = whiten(R).
+    """REINFORCE++: discounted reward-to-go, whitened over the batch.
+
+    R_t = r_t + γR⁺ over the policy's tokens; A = whiten(R).
 
     Masked tokens carry R across. No groups, no critic.
     Source: Hu, arXiv 2501.03262.
@@ -589,12 +566,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Advan
     return AdvantageOutputs(masked_whiten(returns, inputs.response_mask), returns)
 
 
-# REINFORCE++ with the group's mean as the baseline.
-
-
 @register_advantage("reinforce_plus_plus_baseline", min_group_size=2)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """A = whiten((S − μ_g)·m) over all tokens of the batch; a group of one has baseline 0.
+    """REINFORCE++ with the group's mean as the baseline.
+
+    A = whiten((S − μ_g)·m) over all tokens of the batch; a group of one has baseline 0.
 
     Source: Hu, arXiv 2501.03262, the variant with a group baseline.
     """

@@ -1,7 +1,9 @@
 """Losses of tokens become one number, and metrics become sums and counts, however the batch is cut.
 
-The aggregation of losses, metrics that are divided at the very end, and the check that names a
-user's loss where it is not finite.
+A denominator is a fact of the GLOBAL batch (all micro-batches of all data-parallel ranks that make
+one optimizer step), taken once; each part contributes a numerator over it. So the parts' losses,
+gradients and metrics add up to the whole's. Also the check that names a user's loss where it is not
+finite.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from engine.algorithms.masked import mask_out, masked_mean, masked_sum
 from engine.errors import ConfigError, DataError, EngineError
 from engine.registry import origin
 
-# Metrics that don't depend on how a batch was cut: sums and counts, divided at the very end.
-
 
 @dataclass(frozen=True, slots=True)
 class MeanAccumulator:
@@ -31,13 +31,13 @@ class MeanAccumulator:
         return MeanAccumulator(self.total + other.total, self.count + other.count)
 
     def mean(self) -> float:
-        """total / count; 0 when nothing was counted."""
+        """Return total / count; 0 when nothing was counted."""
         count = float(self.count)
         return float(self.total) / count if count else 0.0
 
 
 class MaxAccumulator(MeanAccumulator):
-    """A largest value (`total`), and 1 as its count; 0 where there was none."""
+    """A largest value (`total`), with count 1; 0 where nothing was counted."""
 
     def __add__(self, other: MeanAccumulator) -> MaxAccumulator:
         count = torch.maximum(self.count, other.count)
@@ -48,12 +48,12 @@ Metrics = Mapping[str, MeanAccumulator]
 
 
 def accumulate_mean(x: Tensor, mask: Tensor) -> MeanAccumulator:
-    """Sum and count of `x [...]` over the mask, in float64 so that order hardly matters."""
+    """Return sum and count of `x [...]` over the mask, in float64 so that order hardly matters."""
     return MeanAccumulator(masked_sum(x.detach().double(), mask), mask.bool().sum().double())
 
 
 def accumulate_max(x: Tensor, mask: Tensor) -> MaxAccumulator:
-    """The largest of `x [...]` ≥ 0 over the mask."""
+    """Return the largest of `x [...]` ≥ 0 over the mask."""
     inside = mask_out(mask, x.detach().double())
     return MaxAccumulator(inside.max(), mask.bool().any().double())
 
@@ -71,12 +71,6 @@ def compute_means(metrics: Metrics) -> dict[str, float]:
     """Divide each total by its count."""
     return {name: value.mean() for name, value in metrics.items()}
 
-
-# From losses of tokens to one number whose gradient doesn't depend on how the batch was cut.
-#
-# The rule: a denominator is a fact of the GLOBAL batch (all micro-batches of all data-parallel
-# ranks that make one optimizer step), taken once; each part contributes a numerator over it. So
-# the parts' losses, and their gradients, add up to the whole's.
 
 Mode = Literal[
     "token-mean",
@@ -162,9 +156,6 @@ def aggregate(
     return masked_sum(loss, mask) / divisor
 
 
-# A loss from outside the package is named where it, or its gradient, is not finite.
-
-
 def require_finite_loss(
     owner: str, formula: Callable[..., object], loss: Tensor, *inputs: Tensor, mask: Tensor
 ) -> None:
@@ -189,9 +180,9 @@ def require_finite_loss(
         return
     arriving: list[Tensor] = []
     loss.register_hook(arriving.append)
-    for given in inputs:
-        if given.requires_grad:
-            given.register_hook(lambda gradient: check("a gradient", gradient, *arriving))
+    for tensor in inputs:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: check("a gradient", gradient, *arriving))
 
 
 def _finite(values: Tensor, mask: Tensor) -> bool:

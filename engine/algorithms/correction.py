@@ -1,6 +1,8 @@
 """Rollout correction: tokens were sampled by another policy than the one that learns.
 
-Importance weights, and the rejection of tokens or completions that are too far off-policy.
+Importance weights, and the rejection of tokens or completions that are too far off-policy: it edits
+response_mask, from which denominators must be taken. Call it on the GLOBAL batch before the update:
+normalisation and metrics look at all of it.
 """
 
 from __future__ import annotations
@@ -15,10 +17,6 @@ from torch import Tensor
 from engine.algorithms.aggregation import MeanAccumulator, accumulate_max, accumulate_mean
 from engine.algorithms.masked import at_least_float, mask_out, masked_mean, masked_sum
 from engine.errors import ConfigError, DataError
-
-# Which tokens or completions of a rollout are too far off-policy to learn from.
-#
-# Rejection edits response_mask; denominators must use the edited mask.
 
 REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -45,8 +43,8 @@ class Criterion:
         """E.g. `seq_mean_k1`."""
         return f"{self.level}_{self.kind}"
 
-    def kept(self, gap: Tensor, mask: Tensor) -> Tensor:
-        """Tokens `[B, T]` (bool) to keep, of the log-ratio L = log π_old − log π_rollout."""
+    def passes(self, gap: Tensor, mask: Tensor) -> Tensor:
+        """Return the tokens `[B, T]` (bool) to keep; the gap is log π_old − log π_rollout."""
         statistic = _ESTIMATORS[self.kind](mask_out(mask, gap).clamp(-20.0, 20.0))
         if self.level == "token":
             return self._inside(statistic)
@@ -79,15 +77,15 @@ def parse_criteria(
         )
     if rollout_rs_threshold is None:
         raise ConfigError(f"rollout_rs={rollout_rs!r} needs rollout_rs_threshold, e.g. '0.5_2.0'")
-    given = [part.strip() for part in str(rollout_rs_threshold).split(",")]
-    if len(given) == 1:
-        given *= len(names)
-    if len(given) != len(names):
+    thresholds = [part.strip() for part in str(rollout_rs_threshold).split(",")]
+    if len(thresholds) == 1:
+        thresholds *= len(names)
+    if len(thresholds) != len(names):
         raise ConfigError(
-            f"rollout_rs_threshold={rollout_rs_threshold!r} has {len(given)} entries for "
+            f"rollout_rs_threshold={rollout_rs_threshold!r} has {len(thresholds)} entries for "
             f"{len(names)} criteria; give one, or one each"
         )
-    return tuple(_criterion(name, text) for name, text in zip(names, given, strict=True))
+    return tuple(_criterion(name, text) for name, text in zip(names, thresholds, strict=True))
 
 
 def reject(
@@ -96,24 +94,24 @@ def reject(
     response_mask: Tensor,
     criteria: tuple[Criterion, ...],
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask `[B, T]` (dtype as given) of what passes every criterion, and shares rejected.
+    """Return the mask `[B, T]` (dtype as given) of what passes, and the shares rejected.
 
     Metrics: `rollout_rs_{criterion}_masked_fraction` by criterion, `rollout_rs_masked_fraction`
     of tokens and `rollout_rs_seq_masked_fraction` of completions that lost a token.
     """
     before = response_mask.bool()
-    gap, kept, metrics = old_log_probs - rollout_log_probs, before, {}
+    gap, remaining, metrics = old_log_probs - rollout_log_probs, before, {}
     for criterion in criteria:
-        passed = criterion.kept(gap, response_mask)
+        passed = criterion.passes(gap, response_mask)
         share = float(masked_mean((~passed).double(), before))
         metrics[f"rollout_rs_{criterion.name}_masked_fraction"] = share
-        kept = kept & passed
-    lost = before & ~kept
+        remaining = remaining & passed
+    lost = before & ~remaining
     metrics["rollout_rs_masked_fraction"] = float(masked_mean(lost.double(), before))
     metrics["rollout_rs_seq_masked_fraction"] = float(
         masked_mean(lost.any(1).double(), before.any(1))
     )
-    return mask_out(kept, response_mask), metrics
+    return mask_out(remaining, response_mask), metrics
 
 
 def _criterion(name: str, text: str) -> Criterion:
@@ -134,10 +132,6 @@ def _criterion(name: str, text: str) -> Criterion:
     return Criterion(level, kind, math.log(low), math.log(numbers[-1]))
 
 
-# Rollout correction: tokens were sampled by another policy than the one that learns.
-#
-# Call it on the GLOBAL batch before the update: normalisation and metrics look at all of it.
-
 WEIGHT_LEVELS = ("token", "sequence")
 GAP_PREFIXES = ("rollout_corr/", "training/")  # of `gap_metrics`' names
 _BOUND = 20.0
@@ -145,7 +139,7 @@ _BOUND = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the losses need. Take denominators from `response_mask`, not from the one before."""
+    """Weights, mask and metrics; take denominators from this mask, not from the one before."""
 
     weights: Tensor | None
     """`[B, T]` without gradient, 0 outside the edited mask; None when `rollout_is` is off."""
@@ -166,16 +160,16 @@ def correct_rollout(
     rollout_rs: str | None = None,
     rollout_rs_threshold: str | float | None = None,
 ) -> Correction:
-    """Weights, mask and metrics of a batch, all `[B, T]`; L = log π_old − log π_rollout.
+    """Compute weights, mask and metrics of a batch, all `[B, T]`; L = log π_old − log π_rollout.
 
     rollout_is: `token` e^{L_t}, `sequence` e^{ΣL} (both with the exponent clamped to ±20).
     rollout_is_threshold: a number C truncates weights at C (TIS); `"low_high"` sets weights
     outside to 0 (IcePop). Batch normalisation then divides by the mean weight, by tokens or by
-    completions, over what rejection left. rollout_rs: see `rejection.parse_criteria`.
+    completions, over what rejection left. rollout_rs: see `parse_criteria`.
     Source: TIS, Yao et al. (2025); IcePop, arXiv 2510.18855.
     Raises ConfigError for wrong settings, DataError for unequal shapes.
     """
-    bounds = check_correction(rollout_is, rollout_is_threshold, rollout_rs, rollout_rs_threshold)
+    low, high = check_correction(rollout_is, rollout_is_threshold, rollout_rs, rollout_rs_threshold)
     for name, tensor in (
         ("old_log_probs", old_log_probs),
         ("rollout_log_probs", rollout_log_probs),
@@ -194,12 +188,18 @@ def correct_rollout(
         metrics |= more
     if rollout_is is None:
         return Correction(None, mask, metrics)
-    raw = raw_weights(old, rollout, response_mask, rollout_is)
-    weights = bound_weights(raw, *bounds)
-    metrics |= _weight_metrics(raw, weights, mask, *bounds)
+    gap = mask_out(response_mask, old - rollout)
+    if rollout_is == "sequence":  # the product over the completion, on each of its tokens
+        gap = gap.sum(1, keepdim=True).expand(gap.shape)
+    raw = mask_out(response_mask, gap.clamp(-_BOUND, _BOUND).exp())
+    weights = raw.clamp(max=high) if low is None else mask_out((raw >= low) & (raw <= high), raw)
+    metrics |= _weight_metrics(raw, weights, mask, low, high)
     if rollout_is_batch_normalize:
-        mean = float(_mean_weight(weights, mask, rollout_is))
-        metrics["rollout_is_batch_norm_factor"] = mean if mean > 1e-8 else 1.0
+        if rollout_is == "token":
+            mean = masked_mean(weights, mask)
+        else:
+            mean = masked_mean(masked_mean(weights, mask, 1), mask.bool().any(1))
+        metrics["rollout_is_batch_norm_factor"] = float(mean) if float(mean) > 1e-8 else 1.0
         weights = weights / metrics["rollout_is_batch_norm_factor"]
     return Correction(mask_out(mask, weights), mask, metrics)
 
@@ -232,27 +232,10 @@ def check_correction(
     return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
 
 
-def raw_weights(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: str
-) -> Tensor:
-    """π_old/π_rollout by token, or its product over the completion on each token, `[B, T]`."""
-    gap = mask_out(response_mask, old_log_probs - rollout_log_probs)
-    if level == "sequence":
-        gap = gap.sum(1, keepdim=True).expand(gap.shape)
-    return mask_out(response_mask, gap.clamp(-_BOUND, _BOUND).exp())
-
-
-def bound_weights(weights: Tensor, low: float | None, high: float) -> Tensor:
-    """Truncate at `high` (low is None), or set weights outside [low, high] to 0."""
-    if low is None:
-        return weights.clamp(max=high)
-    return mask_out((weights >= low) & (weights <= high), weights)
-
-
 def mismatch_metrics(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """How far the sampling policy is from the trained one; ideal values in brackets.
+    """Measure how far the sampling policy is from the trained one; ideal values in brackets.
 
     kl and k3_kl estimate KL(rollout ‖ old) [0]; training_ppl, rollout_ppl are perplexities by
     completion and ppl_ratio their mean ratio [1]; chi2_token and chi2_seq are E[ρ²] − 1 [0].
@@ -261,17 +244,17 @@ def mismatch_metrics(
     mask, rows = response_mask, response_mask.bool().any(1)
     gap = mask_out(mask, old_log_probs.double() - rollout_log_probs.double())
     safe = gap.clamp(-_BOUND, _BOUND)
-    ours = masked_mean(old_log_probs.double(), mask, 1)
-    theirs = masked_mean(rollout_log_probs.double(), mask, 1)
+    trained = masked_mean(old_log_probs.double(), mask, 1)
+    sampled = masked_mean(rollout_log_probs.double(), mask, 1)
     squared_seq = (2 * masked_sum(gap, mask, 1).clamp(-_BOUND, _BOUND)).exp()
     means = {
         "kl": masked_mean(-gap, mask),
         "k3_kl": masked_mean(torch.expm1(safe) - safe, mask),
-        "training_ppl": masked_mean((-ours).exp(), rows),
-        "rollout_ppl": masked_mean((-theirs).exp(), rows),
-        "log_ppl_diff": masked_mean(theirs - ours, rows),
-        "log_ppl_abs_diff": masked_mean((theirs - ours).abs(), rows),
-        "ppl_ratio": masked_mean((theirs - ours).exp(), rows),
+        "training_ppl": masked_mean((-trained).exp(), rows),
+        "rollout_ppl": masked_mean((-sampled).exp(), rows),
+        "log_ppl_diff": masked_mean(sampled - trained, rows),
+        "log_ppl_abs_diff": masked_mean((sampled - trained).abs(), rows),
+        "ppl_ratio": masked_mean((sampled - trained).exp(), rows),
         "chi2_token": masked_mean(torch.expm1(2 * safe), mask),
         "chi2_seq": masked_mean(squared_seq - 1, rows),
     }
@@ -281,15 +264,15 @@ def mismatch_metrics(
 def gap_metrics(
     log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> dict[str, MeanAccumulator]:
-    """How far the trainer's log-probs `[B, T]` are from rollout's, of the same weights: rounding.
+    """Measure how far the trainer's log-probs `[B, T]` are from rollout's of the same weights.
 
     kl and k3_kl as `mismatch_metrics`; mean and maximum of |Δ log p|, and of |Δ p| under verl's
     names.
     """
     mask = response_mask
-    ours = mask_out(mask, log_probs.detach().double())
-    theirs = mask_out(mask, rollout_log_probs.detach().double())
-    gap, between = ours - theirs, (ours.exp() - theirs.exp()).abs()
+    trained = mask_out(mask, log_probs.detach().double())
+    sampled = mask_out(mask, rollout_log_probs.detach().double())
+    gap, between = trained - sampled, (trained.exp() - sampled.exp()).abs()
     safe = gap.clamp(-_BOUND, _BOUND)
     return {
         "rollout_corr/kl": accumulate_mean(-gap, mask),
@@ -301,16 +284,10 @@ def gap_metrics(
     }
 
 
-def _mean_weight(weights: Tensor, mask: Tensor, level: str) -> Tensor:
-    if level == "token":
-        return masked_mean(weights, mask)
-    return masked_mean(masked_mean(weights, mask, 1), mask.bool().any(1))
-
-
 def _weight_metrics(
     raw: Tensor, weights: Tensor, mask: Tensor, low: float | None, high: float
 ) -> dict[str, float]:
-    """Of the applied weights before normalisation, by token of the edited mask."""
+    """Describe the applied weights before normalisation, by token of the edited mask."""
     inside = weights[mask.bool()].double()
     outside = raw[mask.bool()]
     if not inside.numel():

@@ -14,8 +14,6 @@ from engine.algorithms.masked import at_least_float, mask_out
 from engine.algorithms.policy_losses import LossOutput, get_policy_loss
 from engine.errors import ConfigError, DataError
 
-# The critic's loss.
-
 
 def value_loss(
     values: Tensor,
@@ -25,7 +23,7 @@ def value_loss(
     *,
     cliprange_value: float | None = 0.5,
 ) -> LossOutput:
-    """½·max((V − R)², (clip(V, V_old ± ε) − R)²), all `[B, T]`; aggregate it like a policy loss.
+    """Return ½·max((V − R)², (clip(V, V_old ± ε) − R)²) `[B, T]`; aggregate it as a policy loss.
 
     `cliprange_value=None` turns clipping off. Gradient flows into `values` only. Metrics:
     `vf_clipfrac`, `vpred_mean`. Source: PPO's reference code; arXiv 1506.02438, appendix.
@@ -55,11 +53,6 @@ def value_loss(
     return LossOutput(mask_out(mask, 0.5 * torch.maximum(free, clipped)), metrics)
 
 
-# Leaving out what has no gradient: forward and backward passes that would add exact zeros.
-#
-# Denominators still come from the whole batch's mask, so the gradient stays the same.
-
-
 def rows_with_gradient(
     loss_mode: str,
     advantages: Tensor,
@@ -68,11 +61,12 @@ def rows_with_gradient(
     entropy_coeff: float = 0.0,
     kl_loss_coef: float = 0.0,
 ) -> Tensor:
-    """Rows `[B]` (bool) that can change the gradient; train on these alone.
+    """Return the rows `[B]` (bool) that can change the gradient; train on these alone.
 
     A row can't when it has no token inside the mask, or when all its advantages are 0 and nothing
     else pulls: no entropy bonus, no KL term, no penalty inside the loss (`dro`, `kl_cov`). The
     rows left out contribute 0 to the loss as well; their metrics (e.g. ppo_kl) are not counted.
+    Denominators still come from the whole batch's mask, so the gradient stays the same.
     """
     mask = response_mask.bool()
     pulled = bool(entropy_coeff or kl_loss_coef) or get_policy_loss(loss_mode).regularized

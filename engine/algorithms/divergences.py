@@ -1,7 +1,7 @@
-"""Distances between distributions over tokens: KL to the reference, entropy, and distillation.
+"""Distances between distributions over tokens: KL to the reference, and distillation.
 
-Estimates of KL from log-probs of sampled tokens, exact KL and entropy over the vocabulary in
-chunks of tokens, and divergences of a student from its teachers.
+Estimates of KL(π ‖ π_ref) from log-probs of sampled tokens, exact KL over the vocabulary in chunks
+of tokens, and divergences of a student from its teachers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.algorithms.masked import at_least_float, mask_out
 from engine.errors import ConfigError, DataError
-
-# Functions of single tokens over vocabulary-wide tensors, a bounded number of tokens at a time.
 
 
 def map_token_chunks(
@@ -51,65 +49,23 @@ def map_token_chunks(
     return full.index_put((inside,), out).reshape(shape)
 
 
-# Entropy of next-token distributions, and the sum of their squared probabilities.
-
-
-def entropy(
-    logits: Tensor,
-    *,
-    mask: Tensor | None = None,
-    temperature: float = 1.0,
-    chunk_tokens: int = 512,
-) -> Tensor:
-    """−Σ_v π(v)·log π(v) in nats of logits `[..., V]` → `[...]`, with its exact gradient.
-
-    Softmaxes exist for `chunk_tokens` tokens at a time, in the backward pass too. Tokens with
-    logit −inf add 0. Where `mask [...]` is 0 the result is 0.
-    """
-
-    def chunk(part: Tensor) -> Tensor:
-        log_probs = torch.log_softmax(at_least_float(part) / temperature, -1)
-        possible = log_probs > -torch.inf
-        return -(log_probs.exp() * torch.where(possible, log_probs, 0.0)).sum(-1)
-
-    return map_token_chunks(chunk, (logits,), mask, chunk_tokens)
-
-
-def sum_pi_squared(
-    logits: Tensor,
-    *,
-    mask: Tensor | None = None,
-    temperature: float = 1.0,
-    chunk_tokens: int = 512,
-) -> Tensor:
-    """Σ_v π(v)² of logits `[..., V]` → `[...]`, for the optimal token baseline."""
-
-    def chunk(part: Tensor) -> Tensor:
-        return torch.softmax(at_least_float(part) / temperature, -1).square().sum(-1)
-
-    return map_token_chunks(chunk, (logits,), mask, chunk_tokens)
-
-
-# Per-token estimates of KL(π ‖ π_ref) from log-probs of sampled tokens.
-
-
 def k1(d: Tensor) -> Tensor:
-    """d: unbiased, of high variance, negative on some tokens."""
+    """Return d: unbiased, of high variance, negative on some tokens."""
     return d
 
 
 def absolute(d: Tensor) -> Tensor:
-    """|d|."""
+    """Return |d|."""
     return d.abs()
 
 
 def k2(d: Tensor) -> Tensor:
-    """d²/2: biased, of low variance; its gradient is an unbiased gradient of the KL."""
+    """Return d²/2: biased, of low variance; its gradient is an unbiased gradient of the KL."""
     return 0.5 * d.square()
 
 
 def k3(d: Tensor) -> Tensor:
-    """e^{−d} + d − 1 ≥ 0: unbiased and of low variance; clamped to ±10, d to ±20."""
+    """Return e^{−d} + d − 1 ≥ 0: unbiased, of low variance; clamped to ±10, d to ±20."""
     d = d.clamp(-20.0, 20.0)
     # expm1 keeps the sum of nearly cancelling terms from going below zero near d = 0.
     return (torch.expm1(-d) + d).clamp(-10.0, 10.0)
@@ -125,7 +81,7 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "low_var_kl": k3,
 }
 NAMES: tuple[str, ...] = (*_ESTIMATORS, *(f"{name}+" for name in _ESTIMATORS), "full")
-"""`full` is exact over the vocabulary and needs logits: see `engine.algorithms.divergences`."""
+"""`full` is exact over the vocabulary and needs logits: see `full_kl`."""
 
 
 def check_kind(kind: str) -> None:
@@ -182,7 +138,7 @@ class FixedKL:
         """Nothing to adapt."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -221,11 +177,6 @@ class AdaptiveKL(FixedKL):
         self.value *= max(0.1, 1 + error * samples / self.horizon)
 
 
-# KL(π ‖ π_ref) exact over the vocabulary, in chunks of tokens.
-#
-# Estimates from sampled tokens are in `algorithms.kl`.
-
-
 def full_kl(
     logits: Tensor,
     ref_logits: Tensor,
@@ -234,7 +185,7 @@ def full_kl(
     temperature: float = 1.0,
     chunk_tokens: int = 512,
 ) -> Tensor:
-    """Σ_v π(v)·(log π(v) − log π_ref(v)) of logits `[..., V]` → `[...]`, float32 or float64.
+    """KL(π ‖ π_ref), exact over the vocabulary, of logits `[..., V]` → `[...]`, float32 or float64.
 
     The gradient is exact, and none flows to the reference. Softmaxes exist for `chunk_tokens`
     tokens at a time, in the backward pass too. Where `mask [...]` is 0 the result is 0.
@@ -245,40 +196,31 @@ def full_kl(
             f"logits {list(logits.shape)} and ref_logits {list(ref_logits.shape)} differ in shape"
         )
 
-    def chunk(ours: Tensor, theirs: Tensor) -> Tensor:
-        return _kl(ours, theirs, temperature)
+    def chunk(policy: Tensor, reference: Tensor) -> Tensor:
+        log_p, log_q = (_log_softmax(x, temperature) for x in (policy, reference))
+        # A token that neither can sample (logit −inf, e.g. a padded vocabulary) adds 0, not NaN.
+        possible = log_p > -torch.inf
+        gap = torch.where(possible, log_p, 0.0) - torch.where(possible, log_q, 0.0)
+        return (log_p.exp() * gap).sum(-1)
 
     return map_token_chunks(chunk, (logits, ref_logits.detach()), mask, chunk_tokens)
 
-
-def _kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    ours = torch.log_softmax(logits.to(wide) / temperature, -1)
-    theirs = torch.log_softmax(ref_logits.to(wide) / temperature, -1)
-    # A token that neither can sample (logit −inf, e.g. a padded vocabulary) adds 0, not NaN.
-    possible = ours > -torch.inf
-    gap = torch.where(possible, ours, 0.0) - torch.where(possible, theirs, 0.0)
-    return (ours.exp() * gap).sum(-1)
-
-
-# Divergences of a student's distribution over tokens from a teacher's.
-#
-# p is the student's distribution, q the teacher's; no gradient flows to q:
-#
-#     reverse_kl  Σ p (log p − log q)   leaves out what the teacher finds unlikely
-#     forward_kl  Σ q (log q − log p)   covers all that the teacher does
-#     jsd         β KL(q ‖ m) + (1−β) KL(p ‖ m), m = βq + (1−β)p
-#
-# Over the whole vocabulary, or over the teacher's K likeliest tokens and one class of all others:
-# a divergence of such classes is at most that of the distributions, and the same where K is the
-# vocabulary. Source: generalised knowledge distillation, arXiv 2306.13649, eq. 1 to 3.
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 _NEVER = -1e30  # log-prob of what can't be; finite, so that 0 times it is 0
 
 
 def divergence(student: Tensor, teacher: Tensor, kind: Divergence, beta: float = 0.5) -> Tensor:
-    """The divergence `[…]` of log-probs over C classes `[…, C]`; `beta` in (0, 1) is jsd's."""
+    """Return the divergence `[…]` of a student from its teacher, of log-probs `[…, C]`.
+
+    p is the student's distribution, q the teacher's; no gradient flows to q:
+
+        reverse_kl  Σ p (log p − log q)   leaves out what the teacher finds unlikely
+        forward_kl  Σ q (log q − log p)   covers all that the teacher does
+        jsd         β KL(q ‖ m) + (1−β) KL(p ‖ m), m = βq + (1−β)p, with β in (0, 1)
+
+    Source: generalised knowledge distillation, arXiv 2306.13649, eq. 1 to 3.
+    """
     p, q = student.clamp_min(_NEVER), teacher.detach().clamp_min(_NEVER)
     if kind == "reverse_kl":
         return (p.exp() * (p - q)).sum(-1)
@@ -298,14 +240,14 @@ def full_divergence(
     temperature: float = 1.0,
     chunk_tokens: int = 512,
 ) -> Tensor:
-    """The divergence `[N]` of softmax(logits / temperature) of logits `[N, V]`.
+    """Return the divergence `[N]` of softmax(logits / temperature) of logits `[N, V]`.
 
     Where one of the two has more columns (a padded vocabulary), those are left out of both.
     """
     width = min(logits.shape[-1], teacher_logits.shape[-1])
 
-    def chunk(ours: Tensor, theirs: Tensor) -> Tensor:
-        p, q = (_log_softmax(x[:, :width], temperature) for x in (ours, theirs))
+    def chunk(student: Tensor, teacher: Tensor) -> Tensor:
+        p, q = (_log_softmax(x[:, :width], temperature) for x in (student, teacher))
         return divergence(p, q, kind, beta)
 
     return map_token_chunks(chunk, (logits, teacher_logits.detach()), None, chunk_tokens)
@@ -321,10 +263,11 @@ def top_k_divergence(
     temperature: float = 1.0,
     chunk_tokens: int = 512,
 ) -> Tensor:
-    """The divergence `[N]` of softmax(logits / temperature) of logits `[N, V]`, over K + 1 classes.
+    """Return the divergence `[N]` as `full_divergence`, over K + 1 classes, of logits `[N, V]`.
 
     `ids` `[N, K]` are the teacher's tokens, `log_probs` `[N, K+1]` theirs and, last, that of all
-    other tokens together. Raises DataError for shapes that don't fit.
+    other tokens together. It is at most the whole vocabulary's, and the same where K is V.
+    Raises DataError for shapes that don't fit.
     """
     if log_probs.shape != (*ids.shape[:-1], ids.shape[-1] + 1):
         raise DataError(
@@ -332,23 +275,25 @@ def top_k_divergence(
             "K + 1 log-probs, the last of all others together"
         )
 
-    def chunk(ours: Tensor, tokens: Tensor, theirs: Tensor) -> Tensor:
-        p = with_rest(_log_softmax(ours, temperature), tokens.long())
-        return divergence(p, theirs.to(p.dtype), kind, beta)
+    def chunk(student: Tensor, tokens: Tensor, teacher: Tensor) -> Tensor:
+        p = with_rest(_log_softmax(student, temperature), tokens.long())
+        return divergence(p, teacher.to(p.dtype), kind, beta)
 
     return map_token_chunks(chunk, (logits, ids, log_probs.detach()), None, chunk_tokens)
 
 
 def with_rest(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Log-probs `[…, K+1]` of the tokens `ids` `[…, K]` and of all others together, of log-probs
-    over the vocabulary `[…, V]`."""
+    """Return log-probs `[…, K+1]` of the tokens `ids` `[…, K]` and of all others together.
+
+    `log_p` `[…, V]` are those of the vocabulary.
+    """
     log_p = log_p.clamp_min(_NEVER)
     rest = log_p.scatter(-1, ids, _NEVER).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids), rest], -1)
 
 
 def rest_of(log_probs: Tensor) -> Tensor:
-    """The log-prob `[…]` of all tokens but those with `log_probs` `[…, K]`.
+    """Return the log-prob `[…]` of all tokens but those with `log_probs` `[…, K]`.
 
     1 − Σ, of which float32 log-probs leave about seven digits; at least 1e-7 of it.
     """

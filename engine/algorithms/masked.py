@@ -1,6 +1,8 @@
 """Arithmetic under a mask, within groups and over turns; entries outside the mask never matter.
 
 Means, whitening, group statistics, and which tokens of an episode the policy sampled together.
+Entries outside may be NaN or infinite: they are replaced before arithmetic, not multiplied by zero,
+so they touch neither results nor gradients.
 """
 
 from __future__ import annotations
@@ -9,11 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-# Arithmetic under a mask and within groups; entries outside the mask never matter.
-#
-# Values outside the mask may be NaN or infinite: they are replaced before arithmetic, not
-# multiplied by zero, so they touch neither results nor gradients.
 
 
 def mask_out(mask: Tensor, x: Tensor, fill: float = 0.0) -> Tensor:
@@ -27,19 +24,19 @@ def at_least_float(x: Tensor) -> Tensor:
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Σ x·m over `dim` (all dimensions when None)."""
-    kept = mask_out(mask, x)
-    return kept.sum() if dim is None else kept.sum(dim)
+    """Return Σ x·m over `dim` (all dimensions when None)."""
+    inside = mask_out(mask, x)
+    return inside.sum() if dim is None else inside.sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Σ x·m / Σ m over `dim`; 0 where the mask is empty."""
+    """Return Σ x·m / Σ m over `dim`; 0 where the mask is empty."""
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
 def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
-    """Variance of the entries inside the mask (scalar); 0 when there are fewer than two."""
+    """Return the variance inside the mask (scalar); 0 for fewer than two entries."""
     mask = mask.bool()
     count = mask.sum()
     squares = masked_sum((mask_out(mask, x) - masked_mean(x, mask)).square(), mask)
@@ -48,13 +45,13 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
 
 
 def safe_divide(x: Tensor, y: Tensor) -> Tensor:
-    """x / y, and 0 (also as the gradient) where y is 0."""
+    """Return x / y, and 0 (also as the gradient) where y is 0."""
     zero = y == 0
     return torch.where(zero, torch.zeros_like(x), x / torch.where(zero, torch.ones_like(y), y))
 
 
 def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """(x − μ)/√(var + 1e-8) inside the mask, 0 outside; `shift_mean=False` keeps the mean.
+    """Return (x − μ)/√(var + 1e-8) inside the mask, 0 outside; `shift_mean=False` keeps the mean.
 
     The variance has Bessel's correction. With one entry the result is 0 (or its mean).
     """
@@ -64,7 +61,7 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = r_t + γ·G_next over the tokens inside the mask, `[B, T]`.
+    """Return G_t = r_t + γ·G_next over the tokens inside the mask, `[B, T]`.
 
     A masked token (a tool's or user's turn) neither pays nor discounts: it carries the return of
     the next token of the policy. So G at a masked position equals G of the one after it.
@@ -79,7 +76,7 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
 
 def sequence_scores(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
-    """S_i = Σ_t r_it·m_it, `[B]`."""
+    """Return S_i = Σ_t r_it·m_it, `[B]`."""
     return masked_sum(token_level_rewards, mask, 1)
 
 
@@ -102,13 +99,13 @@ class Groups:
         return Groups(index, size.scatter_add(0, index, rows.long()), rows)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Σ of the rows of `x [B, ...]` by group, `[G, ...]`."""
+        """Return the sums of the rows of `x [B, ...]` by group, `[G, ...]`."""
         rows = self.rows.reshape(-1, *[1] * (x.dim() - 1))
         out = torch.zeros(len(self.size), *x.shape[1:], dtype=x.dtype, device=x.device)
         return out.index_add(0, self.index, mask_out(rows, x))
 
     def mean(self, x: Tensor) -> Tensor:
-        """Mean of `x [B]` by group, `[G]`; exact where all of a group's rows are equal."""
+        """Return the mean of `x [B]` by group, `[G]`; exact where a group's rows are equal."""
         # Summing differences to one of the rows makes equal rows give their value to the last
         # bit, where a plain sum over n would leave rounding that later looks like a signal.
         origin = self.min(x)
@@ -116,20 +113,20 @@ class Groups:
         return origin + shifted / self.size.clamp(min=1)
 
     def std(self, x: Tensor) -> Tensor:
-        """Standard deviation with Bessel's correction by group, `[G]`; 0 for a group of one."""
+        """Return the standard deviation (Bessel's) by group, `[G]`; 0 for a group of one."""
         squares = self.sum((x - self.mean(x)[self.index]).square())
         return (squares / (self.size - 1).clamp(min=1)).sqrt()
 
     def max(self, x: Tensor) -> Tensor:
-        """Largest of `x [B]` by group, `[G]`; 0 for a group without rows."""
+        """Return the largest of `x [B]` by group, `[G]`; 0 for a group without rows."""
         return self._extreme(x, "amax", -torch.inf)
 
     def min(self, x: Tensor) -> Tensor:
-        """Smallest of `x [B]` by group, `[G]`; 0 for a group without rows."""
+        """Return the smallest of `x [B]` by group, `[G]`; 0 for a group without rows."""
         return self._extreme(x, "amin", torch.inf)
 
     def range(self, x: Tensor) -> Tensor:
-        """max − min by group, `[G]`: exactly 0 where all rows of a group are equal."""
+        """Return max − min by group, `[G]`: exactly 0 where all rows of a group are equal."""
         return self.max(x) - self.min(x)
 
     def _extreme(self, x: Tensor, reduce: str, start: float) -> Tensor:
@@ -138,15 +135,13 @@ class Groups:
         return mask_out(self.size > 0, out)
 
 
-# Turns within responses: which tokens the policy sampled together, over an episode's rows.
-#
-# A turn is a run of tokens inside the mask. What lies between (a tool's or user's turn) belongs
-# to none. An episode is a row, or several rows that go on from each other.
-
-
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """E episodes of up to K turns each."""
+    """E episodes of up to K turns each; an episode is a row, or several that go on from each other.
+
+    A turn is a run of tokens inside the mask, which the policy sampled together. What lies between
+    (a tool's or user's turn) belongs to none.
+    """
 
     episode: Tensor  # [B] long, 0 … E-1: of each row
     number: Tensor  # [B, T] long: turn within the episode; meaningless outside the mask
@@ -180,17 +175,17 @@ class Turns:
         return Turns(episode, number, mask, present)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Σ of `x` `[B, T]` over the tokens of each turn, `[E, K]`."""
+        """Sum `x` `[B, T]` over the tokens of each turn, `[E, K]`."""
         out = torch.zeros(self.present.shape, dtype=x.dtype, device=x.device)
         where = self.episode[:, None].expand_as(self.mask)[self.mask], self.number[self.mask]
         return out.index_put(where, x[self.mask], accumulate=True)
 
     def first(self, x: Tensor) -> Tensor:
-        """`x` `[B, T]` at the first token of each turn, `[E, K]`; 0 where there is no turn."""
+        """Return `x` `[B, T]` at the first token of each turn, `[E, K]`; 0 where there is none."""
         before = torch.nn.functional.pad(self.mask, (1, 0))[:, :-1]
         starts = mask_out(self.mask & ~before, x)
         return self.sum(starts)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """`x` `[E, K]` on all tokens of each turn, `[B, T]`; 0 outside the mask."""
+        """Put `x` `[E, K]` on all tokens of each turn, `[B, T]`; 0 outside the mask."""
         return mask_out(self.mask, x[self.episode[:, None], self.number])

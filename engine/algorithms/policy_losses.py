@@ -3,6 +3,10 @@
 The inputs and outputs of a loss, the registry, what ratios share, and all losses that are
 shipped, one function each. How losses of tokens become one number is in `aggregation`, the
 critic's loss in `critic_loss`.
+
+A loss is a function of its own row only. What needs a view of the whole batch (a covariance, a
+rank) is computed once over the global batch by `prepare`, as a `[B, T]` tensor that is cut into
+micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.
 """
 
 from __future__ import annotations
@@ -24,21 +28,19 @@ from engine.algorithms.masked import at_least_float, mask_out, masked_mean
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry, keyword_defaults
 
-# What most policy losses share: the clamped ratio, PPO's clip, its bounds and their checks.
-
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ± this, so that their exponentials stay finite."""
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Δ = log π − log π_old `[B, T]`, clamped to ±20 (the gradient is 0 beyond)."""
+    """Return Δ = log π − log π_old `[B, T]`, clamped to ±20 (the gradient is 0 beyond)."""
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def bounds(
     clip_ratio: float, clip_ratio_low: float | None, clip_ratio_high: float | None
 ) -> tuple[float, float]:
-    """ε_l and ε_h; `clip_ratio` sets each one that isn't given."""
+    """Return ε_l and ε_h; `clip_ratio` sets each one that is None."""
     low = clip_ratio if clip_ratio_low is None else clip_ratio_low
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high
     return low, high
@@ -47,7 +49,7 @@ def bounds(
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """max(−Aρ, −A·clip(ρ, 1−ε_l, 1+ε_h)) `[B, T]`, and where the clip decides (bool)."""
+    """Return max(−Aρ, −A·clip(ρ, 1−ε_l, 1+ε_h)) `[B, T]`, and where the clip decides (bool)."""
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(free, clipped), clipped > free
 
@@ -61,12 +63,12 @@ def check_clip(
     **_: object,
 ) -> None:
     """Raise ConfigError when a bound is negative or the dual-clip constant is not above 1."""
-    given = {
+    ranges = {
         "clip_ratio": clip_ratio,
         "clip_ratio_low": clip_ratio_low,
         "clip_ratio_high": clip_ratio_high,
     }
-    for name, value in given.items():
+    for name, value in ranges.items():
         if value is not None and value < 0:
             raise ConfigError(f"{name}={value} must not be negative")
     if clip_ratio_c is not None and clip_ratio_c <= 1:
@@ -77,15 +79,8 @@ def check_clip(
 
 
 def fraction(condition: Tensor, mask: Tensor) -> MeanAccumulator:
-    """How many tokens inside the mask fulfil `condition [B, T]`."""
+    """Count the tokens inside the mask that fulfil `condition [B, T]`."""
     return accumulate_mean(condition.double(), mask)
-
-
-# What a policy loss is given and gives, and the registry of them.
-#
-# A loss is a function of its own row only. What needs a view of the whole batch (a covariance, a
-# rank) is computed once over the global batch by `prepare`, as a `[B, T]` tensor that is cut into
-# micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +133,7 @@ class PolicyLoss:
         rollout_is_weights: Tensor | None = None,
         **options: Any,
     ) -> LossOutput:
-        """Loss of one micro-batch. All tensors `[B, T]`; gradient flows into `log_probs` only.
+        """Compute a micro-batch's loss. All tensors `[B, T]`; gradient flows into `log_probs` only.
 
         Options include the tensors that `prepare` made. Entries outside the mask may be NaN.
         Raises ConfigError for unknown or contradictory options, DataError for unequal shapes, and
@@ -147,17 +142,17 @@ class PolicyLoss:
         tensors = {k: v for k, v in options.items() if k in self.prepared}
         self.check_options({k: v for k, v in options.items() if k not in self.prepared})
         mask = response_mask.bool()
-        given = {
+        inputs = {
             "log_probs": log_probs,
             "old_log_probs": old_log_probs.detach(),
             "advantages": advantages.detach(),
         }
         extra = {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
-        self._check_tensors(given | tensors | extra, mask)
-        clean = {name: mask_out(mask, at_least_float(tensor)) for name, tensor in given.items()}
+        self._check_tensors(inputs | tensors | extra, mask)
+        clean = {name: mask_out(mask, at_least_float(tensor)) for name, tensor in inputs.items()}
         read = keyword_defaults(self.formula)
-        own = {k: v for k, v in options.items() if k in read or k in tensors}
-        out = self.formula(*clean.values(), mask, **own)
+        used = {k: v for k, v in options.items() if k in read or k in tensors}
+        out = self.formula(*clean.values(), mask, **used)
         loss = out.loss
         owner = f"policy loss {self.name!r}"
         require_finite_loss(owner, self.formula, loss, *clean.values(), mask=mask)
@@ -223,11 +218,11 @@ def register_policy_loss(
 
     def decorate(formula: Formula) -> PolicyLoss:
         functions = (formula, prepare) if prepare else (formula,)
-        own = Options(f"policy loss {name!r}", *functions)
+        accepted = Options(f"policy loss {name!r}", *functions)
         entry = PolicyLoss(
             name=name,
             formula=formula,
-            options=own,
+            options=accepted,
             default_mode=default_mode,
             fixed=fixed,
             regularized=regularized,
@@ -236,7 +231,7 @@ def register_policy_loss(
             prepared=prepared,
             validate=validate,
         )
-        _registry.add(name, entry, formula, aliases=aliases, options=own)
+        _registry.add(name, entry, formula, aliases=aliases, options=accepted)
         return entry
 
     return decorate
@@ -248,7 +243,7 @@ options = _registry.options
 
 
 def aggregation_mode(name: str, requested: str | None = None) -> str:
-    """The mode to aggregate the loss `name` with: as requested, else as published.
+    """Return the mode to aggregate the loss `name` with: as requested, else as published.
 
     Raises ConfigError when another mode than the method's own would make it another method.
     """
@@ -273,7 +268,7 @@ def prepare(
     generator: torch.Generator | None = None,
     **options: object,
 ) -> dict[str, Tensor]:
-    """Tensors `[B, T]` that the loss `name` needs from a view of the GLOBAL batch; often none.
+    """Compute the tensors `[B, T]` that the loss `name` needs of the GLOBAL batch; often none.
 
     Call it once before the update, with the same options as the loss, and cut the tensors into
     micro-batches with the other fields. `generator` draws where a method draws at random.
@@ -295,11 +290,8 @@ def prepare(
         )
 
 
-# The covariance of log-probability and advantage that Clip-Cov and KL-Cov select tokens by.
-
-
 def token_covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(A − mean A)·(log π_old − mean log π_old) `[B, T]`, means over the global batch's mask.
+    """Return (A − mean A)·(log π_old − mean log π_old) `[B, T]`, means over the global mask.
 
     With the log-probs before the update: those of the running policy would differ in every
     micro-batch's statistic and cost a second forward pass.
@@ -307,9 +299,6 @@ def token_covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) ->
     """
     centered = advantages - masked_mean(advantages, mask)
     return mask_out(mask, centered * (old_log_probs - masked_mean(old_log_probs, mask)))
-
-
-# The truncated REINFORCE inside a trust region that both DPPO variants share.
 
 
 def trust_region_loss(
@@ -320,7 +309,7 @@ def trust_region_loss(
     inside: Tensor,
     clip_ratio_c: float | None,
 ) -> LossOutput:
-    """−A·sg(min(ρ, C))·log π on the tokens `inside [B, T]` the trust region, 0 on the others."""
+    """Return −A·sg(min(ρ, C))·log π on tokens `inside [B, T]` the trust region, else 0."""
     ratio = log_ratio(log_probs, old_log_probs).exp().detach()
     weight = ratio if clip_ratio_c is None else ratio.clamp(max=clip_ratio_c)
     loss = torch.where(inside, -advantages * weight * log_probs, torch.zeros_like(log_probs))
@@ -328,9 +317,6 @@ def trust_region_loss(
     if clip_ratio_c is not None:
         metrics["pg_clipfrac_lower"] = fraction((ratio > clip_ratio_c) & inside, mask)
     return LossOutput(loss, metrics)
-
-
-# PPO's clipped surrogate with asymmetric bounds and dual clip.
 
 
 @register_policy_loss("vanilla", validate=check_clip)
@@ -345,7 +331,9 @@ def vanilla(
     clip_ratio_high: float | None = None,
     clip_ratio_c: float | None = 3.0,
 ) -> LossOutput:
-    """c = max(−Aρ, −A·clip(ρ, 1−ε_l, 1+ε_h)); where A < 0: min(c, −A·C). All `[B, T]`.
+    """PPO's clipped surrogate with asymmetric bounds and dual clip.
+
+    c = max(−Aρ, −A·clip(ρ, 1−ε_l, 1+ε_h)); where A < 0: min(c, −A·C). All `[B, T]`.
 
     `clip_ratio` sets both bounds unless they are given (ε_h > ε_l: DAPO's clip-higher);
     `clip_ratio_c=None` turns the dual clip off.
@@ -362,33 +350,28 @@ def vanilla(
     return LossOutput(loss, metrics)
 
 
-# REINFORCE: log-probability times advantage.
-
-
 @register_policy_loss("reinforce")
 def reinforce(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
 ) -> LossOutput:
-    """−A·log π. No trust region: for one update a batch, or with importance weights.
+    """REINFORCE: log-probability times advantage.
+
+    −A·log π. No trust region: for one update a batch, or with importance weights.
 
     Source: Williams (1992); with rollout weights, the policy gradient of verl's bypass mode.
     """
     return LossOutput(-advantages * log_probs)
 
 
-# GPG: the plain policy gradient that goes with the `gpg` advantage.
-
-
 @register_policy_loss("gpg")
 def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> LossOutput:
-    """−A·log π: REINFORCE under GPG's name, as in verl.
+    """GPG: the plain policy gradient that goes with the `gpg` advantage.
+
+    −A·log π: REINFORCE under GPG's name, as in verl.
 
     Source: Chu et al., arXiv 2504.02546.
     """
     return LossOutput(-advantages * log_probs)
-
-
-# GSPO: one ratio a completion, its length-normalised likelihood ratio.
 
 
 @register_policy_loss("gspo", default_mode="seq-mean-token-mean", fixed=True, validate=check_clip)
@@ -402,7 +385,9 @@ def gspo(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> LossOutput:
-    """s_t = exp(sg(mean_t Δ) + log π − sg(log π)), then PPO's clip on s.
+    """GSPO: one ratio a completion, its length-normalised likelihood ratio.
+
+    s_t = exp(sg(mean_t Δ) + log π − sg(log π)), then PPO's clip on s.
 
     Every token has the value of the completion's ratio and the gradient of its own log-prob (the
     paper's token variant, equal to the sequence variant for constant A). A mean over a whole
@@ -415,9 +400,6 @@ def gspo(
     ratio = (mean[:, None] + log_probs - log_probs.detach()).exp()
     loss, clipped = clipped_surrogate(ratio, advantages, low, high)
     return LossOutput(loss, {"pg_clipfrac": fraction(clipped, mask)})
-
-
-# GMPO: the geometric mean of token ratios, each clipped in log space.
 
 
 @register_policy_loss(
@@ -437,7 +419,9 @@ def geo_mean(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> LossOutput:
-    """L_i = −Ā_i·exp(mean_t Δ'), Δ' = s·min(s·Δ, s·clip(Δ, −ε_l, ε_h)), s = sign(A).
+    """GMPO: the geometric mean of token ratios, each clipped in log space.
+
+    L_i = −Ā_i·exp(mean_t Δ'), Δ' = s·min(s·Δ, s·clip(Δ, −ε_l, ε_h)), s = sign(A).
 
     The completion's loss stands on each of its tokens, so that aggregation over the global batch
     gives the mean over completions whatever the micro-batches are (verl divides by the rows of a
@@ -459,9 +443,6 @@ def geo_mean(
     return LossOutput(loss[:, None].expand(mask.shape), metrics)
 
 
-# CISPO: clip the importance weight, keep every token's gradient.
-
-
 @register_policy_loss("cispo", validate=check_clip)
 def cispo(
     log_probs: Tensor,
@@ -473,7 +454,9 @@ def cispo(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> LossOutput:
-    """−A·sg(clip(ρ, 1−ε_l, 1+ε_h))·log π: rare tokens outside the range still learn.
+    """CISPO: clip the importance weight, keep every token's gradient.
+
+    −A·sg(clip(ρ, 1−ε_l, 1+ε_h))·log π: rare tokens outside the range still learn.
 
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
     """
@@ -482,9 +465,6 @@ def cispo(
     weight = ratio.clamp(1 - low, 1 + high)
     loss = -advantages * weight * log_probs
     return LossOutput(loss, {"pg_clipfrac": fraction(weight != ratio, mask)})
-
-
-# SAPO: a smooth gate in place of the clip.
 
 
 def _check_sapo(*, tau_pos: float, tau_neg: float, **_: object) -> None:
@@ -503,7 +483,9 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> LossOutput:
-    """−A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg.
+    """SAPO: a smooth gate in place of the clip.
+
+    −A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg.
 
     At ρ = 1 the gradient is that of Aρ; away from it, it fades smoothly. `tau_neg > tau_pos`
     fades negative advantages sooner.
@@ -512,9 +494,6 @@ def sapo(
     ratio = log_ratio(log_probs, old_log_probs).exp()
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
     return LossOutput(-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)))
-
-
-# DRO: policy gradient with a quadratic pull to the old policy.
 
 
 def _check_dro(*, dro_beta: float, **_: object) -> None:
@@ -533,15 +512,14 @@ def dro(
     *,
     dro_beta: float = 0.1,
 ) -> LossOutput:
-    """−(A·log π − β/2·Δ²): no ratio, so old data can't blow it up.
+    """DRO: policy gradient with a quadratic pull to the old policy.
+
+    −(A·log π − β/2·Δ²): no ratio, so old data can't blow it up.
 
     Source: Richemond et al., arXiv 2405.19107, with the advantage in place of r − V.
     """
     delta = log_ratio(log_probs, old_log_probs)
     return LossOutput(-(advantages * log_probs - 0.5 * dro_beta * delta.square()))
-
-
-# Clip-Cov: PPO, with a few tokens of high covariance left out to keep entropy.
 
 
 def _select_clip_cov(
@@ -589,7 +567,9 @@ def clip_cov(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> LossOutput:
-    """PPO's clip, 0 on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
+    """Clip-Cov: PPO, with a few tokens of high covariance left out to keep entropy.
+
+    PPO's clip, 0 on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
 
     Source: Cui et al., arXiv 2505.22617.
     """
@@ -602,9 +582,6 @@ def clip_cov(
         "cov_selected_frac": fraction(selected, mask),
     }
     return LossOutput(mask_out(~selected, loss), metrics)
-
-
-# KL-Cov: policy gradient, with a KL penalty on the tokens of highest covariance.
 
 
 def _select_kl_cov(
@@ -648,16 +625,15 @@ def kl_cov(
     cov_selected: Tensor,
     ppo_kl_coef: float = 1.0,
 ) -> LossOutput:
-    """−Aρ, plus coef·|Δ| on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
+    """KL-Cov: policy gradient, with a KL penalty on the tokens of highest covariance.
+
+    −Aρ, plus coef·|Δ| on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
 
     Source: Cui et al., arXiv 2505.22617.
     """
     delta = log_ratio(log_probs, old_log_probs)
     loss = -advantages * delta.exp() + mask_out(cov_selected, ppo_kl_coef * delta.abs())
     return LossOutput(loss, {"cov_selected_frac": fraction(cov_selected, mask)})
-
-
-# DPPO with a bound on the binary KL divergence of a token.
 
 
 @register_policy_loss("dppo_kl", validate=check_clip)
@@ -672,7 +648,9 @@ def dppo_kl(
     clip_ratio_high: float | None = None,
     clip_ratio_c: float | None = 20.0,
 ) -> LossOutput:
-    """−A·sg(min(ρ, C))·log π where the token moves back or its divergence is in bounds, else 0.
+    """DPPO with a bound on the binary KL divergence of a token.
+
+    −A·sg(min(ρ, C))·log π where the token moves back or its divergence is in bounds, else 0.
 
     The divergence is KL(π_old ‖ π) of "this token or any other"; its bound is ε_h for A > 0 (only
     growing probabilities are bound) and ε_l for A ≤ 0 (only shrinking ones).
@@ -688,14 +666,11 @@ def dppo_kl(
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p·log(p/q) + (1−p)·log((1−p)/(1−q)) of two Bernoulli log-probabilities, any shape."""
+    """Return p·log(p/q) + (1−p)·log((1−p)/(1−q)) of two Bernoulli log-probabilities, any shape."""
     # Probabilities stay below 1 by what the dtype can tell apart, so that no logarithm diverges.
     ceiling = 1 - 2 * torch.finfo(log_p.dtype).eps
     p, q = log_p.exp().clamp(max=ceiling), log_q.exp().clamp(max=ceiling)
     return p * (log_p - log_q) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
-
-
-# DPPO with a bound on the change of a token's probability (total variation).
 
 
 @register_policy_loss("dppo_tv", validate=check_clip)
@@ -710,7 +685,9 @@ def dppo_tv(
     clip_ratio_high: float | None = None,
     clip_ratio_c: float | None = 20.0,
 ) -> LossOutput:
-    """−A·sg(min(ρ, C))·log π where π − π_old ≤ ε_h (A > 0) or ≥ −ε_l (A ≤ 0), else 0.
+    """DPPO with a bound on the change of a token's probability (total variation).
+
+    −A·sg(min(ρ, C))·log π where π − π_old ≤ ε_h (A > 0) or ≥ −ε_l (A ≤ 0), else 0.
 
     The bounds are on probabilities: a rare token may multiply its ratio many times over.
     Source: arXiv 2602.04879, DPPO with the binary TV divergence.

@@ -19,10 +19,6 @@ from engine.algorithms.masked import at_least_float, masked_mean, masked_sum
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
-# Inputs and outputs of preference losses, and the registry of those on pairs.
-#
-# What lives here: the tables, the wrapper that checks them, sums of log-probs. No formula.
-
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
@@ -38,7 +34,7 @@ class Pairs:
     ref_rejected: Tensor | None = None
 
     def log_ratios(self, per_token: bool = False) -> tuple[Tensor, Tensor]:
-        """log π − log π_ref of chosen and rejected; divided by length when `per_token`."""
+        """Return log π − log π_ref of chosen and rejected; divided by length when `per_token`."""
         assert self.ref_chosen is not None, "checked by PairLoss"
         assert self.ref_rejected is not None, "checked by PairLoss"
         chosen = self.policy_chosen - self.ref_chosen
@@ -48,13 +44,13 @@ class Pairs:
         return chosen, rejected
 
     def per_token(self) -> tuple[Tensor, Tensor]:
-        """Mean log-prob of a token of chosen and rejected."""
+        """Return the mean log-prob of a token of chosen and rejected."""
         return self.policy_chosen / self.chosen_length, self.policy_rejected / self.rejected_length
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceOutput:
-    """A loss a row and metrics as sums and counts (`rewards/…`: implicit rewards)."""
+    """A loss for each row, and metrics as sums and counts (`rewards/…`: implicit rewards)."""
 
     loss: Tensor
     """`[B]`."""
@@ -75,19 +71,17 @@ class PairLoss:
     validate: Callable[..., None] | None
 
     def __call__(self, pairs: Pairs, **options: object) -> PreferenceOutput:
-        """Loss of B pairs; gradient flows into the policy's log-probs only.
+        """Compute the loss of B pairs; gradient flows into the policy's log-probs only.
 
         Raises ConfigError for wrong options, DataError for missing or ill-shaped inputs, and
         EngineError for a plugin's loss that is not finite.
         """
         self.check_options(options)
-        given = self._checked(pairs)
-        out = self.formula(given, **options)
-        owner, inputs = (
-            f"preference loss {self.name!r}",
-            (given.policy_chosen, given.policy_rejected),
-        )
-        mask = torch.ones_like(given.policy_chosen, dtype=torch.bool)
+        clean = self._checked(pairs)
+        out = self.formula(clean, **options)
+        inputs = clean.policy_chosen, clean.policy_rejected
+        mask = torch.ones_like(clean.policy_chosen, dtype=torch.bool)
+        owner = f"preference loss {self.name!r}"
         require_finite_loss(owner, self.formula, out.loss, *inputs, mask=mask)
         return out
 
@@ -145,9 +139,9 @@ def register_pair_loss(
     """Register `formula(pairs, *, option=default, …) -> PreferenceOutput` under `name`."""
 
     def decorate(formula: Formula) -> PairLoss:
-        own = Options(f"preference loss {name!r}", formula)
-        entry = PairLoss(name, formula, own, needs_reference, validate)
-        _registry.add(name, entry, formula, aliases=aliases, options=own)
+        accepted = Options(f"preference loss {name!r}", formula)
+        entry = PairLoss(name, formula, accepted, needs_reference, validate)
+        _registry.add(name, entry, formula, aliases=aliases, options=accepted)
         return entry
 
     return decorate
@@ -159,23 +153,20 @@ options = _registry.options
 
 
 def sequence_log_probs(log_probs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of log-probs `[B]` and number of tokens `[B]` of `log_probs [B, T]`."""
+    """Return the sum of log-probs `[B]` and number of tokens `[B]` of `log_probs [B, T]`."""
     summed = masked_sum(at_least_float(log_probs), response_mask, 1)
     return summed, response_mask.bool().sum(1).to(summed.dtype)
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, MeanAccumulator]:
-    """Implicit rewards `[B]` under TRL's names."""
-    every = chosen.new_ones(chosen.shape)
+    """Accumulate implicit rewards `[B]` under TRL's names."""
+    rows = chosen.new_ones(chosen.shape)
     return {
-        "rewards/chosen": accumulate_mean(chosen, every),
-        "rewards/rejected": accumulate_mean(rejected, every),
-        "rewards/margins": accumulate_mean(chosen - rejected, every),
-        "rewards/accuracies": accumulate_mean((chosen > rejected).double(), every),
+        "rewards/chosen": accumulate_mean(chosen, rows),
+        "rewards/rejected": accumulate_mean(rejected, rows),
+        "rewards/margins": accumulate_mean(chosen - rejected, rows),
+        "rewards/accuracies": accumulate_mean((chosen > rejected).double(), rows),
     }
-
-
-# DPO: logistic loss on the difference of implicit rewards.
 
 
 @register_pair_loss("sigmoid", "dpo")
@@ -186,7 +177,9 @@ def sigmoid(
     label_smoothing: float = 0.0,
     length_normalize: bool = False,
 ) -> PreferenceOutput:
-    """−(1−ε)·log σ(βh) − ε·log σ(−βh), h = log-ratio of chosen − log-ratio of rejected, `[B]`.
+    """DPO: logistic loss on the difference of implicit rewards.
+
+    −(1−ε)·log σ(βh) − ε·log σ(−βh), h = log-ratio of chosen − log-ratio of rejected, `[B]`.
 
     ε > 0 (conservative DPO): labels are wrong with that probability. `length_normalize` divides
     each log-ratio by its length.
@@ -198,12 +191,11 @@ def sigmoid(
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
 
 
-# IPO: a squared loss that pulls the difference to a finite target.
-
-
 @register_pair_loss("ipo")
 def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalize: bool = True) -> PreferenceOutput:
-    """(h − 1/(2β))², `[B]`: the difference is not driven to infinity on certain preferences.
+    """IPO: a squared loss that pulls the difference to a finite target.
+
+    (h − 1/(2β))², `[B]`: the difference is not driven to infinity on certain preferences.
 
     By default h is of log-ratios a token, as its authors advise and TRL does; the paper's formula
     has whole responses (`length_normalize=False`).
@@ -214,21 +206,17 @@ def ipo(pairs: Pairs, *, beta: float = 0.1, length_normalize: bool = True) -> Pr
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
 
 
-# Hinge loss on the difference of implicit rewards.
-
-
 @register_pair_loss("hinge")
 def hinge(pairs: Pairs, *, beta: float = 0.1, length_normalize: bool = False) -> PreferenceOutput:
-    """max(0, 1 − βh), h as in DPO, `[B]`: pairs beyond the margin stop pulling.
+    """Hinge loss on the difference of implicit rewards.
+
+    max(0, 1 − βh), h as in DPO, `[B]`: pairs beyond the margin stop pulling.
 
     Source: SLiC-HF, arXiv 2305.10425, and RSO, arXiv 2309.06657.
     """
     chosen, rejected = pairs.log_ratios(length_normalize)
     loss = (1 - beta * (chosen - rejected)).clamp(min=0)
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
-
-
-# Robust DPO: unbiased under labels that are flipped with a known probability.
 
 
 @register_pair_loss("robust")
@@ -239,7 +227,9 @@ def robust(
     label_smoothing: float = 0.1,
     length_normalize: bool = False,
 ) -> PreferenceOutput:
-    """(−(1−ε)·log σ(βh) + ε·log σ(−βh))/(1 − 2ε), h as in DPO, ε = `label_smoothing`, `[B]`.
+    """Robust DPO: unbiased under labels that are flipped with a known probability.
+
+    (−(1−ε)·log σ(βh) + ε·log σ(−βh))/(1 − 2ε), h as in DPO, ε = `label_smoothing`, `[B]`.
 
     Source: Chowdhury et al., arXiv 2403.00409.
     """
@@ -248,9 +238,6 @@ def robust(
     loss = -(1 - label_smoothing) * logsigmoid(logits) + label_smoothing * logsigmoid(-logits)
     loss = loss / (1 - 2 * label_smoothing)
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
-
-
-# SimPO: the mean log-prob of a token as the reward, with a margin and no reference.
 
 
 def _check_simpo(*, simpo_gamma: float, **_: object) -> None:
@@ -262,7 +249,9 @@ def _check_simpo(*, simpo_gamma: float, **_: object) -> None:
 def simpo(
     pairs: Pairs, *, beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0
 ) -> PreferenceOutput:
-    """−log σ(β·(log π(chosen)/len − log π(rejected)/len) − γ), `[B]`; ε as in conservative DPO.
+    """SimPO: the mean log-prob of a token as the reward, with a margin and no reference.
+
+    −log σ(β·(log π(chosen)/len − log π(rejected)/len) − γ), `[B]`; ε as in conservative DPO.
 
     Source: Meng et al., arXiv 2405.14734, eq. 6.
     """
@@ -272,12 +261,11 @@ def simpo(
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
 
 
-# ORPO: supervised loss plus a log-odds ratio, no reference.
-
-
 @register_pair_loss("orpo", needs_reference=False)
 def orpo(pairs: Pairs, *, beta: float = 0.1) -> PreferenceOutput:
-    """−log p(chosen) − β·log σ(log odds(chosen) − log odds(rejected)), `[B]`.
+    """ORPO: supervised loss plus a log-odds ratio, no reference.
+
+    −log p(chosen) − β·log σ(log odds(chosen) − log odds(rejected)), `[B]`.
 
     p is the geometric-mean probability of a token, odds = p/(1 − p); β is the paper's λ.
     Source: Hong et al., arXiv 2403.07691, eq. 6 to 7.
@@ -294,7 +282,7 @@ def orpo(pairs: Pairs, *, beta: float = 0.1) -> PreferenceOutput:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 − e^x) for x ≤ 0, exact at both ends; x within a dtype's epsilon of 0 is moved off it.
+    """Return log(1 − e^x) for x ≤ 0, exact at both ends; x is kept a dtype's epsilon below 0.
 
     Source: Mächler (2012), "Accurately computing log(1 − exp(−|a|))", eq. 7.
     """
@@ -306,11 +294,8 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(near, small, large)
 
 
-# KTO: each completion alone is good or bad, measured against a reference point.
-
-
 def kto_reference_point(policy_kl: Tensor, ref_kl: Tensor, rows: Tensor | None = None) -> Tensor:
-    """z₀ = max(0, mean(log π − log π_ref)) over the GLOBAL batch: a scalar without gradient.
+    """Return KTO's z₀ = max(0, mean(log π − log π_ref)) of the GLOBAL batch, without gradient.
 
     `policy_kl`, `ref_kl` `[B]` are log-probs of completions paired with other rows' prompts.
     `rows [B]` (bool) leaves rows out.
@@ -330,7 +315,9 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> PreferenceOutput:
-    """λ_D·(1 − σ(β(ρ − z₀))) for good rows, λ_U·(1 − σ(β(z₀ − ρ))) for bad ones, `[B]`.
+    """KTO: each completion alone is good or bad, measured against a reference point.
+
+    λ_D·(1 − σ(β(ρ − z₀))) for good rows, λ_U·(1 − σ(β(z₀ − ρ))) for bad ones, `[B]`.
 
     ρ = log π − log π_ref of whole responses `[B]`, `desirable [B]` bool, z₀ from
     `kto_reference_point`, once for the global batch.
@@ -360,9 +347,6 @@ def kto(
     return PreferenceOutput(weight * torch.sigmoid(-beta * away), metrics)
 
 
-# The reward model's loss: the chosen response should score higher.
-
-
 def bradley_terry(
     chosen_scores: Tensor,
     rejected_scores: Tensor,
@@ -370,7 +354,9 @@ def bradley_terry(
     *,
     center_rewards_coefficient: float = 0.0,
 ) -> PreferenceOutput:
-    """−log σ(s_chosen − s_rejected − margin) + c·(s_chosen + s_rejected)², all `[B]`.
+    """The reward model's loss: the chosen response should score higher.
+
+    −log σ(s_chosen − s_rejected − margin) + c·(s_chosen + s_rejected)², all `[B]`.
 
     The second term keeps scores around 0, which the first leaves open.
     Source: Llama 2, arXiv 2307.09288, eq. 2; centring: Eisenstein et al., arXiv 2312.09244.
@@ -391,9 +377,6 @@ def bradley_terry(
     return PreferenceOutput(loss, reward_metrics(chosen, rejected))
 
 
-# A language model as a reward model: its log-prob of a response is the score.
-
-
 def _check_likelihood(*, sft_weight: float, **_: object) -> None:
     if sft_weight < 0:
         raise ConfigError(f"sft_weight={sft_weight} must not be negative")
@@ -403,7 +386,9 @@ def _check_likelihood(*, sft_weight: float, **_: object) -> None:
 def likelihood(
     pairs: Pairs, *, beta: float = 1.0, sft_weight: float = 1.0, label_smoothing: float = 0.0
 ) -> PreferenceOutput:
-    """−log σ(β·(log π(chosen) − log π(rejected))) − w·log π(chosen)/len, `[B]`; ε as in DPO.
+    """A language model as a reward model: its log-prob of a response is the score.
+
+    −log σ(β·(log π(chosen) − log π(rejected))) − w·log π(chosen)/len, `[B]`; ε as in DPO.
 
     Bradley-Terry's loss with log-probs as scores, and the language model's loss of the chosen
     response beside it, which keeps what the model knows.

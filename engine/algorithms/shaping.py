@@ -14,8 +14,6 @@ from torch import Tensor
 from engine.algorithms.masked import Groups, at_least_float, mask_out, masked_whiten
 from engine.errors import ConfigError, DataError
 
-# Changing rewards before they become advantages.
-
 
 def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
     """Put each completion's score `[B]` on its last token inside the mask: `[B, T]`."""
@@ -25,7 +23,7 @@ def on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def last_turn(response_mask: Tensor) -> Tensor:
-    """The last run of tokens inside the mask `[B, T]`, bool: what was sampled without a break."""
+    """Return the last run of tokens inside the mask `[B, T]`, bool: sampled without a break."""
     mask = response_mask.bool()
     after = mask.long().flip(1).cumsum(1).flip(1)  # tokens inside the mask from here on
     gaps = (~mask & (after > 0)).long().flip(1).cumsum(1).flip(1)  # gaps that more tokens follow
@@ -35,10 +33,10 @@ def last_turn(response_mask: Tensor) -> Tensor:
 def overlong_penalty(
     lengths: Tensor, max_response_length: int, overlong_buffer_len: int, penalty_factor: float = 1.0
 ) -> Tensor:
-    """min(−(len − (L_max − buf))/buf·factor, 0): from 0 at L_max − buf to −factor at L_max, `[B]`.
+    """Return a penalty `[B]` that falls from 0 at L_max − buf tokens to −factor at L_max.
 
-    Source: DAPO, arXiv 2503.14476, eq. 13. Raises ConfigError for a buffer outside 1..L_max or a
-    negative factor.
+    min(−(len − (L_max − buf))/buf·factor, 0). Source: DAPO, arXiv 2503.14476, eq. 13.
+    Raises ConfigError for a buffer outside 1..L_max or a negative factor.
     """
     if not 1 <= overlong_buffer_len <= max_response_length:
         raise ConfigError(
@@ -54,7 +52,7 @@ def overlong_penalty(
 def kl_in_reward(
     token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: float
 ) -> Tensor:
-    """r_t = score_t − β·KL_t inside the mask, 0 outside, `[B, T]`, without gradient.
+    """Return r_t = score_t − β·KL_t inside the mask, 0 outside, `[B, T]`, without gradient.
 
     Source: Ziegler et al., arXiv 1909.08593, eq. 2.
     """
@@ -63,7 +61,7 @@ def kl_in_reward(
 
 
 def weigh_components(components: Tensor, weights: Sequence[float]) -> Tensor:
-    """Σ_k w_k·component_k: `[B, K]` → `[B]`. A weight of 0 ignores its component, even NaN.
+    """Return Σ_k w_k·component_k: `[B, K]` → `[B]`. A weight of 0 ignores its component, even NaN.
 
     Raises DataError when the number of weights is not K.
     """
@@ -94,9 +92,6 @@ def whiten_rewards(
     return masked_whiten(rewards, response_mask, shift_mean=shift_mean)
 
 
-# DAPO's dynamic sampling: keep groups with a signal, and refill up to a limit.
-
-
 class Refill(Enum):
     """What to do after a generation batch was filtered."""
 
@@ -108,7 +103,7 @@ class Refill(Enum):
 def groups_with_signal(
     metric: Tensor, group_ids: Tensor, rows: Tensor | None = None, *, tolerance: float = 0.0
 ) -> Tensor:
-    """Rows `[B]` (bool) whose group's range (max − min of `metric [B]`) is above `tolerance`.
+    """Return the rows `[B]` (bool) whose group's range of `metric [B]` is above `tolerance`.
 
     `rows [B]` (bool) leaves rows out, e.g. failed rewards: they are never kept and don't count.
     A group of one has range 0. Source: DAPO, arXiv 2503.14476, eq. 11.
@@ -117,27 +112,27 @@ def groups_with_signal(
     return (groups.range(metric) > tolerance)[groups.index] & groups.rows
 
 
-def first_groups(group_ids: Tensor, keep: Tensor, wanted: int) -> Tensor:
-    """Indices (int64) of kept rows of the first `wanted` groups, in order of appearance.
+def first_groups(group_ids: Tensor, keep: Tensor, count: int) -> Tensor:
+    """Return indices (int64) of kept rows of the first `count` groups, in order of appearance.
 
-    Rows keep their order. Fewer groups than wanted give all there are.
+    Rows keep their order. Where there are fewer groups, all are returned.
     """
     chosen: dict[int, None] = {}
     for group in group_ids[keep.bool()].tolist():
         chosen.setdefault(int(group))
-    ids = torch.tensor(list(chosen)[:wanted], dtype=group_ids.dtype, device=group_ids.device)
+    ids = torch.tensor(list(chosen)[:count], dtype=group_ids.dtype, device=group_ids.device)
     return (torch.isin(group_ids, ids) & keep.bool()).nonzero().squeeze(1)
 
 
 def refill_decision(
-    kept_groups: int, wanted_groups: int, generated_batches: int, max_num_gen_batches: int
+    kept_groups: int, needed_groups: int, generated_batches: int, max_num_gen_batches: int
 ) -> Refill:
-    """Whether to generate another batch; raise ConfigError for a bound below 1."""
+    """Decide whether to generate another batch; raise ConfigError for a bound below 1."""
     if max_num_gen_batches < 1:
         raise ConfigError(
             f"filter_groups.max_num_gen_batches={max_num_gen_batches} must be 1 or more: without "
             "a bound, prompts that are all solved or all failed would be drawn for ever"
         )
-    if kept_groups >= wanted_groups:
+    if kept_groups >= needed_groups:
         return Refill.ENOUGH
     return Refill.MORE if generated_batches < max_num_gen_batches else Refill.GIVE_UP

@@ -1,7 +1,17 @@
 """The trainer's forward pass over completions, and its outputs for each response token.
 
 Log-probs, entropy and values, and for distillation a teacher's likeliest tokens and a student's
-divergence. Losses are in `engine.algorithms`.
+divergence. Losses are in `engine.algorithms`; callers choose which rows go together.
+
+Rows are aligned to the left, and only response positions meet the vocabulary head. A model that
+`packing.apply_packing` was called on runs its body on the rows without padding, and once on a
+prompt that several of them share; results have the same shapes. The pass has parts, for models that
+several ranks share: `response_states` (the body, where the head reads it; `hidden_states` is all of
+it), the head, and `read_tokens` (log-probs and entropy, by a `TokenStatistics`).
+
+An `OutputReader` runs a full model (`from_model`), or computes the outputs from the hidden states
+of a body that ran elsewhere (`from_hidden`): on another pipeline stage, or on a part of each
+sequence. All outputs are float32 `[b, R]` by name.
 """
 
 from __future__ import annotations
@@ -33,22 +43,12 @@ from engine.models.vocabulary_head import (
     vocabulary_head,
 )
 
-# The trainer's forward pass over completions: log-probs, entropy and values of response tokens.
-#
-# Rows are aligned to the left, and only response positions meet the vocabulary head. A model that
-# `packing.apply_packing` was called on runs its body on the rows without padding, and once on a
-# prompt that several of them share; results have the same shapes.
-#
-# The pass has parts, for models that several ranks share: `response_states` (the body, where the
-# head reads it; `hidden_states` is all of it), the head, `read_tokens` (log-probs and entropy, by
-# a `TokenStatistics`). Callers choose which rows go together (micro-batching).
-
 Model = nn.Module | BaseModelView  # a transformers causal language model, or a policy's base
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What a forward pass says about response tokens: float32 `[B, R]`, 0 where there is none."""
+    """Outputs of a forward pass for response tokens: float32 `[B, R]`, 0 where there is none."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -58,7 +58,7 @@ class TokenOutputs:
     full_kl: Tensor | None = None
     """KL(π ‖ π_ref), exact over the vocabulary, in nats."""
     router_balance: Tensor | None = None
-    """Of a mixture's routers: see `Routing.balance`."""
+    """Of the routers of a mixture of experts: see `Routing.load_balancing_loss`."""
 
 
 def token_outputs(
@@ -79,22 +79,21 @@ def token_outputs(
     another device than the model; results are on the model's.
     """
     seqs = left_align(batch)
-    asked: dict[str, bool] = {
+    options: dict[str, Any] = {
         "entropy": entropy,
         "entropy_gradient": entropy_gradient,
         "sum_pi_squared": sum_pi_squared,
     }
     if reference is None and (head := _head(model)) is not None:
         states = response_states(model, seqs)  # type: ignore[arg-type]
-        return read_states(head, states, seqs, batch, temperature, statistics=statistics, **asked)
+        return read_states(head, states, seqs, batch, temperature, statistics=statistics, **options)
     logits = model_logits(model, seqs)
-    theirs = None
+    reference_logits = None
     if reference is not None:
         with torch.no_grad():
-            theirs = model_logits(reference, seqs)
-    return read_tokens(
-        logits, seqs, batch, temperature, statistics=statistics, reference_logits=theirs, **asked
-    )
+            reference_logits = model_logits(reference, seqs)
+    options["reference_logits"] = reference_logits
+    return read_tokens(logits, seqs, batch, temperature, statistics=statistics, **options)
 
 
 def response_log_probs(
@@ -104,12 +103,12 @@ def response_log_probs(
     *,
     statistics: TokenStatistics = token_statistics,
 ) -> Tensor:
-    """Log-probs `[B, R]` (float32) of the response tokens; 0 where there is no token."""
+    """Compute log-probs `[B, R]` (float32) of the response tokens; 0 where there is no token."""
     return token_outputs(model, batch, temperature, statistics=statistics).log_probs
 
 
 def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
-    """Values `[B, R]` of the states before each response token; 0 where there is no token."""
+    """Compute values `[B, R]` of the states before each response token; 0 where there is none."""
     seqs = left_align(batch)
     if isinstance(critic, CriticModel) and (rows := pack(critic, seqs)) is not None:
         flat = critic.values(_packed_states(critic, rows, seqs))
@@ -119,7 +118,7 @@ def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
 
 
 def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
-    """Outputs of the body's last norm `[N, H]` that predict response tokens: what the head reads.
+    """Compute the body's outputs `[N, H]` that predict response tokens: what the head reads.
 
     `model` is a language model or a critic.
     """
@@ -129,23 +128,23 @@ def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
 
 
 def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None = None) -> Tensor:
-    """Outputs of the body's last norm `[B, L, H]` for padded rows; padding's are anything.
+    """Compute the outputs of the body's last norm `[B, L, H]` for padded rows.
 
     `model` is a language model or a critic. `position_ids [B, L]` are those of columns that are a
-    share of longer rows.
+    share of longer rows. Outputs at padding have no meaning.
     """
-    whole: Any = model
+    body: Any = model.base_model
     ids = seqs.input_ids.to(_device(model))
-    where = {} if position_ids is None else {"position_ids": position_ids.to(ids.device)}
-    hidden: Tensor = whole.base_model(input_ids=ids, use_cache=False, **where).last_hidden_state
+    options = {} if position_ids is None else {"position_ids": position_ids.to(ids.device)}
+    hidden: Tensor = body(input_ids=ids, use_cache=False, **options).last_hidden_state
     return hidden
 
 
 @torch.no_grad()
 def packing_error(model: nn.Module, batch: Batch) -> float:
-    """How far packed rows are from padded ones: ‖difference‖/‖hidden states‖, a token's mean.
+    """Measure ‖packed − padded‖/‖padded‖ of hidden states, the mean over tokens.
 
-    Of a model that packing was applied to.
+    `model` is one that packing was applied to.
     """
     seqs = left_align(batch)
     rows = pack(model, seqs, True)
@@ -153,15 +152,15 @@ def packing_error(model: nn.Module, batch: Batch) -> float:
     return distance(_packed_states(model, rows, seqs), seqs.states(hidden_states(model, seqs)))
 
 
-def distance(states: Tensor, wanted: Tensor) -> float:
-    """How far `states` [N, H] are from `wanted` ones, over their norms: a token's mean."""
-    wanted = wanted.float()
-    each = (states.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
-    return float(each.mean()) if len(each) else 0.0
+def distance(states: Tensor, expected: Tensor) -> float:
+    """Measure ‖states − expected‖/‖expected‖ of rows [N, H]; return the mean, 0 of none."""
+    expected = expected.float()
+    distances = (states.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    return float(distances.mean()) if len(distances) else 0.0
 
 
 def _packed(model: nn.Module, seqs: Sequences) -> PackedRows | None:
-    """`pack`, of rows that are run next: an open Routing is told how they lie."""
+    """Pack rows that are run next; an open Routing is told how they lie."""
     rows = pack(model, seqs)
     if (open_now := open_routing(model)) is not None:
         open_now.lay_out(seqs, rows, _device(model))
@@ -173,18 +172,13 @@ def _packed_states(model: nn.Module, rows: PackedRows, seqs: Sequences) -> Tenso
     seqs = seqs.to(rows.places.device)
     index = rows.index(seqs.rows, seqs.positions)
     if takes_rows_read(model):
-        different, place = index.unique(return_inverse=True)  # a prompt's end has several readers
+        different, inverse = index.unique(return_inverse=True)  # several read a prompt's end
         shared = len(different) < len(index)
         read = RowsRead.at(different if shared else index)
         states: Tensor = packed_forward(body, rows, read=read).last_hidden_state[0]
-        return states.index_select(0, place) if shared else states[: len(index)]
+        return states.index_select(0, inverse) if shared else states[: len(index)]
     hidden: Tensor = packed_forward(body, rows).last_hidden_state
     return hidden[0].index_select(0, index)
-
-
-def response_logits(head: Head, hidden: Tensor, seqs: Sequences) -> Tensor:
-    """What `head` makes `[N, V]` of the hidden states `[B, L, H]` that predict response tokens."""
-    return head(seqs.states(hidden))
 
 
 def read_states(
@@ -195,17 +189,17 @@ def read_states(
     temperature: float,
     *,
     statistics: TokenStatistics = token_statistics,
-    **asked: Any,
+    **options: Any,
 ) -> TokenOutputs:
-    """As `read_tokens`, off the hidden states `[N, H]` that `head` reads.
+    """Read what `read_tokens` does off the hidden states `[N, H]` that `head` reads.
 
     A plain head gives the statistics a chunk of tokens at a time, without their logits.
     """
     if statistics is not token_statistics or not takes_chunks(head):
         logits = head(states)
-        return read_tokens(logits, seqs, batch, temperature, statistics=statistics, **asked)
+        return read_tokens(logits, seqs, batch, temperature, statistics=statistics, **options)
     seqs = seqs.to(states.device)
-    flat = chunked_statistics(head, states, seqs.targets, temperature, **asked)
+    flat = chunked_statistics(head, states, seqs.targets, temperature, **options)
     return _in_columns(flat, seqs, batch)
 
 
@@ -246,7 +240,7 @@ def read_values(values: Tensor, seqs: Sequences, batch: Batch) -> Tensor:
 
 
 def model_logits(model: Model, seqs: Sequences) -> Tensor:
-    """Logits [N, V] at the positions that predict response tokens."""
+    """Compute logits [N, V] at the positions that predict response tokens."""
     if isinstance(model, BaseModelView):
         with model.weights() as base:
             return model_logits(base, seqs)
@@ -262,7 +256,7 @@ def model_logits(model: Model, seqs: Sequences) -> Tensor:
 
 
 def _head(model: Model) -> Head | None:
-    """What makes logits of hidden states, where it is known."""
+    """Return what makes logits of hidden states, where it is known."""
     return None if isinstance(model, BaseModelView) else vocabulary_head(model)
 
 
@@ -276,7 +270,7 @@ def _in_columns(flat: dict[str, Tensor], seqs: Sequences, batch: Batch) -> Token
 
 
 def scatter_tokens(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
-    """Values `[N, …]` of the response tokens of `seqs` in their columns `[B, R, …]`, 0 elsewhere.
+    """Put values `[N, …]` of the response tokens of `seqs` into columns `[B, R, …]`, 0 elsewhere.
 
     Integers keep their dtype, all else is float32. `like` is `[B, R]`.
     """
@@ -284,12 +278,6 @@ def scatter_tokens(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
     out = torch.zeros((*like.shape, *flat.shape[1:]), dtype=dtype, device=flat.device)
     return out.index_put((seqs.rows, seqs.columns), flat)
 
-
-# Outputs of a forward pass for each response token: log-probs and related values, or values.
-#
-# A reader runs a full model (`from_model`), or computes the outputs from the hidden states of a
-# body that ran elsewhere (`from_hidden`): on another pipeline stage, or on a part of each
-# sequence. All outputs are float32 `[b, R]` by name.
 
 Outputs = dict[str, Tensor]
 ReferenceLogits = Callable[[Batch], Tensor]  # at a micro-batch's response tokens
@@ -299,7 +287,7 @@ class OutputReader(Protocol):
     """Computes named outputs from a model."""
 
     def names(self) -> tuple[str, ...]:
-        """Names of the outputs, in a fixed order."""
+        """Return the names of the outputs, in a fixed order."""
         ...
 
     def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
@@ -309,11 +297,11 @@ class OutputReader(Protocol):
     def from_hidden(
         self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
     ) -> Outputs:
-        """Outputs `[b, R]` of the tokens of `seqs` from hidden states `[b, L, H]`; 0 elsewhere."""
+        """Compute outputs `[b, R]` of the tokens of `seqs` from hidden states `[b, L, H]`."""
         ...
 
     def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
-        """The context of a pass with `from_model` and of its backward pass."""
+        """Return the context of a pass with `from_model` and of its backward pass."""
         ...
 
 
@@ -327,22 +315,22 @@ class LogProbReader:
     sum_pi_squared: bool = False
     statistics: TokenStatistics = token_statistics
     reference: ReferenceLogits | None = None  # for the exact KL to its model
-    router_balance: bool = False  # of a mixture of experts
+    router_balance: bool = False  # the load-balancing loss of a mixture of experts
     replay: bool = False  # have routers choose the batch's `routed_experts`
     record: Callable[[Tensor], None] | None = None  # gets each pass's `routed_experts`
 
     def names(self) -> tuple[str, ...]:
-        """`log_probs`, then the requested ones."""
+        """Return `log_probs`, then the requested names."""
         requested = {
             "entropy": self.entropy,
             "sum_pi_squared": self.sum_pi_squared,
             "full_kl": self.reference is not None,
             "router_balance": self.router_balance,
         }
-        return ("log_probs", *(name for name, wanted in requested.items() if wanted))
+        return ("log_probs", *(name for name, included in requested.items() if included))
 
     def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
-        """One forward pass of a causal language model of any family."""
+        """Run one forward pass of a causal language model of any family."""
         if self.reference is not None:
             seqs = left_align(micro)
             read = self._with_reference(model_logits(module, seqs), seqs, micro)
@@ -350,16 +338,16 @@ class LogProbReader:
             read = token_outputs(
                 module, micro, self.temperature, statistics=self.statistics, **self._options()
             )
-        found = {name: getattr(read, name) for name in self.names()}
+        outputs = {name: getattr(read, name) for name in self.names()}
         if (routers := open_routing(module)) is not None:
             if self.record is not None:
                 self.record(routers.routed_experts())
             if self.router_balance:
-                found["router_balance"] = routers.load_balancing_loss(micro["responses"])
-        return found
+                outputs["router_balance"] = routers.load_balancing_loss(micro["responses"])
+        return outputs
 
     def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
-        """Routers' choices are looked at, or made."""
+        """Record the routers' choices, or make them."""
         if not (self.router_balance or self.replay or self.record is not None):
             return nullcontext()
         return routing(module, micro, replay=self.replay)
@@ -370,7 +358,7 @@ class LogProbReader:
         """Apply the head and the softmax."""
         head = require_vocabulary_head(module)
         if self.reference is not None:
-            read = self._with_reference(response_logits(head, hidden, seqs), seqs, micro)
+            read = self._with_reference(head(seqs.states(hidden)), seqs, micro)
             return {name: getattr(read, name) for name in self.names()}
         read = read_states(
             head,
@@ -407,15 +395,15 @@ class ValueReader:
     """Values of a critic, by name `values`."""
 
     def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
-        """Nothing more."""
+        """Return an empty context."""
         return nullcontext()
 
     def names(self) -> tuple[str, ...]:
-        """`values` alone."""
+        """Return `values` alone."""
         return ("values",)
 
     def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
-        """One forward pass of a model that returns values `[b, L]` for tokens `[b, L]`."""
+        """Run one forward pass of a model that returns values `[b, L]` for tokens `[b, L]`."""
         return {"values": response_values(module, micro)}
 
     def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
@@ -424,22 +412,18 @@ class ValueReader:
         return {"values": read_values(values, seqs, micro)}
 
 
-# Outputs of a forward pass for distillation: a teacher's likeliest tokens, and a student's
-# divergence from teachers.
-#
-# Both read whole rows of logits, so the vocabulary is not split over ranks (tp), and a model has
-# no stages (pp). The losses are in `engine.algorithms.distillation`.
-
-
 class _LogitsReader(ABC):
-    """Outputs that are read off logits."""
+    """Outputs that are read off whole rows of logits, in distillation.
+
+    So the vocabulary is not split over ranks (tp), and a model has no stages (pp).
+    """
 
     def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
-        """Nothing more."""
+        """Return an empty context."""
         return nullcontext()
 
     def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
-        """One forward pass of a causal language model."""
+        """Run one forward pass of a causal language model."""
         seqs = left_align(micro)
         return self._read(model_logits(module, seqs), seqs, micro)
 
@@ -447,9 +431,7 @@ class _LogitsReader(ABC):
         self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
     ) -> Outputs:
         """Apply the head."""
-        return self._read(
-            response_logits(require_vocabulary_head(module), hidden, seqs), seqs, micro
-        )
+        return self._read(require_vocabulary_head(module)(seqs.states(hidden)), seqs, micro)
 
     def _read(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         seqs = seqs.to(logits.device)
@@ -458,32 +440,34 @@ class _LogitsReader(ABC):
 
     @abstractmethod
     def _outputs(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
-        """By name `[N, …]` of the N response tokens of `seqs`."""
+        """Return outputs by name, `[N, …]` of the N response tokens of `seqs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopKReader(_LogitsReader):
-    """`teacher_ids [b, R, K]` int32 and `teacher_log_probs [b, R, K+1]`: the likeliest tokens of
-    softmax(logits / temperature), and all others together."""
+    """A teacher's likeliest tokens: `teacher_ids [b, R, K]`, `teacher_log_probs [b, R, K+1]`.
+
+    Of softmax(logits / temperature); ids are int32, and the last log-prob is all other tokens'.
+    """
 
     temperature: float
     k: int
     vocabulary: int  # of the student; what the teacher's logits have beyond it is left out
 
     def names(self) -> tuple[str, ...]:
-        """The two."""
+        """Return the names of both."""
         return ("teacher_ids", "teacher_log_probs")
 
     def _outputs(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
-        own = logits[:, : self.vocabulary].float() / self.temperature
-        ids = own.topk(min(self.k, own.shape[1])).indices
-        log_probs = with_rest(own.log_softmax(-1), ids)
+        logits = logits[:, : self.vocabulary].float() / self.temperature
+        ids = logits.topk(min(self.k, logits.shape[1])).indices
+        log_probs = with_rest(logits.log_softmax(-1), ids)
         return {"teacher_ids": ids.int(), "teacher_log_probs": log_probs}
 
 
 @dataclass(frozen=True, slots=True)
 class DivergenceReader(_LogitsReader):
-    """`log_probs`, `entropy` and `divergence` `[b, R]` of a student.
+    """A student's `log_probs`, `entropy` and `divergence`, `[b, R]` each.
 
     The divergence is the mean by `teacher_weights [b, T]` of those from `teachers`, whose logits
     are computed here, or without any from the batch's `teacher_ids` and `teacher_log_probs`.
@@ -496,13 +480,13 @@ class DivergenceReader(_LogitsReader):
     skip: bool = False  # teachers that no row of a micro-batch has; not where ranks go together
 
     def names(self) -> tuple[str, ...]:
-        """The three."""
+        """Return the names of the three."""
         return ("log_probs", "entropy", "divergence")
 
     def _outputs(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         out = token_statistics(logits, seqs.targets, self.temperature, entropy=True)
-        each = self._from_logits if self.teachers else self._from_top_k
-        return out | {"divergence": each(logits, seqs, micro)}
+        divergence = self._from_logits if self.teachers else self._from_top_k
+        return out | {"divergence": divergence(logits, seqs, micro)}
 
     def _from_logits(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Tensor:
         weights = micro["teacher_weights"]
@@ -510,10 +494,10 @@ class DivergenceReader(_LogitsReader):
         for i, teacher in enumerate(self.teachers):
             if self.skip and not bool(weights[:, i].any()):
                 continue
-            found = full_divergence(
+            divergence = full_divergence(
                 logits, teacher(micro), self.kind, beta=self.beta, temperature=self.temperature
             )
-            total = total + weights[seqs.rows, i].to(found) * found
+            total = total + weights[seqs.rows, i].to(divergence) * divergence
         return total
 
     def _from_top_k(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Tensor:
@@ -525,7 +509,7 @@ class DivergenceReader(_LogitsReader):
         )
         total = logits.new_zeros(len(logits), dtype=torch.float32)
         for i in range(count):
-            found = top_k_divergence(
+            divergence = top_k_divergence(
                 logits,
                 ids[:, i],
                 log_probs[:, i],
@@ -533,5 +517,5 @@ class DivergenceReader(_LogitsReader):
                 beta=self.beta,
                 temperature=self.temperature,
             )
-            total = total + weights[seqs.rows, i] * found
+            total = total + weights[seqs.rows, i] * divergence
         return total

@@ -1,7 +1,10 @@
 """The Llama family's training forward with fewer passes over memory, on the model's own parameters.
 
-The forwards that take the place of transformers', and where they are put in. Their pieces are
-in `engine.kernels.decoder_layer`.
+`apply_fused` gives norms, rotary positions, attention, MLP and the layers of one model instance the
+forwards below on the CPU, and those of `engine.kernels.liger` on CUDA, where Liger-Kernel is
+installed. They compute the same; the backward pass is written out, so that a sum of gradients is
+part of a matrix product, and what a pass can compute again is not stored. What attends (SDPA,
+packed rows, Ulysses) stays the module's choice. Their pieces are in `engine.kernels.decoder_layer`.
 """
 
 from __future__ import annotations
@@ -34,13 +37,6 @@ from engine.kernels.training_ops import Rotary, RowsRead
 from engine.models.packed_attention import Segments
 from engine.models.packing import attends_packed
 
-# Forwards of a decoder's modules that `fused` puts in place of transformers'.
-#
-# They compute the same; backward is written out, so that a sum of gradients is part of a matrix
-# product, and what a pass can compute again is not kept. What attends (SDPA, packed rows,
-# Ulysses) is the module's own choice as before. The functions are in `fused_functions`, their
-# matrix products in `products`; a whole layer as one function is in `compiled_layer`.
-
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 _MIN_TOKENS_A_POSITION = 4  # from which on each position's rotary numbers are computed once
 
@@ -58,7 +54,7 @@ class FusedForward:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether `fused` has put a forward in place of the module's own."""
+    """Tell whether `apply_fused` has put a forward in place of the module's own."""
     return isinstance(module.__dict__.get("forward"), FusedForward)
 
 
@@ -70,7 +66,7 @@ def layer_forward(
     read: RowsRead | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Outputs [B, T, H] of the layer; with `read`, of packed rows, those [1, N, H] that are read.
+    """Compute outputs [B, T, H] of the layer; with `read`, those [1, N, H] of packed rows.
 
     Only the last layer takes `read` into account.
     """
@@ -102,7 +98,7 @@ def _as_one(
     past_key_values: object = None,
     **options: object,
 ) -> Tensor | None:
-    """The layer as one function, of packed rows; None where it is computed in parts."""
+    """Run the layer as one function, of packed rows; None where it is computed in parts."""
     attention, mlp = module.self_attn, module.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     linear = [*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
@@ -112,9 +108,13 @@ def _as_one(
         or past_key_values is not None
         or hasattr(attention, "q_norm")
         or (attention.training and attention.attention_dropout)
-        or any(_is_hooked(part) for part in (attention, mlp, *norms))
+        or any(
+            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
+            for part in (attention, mlp, *norms)
+        )
+        or not all(map(is_fused, (attention, mlp, *norms)))
         or not (attends_packed(attention) and all(map(_is_plain, linear)))
-        or any(each.bias is not None for each in linear[4:])
+        or any(matrix.bias is not None for matrix in linear[4:])
     ):
         return None
     cos, sin = (each.unsqueeze(2) for each in position_embeddings)
@@ -137,19 +137,14 @@ def _as_one(
     return compiled_layer(x, weights, call) if takes_layer(x, weights, call) else None
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return any(hooks) or not is_fused(module)
-
-
 def rotary_forward(
     module: nn.Module, plain: Callable[..., Any], x: Tensor, position_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of many tokens at few positions each position's is computed once."""
+    """Compute each position's rotary numbers once, where many tokens are at few positions."""
     last = int(position_ids.max()) + 1
     if module.rope_type not in _STATIC_ROPE or _MIN_TOKENS_A_POSITION * last > position_ids.numel():
-        found: tuple[Tensor, Tensor] = plain(x, position_ids)
-        return found
+        embeddings: tuple[Tensor, Tensor] = plain(x, position_ids)
+        return embeddings
     cos, sin = plain(x, torch.arange(last, device=position_ids.device)[None])
     flat, shape = position_ids.flatten(), (*position_ids.shape, cos.shape[-1])
     return tuple(each[0].index_select(0, flat).view(shape) for each in (cos, sin))
@@ -164,7 +159,7 @@ def norm_forward(module: Any, plain: Callable[..., Tensor], hidden_states: Tenso
 def mlp_forward(
     module: Any, plain: Callable[..., Tensor], x: Tensor, residual: Tensor | None = None
 ) -> Tensor:
-    """As the module's own, plus `residual`, where it is given."""
+    """Compute what the module's own forward does, plus `residual` where it is given."""
     matrices = [module.gate_proj, module.up_proj, module.down_proj]
     if all(_is_plain(linear) and linear.bias is None for linear in matrices):
         gate, up, down = (linear.weight for linear in matrices)
@@ -184,7 +179,7 @@ def attention_forward(
     read: RowsRead | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """As the module's own, which decodes with a cache by itself; outputs are those of `read`."""
+    """Compute the module's attention for the rows of `read`; with a cache its own forward runs."""
     cos, sin = position_embeddings
     if past_key_values is not None or cos.shape[-1] != module.head_dim:
         out, weights = plain(
@@ -221,7 +216,7 @@ def attention_forward(
 
 
 def _queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """[B, L, heads, d] each, with rotary positions where they belong."""
+    """Return queries, keys and values [B, L, heads, d], rotated where they are to be."""
     projections = [module.q_proj, module.k_proj, module.v_proj]
     norms = hasattr(module, "q_norm")
     if not norms and all(map(_is_plain, projections)):
@@ -235,7 +230,7 @@ def _queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tu
 
 
 def _project(x: Tensor, modules: list[Any]) -> tuple[Tensor, ...]:
-    """`x` through linear layers that share it; adapted and quantised ones run by themselves."""
+    """Apply linear layers that share `x`; adapted and quantised ones run by themselves."""
     if all(_is_plain(linear) for linear in modules):
         return linears(x, [(linear.weight, linear.bias) for linear in modules])
     return tuple(linear(x) for linear in modules)
@@ -253,13 +248,6 @@ def _is_plain(linear: nn.Module) -> bool:
 def is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor)
 
-
-# The Llama family's training forward with fewer passes over memory, on the model's own
-# parameters.
-#
-# `apply_fused` gives norms, rotary positions, attention, MLP and the layers of one model instance
-# forwards of ours, and says whether they compute what transformers' do: on the CPU those of
-# `fused_forwards`, on CUDA those of `liger_forwards`, where Liger-Kernel is installed.
 
 log = logging.getLogger(__name__)
 
@@ -280,8 +268,8 @@ def apply_fused(model: Any, device: torch.device | None = None) -> bool:
     layers = _layers(model, device)
     if not layers or is_fused(layers[0].mlp):
         return bool(layers)
-    there = all(p.device == device and not is_sharded(p) for p in layers[0].parameters())
-    if there and not _agrees(layers[0], model):
+    loaded = all(p.device == device and not is_sharded(p) for p in layers[0].parameters())
+    if loaded and not _agrees(layers[0], model):
         log.warning(
             "the fused forward of %s gives other numbers than transformers'; it is left out",
             model.config.model_type,
@@ -293,7 +281,7 @@ def apply_fused(model: Any, device: torch.device | None = None) -> bool:
 
 
 def gains_by_fusion(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of `dtype` are trained in less time on `device`.
+    """Tell whether weights of `dtype` are trained in less time on `device`.
 
     On the CPU those of float32 are, and those of bfloat16 where loops are compiled.
     """
@@ -304,15 +292,8 @@ def gains_by_fusion(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def remove_fused(model: nn.Module) -> None:
-    """Give `model` transformers' forwards back."""
-    for module in model.modules():
-        if is_fused(module):
-            _restore(module)
-
-
 def _layers(model: nn.Module, device: torch.device) -> list[Any]:
-    """The decoder layers that can have fused forwards; none of a model that can't."""
+    """Return the decoder layers that can have fused forwards; none of a model that can't."""
     if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
         return []
     body = _body(model)
@@ -326,14 +307,14 @@ def _layers(model: nn.Module, device: torch.device) -> list[Any]:
 
 
 def _body(model: nn.Module) -> Any:
-    """The decoder: that of a model or a critic; a pipeline stage is one itself."""
+    """Return the decoder of a model or a critic; a pipeline stage is one itself."""
     return getattr(model, "base_model", model)
 
 
 def _parts(layers: list[Any], body: nn.Module) -> list[nn.Module]:
-    """Norms, rotary positions, attentions, MLPs and the layers themselves."""
-    own = ("RMSNorm", "RotaryEmbedding")
-    norms = [m for m in body.modules() if type(m).__name__.endswith(own)]
+    """Return norms, rotary positions, attentions, MLPs and the layers themselves."""
+    suffixes = ("RMSNorm", "RotaryEmbedding")
+    norms = [m for m in body.modules() if type(m).__name__.endswith(suffixes)]
     return [*norms, *(part for layer in layers for part in (layer.self_attn, layer.mlp, layer))]
 
 
@@ -353,17 +334,13 @@ def _fuse(module: nn.Module, device: torch.device) -> None:
 
 
 def _fuse_on_device(module: nn.Module) -> None:
-    """A layer and the rotary positions of all layers keep transformers' forwards."""
+    """Fuse by Liger; layers and their rotary positions keep transformers' forwards."""
     if type(module).__name__.endswith("RMSNorm"):
         module.forward = FusedForward(module, liger.norm_forward)
     elif hasattr(module, "gate_proj"):
         module.forward = FusedForward(module, liger.mlp_forward)
     elif hasattr(module, "q_proj"):
         module.forward = FusedForward(module, liger.attention_forward)
-
-
-def _restore(module: nn.Module) -> None:
-    del module.__dict__["forward"]
 
 
 def _is_gated(mlp: nn.Module) -> bool:
@@ -373,7 +350,7 @@ def _is_gated(mlp: nn.Module) -> bool:
 
 
 def takes_rows_read(model: nn.Module) -> bool:
-    """Whether `model`'s last layer can leave out tokens whose outputs nobody reads.
+    """Tell whether `model`'s last layer can leave out tokens whose outputs nobody reads.
 
     Its forward then takes `read`, a `RowsRead`, and the last hidden states are those of its rows.
     """
@@ -382,7 +359,7 @@ def takes_rows_read(model: nn.Module) -> bool:
 
 
 def _agrees(layer: Any, model: Any) -> bool:
-    """Whether the fused layer's output and gradient are the plain one's on a few random tokens."""
+    """Compare the fused layer's output and gradient with the plain one's on random tokens."""
     weight = layer.input_layernorm.weight
     draw = torch.Generator().manual_seed(0)
     width, device = model.config.hidden_size, weight.device
@@ -391,7 +368,7 @@ def _agrees(layer: Any, model: Any) -> bool:
     training = layer.training
     layer.eval()  # an adapter's dropout would differ from run to run
     parts = _parts([layer], layer)
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     try:
         with torch.enable_grad():
             for fused in (False, True):
@@ -404,12 +381,12 @@ def _agrees(layer: Any, model: Any) -> bool:
                 )
                 out = out[0] if isinstance(out, tuple) else out
                 (grad,) = torch.autograd.grad(out.float().square().sum(), x)
-                found += [out.detach().float(), grad.float()]
+                results += [out.detach().float(), grad.float()]
     finally:
         for part in parts:
             if is_fused(part):
-                _restore(part)
+                del part.__dict__["forward"]
         layer.train(training)
     tolerance = 1e-4 if weight.dtype == torch.float32 else 0.05
-    pairs = zip(found[:2], found[2:], strict=True)
-    return all((ours - theirs).norm() <= tolerance * theirs.norm() for theirs, ours in pairs)
+    pairs = zip(results[:2], results[2:], strict=True)
+    return all((fused - plain).norm() <= tolerance * plain.norm() for plain, fused in pairs)

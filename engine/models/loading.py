@@ -1,7 +1,10 @@
-"""Model folders: made from a configuration or loaded, in the dtype that is asked for, and saved.
+"""Model folders: made from a configuration or loaded, in a configured dtype, and saved.
 
-Also a start model whose `config.json` has other values. What the configuration makes of a
-policy (adapters, quantisation) is in `policy`.
+Checks of a model alone, or with its tokenizer, run before any compute is spent. A start model whose
+`config.json` has other values (verl's `override_config`) is a folder of links to the model's files
+and a `config.json` of its own, so that all who read the model (ranks, rollout engines, the
+reference) read the same. What the configuration makes of a policy (adapters, quantisation) is in
+`policy`.
 """
 
 from __future__ import annotations
@@ -37,8 +40,6 @@ from engine.models.lora import has_adapters, merged_copy, save_adapter
 from engine.storage.filesystem import is_hub_id, loading_error, require_model_name, split_revision
 from engine.storage.weight_files import file_tensors, write_weights
 
-# The dtype of a model's weights in training and rollout: `model.dtype`, and what `auto` is.
-
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -48,9 +49,9 @@ MIN_HIDDEN_SIZE = 96  # the narrowest whose learning was compared, see docs/prec
 
 
 def computes_in_bfloat16(*, gpu: bool) -> bool:
-    """Whether a GPU, or this machine's CPU, multiplies bfloat16 matrices in hardware.
+    """Decide whether a GPU, or this machine's CPU, multiplies bfloat16 matrices in hardware.
 
-    A GPU of another machine is taken to.
+    A GPU of another machine is assumed to.
     """
     if gpu:
         return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(False)
@@ -60,7 +61,7 @@ def computes_in_bfloat16(*, gpu: bool) -> bool:
 def resolve_dtype(
     dtype: str, hidden_size: int, *, gpu: bool | None = None, compute_dtype: str = ""
 ) -> str:
-    """The dtype that `model.dtype` stands for; a dtype itself stays.
+    """Return the dtype that `model.dtype` stands for; a dtype itself stays.
 
     `auto` is bfloat16 for a model of `MIN_HIDDEN_SIZE` or wider where `computes_in_bfloat16`, else
     float32; float32 also where `compute_dtype` asks for it. `gpu`: where the model will be; None:
@@ -80,11 +81,6 @@ def resolve_dtype(
         )
     return dtype
 
-
-# Getting a policy: a small Qwen2-shaped model from a configuration, or a Hugging Face model.
-#
-# Checks that belong to a model alone, or to a model and its tokenizer, live here too: they run
-# before any compute is spent. Training and decoding don't.
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _making = threading.RLock()
@@ -185,10 +181,10 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
 
 
 def adapter_base_path(path: str | Path) -> str | None:
-    """The model that an adapter's folder belongs to, by path or hub id (with the revision that it
-    names, if any); None for other folders.
+    """Return the model that an adapter's folder belongs to; None for other folders.
 
-    Raises ModelError when the folder doesn't say.
+    It is a path, or a hub id with the revision that the folder names, if any. Raises ModelError
+    when the folder doesn't say.
     """
     config = Path(path) / "adapter_config.json"
     if not config.is_file():
@@ -206,7 +202,7 @@ def adapter_base_path(path: str | Path) -> str | None:
 
 
 def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
-    """`base` with the adapter in `folder` merged into its weights."""
+    """Merge the adapter in `folder` into the weights of `base`."""
     from peft import PeftConfig, PeftModel
 
     try:
@@ -266,8 +262,8 @@ def _require_whole_index(folder: Path, setting: str) -> None:
     if not index.is_file():
         return
     try:
-        wanted = set(json.loads(index.read_text())["weight_map"].values())
-        missing = sorted(name for name in wanted if not (folder / name).is_file())
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(name for name in names if not (folder / name).is_file())
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ModelError(
             f"{setting}={str(folder)!r} has a {index.name} that can't be read "
@@ -309,7 +305,7 @@ def vocabulary_and_context(path: str | Path) -> tuple[int, int]:
 
 
 def text_config(path: str | Path) -> PretrainedConfig:
-    """The transformers configuration of a model's text part, or of an adapter's base.
+    """Return the transformers configuration of a model's text part, or of an adapter's base.
 
     Raises ModelError when it can't be read.
     """
@@ -319,7 +315,7 @@ def text_config(path: str | Path) -> PretrainedConfig:
 
 
 def saved_dtype(path: str | Path) -> str:
-    """The dtype that a model's configuration says its weights have; float32 where it says none.
+    """Return the dtype of a model's weights by its configuration; float32 where it has none.
 
     Raises ModelError as `text_config`.
     """
@@ -328,7 +324,7 @@ def saved_dtype(path: str | Path) -> str:
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
-    """The transformers configuration of a model's folder or hub id; ModelError as `text_config`."""
+    """Load the configuration of a model's folder or hub id; raise ModelError as `text_config`."""
     require_model_name(path)
     name, revision = split_revision(path)
     try:
@@ -343,17 +339,12 @@ def load_model_config(path: str | Path) -> PretrainedConfig:
 
 
 def _unsafe_pickle(where: str) -> ModelError:
-    """What to say of a `.bin` file that torch refuses; its own words name the way to run it."""
+    """Make the error for a `.bin` file that torch refuses; torch's own says how to run it."""
     return ModelError(
         f"{where} has weights in a .bin file (a pickle) that is damaged or holds more than "
         "tensors, which could run code on this machine; give the model's .safetensors"
     )
 
-
-# A start model whose `config.json` has other values, as verl's `override_config` asks for.
-#
-# It is a folder of links to the model's files and a `config.json` of its own, so that all who read
-# the model (ranks, rollout engines, the reference) read the same.
 
 log = logging.getLogger(__name__)
 
@@ -361,18 +352,18 @@ _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _ROPE = ("rope_scaling", "rope_theta", "rope_parameters")  # transformers reads each of them
 _NUMBER = re.compile(r"-?\d+(\.\d*)?[eE][-+]?\d+")
 _KERNELS = {"attn_implementation", "_attn_implementation"}
-_OWN_KERNELS = "the model's own kernels are used"
+_KERNEL_NOTE = "the model's own kernels are used"
 
 
 def check_overrides(path: str, changes: Mapping[str, object]) -> dict[str, object]:
-    """The changes as keys of the configuration of `path`.
+    """Check the changes; return them as keys of the configuration of `path`.
 
     Raises ConfigError for a key that it has not, and for a value with which the weights would have
     other names or shapes; ModelError where the configuration can't be read.
     """
     changes = _flat(changes)
     for key in _KERNELS & changes.keys():
-        log.warning("model.override_config.%s has no effect here: %s", key, _OWN_KERNELS)
+        log.warning("model.override_config.%s has no effect here: %s", key, _KERNEL_NOTE)
         del changes[key]
     if adapter_base_path(path) is not None:
         raise ConfigError(
@@ -416,26 +407,24 @@ def link_model(path: str, changes: Mapping[str, object], folder: Path) -> None:
 
 
 def _flat(changes: Mapping[str, Any]) -> dict[str, object]:
-    """The keys, and those below `model_config`, where verl's Megatron configuration has them."""
+    """Join the keys and those below `model_config`, where verl's Megatron settings have them."""
     inner = changes.get("model_config") or {}
-    every = {k: v for k, v in changes.items() if k != "model_config"} | dict(inner)
-    return {key: _number(value) for key, value in every.items()}
+    merged = {k: v for k, v in changes.items() if k != "model_config"} | dict(inner)
+    return {  # YAML reads 1e6 as a text
+        key: float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+        for key, value in merged.items()
+    }
 
 
 def _rope_of_this_version(config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
-    """The changes with `rope_theta` and `rope_scaling` where transformers 5 reads them."""
-    given = {key: changes.pop(key) for key in _ROPE if key in changes}
-    if not given:
+    """Move `rope_theta` and `rope_scaling` to where transformers 5 reads them."""
+    rope = {key: changes.pop(key) for key in _ROPE if key in changes}
+    if not rope:
         return changes
-    scaling = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
-    if "rope_theta" in given:
-        scaling["rope_theta"] = given["rope_theta"]
+    scaling = {**(rope.get("rope_scaling") or {}), **(rope.get("rope_parameters") or {})}
+    if "rope_theta" in rope:
+        scaling["rope_theta"] = rope["rope_theta"]
     return changes | {"rope_parameters": dict(config.rope_parameters or {}) | scaling}
-
-
-def _number(value: object) -> object:
-    """YAML reads 1e6 as a text."""
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
 def _changed(config: PretrainedConfig, changes: Mapping[str, object]) -> PretrainedConfig:
@@ -450,7 +439,7 @@ def _changed(config: PretrainedConfig, changes: Mapping[str, object]) -> Pretrai
 
 @with_model_lock
 def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
-    """The shape of each parameter, by name; nothing is stored."""
+    """Return the shape of each parameter by name; nothing is stored."""
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -462,7 +451,7 @@ def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
 
 
 def _local(path: str) -> Path:
-    """The model's folder; that of the hub's cache, which is filled."""
+    """Return the model's folder, or that of the hub's cache, which is filled."""
     if not is_hub_id(path):
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -475,8 +464,6 @@ def _local(path: str) -> Path:
             f"model.path={path!r} can't be fetched from the hub: {loading_error(error)}"
         ) from error
 
-
-# Writing a model folder that transformers, vLLM and this project can load again.
 
 ADAPTER_FOLDER = "adapter"  # below a model that was trained with adapters
 
@@ -510,7 +497,7 @@ def save_tensors(
     folder: str | Path,
     adapters: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """`save_model` of a model whose tensors come one by one: few are in memory at a time.
+    """Save as `save_model` a model whose tensors come one by one: few are in memory at a time.
 
     They are a plain model's, and `adapters` by parameter name those that were merged into it. Of
     `model` itself only the class and the configuration are read.

@@ -2,8 +2,7 @@
 
 A policy with adapters keeps its class, and its own weights are frozen: the same storage is the
 trained policy with the adapters on, and the model that training began with when they are off.
-The base may be quantised (`quantize.py`). Loading a policy is
-`policy.py`'s; training and decoding live elsewhere.
+The base may be quantised (`quantize`). Policies are loaded in `policy`.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def add_adapters(
 
 
 def _targets(model: PreTrainedModel, config: LoRAConfig) -> str | tuple[str, ...]:
-    """The modules to adapt. Of a mixture: attention's, as its experts are no linear modules."""
+    """Return the modules to adapt; of a mixture of experts attention's: experts aren't linears."""
     names = config.target_modules
     if model.config.model_type not in MIXTURES:
         return names
@@ -116,12 +115,12 @@ def _refuse_tied(model: PreTrainedModel, settings: LoraConfig) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `add_adapters` was called on `model`."""
+    """Tell whether `add_adapters` was called on `model`."""
     return bool(getattr(model, "peft_config", None))
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All that is trained of a model with adapters, by name: matrices A `[r, in]`, B `[out, r]`."""
+    """Return what is trained of a model with adapters, by name: A `[r, in]`, B `[out, r]`."""
     return {name: p for name, p in model.named_parameters() if ".lora_" in name}
 
 
@@ -137,7 +136,7 @@ class BaseModelView:
 
     @contextmanager
     def weights(self) -> Iterator[PreTrainedModel]:
-        """The policy with its adapters off."""
+        """Lend the policy with its adapters off."""
         self._policy.disable_adapters()
         try:
             yield self._policy
@@ -147,7 +146,7 @@ class BaseModelView:
 
 @torch.no_grad()
 def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A plain model of the same class that computes what `model` does with its adapters.
+    """Make a plain model of the same class that computes what `model` does with its adapters.
 
     What no adapter changes shares `model`'s storage, which stays as it is: read it, save it or copy
     it, and don't train it.
@@ -158,8 +157,8 @@ def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     plain.tie_weights()
     for name, buffer in list(plain.named_buffers()):
         if buffer.is_meta:  # in no state dict, such as rotary tables
-            owner, _, own = name.rpartition(".")
-            setattr(plain.get_submodule(owner), own, model.get_buffer(name))
+            owner, _, attribute = name.rpartition(".")
+            setattr(plain.get_submodule(owner), attribute, model.get_buffer(name))
     if model.can_generate():
         plain.generation_config = model.generation_config
     return plain.train(model.training)
@@ -178,13 +177,13 @@ def save_adapter(
 def adapter_tensors(
     model: PreTrainedModel, values: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The adapters' tensors by peft's names, which begin with the model's own modules.
+    """Return the adapters' tensors by peft's names, which begin with the model's own modules.
 
     `values`: as in `save_adapter`.
     """
     from peft import get_peft_model_state_dict
 
-    # Asked to decide by itself, peft would look the base up on the hub.
+    # Without save_embedding_layers=False, peft would look the base up on the hub.
     state = None if values is None else dict(values)
     weights: dict[str, Tensor] = get_peft_model_state_dict(
         model, state, save_embedding_layers=False
@@ -201,7 +200,7 @@ def write_adapter(tensors: Mapping[str, Tensor], settings: PeftConfigLike, folde
 
 
 def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict that `model` would have without adapters, W + α/r · B·A where it had one.
+    """Return the state dict of `model` without adapters: W + α/r · B·A where it had one.
 
     A quantised W is what it is computed with: adapters were trained on that, not on the original.
     """

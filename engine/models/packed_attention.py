@@ -50,7 +50,7 @@ class Segments:
 
     @classmethod
     def of(cls, groups: Sequence[tuple[int, list[int]]], device: torch.device) -> Segments:
-        """Of groups in order, each (tokens of its prefix, of each segment after it)."""
+        """Make segments of groups in order: (tokens of the prefix, of each segment after it)."""
         runs, at = [], 0
         for prefix, sizes in groups:
             begin = at
@@ -62,7 +62,7 @@ class Segments:
 
     @classmethod
     def of_runs(cls, runs: Sequence[Run], device: torch.device) -> Segments:
-        """Of runs that follow each other."""
+        """Make segments of runs that follow each other."""
         seen = [sum(run[1::2]) - sum(run[::2]) for run in runs]
         last = runs[-1][-1]
         return cls(
@@ -75,9 +75,9 @@ class Segments:
 
     @functools.cached_property
     def keys(self) -> Tensor | None:
-        """The tokens in the order of `key_starts`: [K] long; None: there are no prefixes.
+        """Return the tokens in the order of `key_starts`: [K] long; None: there are no prefixes.
 
-        Compiled attention doesn't ask for them, and of many runs they take long.
+        Compiled attention doesn't read them, and of many runs they take long.
         """
         parts = [ends for run in self.runs for ends in zip(run[::2], run[1::2], strict=True)]
         keys = np.concatenate([np.arange(*ends) for ends in parts])
@@ -86,7 +86,7 @@ class Segments:
         return torch.from_numpy(keys).to(self.starts.device)
 
     def with_prefixes(self, *tensors: Tensor) -> Iterator[Tensor]:
-        """Tensors [1, heads, T, d] as [1, heads, K, d]: each segment after its prefix."""
+        """Yield tensors [1, heads, T, d] as [1, heads, K, d]: each segment after its prefix."""
         return (t if self.keys is None else t.index_select(2, self.keys) for t in tensors)
 
 
@@ -99,7 +99,7 @@ def packed_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention [1, T, heads, d] of queries [1, heads, T, d]; keys' heads may be fewer (GQA)."""
+    """Compute attention [1, T, heads, d] of queries [1, heads, T, d]; keys may have fewer heads."""
     query, key, value = _cast(query, key, value)
     if dropout:
         return _by_segment(query, key, value, segments, scale, dropout)
@@ -128,7 +128,7 @@ def _by_block(
 
 
 def _without_autocast(function: Callable[..., T]) -> Callable[..., T]:
-    """`function(ctx, tensor, …)` in the dtypes that it chooses, backward passes among them."""
+    """Run `function(ctx, tensor, …)` in the dtypes that it chooses, in backward passes too."""
 
     @functools.wraps(function)
     def call(ctx: object, tensor: Tensor, *args: object) -> T:
@@ -169,7 +169,11 @@ class _Attention(torch.autograd.Function):
         query, key, value, out = ctx.saved_tensors
         q, k, v = (at_least_float(t[0]) for t in (query, key, value))  # [heads, T, d]
         g, o = (at_least_float(t[0]).transpose(0, 1) for t in (grad, out))
-        of_query, of_key, of_value = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad_query, grad_key, grad_value = (
+            torch.empty_like(q),
+            torch.zeros_like(k),
+            torch.zeros_like(v),
+        )
         sums = (g * o).sum(-1, keepdim=True)  # [heads, T, 1]
         for block in _blocks(ctx.runs, query.device):
             keys, values = block.keys(k), block.keys(v)
@@ -177,13 +181,13 @@ class _Attention(torch.autograd.Function):
             weights = _weights(queries, keys, ctx.scale, block)
             scores = torch.bmm(above, values.transpose(1, 2))
             scores.sub_(block.queries(sums, k)).mul_(weights).mul_(ctx.scale)
-            of_query[:, block.first : block.stop] = torch.bmm(scores, keys).view(
+            grad_query[:, block.first : block.stop] = torch.bmm(scores, keys).view(
                 len(q), -1, q.shape[2]
             )
-            block.add(of_key, torch.bmm(scores.transpose(1, 2), queries))
-            block.add(of_value, torch.bmm(weights.transpose(1, 2), above))
-        grads = zip((of_query, of_key, of_value), (query, key, value), strict=True)
-        return *(of[None].to(t.dtype) for of, t in grads), None, None
+            block.add(grad_key, torch.bmm(scores.transpose(1, 2), queries))
+            block.add(grad_value, torch.bmm(weights.transpose(1, 2), above))
+        grads = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
+        return *(gradient[None].to(t.dtype) for gradient, t in grads), None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,25 +200,25 @@ class _Block:
     unseen: Tensor  # bool [n, n]; which of the last n keys, its own tokens, a query doesn't see
 
     def queries(self, tokens: Tensor, keys: Tensor) -> Tensor:
-        """Of [heads, T, d], [kv heads, g · n, d]: the queries that read each head of `keys`."""
+        """Select of [heads, T, d] the queries of each head of `keys`: [kv heads, g · n, d]."""
         return tokens[:, self.first : self.stop].reshape(len(keys), -1, tokens.shape[2])
 
     def keys(self, tokens: Tensor) -> Tensor:
-        """Of [heads, T, d] those of the keys; a view where all are neighbours."""
+        """Select of [heads, T, d] the keys; a view where all are neighbours."""
         if len(self.seen) == 1:
             return tokens[:, self.seen[0]]
         return torch.cat([tokens[:, keys] for keys in self.seen], 1)
 
-    def add(self, total: Tensor, of_keys: Tensor) -> None:
+    def add(self, total: Tensor, gradients: Tensor) -> None:
         """Add gradients of the keys to `total` [heads, T, d]."""
-        parts = of_keys.split([keys.stop - keys.start for keys in self.seen], 1)
+        parts = gradients.split([keys.stop - keys.start for keys in self.seen], 1)
         for keys, part in zip(self.seen, parts, strict=True):
             total[:, keys] += part
 
 
 @functools.lru_cache(maxsize=4)
 def _blocks(runs: tuple[Run, ...], device: torch.device) -> list[_Block]:
-    """Neighbouring short segments of one prefix are one block, a long one is several."""
+    """Cut runs in blocks: neighbouring short ones of one prefix share one."""
     blocks = []
     for prefix, neighbours in itertools.groupby(runs, _prefix):
         for segments in _clusters(neighbours):
@@ -223,8 +227,8 @@ def _blocks(runs: tuple[Run, ...], device: torch.device) -> list[_Block]:
             end = start + sum(sizes)
             for first in range(start, end, _BLOCK):
                 stop = min(end, first + _BLOCK)
-                own = sizes if len(sizes) > 1 else [stop - first]
-                unseen = torch.block_diag(*(torch.ones(n, n).tril_() for n in own)) == 0
+                parts = sizes if len(sizes) > 1 else [stop - first]
+                unseen = torch.block_diag(*(torch.ones(n, n).tril_() for n in parts)) == 0
                 seen = _joined([*prefix, (start, stop)])
                 blocks.append(_Block(seen, first, stop, unseen.to(device)))
     return blocks
@@ -236,18 +240,18 @@ def _prefix(run: Run) -> list[tuple[int, int]]:
 
 
 def _joined(parts: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """Parts of the sequence, neighbours as one."""
-    found = [parts[0]]
+    """Join parts of the sequence that are neighbours."""
+    joined = [slice(*parts[0])]
     for start, stop in parts[1:]:
-        if start == found[-1][1]:
-            found[-1] = (found[-1][0], stop)
+        if start == joined[-1].stop:
+            joined[-1] = slice(joined[-1].start, stop)
         else:
-            found.append((start, stop))
-    return tuple(slice(*one) for one in found)
+            joined.append(slice(start, stop))
+    return tuple(joined)
 
 
 def _clusters(runs: Iterable[Run]) -> list[list[Run]]:
-    """Neighbours of at most `_TOGETHER` tokens in all; a longer one is alone."""
+    """Group neighbours of at most `_TOGETHER` tokens in all; a longer one is alone."""
     clusters: list[list[Run]] = []
     for run in runs:
         if clusters and run[-1] - clusters[-1][0][-2] <= _TOGETHER:
@@ -258,7 +262,7 @@ def _clusters(runs: Iterable[Run]) -> list[list[Run]]:
 
 
 def _weights(queries: Tensor, keys: Tensor, scale: float, block: _Block) -> Tensor:
-    """Probabilities [kv heads, g · n, m] of m keys."""
+    """Compute probabilities [kv heads, g · n, m] of m keys."""
     n, m = len(block.unseen), keys.shape[1]
     scores = torch.baddbmm(
         queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale
@@ -275,7 +279,7 @@ def _by_segment(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """torch's attention of each segment, where probabilities are dropped."""
+    """Run torch's attention on each segment, where probabilities are dropped."""
     sizes = segments.starts.diff().tolist()
     seen = segments.key_starts.diff().tolist()
     k, v = (t.split(seen, 2) for t in segments.with_prefixes(key, value))
@@ -293,7 +297,7 @@ def _by_segment(
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, in its dtype, as torch's own attention does; rotated q and k come wider."""
+    """Cast to autocast's dtype, as torch's own attention does; rotated q and k come wider."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -301,7 +305,7 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Whether torch's variable-length attention computes this."""
+    """Tell whether torch's variable-length attention computes this."""
     return (
         query.is_cuda
         and torch.version.hip is None

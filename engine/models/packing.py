@@ -1,7 +1,9 @@
 """Rows as one sequence without padding, in which beginnings that rows share come once.
 
-The tree of common beginnings, packed rows, and the choice of packed or padded rows for a batch.
-Attention over them is in `packed_attention`.
+Every layer computes on real tokens only, and on a shared prompt once: of G completions R tokens
+long of a prompt of P, P + G·R tokens in place of G·(P + R). Positions go on from the prompt, and
+attention (`packed_attention`) keeps rows apart, so that outputs and gradients are those of padded
+rows. Which rows go together, and what is read off the outputs, are the callers' matter.
 """
 
 from __future__ import annotations
@@ -26,20 +28,16 @@ from engine.kernels.training_ops import recurring_size
 from engine.models.packed_attention import Segments, packed_attention
 from engine.models.value_head import CriticModel
 
-# Rows as a tree of common beginnings: a group's prompt, and the turns that branches share.
-#
-#     P ─┬─ a ─┬─ r1          rows  P a r1,  P a b r2,  P c r3
-#        │     └─ b ── r2
-#        └─ c ── r3           each piece is computed once
-#
-# Integers alone; `packing` lays the tree out.
-
 LEAST = 16  # tokens of a common beginning that is worth a piece of its own
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
     """B rows in an order in which those that begin alike are neighbours.
+
+        P ─┬─ a ─┬─ r1          rows  P a r1,  P a b r2,  P c r3
+           │     └─ b ── r2
+           └─ c ── r3           each piece is computed once
 
     `shared[i]` are the tokens that row `order[i]` has in common with the one before it, and that
     are computed with that one.
@@ -49,17 +47,17 @@ class PrefixTree:
     shared: tuple[int, ...]
 
     def size(self, lengths: Sequence[int]) -> int:
-        """Tokens of the tree, of rows of those lengths."""
+        """Count the tokens of the tree, of rows of those lengths."""
         return sum(lengths) - sum(self.shared)
 
     def pieces(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Each row in order, and its pieces after what it shares: (first, last token + 1) each."""
-        for place, row in enumerate(self.order):
-            cuts = {self.shared[place], lengths[row]}
+        """Yield each row in order, and its pieces after what it shares: (first, last token + 1)."""
+        for i, row in enumerate(self.order):
+            cuts = {self.shared[i], lengths[row]}
             lowest = lengths[row]
-            for later in range(place + 1, len(self.order)):
+            for later in range(i + 1, len(self.order)):
                 depth = self.shared[later]  # where that row leaves this one's tokens
-                if depth <= self.shared[place]:
+                if depth <= self.shared[i]:
                     break
                 if depth < lowest:
                     lowest = depth
@@ -68,15 +66,15 @@ class PrefixTree:
 
 
 def prompt_tree(groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PrefixTree:
-    """Groups of rows that have their prompts, of `prompts` [B] tokens, in common and no more."""
-    shared = [prompts[row] if place else 0 for group in groups for place, row in enumerate(group)]
+    """Make the tree of groups of rows that share their prompts, of `prompts` [B] tokens, alone."""
+    shared = [prompts[row] if i else 0 for group in groups for i, row in enumerate(group)]
     return PrefixTree(tuple(itertools.chain(*groups)), tuple(shared))
 
 
 def prefix_tree(
     ids: Tensor, lengths: Sequence[int], prompts: Sequence[int], least: int = LEAST
 ) -> PrefixTree:
-    """The tree of left-aligned rows `ids` [B, L] long of `lengths` [B] tokens each.
+    """Make the tree of left-aligned rows `ids` [B, L] long of `lengths` [B] tokens each.
 
     Rows with one prompt (of `prompts` [B] tokens) share at least that; other common beginnings
     count from `least` tokens on.
@@ -120,7 +118,7 @@ def prefix_tree_batches(
 def _shared(
     order: Sequence[int], alike: Sequence[int], prompts: Sequence[int], least: int
 ) -> Iterator[int]:
-    """What each row shares with the one before it, with which `alike` [B-1] tokens are the same."""
+    """Yield what each row shares with the one before it, which begins with `alike` same tokens."""
     if order:
         yield 0
     depths = [0]  # where the pieces of the row before end
@@ -134,7 +132,7 @@ def _shared(
 
 
 def _common(ids: np.ndarray, lengths: Sequence[int], order: Sequence[int]) -> list[int]:
-    """How many tokens each row begins with in common with the one before it in the order."""
+    """Count the tokens that each row has in common with the one before it in the order."""
     ordered, ends = ids[list(order)], np.array(lengths)[list(order)]
     differ = ordered[1:] != ordered[:-1]
     first = np.where(differ.any(1), differ.argmax(1), ids.shape[1])
@@ -142,19 +140,11 @@ def _common(ids: np.ndarray, lengths: Sequence[int], order: Sequence[int]) -> li
     return common
 
 
-# Rows as one sequence without padding, in which a prompt that several rows share comes once.
-#
-# Every layer then computes on real tokens only, and on a shared prompt once: of G completions R
-# tokens long of a prompt of P, P + G·R tokens in place of G·(P + R). Rows that share no prompt
-# are groups of one, laid end to end. Positions go on from the prompt, and attention
-# (`packed_attention`) keeps rows apart, so that outputs and gradients are those of padded rows.
-# Which rows go together, and what is read off the outputs, are the callers' matter.
-
 Packing = bool | Literal["auto"]  # auto: where it saves enough
 WORTHWHILE = 0.95  # of the padded positions; auto packs rows of no more tokens than that
 
 _NAME = "hybridflyte_packed"  # transformers' name of `_attention`
-_OWN = "unpacked_config"  # an attention module's attribute: its configuration as it was
+_UNPACKED = "unpacked_config"  # an attention module's attribute: its configuration as it was
 _MARK = "packing"  # an attribute of the body of a model that packing was applied to
 
 
@@ -168,7 +158,7 @@ class PackedRows:
     segments: Segments  # which tokens see which
 
     def index(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Where the tokens at `rows` [N] and `columns` [N] of the padded rows lie: [N] long."""
+        """Return where tokens at `rows` [N] and `columns` [N] of the padded rows lie: [N] long."""
         return self.places[rows, columns]
 
 
@@ -188,10 +178,10 @@ def pack_rows(
     of `multiple`; with `recurring`, to a `recurring_size` first. Raises DataError for a row without
     tokens, or with fewer than its prompt's.
     """
-    ends, width = lengths.tolist(), ids.shape[1]
-    if min(ends) < 1 or max(ends) > width:
+    sizes, width = lengths.tolist(), ids.shape[1]
+    if min(sizes) < 1 or max(sizes) > width:
         raise DataError(
-            f"rows to pack have {min(ends)} to {max(ends)} tokens in {width} "
+            f"rows to pack have {min(sizes)} to {max(sizes)} tokens in {width} "
             "columns; give each row at least one token, and none more than there are columns"
         )
     if prompts is not None and bool((prompts > lengths).any()):
@@ -199,18 +189,20 @@ def pack_rows(
     if tree is None:
         alone = [[row] for row in range(len(ids))]
         groups = alone if prompts is None else same_prompts(ids, prompts)
-        tree = prompt_tree(groups, ends if prompts is None else prompts.tolist())
+        tree = prompt_tree(groups, sizes if prompts is None else prompts.tolist())
     firsts: list[int] = []  # of each piece, flat among `ids`
     runs: list[Run] = []
     path: list[tuple[int, int, int]] = []  # pieces before: a column's end, first and last + 1 here
     at = 0
-    for (row, pieces), shared in zip(tree.pieces(ends), tree.shared, strict=True):
+    for (row, pieces), shared in zip(tree.pieces(sizes), tree.shared, strict=True):
         path = [piece for piece in path if piece[0] <= shared]
         for start, stop in pieces:
             firsts.append(row * width + start)
             runs.append((*_prefix(path, at), at, at + stop - start))
             path.append((stop, at, at := at + stop - start))
-    source = _ranges(firsts, [run[-1] - run[-2] for run in runs])
+    counts = np.array([run[-1] - run[-2] for run in runs])
+    ends = np.cumsum(counts)
+    source = np.repeat(np.array(firsts) - ends + counts, counts) + np.arange(at)
     places = np.zeros(ids.shape, dtype=np.int64)
     places.reshape(-1)[source] = np.arange(at)
     for (before, row), shared in zip(itertools.pairwise(tree.order), tree.shared[1:], strict=True):
@@ -230,14 +222,8 @@ def pack_rows(
     )
 
 
-def _ranges(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """Ranges of those many numbers from each of `firsts` on, one behind the other."""
-    ends = np.cumsum(counts)
-    return np.repeat(np.array(firsts) - ends + counts, counts) + np.arange(ends[-1])
-
-
 def _prefix(path: Sequence[tuple[int, int, int]], at: int) -> list[int]:
-    """First and last + 1 of the parts of a prefix, neighbours as one; an empty one `at`."""
+    """Return first and last + 1 of the parts of a prefix, neighbours as one; `at` of none."""
     ends: list[int] = []
     for _, start, stop in path:
         if ends and ends[-1] == start:
@@ -248,7 +234,7 @@ def _prefix(path: Sequence[tuple[int, int, int]], at: int) -> list[int]:
 
 
 def same_prompts(ids: Tensor, prompts: Tensor) -> list[list[int]]:
-    """Rows of `ids` [B, L] in groups whose first `prompts` [B] tokens are the same.
+    """Group the rows of `ids` [B, L] whose first `prompts` [B] tokens are the same.
 
     Groups come in the order of their first rows.
     """
@@ -261,7 +247,7 @@ def same_prompts(ids: Tensor, prompts: Tensor) -> list[list[int]]:
 def worthwhile_tree(
     ids: Tensor, lengths: Sequence[int], prompts: Sequence[int], by_prompt: PrefixTree
 ) -> PrefixTree | None:
-    """The tree of left-aligned rows, where it has fewer tokens than `by_prompt`, their prompts'.
+    """Return the tree of left-aligned rows where it has fewer tokens than `by_prompt`, else None.
 
     So has one of an episode's branches, and of prompts with a long beginning in common.
     """
@@ -270,7 +256,7 @@ def worthwhile_tree(
 
 
 def is_worthwhile(packing: Packing, tokens: int, positions: int) -> bool:
-    """Whether rows of so many tokens, packed, and `positions`, padded, are to be packed."""
+    """Decide whether rows of `tokens` when packed and `positions` when padded are to be packed."""
     return packing is True or (packing == "auto" and tokens <= WORTHWHILE * positions)
 
 
@@ -281,26 +267,26 @@ def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True)
     `packing_of` tells from then on. Raises ConfigError where attention is not plain and causal. It
     goes with FSDP, TP and adapters, and with `apply_ulysses` after it.
     """
-    found = [m for m in model.modules() if _is_attention(m)]
+    attentions = [m for m in model.modules() if _is_attention(m)]
     config = model.config.get_text_config()
     kind, window = config._attn_implementation, getattr(config, "sliding_window", None)
     if (
-        len(found) != config.num_hidden_layers
-        or any(getattr(m, "sinks", None) is not None for m in found)
+        len(attentions) != config.num_hidden_layers
+        or any(getattr(m, "sinks", None) is not None for m in attentions)
         or (kind != "sdpa" and not kind.startswith("flash"))
-        or (kind == "sdpa" and any(getattr(m, "sliding_window", window) for m in found))
+        or (kind == "sdpa" and any(getattr(m, "sliding_window", window) for m in attentions))
     ):
         raise ConfigError(
             f"the attention of this {config.model_type} model (attn_implementation={kind!r}) can't "
             "take packed rows: only plain causal attention by sdpa or flash_attention_2 does; "
             "leave packing off"
         )
-    for attention in found:
-        if hasattr(attention, _OWN):
+    for attention in attentions:
+        if hasattr(attention, _UNPACKED):
             continue
-        ours = copy.copy(attention.config)
-        ours._attn_implementation = _NAME  # type: ignore[union-attr]
-        attention.__dict__ |= {_OWN: attention.config, "config": ours}
+        changed = copy.copy(attention.config)
+        changed._attn_implementation = _NAME  # type: ignore[union-attr]
+        attention.__dict__ |= {_UNPACKED: attention.config, "config": changed}
     set_packing(model, packing)
 
 
@@ -310,16 +296,16 @@ def set_packing(model: nn.Module, packing: Packing) -> None:
 
 
 def packing_of(model: nn.Module) -> Packing:
-    """When `model` (or the model whose body it is) is to be given packed rows.
+    """Return when `model` (or the model whose body it is) is to be given packed rows.
 
     False for one that packing was not applied to.
     """
-    found: Packing = getattr(getattr(model, "base_model", model), _MARK, False)
-    return found
+    packing: Packing = getattr(getattr(model, "base_model", model), _MARK, False)
+    return packing
 
 
 def packed_forward(module: nn.Module, rows: PackedRows, **options: object) -> Any:
-    """What `module`, a model or its body, gives for packed rows: outputs of [1, T, …].
+    """Run `module`, a model or its body, on packed rows: outputs of [1, T, …].
 
     After `apply_packing` only. `options` are more arguments of its own.
     """
@@ -344,19 +330,19 @@ def _attention(
     segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention [1, T, heads, d] of queries [1, heads, T, d] over `segments`.
+    """Compute attention [1, T, heads, d] of queries [1, heads, T, d] over `segments`.
 
     Without segments it is the module's own attention.
     """
-    config = getattr(module, _OWN)
+    config = getattr(module, _UNPACKED)
     kernel = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
     if segments is None:
         return kernel(_Unpacked(module, config), query, key, value, attention_mask, **options)
     if config._attn_implementation.startswith("flash"):
         starts = {"cu_seq_lens_q": segments.starts, "cu_seq_lens_k": segments.key_starts}
-        most = {"max_length_q": segments.longest, "max_length_k": segments.longest_keys}
+        longest = {"max_length_q": segments.longest, "max_length_k": segments.longest_keys}
         seen = segments.with_prefixes(key, value)
-        return kernel(_Unpacked(module, config), query, *seen, None, **starts, **most, **options)
+        return kernel(_Unpacked(module, config), query, *seen, None, **starts, **longest, **options)
     scale, dropout = options["scaling"], options.get("dropout", 0.0)
     return packed_attention(query, key, value, segments, scale=scale, dropout=dropout), None
 
@@ -375,26 +361,22 @@ class _Unpacked:
 
 
 def attends_packed(attention: Any) -> bool:
-    """Whether the attention module, given segments, calls `packed_attention`."""
+    """Tell whether the attention module, given segments, calls `packed_attention`."""
     if attention.config._attn_implementation != _NAME:
         return False
-    return not getattr(attention, _OWN)._attn_implementation.startswith("flash")
+    return not getattr(attention, _UNPACKED)._attn_implementation.startswith("flash")
 
 
 def _is_attention(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_causal", "layer_idx", "config"))
 
 
-# A batch's rows without their left padding, for a forward pass, padded on the right or packed.
-#
-# Rows are moved to the left so that each starts at column 0 and padding comes last: causal
-# attention alone then keeps padding out, without a mask.
-
-
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """Rows without their left padding, and where each response token's prediction is read.
 
+    Each starts at column 0 and padding comes last: causal attention alone then keeps padding out,
+    without a mask.
     `packed`: `input_ids` are [1, T], of rows laid out as one, and `positions` are columns of it.
     """
 
@@ -408,18 +390,19 @@ class Sequences:
     packed: bool = False
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Those of the outputs `[B, L, …]` that predict response tokens: `[N, …]`."""
-        own = self.to(hidden.device)
+        """Select the outputs `[B, L, …]` that predict response tokens: `[N, …]`."""
+        seqs = self.to(hidden.device)
         if self.packed:
-            return hidden[0].index_select(0, own.positions)
-        return hidden[own.rows, own.positions]
+            return hidden[0].index_select(0, seqs.positions)
+        return hidden[seqs.rows, seqs.positions]
 
     def to(self, device: torch.device) -> Self:
-        """The same on `device`."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            values[name] = value.to(device) if isinstance(value, Tensor) else value
-        return type(self)(**values)
+        """Return the same on `device`."""
+        values: list[Any] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values.append(value.to(device) if isinstance(value, Tensor) else value)
+        return type(self)(*values)
 
 
 def left_align(batch: Batch) -> Sequences:
@@ -444,12 +427,12 @@ def left_align(batch: Batch) -> Sequences:
 
 
 def left_align_tokens(batch: Batch, values: Tensor) -> Tensor:
-    """`values` [B, P+R, F] of the tokens of `input_ids` as [B, L, F], rows as `left_align` does."""
+    """Move `values` [B, P+R, F] of the tokens of `input_ids` to [B, L, F], as `left_align` does."""
     return values.take_along_dim(_sources(batch)[..., None], 1)
 
 
 def restore_columns(batch: Batch, values: Tensor) -> Tensor:
-    """The inverse: [B, L, F] as [B, P+R, F], 0 on padding."""
+    """Invert `left_align_tokens`: [B, L, F] as [B, P+R, F], 0 on padding."""
     mask = batch["attention_mask"].bool().cpu()
     out = values.new_zeros(*mask.shape, values.shape[2])
     present = torch.arange(values.shape[1]) < mask.sum(1)[:, None]
@@ -458,7 +441,7 @@ def restore_columns(batch: Batch, values: Tensor) -> Tensor:
 
 
 def _sources(batch: Batch) -> Tensor:
-    """The column [B, L] of `input_ids` that comes to each place of the rows moved to the left."""
+    """Return the column [B, L] of `input_ids` that moves to each column of the aligned rows."""
     mask = batch["attention_mask"].bool()
     start, length = mask.int().argmax(1), int(mask.sum(1).max())  # first real column, [B]
     columns = start[:, None] + torch.arange(length, device=mask.device)
@@ -468,7 +451,7 @@ def _sources(batch: Batch) -> Tensor:
 def pack(
     model: nn.Module, seqs: Sequences, packing: Packing | None = None, multiple: int = 1
 ) -> PackedRows | None:
-    """The rows packed on the model's device, where the model is to be given them so; else None.
+    """Pack the rows on the model's device, where the model is to be given them so; else None.
 
     The last token of a row predicts nothing, and is left out. `packing`: None is the model's own.
     `multiple`: as in `pack_rows`; on a CPU sizes recur.
@@ -477,10 +460,10 @@ def pack(
     if not packing or seqs.lengths is None or seqs.prompts is None:
         return None
     lengths = torch.maximum(seqs.lengths - 1, seqs.prompts)
-    ends, own = lengths.tolist(), seqs.prompts.tolist()
-    by_prompt = prompt_tree(same_prompts(seqs.input_ids, seqs.prompts), own)
-    tree = worthwhile_tree(seqs.input_ids, ends, own, by_prompt) or by_prompt
-    if not is_worthwhile(packing, tree.size(ends), seqs.input_ids.numel()):
+    sizes, prompt_sizes = lengths.tolist(), seqs.prompts.tolist()
+    by_prompt = prompt_tree(same_prompts(seqs.input_ids, seqs.prompts), prompt_sizes)
+    tree = worthwhile_tree(seqs.input_ids, sizes, prompt_sizes, by_prompt) or by_prompt
+    if not is_worthwhile(packing, tree.size(sizes), seqs.input_ids.numel()):
         return None
     device = next(model.parameters()).device
     ids, prompts = seqs.input_ids.to(device), seqs.prompts.to(device)

@@ -1,6 +1,10 @@
-"""A policy as the configuration asks for it: whole, or without storage to be loaded shard by shard.
+"""Policies as configured: loaded whole, or without storage to be loaded shard by shard.
 
-Plain, with new adapters or with its own. Adapters themselves are in `lora`.
+They are plain, have new adapters, or are trained further with those of their folder. An
+`UnloadedModel` is built on the meta device, as transformers itself builds it, and every parameter
+is looked up in the folder's safetensors. Where one can't be, the model is loaded whole, which is
+logged once. Adapters, which are small, come with their values. `engine.runtime.load_shards` reads
+the files; how a folder is checked is in `loading`, what adapters are in `lora`.
 """
 
 from __future__ import annotations
@@ -45,10 +49,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-# Loading a policy as the configuration asks for it: plain, with new adapters, or with its own.
-#
-# How a model folder is read and checked is `load.py`'s, what adapters are `lora.py`'s.
-
 # What makes adapters more than plain LoRA, of peft's settings.
 _SPECIAL = (
     "use_dora",
@@ -78,7 +78,7 @@ def load_policy_model(
 
 
 def base_path(path: str | Path, lora: LoRAConfig) -> str | Path:
-    """The model whose own weights a policy has: that of its adapters, where `path` is theirs."""
+    """Return the model whose weights a policy has: its adapters' base, where `path` is theirs."""
     return (adapter_base_path(path) if lora.from_folder else None) or path
 
 
@@ -91,10 +91,10 @@ def put_adapters(model: PreTrainedModel, path: str | Path, lora: LoRAConfig, see
 
 
 def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:
-    """`lora` with the rank, alpha and target modules that its folder has, for `from_folder`.
+    """Return `lora` with the rank, alpha and target modules of its folder, for `from_folder`.
 
-    Without it, `lora` as it is. Raises ConfigError for a folder without adapters, with adapters
-    that are not plain LoRA, or of another rank than the one asked for.
+    Without it, `lora` is returned as it is. Raises ConfigError for a folder without adapters, with
+    adapters that are not plain LoRA, or of another rank than the one asked for.
     """
     if not lora.from_folder:
         return lora
@@ -115,7 +115,7 @@ def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:
 
 
 def _folder_settings(path: str | Path) -> LoraConfig:
-    """peft's LoraConfig in an adapter's folder, checked."""
+    """Read and check peft's LoraConfig in an adapter's folder."""
     from peft import LoraConfig, PeftConfig
 
     if not Path(path).is_dir() or adapter_base_path(path) is None:
@@ -167,13 +167,6 @@ def _restore_adapters(model: PreTrainedModel, folder: Path, lora: LoRAConfig) ->
     finalize_adapters(model, settings)
 
 
-# Models without storage, and the files that have their values: to be loaded shard by shard.
-#
-# A model is built on the meta device, as transformers itself builds it, and every parameter is
-# looked up in the folder's safetensors. Where one can't be, the model is loaded whole, which is
-# said once. Adapters, which are small, come with their values. Reading is
-# `engine.runtime.load_shards`'.
-
 log = logging.getLogger(__name__)
 
 
@@ -190,15 +183,15 @@ class UnloadedModel:
     values: Mapping[str, Tensor] = field(default_factory=dict)  # of adapters; all others are zeros
 
     def requires_grad_(self, flag: bool) -> Self:
-        """As a module's."""
+        """Have all parameters trained, or none, as `nn.Module.requires_grad_`."""
         self.module.requires_grad_(flag)
         return self
 
 
 def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | UnloadedModel:
-    """A causal LM of a folder or hub id, to be loaded by the ranks that keep its shards.
+    """Open a causal LM of a folder or hub id, to be loaded by the ranks that keep its shards.
 
-    Loaded whole where it can't be built so. Raises what `load_model` does.
+    It is loaded whole where it can't be built so. Raises what `load_model` does.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
@@ -206,7 +199,7 @@ def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | Un
     try:
         return _open(path, DTYPES[dtype])
     except _WholeOnly as why:
-        _say(path, str(why))
+        _warn(path, str(why))
         return load_model(path, dtype).eval()
 
 
@@ -214,7 +207,7 @@ def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | Un
 def open_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel | UnloadedModel:
-    """`load_policy_model`, as `open_model`; a quantised base is on every rank, packed as read."""
+    """Open what `load_policy_model` loads; a quantised base is on every rank, packed as read."""
     if lora is None or not (lora.rank or lora.from_folder or lora.quantize):
         return open_model(path, dtype)
     lora = resolve_lora(path, lora)
@@ -238,7 +231,7 @@ def open_critic_model(
     seed: int = 0,
     setting: str = "critic.lora",
 ) -> CriticModel | UnloadedModel:
-    """`create_critic_model` of the model at `path`, as `open_model`.
+    """Open what `create_critic_model` makes of the model at `path`, as `open_model` does.
 
     A folder of a classifier of one label, such as a reward model, gives the head, too.
     """
@@ -261,7 +254,7 @@ def open_critic_model(
 
 
 def _with_adapters(opened: UnloadedModel, put: Callable[[Any], None]) -> UnloadedModel:
-    """The model with the adapters that `put` puts into it; its own weights stay in the files.
+    """Put adapters into the model by `put`; the model's own weights stay in the files.
 
     peft makes adapters on the device of what they adapt, so that is on the CPU meanwhile: single
     zeros, of the shapes of matrices.
@@ -278,7 +271,7 @@ def _with_adapters(opened: UnloadedModel, put: Callable[[Any], None]) -> Unloade
 
 def _replace_parameters(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Let `make` replace each parameter of `module`; what is tied stays so."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one, so that its id stays its
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old too, so no id is used again
     for owner in module.modules():
         for name, old in owner._parameters.items():
             if old is None:
@@ -290,12 +283,12 @@ def _replace_parameters(module: nn.Module, make: Callable[[Tensor], Tensor]) -> 
 
 
 def _open_classifier(path: str | Path, dtype: str) -> PreTrainedModel | UnloadedModel:
-    """`open_model` of a classifier."""
+    """Open a classifier as `open_model` does."""
     require_model_folder(path, "critic.model_path")
     try:
         return _open(path, DTYPES[dtype], AutoModelForSequenceClassification)
     except _WholeOnly as why:
-        _say(path, str(why))
+        _warn(path, str(why))
         return load_classifier(path, dtype).eval()
 
 
@@ -307,8 +300,8 @@ class _WholeOnly(Exception):
 def _open(path: str | Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM) -> UnloadedModel:
     if adapter_base_path(path) is not None:
         raise _WholeOnly("it is an adapter, which is merged into its base")
-    name, given = split_revision(path)
-    revision = given or "main"
+    name, pinned = split_revision(path)
+    revision = pinned or "main"
     model = _on_meta(path, name, dtype, kind)
     files = _files(name, revision)
     if model._get_dtype_plan(dtype) or any(p.dtype != dtype for p in model.parameters()):
@@ -328,13 +321,13 @@ def _open(path: str | Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
             subfolder="",
             trust_remote_code=False,
         )
-    if given is not None:  # for adapters, which say what they belong to
+    if pinned is not None:  # for adapters, which say what they belong to
         model.name_or_path = str(path)
     return UnloadedModel(model.eval(), files, names)
 
 
 def _on_meta(path: str | Path, name: str, dtype: torch.dtype, kind: Any) -> Any:
-    """The model, by one of transformers' automatic classes, without any storage."""
+    """Make the model, by one of transformers' automatic classes, without any storage."""
     try:
         config = load_model_config(path)
         if getattr(config, "quantization_config", None):
@@ -349,12 +342,12 @@ def _on_meta(path: str | Path, name: str, dtype: torch.dtype, kind: Any) -> Any:
 
 
 def _files(name: str, revision: str) -> WeightFiles:
-    """The safetensors of a folder, or of a hub id, which are downloaded."""
+    """Open the safetensors of a folder, or of a hub id, which are downloaded."""
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     try:
-        found = cached_file(name, "model.safetensors", **options)
-        if found is not None:
-            return WeightFiles([found])
+        single = cached_file(name, "model.safetensors", **options)
+        if single is not None:
+            return WeightFiles([single])
         index = cached_file(name, "model.safetensors.index.json", **options)
         if index is None:
             raise _WholeOnly("its weights are not in safetensors")
@@ -364,39 +357,39 @@ def _files(name: str, revision: str) -> WeightFiles:
 
 
 def _find(model: nn.Module, files: WeightFiles) -> dict[str, str]:
-    """Where the files have each parameter and persistent buffer, under each of its names."""
+    """Map each name of a parameter or persistent buffer to its name in the files."""
     prefix = f"{model.base_model_prefix}."
     alike: dict[int, list[str]] = {}  # names of one tensor, such as a tied head's
     tensors = _tensors(model)
     for name, tensor in tensors.items():
         alike.setdefault(id(tensor), []).append(name)
-    found: dict[str, str] = {}
+    located: dict[str, str] = {}
     for names in alike.values():
         spelled = [spelling for name in names for spelling in (name, name.removeprefix(prefix))]
-        there = sorted({spelling for spelling in spelled if spelling in files.shapes})
-        if len(there) != 1 or files.shapes[there[0]] != tuple(tensors[names[0]].shape):
+        present = sorted({spelling for spelling in spelled if spelling in files.shapes})
+        if len(present) != 1 or files.shapes[present[0]] != tuple(tensors[names[0]].shape):
             raise _WholeOnly(f"{names[0]!r} is not there as one tensor of its shape")
-        found |= dict.fromkeys(names, there[0])
-    return found
+        located |= dict.fromkeys(names, present[0])
+    return located
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by each of their names."""
-    found: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    return found
+    """Return parameters and persistent buffers by each of their names."""
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return tensors
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:
     """Compute the buffers that no file has, such as rotary tables, as transformers does."""
     for name, buffer in list(model.named_non_persistent_buffers()):
-        owner, _, own = name.rpartition(".")
-        model.get_submodule(owner)._buffers[own] = torch.empty_like(buffer, device="cpu")
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = torch.empty_like(buffer, device="cpu")
     for parameter in model.parameters():  # it has no storage: values would be drawn for nothing
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
 
 
-def _say(path: str | Path, why: str) -> None:
-    """Where ranks share a model, let the first say that each loads all of it."""
+def _warn(path: str | Path, why: str) -> None:
+    """Where ranks share a model, have the first warn that each loads all of it."""
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
         log.warning("each rank loads all of %s before it keeps its part: %s", path, why)

@@ -1,6 +1,9 @@
 """QLoRA's base (Dettmers et al., arXiv:2305.14314): frozen matrices stored in 4 or 8 bits.
 
-A base is read and packed a matrix at a time, so that no process has it dense.
+A base is read and packed a matrix at a time, so that no process has it dense. bitsandbytes packs
+and unpacks the matrices. Its own layers are not used: on CPU its 4-bit one rewrites its storage in
+evaluation mode, and its 8-bit one rounds activations too. Here a matrix is made dense for each
+product and forgotten, so trainer, rollout and saved model compute with the same numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +19,6 @@ from transformers import PreTrainedModel
 
 from engine.errors import ConfigError
 from engine.storage.weight_files import WeightFiles
-
-# QLoRA's base (Dettmers et al., arXiv:2305.14314): frozen matrices stored in 4 or 8 bits.
-#
-# bitsandbytes packs and unpacks them. Its own layers are not used: on CPU its 4-bit one rewrites
-# its storage in evaluation mode, and its 8-bit one rounds activations too. Here a matrix is made
-# dense for each product and forgotten, so trainer, rollout and saved model compute with the same
-# numbers. Adapters on top of such matrices are `lora.py`'s.
 
 NF4, INT8 = "nf4", "int8"
 _BLOCK, _STATISTICS_BLOCK = 64, 256  # values that share a scale, scales that share one of theirs
@@ -42,11 +38,8 @@ class QuantizedLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, kind: str) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.kind = (
-            linear.in_features,
-            linear.out_features,
-            kind,
-        )
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.kind = kind
         self.dense_dtype = linear.weight.dtype
         packed, statistics = _pack(linear.weight.detach(), kind)
         self.weight = PackedWeight(packed, requires_grad=False)
@@ -56,7 +49,7 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer(name, tensor)
 
     def dense(self) -> Tensor:
-        """The weight `[out, in]` in the dtype that it had, a new tensor."""
+        """Return the weight `[out, in]` in the dtype that it had, a new tensor."""
         return _unpack(self)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -80,7 +73,7 @@ def quantize_linears(
     device = next(model.parameters()).device
     check_quantization(kind, "cpu" if device.type == "meta" else device)
     head = model.get_output_embeddings()
-    found = 0
+    count = 0
     for path in [path for path, _ in model.named_modules()]:  # no list that keeps what is replaced
         linear = model.get_submodule(path)
         if type(linear) is nn.Linear and linear is not head:
@@ -88,8 +81,8 @@ def quantize_linears(
                 fill(path, linear)
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, QuantizedLinear(linear, kind))
-            found += 1
-    if not found:
+            count += 1
+    if not count:
         raise ConfigError(
             f"model.lora.quantize={kind!r}: a {type(model).__name__} has no plain linear modules; "
             "leave it empty"
@@ -125,7 +118,7 @@ def check_quantization(kind: str, device: torch.device | str = "cpu") -> None:
 
 
 def _pack(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Packed values, and what is needed to unpack them."""
+    """Return packed values, and the scales to unpack them with."""
     import bitsandbytes.functional as bnb
 
     if kind == INT8:
@@ -185,7 +178,7 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """x · Wᵀ of a packed W, which is unpacked again for the gradient of x, not kept."""
+    """Compute x · Wᵀ of a packed W, unpacked again for the gradient of x, not stored."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: QuantizedLinear) -> Tensor:
@@ -196,11 +189,6 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         return (grad @ ctx.module.dense().to(grad.dtype)).to(ctx.dtype), None
-
-
-# QLoRA's base, read and packed a matrix at a time: no process has it dense, not even meanwhile.
-#
-# What a packed matrix is, is `quantize.py`'s; models without storage are `unloaded.py`'s.
 
 
 @torch.no_grad()
@@ -230,6 +218,6 @@ def load_packed(
             value = read(name, tensor)
             weight = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = tensor, nn.Parameter(value, requires_grad=False) if weight else value
-        owner, _, own = name.rpartition(".")
-        setattr(module.get_submodule(owner), own, made[id(tensor)][1])
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, made[id(tensor)][1])
     return module

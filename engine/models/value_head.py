@@ -1,7 +1,8 @@
 """Models with one number a position in place of the vocabulary head: critics and reward models.
 
-The critic, its start from a trained classifier, and reward models as transformers' classes for
-classification.
+The critic, its start from a trained classifier with its head, and reward models as transformers'
+classes for classification: in training these are a `CriticModel` too, read after the last token or
+after each step, and the classifier of the model's family is the same weights under other names.
 """
 
 from __future__ import annotations
@@ -43,13 +44,11 @@ from engine.models.lora import (
 )
 from engine.storage.filesystem import loading_error, split_revision
 
-# A classifier of one label, such as a reward model, as a critic starts from it: with its head.
-
 KIND = "ForSequenceClassification"  # how the names of transformers' classes end
 
 
 def is_classifier(path: str | Path) -> bool:
-    """Whether a folder or hub id holds a classifier of one label."""
+    """Decide whether a folder or hub id holds a classifier of one label."""
     try:
         if adapter_base_path(path) is not None:
             return False
@@ -62,7 +61,7 @@ def is_classifier(path: str | Path) -> bool:
 
 @with_model_lock
 def load_classifier(path: str | Path, dtype: str) -> PreTrainedModel:
-    """The classifier in a folder or hub id, whole; ModelError where it can't be loaded."""
+    """Load the classifier in a folder or hub id; raise ModelError where it can't be loaded."""
     require_model_folder(path)
     name, revision = split_revision(path)
     try:
@@ -87,18 +86,11 @@ def load_classifier(path: str | Path, dtype: str) -> PreTrainedModel:
 
 
 def score_head(model: nn.Module) -> Tensor | None:
-    """The matrix `[1, H]` of a classifier of one label; None for any other model."""
+    """Return the matrix `[1, H]` of a classifier of one label; None for any other model."""
     if not type(model).__name__.endswith(KIND):
         return None
-    body = f"{model.base_model_prefix}."
-    head = [tensor for name, tensor in model.named_parameters() if not name.startswith(body)]
-    if len(head) != 1 or head[0].dim() != 2 or head[0].shape[0] != 1:
-        return None
-    found: Tensor = head[0]
-    return found
-
-
-# The critic: a policy's backbone with one number a position in place of the vocabulary head.
+    head = [model.get_parameter(name) for name in _head(model)]
+    return head[0] if len(head) == 1 and head[0].dim() == 2 and len(head[0]) == 1 else None
 
 
 class CriticModel(nn.Module):
@@ -122,37 +114,37 @@ class CriticModel(nn.Module):
         return self.values(hidden)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Values `[B, L]` (float32) of the backbone's outputs `[B, L, H]`."""
+        """Compute values `[B, L]` (float32) of the backbone's outputs `[B, L, H]`."""
         return head_values(self.head, hidden)
 
     @property
     def base_model(self) -> nn.Module:
-        """The backbone, as a language model calls its own."""
+        """Return the backbone, as a language model calls its own."""
         return self.backbone
 
     @property
     def peft_config(self) -> Any:
-        """What adapters the backbone has, as a language model says it; None for none."""
+        """Return peft's settings of the backbone's adapters; None for none."""
         return getattr(self.backbone, "peft_config", None)
 
     @property
     def config(self) -> PretrainedConfig:
-        """The backbone's configuration."""
+        """Return the backbone's configuration."""
         return self.backbone.config
 
     def get_output_embeddings(self) -> nn.Linear:
-        """The value head, where a language model has its own."""
+        """Return the value head, where a language model has its vocabulary head."""
         return self.head
 
 
 def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """A value head's values `[…]` (float32) of hidden states `[…, H]`."""
+    """Compute a value head's values `[…]` (float32) of hidden states `[…, H]`."""
     values: Tensor = head(hidden.to(head.weight.dtype))
     return values.squeeze(-1).float()
 
 
 def output_size(config: PretrainedConfig) -> int:
-    """Columns of a backbone's last hidden state: OPT's may be projected to fewer (350M)."""
+    """Return the columns of a backbone's last hidden state: OPT-350M's is projected."""
     projected = getattr(config, "word_embed_proj_dim", None)
     return int(projected if projected is not None else config.hidden_size)
 
@@ -181,29 +173,21 @@ def create_critic_model(
     return critic
 
 
-# A trained reward model as transformers' model for sequence or token classification, with one
-# label.
-#
-# In training it is a backbone with a head (`critic.CriticModel`), read after the last token, or
-# after each step. The classifier that a model's family has in transformers is the same weights
-# under other names.
-
-
 @with_model_lock
 def classifier_of(
     config: PretrainedConfig, dtype: torch.dtype, pad_token_id: int, *, of_tokens: bool = False
 ) -> PreTrainedModel:
-    """The classifier of one label, without storage, for the backbone of a causal LM's `config`: of
-    sequences, or of tokens.
+    """Make a classifier (of tokens or sequences) of one label for a causal LM's backbone.
 
+    It has no storage; `config` is the language model's.
     Raises ModelError for a family that has none, or one with more than a matrix as its head.
     """
-    own = copy.deepcopy(config)
-    own.num_labels, own.pad_token_id = 1, pad_token_id
+    config = copy.deepcopy(config)
+    config.num_labels, config.pad_token_id = 1, pad_token_id
     kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
     try:
         with torch.device("meta"):
-            model = kind.from_config(own, dtype=dtype, trust_remote_code=False)
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         what = "token" if of_tokens else "sequence"
         raise ModelError(
@@ -211,12 +195,12 @@ def classifier_of(
             "can be a reward model; start from a model of another family"
         ) from error
     head = _head(model)
-    wanted = ["weight", "bias"] if of_tokens else ["weight"]
+    expected = ["weight", "bias"] if of_tokens else ["weight"]
     parts = [name.rpartition(".")[2] for name in head]
-    if parts != wanted or model.get_parameter(head[0]).shape != (1, own.hidden_size):
+    if parts != expected or model.get_parameter(head[0]).shape != (1, config.hidden_size):
         raise ModelError(
             f"the head of transformers' classifier of {config.model_type} models is {head}, not "
-            f"one {' and one '.join(wanted)}; start a reward model from a model of another family"
+            f"one {' and one '.join(expected)}; start a reward model from a model of another family"
         )
     return model
 
@@ -224,8 +208,10 @@ def classifier_of(
 def classifier_tensors(
     classifier: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A critic's tensors under the classifier's names; a bias of the head that it has no place for
-    is 0, and left out."""
+    """Yield a critic's tensors under the classifier's names.
+
+    A bias of the head that the classifier doesn't have is 0, and left out.
+    """
     known = classifier.state_dict().keys()
     head = _of_head(classifier)
     for name, tensor in tensors:
@@ -243,15 +229,15 @@ def save_adapted(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
 ) -> None:
-    """Write a critic with adapters as the classifier that they make of its base; and they and the
-    head alone, in peft's format, to `folder/adapter`.
+    """Write a critic with adapters as the classifier that they make of its base.
 
-    Raises StorageError as `save_tensors`.
+    The adapters and the head alone go to `folder/adapter` in peft's format. Raises StorageError as
+    `save_tensors`.
     """
     head = {f"head.{name}": value for name, value in critic.head.state_dict().items()}
     plain = merged_copy(critic.backbone).state_dict()
-    whole = {f"backbone.{name}": value for name, value in plain.items()} | head
-    save_tensors(classifier, classifier_tensors(classifier, whole.items()), tokenizer, folder)
+    merged = {f"backbone.{name}": value for name, value in plain.items()} | head
+    save_tensors(classifier, classifier_tensors(classifier, merged.items()), tokenizer, folder)
     adapters = adapter_tensors(critic.backbone)
     named = {f"{classifier.base_model_prefix}.{name}": value for name, value in adapters.items()}
     named |= dict(classifier_tensors(classifier, head.items()))
@@ -263,11 +249,12 @@ def save_adapted(
     tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
 
 
-def _head(classifier: PreTrainedModel) -> list[str]:
+def _head(classifier: Any) -> list[str]:
+    """Return the names of the parameters beside the body."""
     body = f"{classifier.base_model_prefix}."
     return [name for name, _ in classifier.named_parameters() if not name.startswith(body)]
 
 
 def _of_head(classifier: PreTrainedModel) -> dict[str, str]:
-    """The classifier's names of a critic's head, e.g. {"head.weight": "score.weight"}."""
+    """Return the classifier's names of a critic's head, e.g. {"head.weight": "score.weight"}."""
     return {f"head.{name.rpartition('.')[2]}": name for name in _head(classifier)}

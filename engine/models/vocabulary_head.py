@@ -1,7 +1,7 @@
 """The vocabulary head apart from its body, and what is read off its logits for each token.
 
-Log-prob, entropy, Σπ² and exact KL, from logits or straight from hidden states a chunk of
-tokens at a time.
+Log-prob, entropy, Σπ² and exact KL from logits (`token_statistics`), or straight from hidden states
+a chunk of tokens at a time (`chunked_statistics`). Logits that ranks share: `vocab_parallel`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ from engine.kernels import training_ops, triton_kernels
 from engine.kernels.training_ops import input_gradient, linear, recurring_size, weight_gradient
 from engine.storage.weight_files import MIXTURES
 
-# A language model's head apart from its body: logits of hidden states computed elsewhere.
-#
-# What some families do to logits after their head (a scale, a soft cap) is part of it here.
-
 # Families whose logits depend on the body's outputs alone, and are what `vocabulary_head` gives.
 _FAMILIES = {
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "olmo2", "smollm3", "starcoder2"),
@@ -37,10 +33,11 @@ Head = Callable[[Tensor], Tensor]
 
 
 def vocabulary_head(model: Any) -> Head | None:
-    """What makes logits `[…, V]` of the body's outputs `[…, H]`; None for an unknown family.
+    """Return what makes logits `[…, V]` of the body's outputs `[…, H]`; None for an unknown family.
 
-    `model` is a language model or the last pipeline stage of one. Of a head that tensor parallelism
-    has split it makes this rank's part of the logits.
+    What some families do to logits after their head (a scale, a soft cap) is part of it. `model` is
+    a language model or the last pipeline stage of one. Of a head that tensor parallelism has split
+    it makes this rank's part of the logits.
     """
     config = model.config
     if config.model_type not in _FAMILIES:
@@ -52,7 +49,7 @@ def vocabulary_head(model: Any) -> Head | None:
 
 
 def require_vocabulary_head(model: Any) -> Head:
-    """`vocabulary_head`; raises ConfigError for an unknown family."""
+    """Return `vocabulary_head`; raise ConfigError for an unknown family."""
     head = vocabulary_head(model)
     if head is None:
         raise ConfigError(
@@ -75,15 +72,8 @@ class _ChangedLogits:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
-# What is read off logits for each token: log-prob, entropy, Σπ² and the exact KL.
-#
-# The same off hidden states, without logits of a whole batch: `chunked_head`; off logits that
-# ranks share: `engine.parallel.vocab_parallel`.
-
-
 class TokenStatistics(Protocol):
-    """Statistics of softmax(logits / temperature) for each token, from what this rank has of the
-    logits.
+    """Statistics of softmax(logits / temperature) for each token, from this rank's logits.
 
     Takes logits `[N, V]` and targets `[N]`; returns float32 `[N]` by the names of TokenOutputs:
     `log_probs` always; `entropy` (with a gradient if `entropy_gradient`) and `sum_pi_squared`
@@ -114,7 +104,7 @@ def token_statistics(
     sum_pi_squared: bool = False,
     reference_logits: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The statistics of logits over the whole vocabulary."""
+    """Compute the statistics of logits over the whole vocabulary."""
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
@@ -131,14 +121,6 @@ def token_statistics(
     return out
 
 
-# Log-probs, entropy and Σπ² straight from hidden states: the vocabulary head, a chunk of tokens
-# at a time.
-#
-# Logits [N, V] of a whole batch never exist, in the backward pass neither: it computes each
-# chunk's again. Where all tokens fit in one chunk they are kept instead. On CUDA
-# (`triton_kernels`), and in bfloat16 on the CPU (`cpu/head.h`), compiled loops read logits as
-# they are. The same statistics of logits that are there: `token_statistics`.
-
 _CPU_ELEMENTS = 1 << 24  # logits of a chunk
 _DEVICE_ELEMENTS = 1 << 26
 _KERNEL_ELEMENTS = 1 << 29  # where no float32 copies of them are made
@@ -146,15 +128,15 @@ _FEWEST_TOKENS = 256  # of a chunk, or its matrix product would be slow
 
 
 def takes_chunks(head: object) -> TypeGuard[nn.Linear]:
-    """Whether `chunked_statistics` computes what the module `head` does: a plain linear layer.
+    """Tell whether `chunked_statistics` computes what `head` does: a plain linear layer.
 
     Not one that is split over ranks, quantised, adapted, or has hooks.
     """
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
         return False
     weight: Tensor = head.weight
-    own = type(weight) is nn.Parameter and not isinstance(weight.data, DTensor)
-    return own and weight.is_floating_point()
+    unsharded = type(weight) is nn.Parameter and not isinstance(weight.data, DTensor)
+    return unsharded and weight.is_floating_point()
 
 
 def chunked_statistics(
@@ -168,7 +150,11 @@ def chunked_statistics(
     sum_pi_squared: bool = False,
     chunk_tokens: int = 0,
 ) -> dict[str, Tensor]:
-    """Statistics `[N]` of softmax(head(hidden) / temperature), as of `TokenStatistics`.
+    """Compute statistics `[N]` of softmax(head(hidden) / temperature), as `TokenStatistics`.
+
+    Logits [N, V] of a whole batch never exist, in the backward pass neither: it computes each
+    chunk's again. Where all tokens fit in one chunk they are stored instead. On CUDA, and in
+    bfloat16 on the CPU, compiled loops read logits as they are.
 
     `hidden` [N, H] predicts `targets` [N]. Logits have the head's dtype, or autocast's; what
     follows is float32 (float64 for float64). The weight's gradient is summed over chunks in
@@ -189,8 +175,8 @@ def chunked_statistics(
         if triton_kernels.takes(hidden):
             elements = _KERNEL_ELEMENTS
         chunk_tokens = max(_FEWEST_TOKENS, elements // weight.shape[0])
-    asked = _Asked(temperature, chunk_tokens, entropy, entropy_gradient, sum_pi_squared)
-    log_probs, entropies, squares = _Head.apply(hidden, weight, bias, targets, asked)
+    request = _Request(temperature, chunk_tokens, entropy, entropy_gradient, sum_pi_squared)
+    log_probs, entropies, squares = _Head.apply(hidden, weight, bias, targets, request)
     out = {"log_probs": log_probs}
     if entropy:
         out["entropy"] = entropies
@@ -200,7 +186,7 @@ def chunked_statistics(
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Request:
     temperature: float
     chunk_tokens: int
     entropy: bool
@@ -222,61 +208,68 @@ class _Head(torch.autograd.Function):
         weight: Tensor,  # [V, H]
         bias: Tensor | None,  # [V]
         targets: Tensor,  # [N]
-        asked: _Asked,
+        request: _Request,
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = hidden.shape[0]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         log_probs, sums, entropies, squares = (
             hidden.new_zeros(count, dtype=wide) for _ in range(4)
         )
-        kept: Tensor | None = None
-        for at in _chunks(count, asked.chunk_tokens):
+        saved: Tensor | None = None  # what the backward pass reads of a single chunk
+        for at in _chunks(count, request.chunk_tokens):
             logits = _logits(hidden[at], weight, bias)
-            log_probs[at], kept, *others = _statistics(logits, targets[at], asked)
-            for whole, part in zip((sums, entropies, squares), others, strict=True):
+            log_probs[at], saved, *others = _statistics(logits, targets[at], request)
+            for total, part in zip((sums, entropies, squares), others, strict=True):
                 if part is not None:
-                    whole[at] = part
-        if count > asked.chunk_tokens:
-            kept = None
-        ctx.save_for_backward(hidden, weight, bias, targets, entropies, sums, kept)
-        ctx.asked = asked
-        ctx.mark_non_differentiable(squares, *([] if asked.entropy_gradient else [entropies]))
+                    total[at] = part
+        if count > request.chunk_tokens:
+            saved = None
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, sums, saved)
+        ctx.request = request
+        ctx.mark_non_differentiable(squares, *([] if request.entropy_gradient else [entropies]))
         return log_probs, entropies, squares
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropies, sums, kept = ctx.saved_tensors
-        asked: _Asked = ctx.asked
-        of_log_probs, of_entropy = (gradient.contiguous() for gradient in gradients[:2])
+        hidden, weight, bias, targets, entropies, sums, saved = ctx.saved_tensors
+        request: _Request = ctx.request
+        grad_log_probs, grad_entropy = (gradient.contiguous() for gradient in gradients[:2])
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
-        # Of two chunks or more, sums in float32.
-        by_product = to_weight and _adds_products(hidden)
-        asked_of_products = to_hidden, to_weight and not by_product, to_bias
-        grad_weight = _zeros(weight, of_log_probs.dtype) if to_weight else None
-        grad_bias = _zeros(bias, of_log_probs.dtype) if to_bias else None
+        # A product of half precision can be added to a float32 sum as it is computed.
+        by_product = (
+            to_weight
+            and hidden.dtype in (torch.bfloat16, torch.float16)
+            and hidden.is_cuda
+            and torch.version.cuda is not None
+        )
+        needed = to_hidden, to_weight and not by_product, to_bias
+        wide = grad_log_probs.dtype
+        grad_weight = torch.zeros_like(weight, dtype=wide) if to_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if to_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for at in _chunks(hidden.shape[0], asked.chunk_tokens):
-                read = kept
+            for at in _chunks(hidden.shape[0], request.chunk_tokens):
+                read = saved
                 if read is None:
                     read = _logits(hidden[at], weight, bias)
-                    read = read if _is_compiled(read) else _log_softmax(read, asked)
-                of_chunk = (of_log_probs[at], entropies[at], of_entropy[at])
-                slope = _slope(
-                    read, targets[at], sums[at], *of_chunk, asked, in_place=kept is None
+                    if not (training_ops.takes(read) or triton_kernels.takes(read)):
+                        read = _log_softmax(read, request)
+                chunk = (grad_log_probs[at], entropies[at], grad_entropy[at])
+                grad_logits = _logits_gradient(
+                    read, targets[at], sums[at], *chunk, request, in_place=saved is None
                 ).to(weight.dtype)
                 if by_product and grad_weight is not None:
                     torch.addmm(
-                        grad_weight, slope.t(), hidden[at],
+                        grad_weight, grad_logits.t(), hidden[at],
                         out_dtype=grad_weight.dtype, out=grad_weight,
                     )  # fmt: skip
-                of_hidden, *others = _gradients(slope, hidden[at], weight, asked_of_products)
-                if grad_hidden is not None and of_hidden is not None:
-                    grad_hidden[at] = of_hidden
-                for whole, part in zip((grad_weight, grad_bias), others, strict=True):
-                    if whole is not None and part is not None:
-                        whole += part
+                part, *others = _gradients(grad_logits, hidden[at], weight, needed)
+                if grad_hidden is not None and part is not None:
+                    grad_hidden[at] = part
+                for total, part in zip((grad_weight, grad_bias), others, strict=True):
+                    if total is not None and part is not None:
+                        total += part
         return (
             grad_hidden,
             grad_weight,
@@ -295,112 +288,101 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _gradients(
-    slope: Tensor, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]
+    grad_logits: Tensor, hidden: Tensor, weight: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Of hidden states, weight and bias, where they are wanted, by those of logits."""
-    to_hidden, to_weight, to_bias = wanted
-    if training_ops.takes_products(hidden, [weight], [slope]):
-        of_hidden, others = training_ops.linear_gradients(
-            hidden, [weight], [slope], to_x=to_hidden, to_weights=[to_weight], to_biases=[to_bias]
+    """Compute the gradients of hidden states, weight and bias, where they are needed."""
+    to_hidden, to_weight, to_bias = needed
+    if training_ops.takes_products(hidden, [weight], [grad_logits]):
+        grad_hidden, others = training_ops.linear_gradients(
+            hidden,
+            [weight],
+            [grad_logits],
+            to_x=to_hidden,
+            to_weights=[to_weight],
+            to_biases=[to_bias],
         )
-        return of_hidden, *others
+        return grad_hidden, *others
+    wide = torch.promote_types(grad_logits.dtype, torch.float32)
     return (
-        input_gradient(slope, weight) if to_hidden else None,
-        weight_gradient(slope, hidden) if to_weight else None,
-        slope.sum(0, dtype=torch.promote_types(slope.dtype, torch.float32)) if to_bias else None,
+        input_gradient(grad_logits, weight) if to_hidden else None,
+        weight_gradient(grad_logits, hidden) if to_weight else None,
+        grad_logits.sum(0, dtype=wide) if to_bias else None,
     )
 
 
 def _statistics(
-    logits: Tensor, targets: Tensor, asked: _Asked
+    logits: Tensor, targets: Tensor, request: _Request
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Log-probs [n]; what `_slope` reads [n, V]; and, where they are computed, [n] each: logs of
-    sums of exponentials, entropies and Σ p²."""
+    """Return log-probs [n], what `_logits_gradient` reads [n, V], and, where computed, [n] each:
+    logs of sums of exponentials, entropies and Σ p²."""
     if training_ops.takes(logits):
         log_probs, sums, entropies, squares = training_ops.head_statistics(
             logits,
             targets,
-            asked.temperature,
-            entropy=asked.entropy,
-            squares=asked.sum_pi_squared,
+            request.temperature,
+            entropy=request.entropy,
+            squares=request.sum_pi_squared,
         )
         return log_probs, logits, sums, entropies, squares
     if triton_kernels.takes(logits):
-        found = triton_kernels.statistics(logits, targets, asked.temperature)
-        log_probs, sums, entropies, squares = found
+        log_probs, sums, entropies, squares = triton_kernels.statistics(
+            logits, targets, request.temperature
+        )
         return log_probs, logits, sums, entropies, squares
-    log_p = _log_softmax(logits, asked)
+    log_p = _log_softmax(logits, request)
     entropies = squares = None
-    if asked.entropy or asked.sum_pi_squared:
+    if request.entropy or request.sum_pi_squared:
         p = log_p.exp()
-        squares = p.square().sum(-1) if asked.sum_pi_squared else None
-        entropies = p.mul_(_finite(log_p)).sum(-1).neg_() if asked.entropy else None
+        squares = p.square().sum(-1) if request.sum_pi_squared else None
+        entropies = p.mul_(_finite(log_p)).sum(-1).neg_() if request.entropy else None
     return log_p.gather(1, targets[:, None]).squeeze(1), log_p, None, entropies, squares
 
 
-def _slope(
+def _logits_gradient(
     read: Tensor,
     targets: Tensor,
     sums: Tensor,
-    of_log_probs: Tensor,
+    grad_log_probs: Tensor,
     entropies: Tensor,
-    of_entropy: Tensor,
-    asked: _Asked,
+    grad_entropy: Tensor,
+    request: _Request,
     *,
     in_place: bool,
 ) -> Tensor:
-    """Gradients of logits [n, V], of what `_statistics` keeps of them.
+    """Compute gradients of logits [n, V]; `read` is what `_statistics` returned of them.
 
     `in_place`: they may be written over it.
     """
+    entropy = (entropies, grad_entropy) if request.entropy_gradient else None
+    numbers = targets, sums, grad_log_probs, request.temperature, entropy
     if training_ops.takes(read):
-        entropy = (entropies, of_entropy) if asked.entropy_gradient else None
-        return training_ops.head_gradients(
-            read, targets, sums, of_log_probs, asked.temperature, entropy
-        )
+        return training_ops.head_gradients(read, *numbers)
     if triton_kernels.takes(read):
-        entropy = (entropies, of_entropy) if asked.entropy_gradient else None
-        out = read if in_place else torch.empty_like(read)
         return triton_kernels.gradients(
-            read, targets, sums, of_log_probs, asked.temperature, entropy, out
+            read, *numbers, read if in_place else torch.empty_like(read)
         )
-    slope, terms = read.exp(), None
-    if asked.entropy_gradient:
-        terms = _finite(read).add_(entropies[:, None]).mul_(slope)
-    slope.mul_(of_log_probs[:, None])
+    gradient, terms = read.exp(), None
+    if request.entropy_gradient:
+        terms = _finite(read).add_(entropies[:, None]).mul_(gradient)
+    gradient.mul_(grad_log_probs[:, None])
     if terms is not None:
-        slope += terms.mul_(of_entropy[:, None])
-    slope.neg_().scatter_add_(1, targets[:, None], of_log_probs[:, None])
-    return slope.div_(asked.temperature)
+        gradient += terms.mul_(grad_entropy[:, None])
+    gradient.neg_().scatter_add_(1, targets[:, None], grad_log_probs[:, None])
+    return gradient.div_(request.temperature)
 
 
-def _is_compiled(logits: Tensor) -> bool:
-    """Whether compiled loops read logits as they are."""
-    return training_ops.takes(logits) or triton_kernels.takes(logits)
-
-
-def _adds_products(hidden: Tensor) -> bool:
-    """Whether a product of half precision can be added to a float32 sum as it is computed."""
-    half = hidden.dtype in (torch.bfloat16, torch.float16)
-    return half and hidden.is_cuda and torch.version.cuda is not None
-
-
-def _log_softmax(logits: Tensor, asked: _Asked) -> Tensor:
-    """log softmax(logits / temperature) [n, V] in float32, or float64."""
+def _log_softmax(logits: Tensor, request: _Request) -> Tensor:
+    """Return log softmax(logits / temperature) [n, V] in float32, or float64."""
     with torch.autocast(logits.device.type, enabled=False):
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if asked.temperature != 1.0:
-            logits.div_(asked.temperature)
+        if request.temperature != 1.0:
+            logits.div_(request.temperature)
         return logits.log_softmax(-1)
 
 
 def _finite(log_p: Tensor) -> Tensor:
-    """`log_p`, so that entries that can't be sampled (−inf) times their probability are 0."""
+    """Return `log_p` so that entries that can't be sampled (−inf) times their probability are 0."""
     return log_p.clamp_min(torch.finfo(log_p.dtype).min)
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(like, dtype=dtype)
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

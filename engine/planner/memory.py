@@ -74,7 +74,7 @@ def activations(work: Workload, candidate: Candidate) -> float:
 def logits(work: Workload, layout: Layout, tokens: float) -> float:
     """Return bytes around the vocabulary: logits, log-softmax in float32, two temporaries.
 
-    Of a chunk of tokens at a time (`models.chunked_head`), with the head's gradient in float32, but
+    Of a chunk of tokens at a time (`vocabulary_head`), with the head's gradient in float32, but
     where ranks share the vocabulary or logits of two models meet.
     """
     shape, size = work.shape, work.compute_bytes

@@ -31,7 +31,6 @@ from engine.models.forward import (
     hidden_states,
     model_logits,
     packing_error,
-    response_logits,
 )
 from engine.models.packing import (
     PackedRows,
@@ -382,7 +381,7 @@ class ShardedModel:
             if not self._shards_sequences:
                 return model_logits(self.module, left_align(micro))
             hidden, seqs = self._hidden(micro)
-            return response_logits(require_vocabulary_head(self.module), hidden, seqs)
+            return require_vocabulary_head(self.module)(seqs.states(hidden))
 
         with torch.no_grad(), self._forward_context():
             return fsdp.run_forward(self.module, run)

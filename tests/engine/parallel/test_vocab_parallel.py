@@ -14,7 +14,7 @@ from thorough import and_slow
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from engine.algorithms.divergences import entropy, full_kl, sum_pi_squared
+from engine.algorithms.divergences import full_kl
 from engine.models.vocabulary_head import token_statistics
 from engine.parallel import vocab_parallel as vocab
 from engine.parallel.vocab_parallel import VocabParallelStatistics, vocabulary_bounds
@@ -39,8 +39,8 @@ def whole(
     log_probs = (logits / temperature).log_softmax(-1)
     out = {
         "log_probs": log_probs.gather(1, targets[:, None])[:, 0],
-        "entropy": entropy(logits, temperature=temperature),
-        "sum_pi_squared": sum_pi_squared(logits, temperature=temperature),
+        "entropy": -(log_probs.exp() * log_probs.clamp_min(-1e300)).sum(-1),
+        "sum_pi_squared": log_probs.exp().square().sum(-1),
     }
     if reference is not None:
         out["full_kl"] = full_kl(logits, reference.double(), temperature=temperature)
