@@ -69,24 +69,24 @@ def require_same_settings(
         )
 
 
-def incomparable(one: Manifest, other: Manifest) -> list[str]:
+def incomparable(first: Manifest, other: Manifest) -> list[str]:
     """Return what two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
 
     Code is compared by its sources, which tell apart what one commit with edits has in common.
     """
-    different = list(_differences(recorded_settings(one), recorded_settings(other)))
-    return different + ["the code"] * (one.sources_digest != other.sources_digest)
+    different = list(_differences(recorded_settings(first), recorded_settings(other)))
+    return different + ["the code"] * (first.sources_digest != other.sources_digest)
 
 
-def _differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
+def _differences(settings: Settings, other: Settings) -> dict[str, tuple[object, object]]:
     """Return the settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
     first, second = (
         {
             f"{key}.{name}".rstrip("."): entry
-            for key, value in settings.items()
+            for key, value in side.items()
             for name, entry in (value if isinstance(value, Mapping) else {"": value}).items()
         }
-        for settings in (one, other)
+        for side in (settings, other)
     )
     keys = sorted(first.keys() | second.keys())
     return {

@@ -148,7 +148,7 @@ def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
 
 def to_json(scores: Mapping[str, Sequence[HarnessScore]], confidence: float) -> str:
     """Return the scores of models by name, as the artifact has them."""
-    models = {name: [asdict(score) for score in found] for name, found in scores.items()}
+    models = {name: [asdict(score) for score in rows] for name, rows in scores.items()}
     values = {"confidence": confidence, "models": models}
     return json.dumps(values, indent=2, sort_keys=True)
 
@@ -157,7 +157,7 @@ def from_json(text: str | bytes, where: str) -> dict[str, list[HarnessScore]]:
     """Return what `to_json` wrote; LineageError, which names `where`, if it is something else."""
     try:
         models = json.loads(text)["models"]
-        return {name: [HarnessScore(**one) for one in found] for name, found in models.items()}
+        return {name: [HarnessScore(**row) for row in rows] for name, rows in models.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LineageError(f"{where} can't be read ({error}); evaluate the models again") from error
 
@@ -167,7 +167,7 @@ def pairs(
 ) -> list[tuple[HarnessScore, HarnessScore]]:
     """Return the same metric of two models, for each that both have."""
     first = {score.key: score for score in scores.get(before, ())}
-    return [(first[one.key], one) for one in scores.get(after, ()) if one.key in first]
+    return [(first[score.key], score) for score in scores.get(after, ()) if score.key in first]
 
 
 def _command(folder: Path, config: LMEvalConfig, seed: int, scratch: Path) -> list[str]:

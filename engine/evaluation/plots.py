@@ -46,9 +46,9 @@ def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str
             places, means, yerr=_errors(intervals), fmt="none", ecolor=_TEXT, elinewidth=1.1,
             capsize=3, capthick=1.1, zorder=3,
         )  # fmt: skip
-        for place, interval in zip(places, intervals, strict=True):
+        for x, interval in zip(places, intervals, strict=True):
             axes.annotate(
-                f"{100 * interval.mean:.1f}", (place, interval.high), xytext=(0, 4),
+                f"{100 * interval.mean:.1f}", (x, interval.high), xytext=(0, 4),
                 textcoords="offset points", ha="center", fontsize=8, color=_TEXT,
             )  # fmt: skip
         ends += [interval.high for interval in intervals]
@@ -87,8 +87,8 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
 def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
     """Draw one picture a metric over training steps, by its name; non-finite values leave a gap."""
     pictures = {}
-    for place, (name, values) in enumerate(curves.items()):
-        colour = _LINE_COLOURS[place % len(_LINE_COLOURS)]
+    for number, (name, values) in enumerate(curves.items()):
+        colour = _LINE_COLOURS[number % len(_LINE_COLOURS)]
         figure = Figure(figsize=_NARROW, facecolor="none")
         axes = figure.add_subplot()
         points = np.asarray(values, dtype=np.float64)
@@ -100,22 +100,22 @@ def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_xlabel("step")
         _plain(axes)
-        pictures[name] = _to_svg(figure, f"curve{place}")
+        pictures[name] = _to_svg(figure, f"curve{number}")
     return pictures
 
 
-def overoptimisation(found: Overoptimisation) -> str:
+def overoptimisation(steps: Overoptimisation) -> str:
     """The reward model's score and the true reward over the KL, a point a step, joined in order."""
     figure = Figure(figsize=_WIDE, facecolor="none")
     left = figure.add_subplot()
     right = left.twinx()
     sides = (
-        (left, found.model_reward, _LINE_COLOURS[1], "reward model (left)"),
-        (right, found.true_reward, _LINE_COLOURS[0], "true reward (right)"),
+        (left, steps.model_reward, _LINE_COLOURS[1], "reward model (left)"),
+        (right, steps.true_reward, _LINE_COLOURS[0], "true reward (right)"),
     )
     for axes, values, colour, label in sides:
-        axes.scatter(found.kl, values, s=6, color=colour, alpha=0.3, linewidths=0)
-        axes.plot(smoothed(found.kl), smoothed(values), color=colour, linewidth=1.8, label=label)
+        axes.scatter(steps.kl, values, s=6, color=colour, alpha=0.3, linewidths=0)
+        axes.plot(smoothed(steps.kl), smoothed(values), color=colour, linewidth=1.8, label=label)
         axes.yaxis.set_major_locator(MaxNLocator(5))
         _plain(axes)
     right.grid(visible=False)
@@ -170,8 +170,8 @@ def _to_svg(figure: Figure, name: str) -> str:
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    found = dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg))
-    ids = {old: f"{name}-{number}" for number, old in enumerate(found)}
+    old_ids = dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg))
+    ids = {old: f"{name}-{number}" for number, old in enumerate(old_ids)}
 
     def renamed(match: re.Match[str]) -> str:
         return match[1] + ids.get(match[2], match[2]) + match[3]

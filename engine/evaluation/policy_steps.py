@@ -90,17 +90,17 @@ class Overoptimisation:
     def sentence(self) -> str:
         """Return it in a sentence for a person."""
         at = self.metrics()
-        found = {key.removeprefix("overoptimisation/"): value for key, value in at.items()}
+        values = {key.removeprefix("overoptimisation/"): value for key, value in at.items()}
         ends = (
-            f"the true reward (share of right completions) goes from {found['true_first']:.3f} to "
-            f"{found['true_last']:.3f}, the reward model's from {found['model_first']:.3f} to "
-            f"{found['model_last']:.3f}, at a KL of {found['kl_last']:.2f} nats a completion"
+            f"the true reward (share of right completions) goes from {values['true_first']:.3f} to "
+            f"{values['true_last']:.3f}, the reward model's from {values['model_first']:.3f} to "
+            f"{values['model_last']:.3f}, at a KL of {values['kl_last']:.2f} nats a completion"
         )
-        if found["true_last"] >= found["true_peak"]:
+        if values["true_last"] >= values["true_peak"]:
             return f"{ends}; it has its peak at the end"
         return (
-            f"{ends}; its peak is {found['true_peak']:.3f} at step {self.peak + 1} of "
-            f"{len(self.kl)} (KL {found['kl_peak']:.2f}, reward model {found['model_peak']:.3f})"
+            f"{ends}; its peak is {values['true_peak']:.3f} at step {self.peak + 1} of "
+            f"{len(self.kl)} (KL {values['kl_peak']:.2f}, reward model {values['model_peak']:.3f})"
         )
 
 

@@ -119,8 +119,8 @@ def build_rows(
     for i, (first, several) in enumerate(zip(greedy, samples, strict=True)):
         if not several:
             raise DataError(f"problem {i} has no samples; give at least one")
-        majority = majority_vote([one.vote for one in several])
-        winners = (one for one in several if majority is not None and one.vote == majority)
+        majority = majority_vote([sample.vote for sample in several])
+        winners = (sample for sample in several if majority is not None and sample.vote == majority)
         winner, n = next(winners, None), len(several)
         rows.append(
             {
@@ -136,21 +136,21 @@ def build_rows(
                 "greedy_correct": first.correct,
                 "greedy_score": float(first.score),
                 "greedy_truncated": first.truncated,
-                "sample_answers": [_storable(one.answer) for one in several],
-                "samples_correct": sum(one.correct for one in several),
+                "sample_answers": [_storable(sample.answer) for sample in several],
+                "samples_correct": sum(sample.correct for sample in several),
                 "samples": n,
-                "sample_score": sum(one.score for one in several) / n,
+                "sample_score": sum(sample.score for sample in several) / n,
                 "majority_answer": _storable(winner.answer) if winner else None,
                 "majority_correct": winner is not None and winner.correct,
-                "response_length": sum(one.tokens for one in several) / n,
+                "response_length": sum(sample.tokens for sample in several) / n,
                 "greedy_length": first.tokens,
-                "truncated": sum(one.truncated for one in several) / n,
-                "format_rate": format_rate([one.well_formed for one in several]),
-                "errors": sum(one.failed for one in (first, *several)),
+                "truncated": sum(sample.truncated for sample in several) / n,
+                "format_rate": format_rate([sample.well_formed for sample in several]),
+                "errors": sum(sample.failed for sample in (first, *several)),
             }
             | _episode_columns(first, several)
         )
-    more = list(EPISODE_COLUMNS) if any(one.episode for one in greedy) else []
+    more = list(EPISODE_COLUMNS) if any(sample.episode for sample in greedy) else []
     frame = pd.DataFrame(rows, columns=[*COLUMNS, *more])
     # A column of None alone would otherwise be typed by chance.
     return frame.astype({"greedy_answer": "str", "majority_answer": "str"})
@@ -158,7 +158,7 @@ def build_rows(
 
 def _episode_columns(first: Judged, several: Sequence[Judged]) -> dict[str, object]:
     """Return the cells of `EPISODE_COLUMNS`; none where completions are no episodes."""
-    greedy, sampled = first.episode, [one.episode for one in several if one.episode]
+    greedy, sampled = first.episode, [sample.episode for sample in several if sample.episode]
     if greedy is None:
         return {}
     n = len(sampled)
@@ -168,10 +168,10 @@ def _episode_columns(first: Judged, several: Sequence[Judged]) -> dict[str, obje
         "greedy_calls": greedy.calls,
         "greedy_malformed": greedy.malformed,
         "greedy_end": greedy.end,
-        "sample_turns": sum(one.turns for one in sampled) / n,
-        "sample_return": float(sum(one.reward for one in sampled)) / n,
-        "sample_called": sum(one.calls > 0 for one in sampled) / n,
-        "sample_malformed": sum(one.malformed for one in sampled) / n,
+        "sample_turns": sum(episode.turns for episode in sampled) / n,
+        "sample_return": float(sum(episode.reward for episode in sampled)) / n,
+        "sample_called": sum(episode.calls > 0 for episode in sampled) / n,
+        "sample_malformed": sum(episode.malformed for episode in sampled) / n,
     }
 
 

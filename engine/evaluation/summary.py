@@ -86,9 +86,9 @@ def compare_episodes(
             continue
         interval = rate_interval if kind == "share" else mean_interval
         old, new = (table[name].to_numpy(float) for table in tables)
-        one, two = (interval(values, confidence, samples, seed) for values in (old, new))
+        first, second = (interval(values, confidence, samples, seed) for values in (old, new))
         change = paired_bootstrap(old, new, confidence, samples, seed)
-        measures.append(EpisodeMeasure(label, kind, one, two, change))
+        measures.append(EpisodeMeasure(label, kind, first, second, change))
     return measures
 
 
@@ -326,11 +326,12 @@ class EvaluatedSet:
 
     def lines(self) -> list[str]:
         """Return the scores with the contamination, then a line a part."""
-        found = self.comparison
-        rates = described(found.before, found.after, found.gain, found.problems)
+        comparison = self.comparison
+        rates = described(comparison.before, comparison.after, comparison.gain, comparison.problems)
         lines = [f"{self.name}: {rates}; {self.contamination}"]
-        if found.episodes:
-            lines.append(f"{self.name}: {'; '.join(one.line() for one in found.episodes)}")
+        if comparison.episodes:
+            measures = "; ".join(measure.line() for measure in comparison.episodes)
+            lines.append(f"{self.name}: {measures}")
         return [*lines, *(f"{self.name}: {part.line()}" for part in self.proper_parts)]
 
     @property
@@ -366,13 +367,14 @@ def compare_sets(
     """
     compared = []
     for name, count in known.items():
-        one, two = rows_of_set(before, name), rows_of_set(after, name)
+        rows_before, rows_after = rows_of_set(before, name), rows_of_set(after, name)
         settings = (k, confidence, bootstrap_samples, seed)
         try:
-            comparison = summarise(one, two, *settings)
+            comparison = summarise(rows_before, rows_after, *settings)
         except DataError as error:
             raise DataError(f"evaluation set {name}: {error}") from error
-        compared.append(EvaluatedSet(name, comparison, breakdown(one, two, *settings), count))
+        parts = breakdown(rows_before, rows_after, *settings)
+        compared.append(EvaluatedSet(name, comparison, parts, count))
     return compared
 
 
@@ -398,7 +400,7 @@ def rows_of_set(rows: pd.DataFrame, name: str) -> pd.DataFrame:
 
 def write_sets(folder: Path, sets: list[EvaluatedSet]) -> None:
     """Write them into an evaluation's folder."""
-    text = json.dumps([asdict(one) for one in sets], indent=2, allow_nan=False)
+    text = json.dumps([asdict(evaluated) for evaluated in sets], indent=2, allow_nan=False)
     (folder / FILE).write_text(text)
 
 

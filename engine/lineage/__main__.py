@@ -99,9 +99,10 @@ def as_json(
     for node in graph.nodes.values():
         names = ("key", "kind", "digest", "label", "uri", "missing", "facts")
         values: dict[str, object] = {name: getattr(node, name) for name in names}
-        own = node.manifest
-        values["manifest_digest"] = own.own_digest if own else ""
-        values["manifest"] = own.model_dump(mode="json", exclude={"files"}) if own else None
+        manifest = node.manifest
+        values["manifest_digest"] = manifest.own_digest if manifest else ""
+        less_files = manifest.model_dump(mode="json", exclude={"files"}) if manifest else None
+        values["manifest"] = less_files
         nodes.append(values)
     values = {
         "focus": list(graph.focus),

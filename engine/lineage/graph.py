@@ -97,9 +97,9 @@ def default_roots(artifact: str = "") -> list[str]:
         known = is_remote(artifact) or as_path(f"{store}/{ARTIFACTS}").is_dir()
         if store and rest.count("/") == 1 and known:
             roots.append(f"{store}/{ARTIFACTS}")
-    own = home() / ARTIFACTS
-    if own.is_dir():
-        roots.append(str(own))
+    local = home() / ARTIFACTS
+    if local.is_dir():
+        roots.append(str(local))
     if shared_store():
         roots.append(f"{shared_store()}/{ARTIFACTS}")
     return list(dict.fromkeys(roots))
@@ -121,9 +121,9 @@ def scan(roots: Iterable[str]) -> Index:
     names = tuple(dict.fromkeys(str(root).rstrip("/") for root in roots))
     folders = dict.fromkeys(folder for root in names for folder in _folders(root))
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(read, folders))
-    artifacts = tuple(one for one in found if isinstance(one, StoredArtifact))
-    return Index(names, artifacts, tuple(one for one in found if isinstance(one, str)))
+        results = list(pool.map(read, folders))
+    artifacts = tuple(result for result in results if isinstance(result, StoredArtifact))
+    return Index(names, artifacts, tuple(result for result in results if isinstance(result, str)))
 
 
 def _folders(root: str) -> Iterator[str]:
@@ -310,22 +310,23 @@ class GraphBuilder:
 
     def _children(self, node: ArtifactNode) -> list[ArtifactNode]:
         children = []
-        for place, parent in self.index.made_from(node.digest):
-            if self.find(parent, place.uri).key == node.key or node.kind == parent.kind == SOURCE:
-                children.append(artifact_node(place))
+        for artifact, parent in self.index.made_from(node.digest):
+            is_node = self.find(parent, artifact.uri).key == node.key
+            if is_node or node.kind == parent.kind == SOURCE:
+                children.append(artifact_node(artifact))
         if node.manifest is not None:
-            own = node.manifest.own_digest
+            manifest_digest = node.manifest.own_digest
             known = {p.manifest.own_digest for p in self.index.with_digest(node.digest)}
             for version in self._versions.get(node.digest, []):
                 recorded = version.facts.get("manifest_digest", "")
                 # Another artifact of equal content may be the one that it was registered from.
-                if recorded in ("", own) or recorded not in known:
+                if recorded in ("", manifest_digest) or recorded not in known:
                     children.append(version)
                     self.graph.link(Edge(node.key, version.key, "artifact", recorded))
         if node.kind == CHECKPOINT and node.origin is not None:
             sources = node.facts.get("sources_digest", "")
-            for place in self.index.with_inputs(node.origin.inputs_digest, sources):
-                children.append(artifact_node(place))
+            for artifact in self.index.with_inputs(node.origin.inputs_digest, sources):
+                children.append(artifact_node(artifact))
                 self.graph.link(Edge(node.key, children[-1].key, CHECKPOINT))
         return children
 
@@ -394,11 +395,11 @@ def _missing(parent: Parent, where: str, existing: Manifest | None) -> ArtifactN
     return ArtifactNode(key, parent.kind, parent.digest, where, missing=why)
 
 
-def artifact_node(place: StoredArtifact) -> ArtifactNode:
+def artifact_node(artifact: StoredArtifact) -> ArtifactNode:
     """Return the node of an artifact; copies with equal manifests are one node."""
-    manifest = place.manifest
+    manifest = artifact.manifest
     key = f"{manifest.kind}:{manifest.digest}:{manifest.own_digest}"
-    return ArtifactNode(key, manifest.kind, manifest.digest, place.uri, manifest=manifest)
+    return ArtifactNode(key, manifest.kind, manifest.digest, artifact.uri, manifest=manifest)
 
 
 def source_node(source: Parent) -> ArtifactNode:

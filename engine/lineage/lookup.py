@@ -133,8 +133,8 @@ def all_versions(tracker: Tracker) -> list[ArtifactNode]:
         for model in all_pages(lambda t: client.search_registered_models(page_token=t)):
             for alias, version in model.aliases.items():
                 aliases.setdefault((model.name, str(version)), []).append(alias)
-        found = all_pages(lambda t: client.search_model_versions(max_results=PAGE, page_token=t))
-        versions = [ModelVersion.of(v, aliases.get((v.name, str(v.version)), ())) for v in found]
+        entries = all_pages(lambda t: client.search_model_versions(max_results=PAGE, page_token=t))
+        versions = [ModelVersion.of(v, aliases.get((v.name, str(v.version)), ())) for v in entries]
     return [node for node in map(version_node, versions) if node.digest]
 
 

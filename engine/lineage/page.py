@@ -145,10 +145,10 @@ def _with_bends(
 def _order(layers: list[list[_Item]], neighbours: _Neighbours, reverse: bool) -> None:
     """Sort each layer by the mean place of its items' neighbours in the layer before."""
     for before, layer in pairwise(reversed(layers) if reverse else layers):
-        place = {item: index for index, item in enumerate(before)}
+        position = {item: index for index, item in enumerate(before)}
         weights = {}
         for index, item in enumerate(layer):
-            places = [place[other] for other in neighbours[item] if other in place]
+            places = [position[other] for other in neighbours[item] if other in position]
             weights[item] = (sum(places) / len(places) if places else float(index), index)
         layer.sort(key=weights.__getitem__)
 
@@ -162,18 +162,18 @@ def _heights(
         _settle(layer, dict.fromkeys(layer, 0.0), top)
     for _ in range(SWEEPS):
         for layer in (*layers, *reversed(layers)):
-            wanted = {}
+            targets = {}
             for item in layer:
                 middles = [top[k] + _size(k) / 2 for k in (*above[item], *below[item])] or [
                     top[item] + _size(item) / 2
                 ]
-                wanted[item] = sum(middles) / len(middles) - _size(item) / 2
-            _settle(layer, wanted, top)
+                targets[item] = sum(middles) / len(middles) - _size(item) / 2
+            _settle(layer, targets, top)
     lowest = min(top.values(), default=0.0)
     return {item: MARGIN + round(y - lowest, 1) for item, y in top.items()}
 
 
-def _settle(layer: list[_Item], wanted: Mapping[_Item, float], top: dict[_Item, float]) -> None:
+def _settle(layer: list[_Item], targets: Mapping[_Item, float], top: dict[_Item, float]) -> None:
     """Place a layer's items as near to the tops that they want as their sizes allow.
 
     Items that would overlap form a block, which goes where its members on average want it.
@@ -182,7 +182,7 @@ def _settle(layer: list[_Item], wanted: Mapping[_Item, float], top: dict[_Item, 
     # Of each block: how many members, the sum of the tops they want for it, and its height.
     blocks: list[tuple[int, float, float]] = []
     for item in layer:
-        count, total, height = 1, wanted[item], sizes[item]
+        count, total, height = 1, targets[item], sizes[item]
         while blocks and blocks[-1][1] / blocks[-1][0] + blocks[-1][2] > total / count:
             others, others_total, others_height = blocks.pop()
             total += others_total - count * others_height
@@ -190,10 +190,10 @@ def _settle(layer: list[_Item], wanted: Mapping[_Item, float], top: dict[_Item, 
         blocks.append((count, total, height))
     members = iter(layer)
     for count, total, _ in blocks:
-        place = total / count
+        y = total / count
         for member in islice(members, count):
-            top[member] = place
-            place += sizes[member]
+            top[member] = y
+            y += sizes[member]
 
 
 def _size(item: _Item) -> float:

@@ -238,23 +238,23 @@ def reconcile(moves: Sequence[AliasMove], current: str | None, now: str) -> Reco
 
     An alias that is not where the record left it was moved by hand, in MLflow's own pages.
     """
-    kept = list(moves)
+    record = list(moves)
     write: list[AliasMove] = []
     drop: list[AliasMove] = []
-    if kept and not kept[-1].done:
-        last = kept.pop()
+    if record and not record[-1].done:
+        last = record.pop()
         if last.version == current:
-            kept.append(replace(last, done=True))
-            write.append(kept[-1])
+            record.append(replace(last, done=True))
+            write.append(record[-1])
         else:
             drop.append(last)
-    before = kept[-1].version if kept else None
+    before = record[-1].version if record else None
     if before != current:
-        number, reason = _number(kept), "The alias was moved outside of promotion"
-        kept.append(AliasMove(number, "by hand", current, before, reason, now))
-        write.append(kept[-1])
+        number, reason = _number(record), "The alias was moved outside of promotion"
+        record.append(AliasMove(number, "by hand", current, before, reason, now))
+        write.append(record[-1])
         drop = [move for move in drop if move.number != number]  # its tag is written over
-    return Reconciled(tuple(kept), tuple(write), tuple(drop))
+    return Reconciled(tuple(record), tuple(write), tuple(drop))
 
 
 def _number(moves: Sequence[AliasMove]) -> int:
@@ -343,12 +343,12 @@ class Champions:
                 who = {"by": by, "request": request, "agreed": approved_by}
                 return self._apply(lock, moves, "promote", version, reason, **who)
             where = f"version {expected} was compared with" if expected else "there was none before"
-            place, way_out = f"points to no version where {where}", "promote again"
+            state, way_out = f"points to no version where {where}", "promote again"
             if last is not None:
-                place = f"is on version {last.version} now, where {where} ({last.sentence()})"
+                state = f"is on version {last.version} now, where {where} ({last.sentence()})"
                 way_out = "evaluate against the present champion and promote again"
             raise ChampionChangedError(
-                f"alias {self.alias!r} of {self.model_name!r} {place}; version {version} was not "
+                f"alias {self.alias!r} of {self.model_name!r} {state}; version {version} was not "
                 f"promoted; {way_out}"
             )
 
@@ -401,7 +401,7 @@ class Champions:
                     f"version {last.version} of {self.model_name!r} is the first {self.alias}, so "
                     "there is no previous one; name a version to go to"
                 )
-            found = self.registry.model_version(f"models:/{self.model_name}/{target}")
+            former_version = self.registry.model_version(f"models:/{self.model_name}/{target}")
             former = list(dict.fromkeys(move.version for move in moves if move.version))
             if target not in former and not force:
                 raise TrackingError(
@@ -417,7 +417,7 @@ class Champions:
                     f"version {target}; nothing was moved; say who does (--approved-by NAME)"
                 )
             if verify:
-                require_intact_copy(self.registry, found)
+                require_intact_copy(self.registry, former_version)
             action: Action = "rollback" if target in former else "forced"
             return self._apply(
                 lock, moves, action, target, reason.strip(), by=by, request=request, agreed=agreed

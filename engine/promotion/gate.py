@@ -57,8 +57,8 @@ def trained_on(
         same |= {text} & test_texts
         seen |= _runs(text, ngram) & test_runs
     return [
-        text in same or (bool(own) and len(own & seen) >= overlap * len(own))
-        for text, own in zip(texts, runs, strict=True)
+        text in same or (bool(ngrams) and len(ngrams & seen) >= overlap * len(ngrams))
+        for text, ngrams in zip(texts, runs, strict=True)
     ]
 
 
@@ -137,13 +137,13 @@ def measure(
     )
 
 
-def judged_sets(rows: pd.DataFrame, dataset: str, wanted: Sequence[str]) -> list[str]:
+def judged_sets(rows: pd.DataFrame, dataset: str, required: Sequence[str]) -> list[str]:
     """Return the evaluation sets that decide: the one named `dataset`, or with `all` every one.
 
-    Raises DataError where that one is missing in the rows, or with `all` one of `wanted`.
+    Raises DataError where that one is missing in the rows, or with `all` one of `required`.
     """
     names = set_names(rows) if dataset == ALL else [dataset]
-    for name in (*names, *(wanted if dataset == ALL else ())):
+    for name in (*names, *(required if dataset == ALL else ())):
         rows_of_set(rows, name)
     return names
 

@@ -48,8 +48,8 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
     """Return one result a metric, with the ends of its interval or its standard error."""
     from huggingface_hub import EvalResult
 
-    found, evaluation = model.comparison, model.evaluation
-    if found is None or evaluation is None:
+    comparison, evaluation = model.comparison, model.evaluation
+    if comparison is None or evaluation is None:
         return []
     dataset = {parent.name: parent.digest for parent in evaluation.parents}.get("dataset", "")
     return [
@@ -58,17 +58,17 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
             dataset_type=source,
             dataset_name=f"{source}, held-out problems",
             dataset_split="test",
-            dataset_args={"problems": found.problems, "digest": dataset},
+            dataset_args={"problems": comparison.problems, "digest": dataset},
             metric_type=kind,
             metric_name=name,
             metric_value=round(value.mean, 6),
             metric_args={
-                "confidence": found.confidence,
+                "confidence": comparison.confidence,
                 "low": round(value.low, 6),
                 "high": round(value.high, 6),
             },
         )
-        for kind, name, value in _rates(found, found.after)
+        for kind, name, value in _rates(comparison, comparison.after)
     ] + [
         EvalResult(
             task_type="text-generation",
@@ -84,39 +84,42 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
     ]
 
 
-def _rates(found: EvaluationComparison, side: ModelSummary) -> list[tuple[str, str, Interval]]:
+def _rates(comparison: EvaluationComparison, side: ModelSummary) -> list[tuple[str, str, Interval]]:
     """Return type, name and value of each rate."""
+    n = comparison.samples
     return [
         ("pass@1", "pass@1 (greedy)", side.pass_at_1),
-        (f"pass@{found.k}", f"pass@{found.k} (of {found.samples} samples)", side.pass_at_k),
-        ("majority", f"majority vote of {found.samples}", side.majority),
+        (f"pass@{comparison.k}", f"pass@{comparison.k} (of {n} samples)", side.pass_at_k),
+        ("majority", f"majority vote of {n}", side.majority),
         ("format", "answers in the format", side.format_rate),
     ]
 
 
 def score_sections(model: ReleasedModel) -> list[str]:
     """Return the card's sections of scores: two models with intervals, gain, and the harness."""
-    found, evaluation = model.comparison, model.evaluation
-    if found is None or evaluation is None:
+    comparison, evaluation = model.comparison, model.evaluation
+    if comparison is None or evaluation is None:
         return ["## Scores\n\nThis model was not evaluated."]
     kinds = {parent.name: parent.kind for parent in evaluation.parents}
-    start = "start_model" if kinds.get("warm_start") == "start_model" else found.before.model
-    sides = (found.before, found.after)
+    start = "start_model" if kinds.get("warm_start") == "start_model" else comparison.before.model
+    sides, gain = (comparison.before, comparison.after), comparison.gain
+    rates = [_rates(comparison, side) for side in sides]
     rows = [
         (name, *(f"{rate.mean:.1%} [{rate.low:.1%}, {rate.high:.1%}]" for rate in (before, after)))
-        for (_, name, before), (_, _, after) in zip(*(_rates(found, s) for s in sides), strict=True)
+        for (_, name, before), (_, _, after) in zip(*rates, strict=True)
     ]
     rows.append(("mean response, tokens", *(f"{s.response_length.mean:.1f}" for s in sides)))
     sections = [
-        f"## Scores\n\n{found.problems} held-out problems, the same for both models, with "
-        f"{found.confidence:.0%} intervals; evaluation `{evaluation.digest}`, seed {found.seed}.",
+        f"## Scores\n\n{comparison.problems} held-out problems, the same for both models, with "
+        f"{comparison.confidence:.0%} intervals; evaluation `{evaluation.digest}`, "
+        f"seed {comparison.seed}.",
         table(("", start.replace("_", " "), "this model"), rows),
-        f"Paired gain in greedy pass@1: {points(found.gain.mean, found.gain.low, found.gain.high)}"
-        f"; {found.fixed} problems became right and {found.broken} wrong.",
+        f"Paired gain in greedy pass@1: {points(gain.mean, gain.low, gain.high)}"
+        f"; {comparison.fixed} problems became right and {comparison.broken} wrong.",
     ]
     scores = []
     for score in model.harness:
-        ends = score.interval(found.confidence)
+        ends = score.interval(comparison.confidence)
         shown = f"{score.value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
         scores.append((score.task, score.version, score.metric, shown))
     if scores:
@@ -131,7 +134,7 @@ def score_sections(model: ReleasedModel) -> list[str]:
 SETTINGS_OF = (
     *("dataset", "model", "start_model", "sft", "pairs", "reward_model", "preference", "rl"),
 )
-_PLACE = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
+_LOCATION = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
 
 USE = """```python
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -160,8 +163,8 @@ def model_card(
     for node in line_of_models:
         if node.kind in SETTINGS_OF and node.config:
             nearest.setdefault(node.kind, node)
-        own = node.manifest
-        made = (f"`{own.own_digest}`", f"`{own.code_version}`") if own else ("", "")
+        manifest = node.manifest
+        made = (f"`{manifest.own_digest}`", f"`{manifest.code_version}`") if manifest else ("", "")
         lineage.append((_name(node), f"`{node.digest}`", *made))
     settings = "\n\n".join(map(_settings, nearest.values()))
     sections = [
@@ -193,7 +196,7 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
     kinds = [node.kind for node in (model.graph.nodes[model.key], *model.ancestors)]
     datasets = _hub_datasets(model)
     settings = filter(None, map(_data_settings, model.ancestors))
-    source = next((found.get("source") for found in settings), None)
+    source = next((values.get("source") for values in settings), None)
     problems = datasets[0] if datasets else str(source or "unknown")
     scores = results(model, problems)
     known = licence or Licence("")
@@ -250,12 +253,12 @@ def public_values(value: object) -> object:
     {'path': '…/base', 'lr': 0.1}
     """
     if isinstance(value, dict):
-        return {key: public_values(one) for key, one in value.items()}
+        return {key: public_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [public_values(one) for one in value]
-    if isinstance(value, str) and _PLACE.fullmatch(value) and not value.startswith("hf://"):
-        return "…/" + value.rstrip("/").rsplit("/", 1)[-1]
-    return value
+        return [public_values(item) for item in value]
+    if not isinstance(value, str) or value.startswith("hf://"):
+        return value
+    return "…/" + value.rstrip("/").rsplit("/", 1)[-1] if _LOCATION.fullmatch(value) else value
 
 
 def _hub_datasets(model: ReleasedModel) -> list[str]:
@@ -295,15 +298,15 @@ def lineage_json(model: ReleasedModel) -> str:
     """Return the model and all that it was made from, with digests; no folder of this machine."""
     graph, nodes = model.graph, list[dict[str, object]]()
     for node in (graph.nodes[model.key], *model.ancestors):
-        own, record = node.manifest, None
-        if own is not None:
-            record = public_values(own.model_dump(mode="json", exclude={"files", "parents"}))
+        manifest, record = node.manifest, None
+        if manifest is not None:
+            record = public_values(manifest.model_dump(mode="json", exclude={"files", "parents"}))
         nodes.append(
             {
                 "key": node.key,
                 "kind": node.kind,
                 "digest": node.digest,
-                "manifest_digest": own.own_digest if own else "",
+                "manifest_digest": manifest.own_digest if manifest else "",
                 "manifest": record,
             }
         )
@@ -373,12 +376,12 @@ class Repository:
     @staticmethod
     def parse(address: str) -> Repository:
         """Read `hf://OWNER/NAME` or `hf://OWNER/NAME@BRANCH`; ConfigError for anything else."""
-        found = _ADDRESS.fullmatch(address)
-        if found is None:
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
             raise ConfigError(
                 f"--to {address!r} is no repository; write hf://OWNER/NAME or hf://OWNER/NAME@BRANCH"
             )
-        return Repository(found["id"], found["branch"])
+        return Repository(match["id"], match["branch"])
 
 
 def push(

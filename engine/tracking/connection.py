@@ -147,23 +147,24 @@ class Connection:
         from mlflow.exceptions import MlflowException
 
         with self.translated("open the experiment"):
-            found = self.client.get_experiment_by_name(self.experiment)
-            if found is None:
+            experiment = self.client.get_experiment_by_name(self.experiment)
+            if experiment is None:
                 try:
                     folder = self.database and self.database.parent / "mlartifacts"
-                    place = folder.as_uri() if folder else None  # a server decides for itself
-                    return str(self.client.create_experiment(self.experiment, place))
+                    location = folder.as_uri() if folder else None  # a server decides for itself
+                    return str(self.client.create_experiment(self.experiment, location))
                 except MlflowException:
                     # Another process may have created it since; anything else is a real error.
-                    found = self.client.get_experiment_by_name(self.experiment)
-                    if found is None:
+                    experiment = self.client.get_experiment_by_name(self.experiment)
+                    if experiment is None:
                         raise
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             raise TrackingError(
                 f"MLflow experiment {self.experiment!r} at {self.uri} was deleted; restore it with "
-                f"`mlflow experiments restore -x {found.experiment_id}` or set tracking.experiment"
+                f"`mlflow experiments restore -x {experiment.experiment_id}` or set "
+                "tracking.experiment"
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def run_url(self, run_id: str) -> str:
         """Return the page of a run for people, without credentials; empty for a store without."""
