@@ -177,8 +177,8 @@ class FlyteHost(Host):
         """
         if not self.execution:
             return None
-        found: Any = current_context().checkpoint
-        return CheckpointPaths(str(found._checkpoint_dest), found._checkpoint_src)
+        checkpoint: Any = current_context().checkpoint
+        return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
     def has_passed(self, check: str) -> bool:
         """Return whether the local cache remembers it."""
@@ -345,8 +345,8 @@ def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
 
 def open_table(table: StructuredDataset) -> TableFile:
     """Return the file of a task's input, fetched where it is not on this machine."""
-    found: TableFile = table.open(TableFile).all()
-    return found
+    table_file: TableFile = table.open(TableFile).all()
+    return table_file
 
 
 class _Encoder(StructuredDatasetEncoder):

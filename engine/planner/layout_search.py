@@ -84,7 +84,7 @@ class PricedCandidate:
         """Cheapest first; of equals the one with larger micro-batches, then the plainest."""
         c, price = self.candidate, self.price
         flags = c.offload_params + c.offload_optimizer + c.activation_checkpointing
-        return price.total, price.own, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()
+        return price.total, price.trainer, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()
 
 
 def _options(
@@ -120,9 +120,9 @@ def _options(
             yield smallest
             continue
         for tokens in budgets:
-            one = of(tokens, offload, recompute)
-            yield one
-            if one.fits and layout.pp == 1:
+            priced = of(tokens, offload, recompute)
+            yield priced
+            if priced.fits and layout.pp == 1:
                 if tokens >= BUDGET and not (recompute or any(offload)):
                     return
                 break
@@ -194,11 +194,11 @@ def _budgets(work: Workload, layout: Layout, fixed: FixedSettings) -> list[int]:
     """Return tokens of a micro-batch: halves of the largest, down to one row, that differ."""
     if fixed.tokens:
         return [fixed.tokens]
-    most = -(-work.rows // layout.data_ranks) * work.length
+    all_tokens = -(-work.rows // layout.data_ranks) * work.length
     sizes = [BUDGET]
     while sizes[-1] > max(64, work.length):
         sizes.append(max(sizes[-1] // 2, 64))
-    return [BUDGET, *(size for size in sizes[1:] if size < most)]
+    return [BUDGET, *(size for size in sizes[1:] if size < all_tokens)]
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -212,7 +212,7 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield (factor, *rest)
 
 
-KEPT = 8  # runners-up that a plan lists
+RUNNERS_UP = 8  # other layouts that a plan lists
 _SMALLER = {  # what makes a peak smaller
     "training": "shorten data.max_response_length, or set model.lora.rank",
     "rollout": "lower rollout.max_num_seqs",
@@ -264,10 +264,12 @@ def search(
     valid: list[PricedCandidate] = []
     for allocation in cluster.allocations(reserved_cpus):
         valid += candidates(work, allocation, fixed)
-    ranked = sorted((one for one in valid if one.fits), key=lambda one: one.order)
+    ranked = sorted((priced for priced in valid if priced.fits), key=lambda priced: priced.order)
     listed = _first(ranked, refusal, refused)
     if not listed:
-        smallest = sorted((one for one in valid if not one.fits), key=lambda one: one.excess_bytes)
+        smallest = sorted(
+            (priced for priced in valid if not priced.fits), key=lambda priced: priced.excess_bytes
+        )
         raise _nothing(_first(smallest, refusal, refused, 1), refused, cluster, fixed)
     best = listed[0]
     there = best.allocation.memory
@@ -280,39 +282,41 @@ def search(
             "rollout.dtype=bfloat16"
         )
     fastest: dict[object, PricedCandidate] = {}  # options of each layout and rollout: the first
-    for one in valid:
-        fastest.setdefault((one.candidate.layout, one.candidate.rollout_tp, one.allocation), one)
+    for priced in valid:
+        fastest.setdefault(
+            (priced.candidate.layout, priced.candidate.rollout_tp, priced.allocation), priced
+        )
     cheaper = [
-        one
-        for one in fastest.values()
-        if not one.fits
-        and one.price.total < best.price.total
-        and one.candidate.layout != best.candidate.layout
+        priced
+        for priced in fastest.values()
+        if not priced.fits
+        and priced.price.total < best.price.total
+        and priced.candidate.layout != best.candidate.layout
     ]
     return PlacementPlan(
         chosen=best,
         others=tuple(listed[1:]),
-        too_large=tuple(_first(sorted(cheaper, key=lambda one: one.order), refusal, [], 2)),
+        too_large=tuple(_first(sorted(cheaper, key=lambda priced: priced.order), refusal, [], 2)),
         cluster=cluster,
         considered=len(valid),
         fitting=len(ranked),
-        lacking=Counter(one.lacks for one in valid if not one.fits),
+        lacking=Counter(priced.lacks for priced in valid if not priced.fits),
         fixed=fixed,
     )
 
 
 def _first(
-    ranked: list[PricedCandidate], refusal: Refusal, refused: list[str], count: int = KEPT
+    ranked: list[PricedCandidate], refusal: Refusal, refused: list[str], count: int = RUNNERS_UP
 ) -> list[PricedCandidate]:
     """Return the first `count` that the trainer takes, each layout and rollout once."""
     first: dict[tuple[Layout, int], PricedCandidate] = {}
     reasons: dict[tuple[Layout, int], str] = {}
-    for one in ranked:
-        key = (one.candidate.layout, one.candidate.rollout_tp)
+    for priced in ranked:
+        key = (priced.candidate.layout, priced.candidate.rollout_tp)
         if key not in reasons:
-            reasons[key] = refusal(one.candidate, one.allocation)
+            reasons[key] = refusal(priced.candidate, priced.allocation)
             if not reasons[key]:
-                first[key] = one
+                first[key] = priced
         if len(first) == count:
             break
     refused += filter(None, reasons.values())
@@ -327,11 +331,12 @@ def _nothing(
     if not smallest:
         why = f": {refused[0]}" if refused else "; set fewer of them, or other ones"
         return ConfigError(f"trainer.placement=auto finds no valid layout {on_what}{why}")
-    one = smallest[0]
-    work, when, on_host = one.work, one.memory.when, one.lacks not in _SMALLER
-    where = "machine" if on_host or not one.allocation.gpus else "device"
-    there = one.allocation.host_memory if on_host else one.allocation.memory
-    need = there + one.excess_bytes / USABLE
+    closest = smallest[0]
+    work, when, on_host = closest.work, closest.memory.when, closest.lacks not in _SMALLER
+    allocation = closest.allocation
+    where = "machine" if on_host or not allocation.gpus else "device"
+    there = allocation.host_memory if on_host else allocation.memory
+    need = there + closest.excess_bytes / USABLE
     smaller = _SMALLER[when]
     if work.quantized:
         smaller += "; the base of model.lora.quantize is whole on each rank"
@@ -339,7 +344,7 @@ def _nothing(
         smaller = f"lower rollout.vllm.gpu_memory_utilization={work.memory_share}"
     return PlacementError(
         f"trainer.placement=auto finds no layout that fits {on_what}: the smallest, "
-        f"{one.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank and there are "
+        f"{closest.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank and there are "
         f"{there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few, most in {when}; add "
         f"workers or larger ones, or {smaller}"
     )
@@ -382,40 +387,45 @@ def search_apart(
     low, high = 0, len(splits) - 1  # the first split whose samplers are not the slower ones
     while low < high:
         middle = (low + high) // 2
-        one = at(middle)
-        price = one.chosen.price if isinstance(one, PlacementPlan) else None
-        decodes_longer = price is not None and price.ahead > price.own
+        result = at(middle)
+        price = result.chosen.price if isinstance(result, PlacementPlan) else None
+        decodes_longer = price is not None and price.ahead > price.trainer
         low, high = (middle + 1, high) if decodes_longer else (low, middle)
     for index in (low, max(0, low - 1)):
         at(index)
-    good = {i: one for i, one in plans.items() if isinstance(one, PlacementPlan)}
+    good = {i: result for i, result in plans.items() if isinstance(result, PlacementPlan)}
     if not good:
         first = at(0)
         assert isinstance(first, EngineError)
         raise first
     order = sorted(good, key=lambda index: good[index].chosen.price.total)
     chosen = [(splits[index], good[index].chosen) for index in order]
-    found = [
-        Split(one.allocation.ranks, samplers, one.price.own, one.price.ahead)
-        for samplers, one in chosen
-    ]
-    return replace(good[order[0]], splits=tuple(found))
+    priced_splits = tuple(
+        Split(priced.allocation.ranks, samplers, priced.price.trainer, priced.price.ahead)
+        for samplers, priced in chosen
+    )
+    return replace(good[order[0]], splits=priced_splits)
 
 
 def _fastest(work: Workload, cluster: Cluster, choices: SamplerChoices) -> list[Samplers]:
     """Return, for each number of GPUs that may decode, the fastest samplers; fewest GPUs first."""
     best: dict[int, Samplers] = {}
-    most = cluster.gpus - 1  # the trainer gets one
+    available = cluster.gpus - 1  # the trainer gets one
     for tp in choices.sizes:
-        number = most // tp
+        number = available // tp
         worth_a_look: Iterable[int] = range(1, number + 1)
         if number > 16:
             powers = {1 << power for power in range(number.bit_length())}
             worth_a_look = sorted(powers | set(range(0, number + 1, 8)))
         for count in choices.counts or worth_a_look:
-            one = priced_samplers(work, cluster, count, tp) if 0 < count * tp <= most else None
-            if one and (one.gpus not in best or one.seconds < best[one.gpus].seconds):
-                best[one.gpus] = one
+            if not 0 < count * tp <= available:
+                continue
+            samplers = priced_samplers(work, cluster, count, tp)
+            if samplers is None:
+                continue
+            known = best.get(samplers.gpus)
+            if known is None or samplers.seconds < known.seconds:
+                best[samplers.gpus] = samplers
     faster: list[Samplers] = []
     for gpus in sorted(best):  # one that is no faster than fewer GPUs is no choice
         if not faster or best[gpus].seconds < faster[-1].seconds:
@@ -426,8 +436,8 @@ def _fastest(work: Workload, cluster: Cluster, choices: SamplerChoices) -> list[
 def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Samplers | None:
     """Return samplers and what they take of a step; None where the model doesn't go on them."""
     shape, machines = work.shape, [machine for machine in cluster.machines if machine.gpus]
-    most = max(machine.gpus for machine in machines)
-    if tp > most or shape.heads % tp or shape.intermediate % tp:
+    gpus_a_machine = max(machine.gpus for machine in machines)
+    if tp > gpus_a_machine or shape.heads % tp or shape.intermediate % tp:
         return None
     candidate = Candidate(Layout(dp=count * tp), rollout_tp=tp)
     there = min(machine.gpu_memory for machine in machines)
@@ -436,7 +446,7 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
         return None
     devices = (resources.gpu(m.accelerator, cluster.kinds) for m in machines)
     device = min(devices, key=lambda device: device.bandwidth)
-    allocation = Allocation(count * tp, most, 1.0, 0, 0, device, 1.0)
+    allocation = Allocation(count * tp, gpus_a_machine, 1.0, 0, 0, device, 1.0)
     weights = sizes(shape).total * decoding.weight_bytes
     way = HOST_LINK if len(cluster.machines) == 1 else device.network
     taking = weights / way + weights / tp / HOST_LINK
@@ -447,10 +457,10 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
 def _decoding(work: Workload, candidate: Candidate) -> tuple[Workload, float]:
     """Return the work of processes that only decode, and its bytes on one GPU of a sampler."""
     size, tp = work.sampler_bytes, candidate.rollout_tp
-    own = replace(work, weight_bytes=size, compute_bytes=size, runs_ahead=False)
+    decoding = replace(work, weight_bytes=size, compute_bytes=size, runs_ahead=False)
     # An engine with a share of the memory has cache in what is left, and queues what it can't hold.
-    cache = row_cache(own, tp) if own.memory_share else kv_cache(own, candidate)
-    return own, sizes(own.shape).total * size / tp + cache
+    cache = row_cache(decoding, tp) if decoding.memory_share else kv_cache(decoding, candidate)
+    return decoding, sizes(decoding.shape).total * size / tp + cache
 
 
 def _too_large(work: Workload, cluster: Cluster, choices: SamplerChoices) -> PlacementError:

@@ -205,15 +205,15 @@ class Cluster:
         for machine in sorted(self.machines, key=lambda m: m.gpus):
             taken = min(left, machine.gpus)
             left -= taken
-            kept = (machine.gpus - taken) / machine.gpus if taken else 1.0
-            gpus, memory = machine.gpus - taken, int(machine.memory * kept)
-            machines.append(replace(machine, gpus=gpus, cpus=machine.cpus * kept, memory=memory))
+            share = (machine.gpus - taken) / machine.gpus if taken else 1.0
+            gpus, memory = machine.gpus - taken, int(machine.memory * share)
+            machines.append(replace(machine, gpus=gpus, cpus=machine.cpus * share, memory=memory))
         return replace(self, machines=tuple(machines))
 
     def allocations(self, reserved_cpus: float = 0.0) -> list[Allocation]:
         """Return numbers of ranks worth a look; each leaves `reserved_cpus` cores of a machine."""
-        found = self._of_gpus() if self.gpus else self._of_machines(reserved_cpus)
-        return sorted(set(found), key=lambda allocation: allocation.ranks)
+        candidates = self._of_gpus() if self.gpus else self._of_machines(reserved_cpus)
+        return sorted(set(candidates), key=lambda allocation: allocation.ranks)
 
     def _of_gpus(self) -> list[Allocation]:
         machines = sorted((m for m in self.machines if m.gpus), key=lambda m: -m.gpus)
@@ -337,8 +337,8 @@ def read_cluster(kinds: Mapping[str, Device] | None = None) -> Cluster:
         node: probe.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         ).remote()
-        for node, found in nodes.items()
-        if found.resources.get("GPU", 0.0) >= 1
+        for node, node_info in nodes.items()
+        if node_info.resources.get("GPU", 0.0) >= 1
     }
     memory = {}
     for node, answer in answers.items():

@@ -198,16 +198,16 @@ def sizes(shape: ModelShape) -> Sizes:
     moe = shape.experts
     if moe is None:
         return Sizes(layer + dense, shape.layers, table, head)
-    one = 3 * shape.hidden * moe.width
+    expert = 3 * shape.hidden * moe.width
     rest = moe.layers * (moe.count * shape.hidden + 3 * shape.hidden * moe.shared)
     rest += (shape.layers - moe.layers) * dense
-    experts = -(-moe.layers * moe.count * one // shape.layers)
-    chosen = -(-moe.layers * moe.chosen * one // shape.layers)
+    experts = -(-moe.layers * moe.count * expert // shape.layers)
+    chosen = -(-moe.layers * moe.chosen * expert // shape.layers)
     layer += experts + -(-rest // shape.layers)
     return Sizes(layer, shape.layers, table, head, experts, chosen)
 
 
-def kept_of_mlp(shape: ModelShape) -> float:
+def mlp_activations(shape: ModelShape) -> float:
     """Return what a token's MLP keeps for the backward pass, in elements, in a mean layer.
 
     That is four products of its width, and of experts also the tokens given to each, what each

@@ -114,7 +114,7 @@ class SampleFolder:
         with _explained("read", self.uri):
             entries = self._files.entries()
         matches = (_NAME.fullmatch(entry["name"].rpartition("/")[2]) for entry in entries)
-        return sorted(SampleName(int(one[2]), one[1]) for one in matches if one)
+        return sorted(SampleName(int(match[2]), match[1]) for match in matches if match)
 
     def read_bytes(self, name: str) -> bytes:
         """A file's content."""

@@ -66,7 +66,7 @@ class PageData:
         self._stride.setdefault(split, 1)
         text, tokens = _sample_json(name, table)
         self._shown[name] = _Shown(order, tokens, text)
-        while sum(one.tokens for one in self._shown.values()) > MOST_TOKENS and self._thin():
+        while sum(shown.tokens for shown in self._shown.values()) > MOST_TOKENS and self._thin():
             pass
 
     def __len__(self) -> int:
@@ -83,7 +83,7 @@ class PageData:
 
     def _thin(self) -> bool:
         """Leave out every second sample of the split that has most; False where none can go."""
-        split = max(self._stride, key=lambda one: len(self._of(one)))
+        split = max(self._stride, key=lambda split: len(self._of(split)))
         between = self._of(split)[1:-1]
         self._stride[split] *= 2
         for name in between:
@@ -109,8 +109,8 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
     components = [c for c in table.column_names if c.startswith(COMPONENT)]
     rows, tokens = [], 0
     for row in table.to_pylist():
-        most = MOST_TOKENS_AN_EPISODE if row.get("turns") is not None else MOST_TOKENS_A_ROW
-        texts = [str(printable(text)) for text in row["tokens"][:most]]
+        limit = MOST_TOKENS_AN_EPISODE if row.get("turns") is not None else MOST_TOKENS_A_ROW
+        texts = [str(printable(text)) for text in row["tokens"][:limit]]
         tokens += len(texts)
         rows.append(
             {
@@ -130,7 +130,7 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
                 "length": len(row["tokens"]),
                 "tokens": [vocabulary.setdefault(text, len(vocabulary)) for text in texts],
             }
-            | {column: _values(row[column], most) for column in TOKEN_VALUES}
+            | {column: _values(row[column], limit) for column in TOKEN_VALUES}
             | _versions(row)
             | _episode(row)
         )
@@ -147,7 +147,7 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
 def _versions(row: Mapping[str, Any]) -> dict[str, object]:
     """Policy versions by token where they are mixed, each with the token that it begins at."""
     versions = row.get("token_versions") or []
-    begins = [i for i, one in enumerate(versions) if not i or one != versions[i - 1]]
+    begins = [i for i, version in enumerate(versions) if not i or version != versions[i - 1]]
     return {"versions": [[i, versions[i]] for i in begins]} if begins else {}
 
 
@@ -180,11 +180,11 @@ def _episode(row: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _values(values: Sequence[float] | None, most: int) -> float | list[float | None] | None:
+def _values(values: Sequence[float] | None, limit: int) -> float | list[float | None] | None:
     """A value a token, rounded to three places; one number where all are the same."""
     if values is None:
         return None
-    shown = np.round(np.asarray(values[:most], dtype=np.float64), 3)
+    shown = np.round(np.asarray(values[:limit], dtype=np.float64), 3)
     if not np.isfinite(shown).all():
         return [float(v) if math.isfinite(v) else None for v in shown]
     if len(shown) and (shown == shown[0]).all():

@@ -112,8 +112,8 @@ class Sample:
     rows: Batch
 
 
-def pick(batch: Batch, step: int, split: str, most: int) -> Sample:
-    """Copy at most `most` rows: whole groups, as far as they fit.
+def pick(batch: Batch, step: int, split: str, count: int) -> Sample:
+    """Copy at most `count` rows: whole groups, as far as they fit.
 
     Groups are chosen by a digest of their prompt, so that one which comes again in a later step is
     likely to be in that sample too, and can be compared.
@@ -127,7 +127,7 @@ def pick(batch: Batch, step: int, split: str, most: int) -> Sample:
             ranks[group] = digest, row
     order = sorted(range(len(groups)), key=lambda row: (ranks[groups[row]], row))
     names = (*_TENSORS, *_COLUMNS, *(_OF_EPISODES if _SPANS in batch else ()))
-    rows = batch.select([name for name in names if name in batch]).rows(order[:most])
+    rows = batch.select([name for name in names if name in batch]).rows(order[:count])
     return Sample(step, split, rows)
 
 
@@ -415,9 +415,9 @@ class _Worker:
     def _hand_over(self, files: Mapping[str, bytes]) -> None:
         if self._on_file is None:
             return
-        with tempfile.TemporaryDirectory(prefix="rollouts-") as place:
+        with tempfile.TemporaryDirectory(prefix="rollouts-") as folder:
             for name, content in files.items():
-                path = Path(place, name)
+                path = Path(folder, name)
                 path.write_bytes(content)
                 self._on_file(path)
 

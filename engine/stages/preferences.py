@@ -255,9 +255,9 @@ def reference_settings(config: PreferenceTrainingConfig) -> PreferenceTrainingCo
     A loss without a reference keeps its name, since there is nothing to compute for it.
     """
     loss = config.loss if config.loss == "kto" or not uses_reference(config) else "sigmoid"
-    kept = {"reference", "parallel", "placement", "pools", "threads", "packing"}
-    kept |= {"max_tokens_per_micro_batch", "start_timeout_s", "step_timeout_s"}
-    values = config.model_dump(include=kept)
+    fields = {"reference", "parallel", "placement", "pools", "threads", "packing"}
+    fields |= {"max_tokens_per_micro_batch", "start_timeout_s", "step_timeout_s"}
+    values = config.model_dump(include=fields)
     return PreferenceTrainingConfig.model_validate({"loss": loss} | values)
 
 
