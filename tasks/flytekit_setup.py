@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def set_ctrl_c_status() -> None:
-    """Have flytekit's handler call ours, which comes before its exit; idempotent."""
+    """Make flytekit's SIGINT handler call this one before it exits; idempotent."""
     if _exit not in FlyteContextManager.signal_handlers:
         FlyteContextManager.add_signal_handler(_exit)
 
@@ -269,7 +269,7 @@ def of_registration() -> dict[str, str]:
 
 
 def load_secrets() -> None:
-    """In a pod: set the variables of the task's secrets that are not set; ConfigError without."""
+    """Set the variables of the task's secrets in a pod; ConfigError for one that is missing."""
     for variable, name in read_secrets(os.environ.get(VARIABLE, "")).items():
         if variable in os.environ:
             continue

@@ -94,7 +94,7 @@ DECK_OF_SETTINGS: dict[str, Any] = {**DECK, "deck_fields": (DeckField.TIMELINE,)
 
 
 def short(*needs: Any, minutes: int = 30, **options: Any) -> dict[str, Any]:
-    """Options of a small task that is not cached; `needs` of credentials."""
+    """Return options of a small task that is not cached; `needs` names its credentials."""
     return {
         "cache": False,
         "requests": SMALL,
@@ -119,7 +119,7 @@ class SourcesPolicy(CachePolicy):
 
 
 def stage_cache() -> Cache:
-    """Cache by content of the inputs (the run left out), the sources and the image."""
+    """Return a cache by the inputs' content (without the run), the sources and the image."""
     return Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
 
 
@@ -170,7 +170,7 @@ class FlyteHost(Host):
         Deck.publish()
 
     def checkpoint_paths(self) -> CheckpointPaths | None:
-        """On a cluster the addresses of the task's intra-task checkpoints.
+        """Return the addresses of the task's checkpoints on a cluster; None elsewhere.
 
         The engine writes there itself, sharded and in the background; flytekit's `save` would copy
         one local folder and block the task. flytekit has no public name for the addresses.
@@ -220,12 +220,12 @@ def run_body(body: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def directory(body: Callable[..., Artifact], *inputs: Any) -> FlyteDirectory:
-    """Call a stage's body; its artifact as an output, uploaded by Flyte where no store has it."""
+    """Call a stage's body; return its artifact, which Flyte uploads unless a store has it."""
     return FlyteDirectory(run_body(body, *inputs).uri)
 
 
 def file(body: Callable[..., Path], *inputs: Any) -> FlyteFile:
-    """Call a stage's body; its file as an output."""
+    """Call a stage's body; return its file as an output."""
     return FlyteFile(str(run_body(body, *inputs)))
 
 
@@ -251,7 +251,7 @@ class LiveDeck(Deck):
 
     @property
     def html(self) -> str:
-        """What the tab shows."""
+        """Return what the tab shows."""
         return self._page
 
     def show(self, page: str) -> None:
@@ -337,7 +337,7 @@ def as_table(file: TableFile) -> StructuredDataset:
 
 
 def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
-    """Parquet files of a published artifact as outputs of the task."""
+    """Return Parquet files of a published artifact as outputs of the task."""
     folder, uri = artifact.local(), artifact.uri
     files = (f"{name}.parquet" for name in names)
     return [as_table(TableFile(folder / f, f"{uri}/{f}" if "://" in uri else "")) for f in files]

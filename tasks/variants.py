@@ -171,7 +171,7 @@ def on_profiles(
     made_inside: Mapping[str, MadeInside] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: the function as a stage whose first input is its profile.
+    """Decorate a function: make it a stage whose first input is its profile.
 
     `retries`, `timeout` (of an attempt) and `options` are the stage's, see `stages_of`.
     `made_inside` are inputs of the stage that the dynamic task makes, by further tasks on the same
@@ -203,7 +203,7 @@ def stages_of(
     needs: tuple[Need, ...] = ("hub",),
     **options: Any,
 ) -> Callable[[Callable[..., Any]], StageOn]:
-    """Decorator: the function as a stage for dynamic tasks to lay out.
+    """Decorate a function: make it a stage that dynamic tasks lay out.
 
     `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
     cluster, which has the profile's machines, and whose submitter needs little; where it is None,

@@ -73,7 +73,7 @@ def version_of(root: Path, images: Mapping[str, str], allow_dirty: bool = False)
 
 
 def images_digest(images: Mapping[str, str]) -> str:
-    """Twelve hex digits: those of the one image, or of a hash over several."""
+    """Return twelve hex digits: the image's, or those of a hash over several."""
     digests = {kind: image_digest(kind, reference) for kind, reference in images.items()}
     if len(set(digests.values())) == 1:
         return next(iter(digests.values()))[:SHORT]
@@ -93,7 +93,7 @@ def image_digest(kind: str, reference: str) -> str:
 
 
 def edits(root: Path) -> list[str]:
-    """Paths below `SOURCES` that differ from the commit, new ones included."""
+    """Return paths below `SOURCES` that differ from the commit, new ones included."""
     listed = _git(root, "status", "--porcelain", "-z", "--no-renames", "-uall", "--", *SOURCES)
     return sorted(entry[3:] for entry in listed.split("\0") if entry)
 

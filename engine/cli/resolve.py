@@ -80,19 +80,19 @@ class Form(Generic[C]):
 
     @cached_property
     def table(self) -> KeyTable:
-        """The keys that are no paths."""
+        """Return the table of keys that are no paths."""
         table = key_table(self.program)
         more = key_table(self.more_names).settings if self.more_names else {}
         return KeyTable(table.settings | more, table.unsupported)
 
     @cached_property
     def paths(self) -> dict[str, type | None]:
-        """The settings by path; `dict` for those that have entries of their own."""
+        """Return the settings by path; `dict` for those that have entries of their own."""
         return {**dict(setting_paths(self.config)), **self.keys}
 
     @cached_property
     def known(self) -> frozenset[str]:
-        """All keys that have an effect."""
+        """Return all keys that have an effect."""
         short = {path.removeprefix(self.prefix) for path in self.paths}
         return frozenset({*self.table.settings, *self.paths, *short})
 

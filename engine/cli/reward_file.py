@@ -122,5 +122,5 @@ def each_row(function: Callable[..., Any]) -> Callable[..., object]:
 
 
 def _number(result: object) -> Any:
-    """verl's functions return a number, or a dict with `score` beside what is only logged."""
+    """Return the score of verl's function: its number, or `score` of its dict."""
     return result["score"] if isinstance(result, dict) else result

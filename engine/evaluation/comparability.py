@@ -47,7 +47,7 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
 
 
 def recorded_settings(evaluation: Manifest) -> Settings:
-    """`comparable_settings` as an evaluation's manifest records them; LineageError if missing."""
+    """Return a manifest's `comparable_settings`; raise LineageError where they are missing."""
     for key in KEYS:
         if key not in evaluation.config:
             raise LineageError(

@@ -46,7 +46,7 @@ def uses_ranks(config: EvaluateConfig) -> bool:
 
 
 def evaluation_layout(config: EvaluateConfig, folder: str | Path) -> Layout:
-    """`evaluate.parallel`; by default copies on all GPUs of this machine.
+    """Return `evaluate.parallel`, by default copies on all GPUs of this machine.
 
     Raises ConfigError for a layout that the model can't be split by, PlacementError for a model
     that the GPUs can't hold.

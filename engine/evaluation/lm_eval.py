@@ -43,11 +43,11 @@ class HarnessScore:
 
     @property
     def key(self) -> str:
-        """Its name among the metrics of a run."""
+        """Return its name among the metrics of a run."""
         return f"lm_eval/{self.task}/{self.metric}"
 
     def interval(self, confidence: float) -> Interval | None:
-        """Normal interval by the standard error, e.g. of 95 %; None without one."""
+        """Return the normal interval by the standard error, e.g. of 95 %; None without one."""
         if self.stderr is None:
             return None
         half = NormalDist().inv_cdf(0.5 + confidence / 2) * self.stderr

@@ -31,7 +31,7 @@ _WIDE, _NARROW = (4.6, 3.0), (3.6, 2.2)  # inches; a phone shows the letters of 
 
 
 def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str:
-    """Bars of pass@1, pass@k and majority vote for both models, with their intervals."""
+    """Draw pass@1, pass@k and majority vote of both models as bars with their intervals."""
     figure = Figure(figsize=_WIDE, facecolor="none")
     axes = figure.add_subplot()
     sides = (comparison.before, comparison.after)
@@ -63,7 +63,7 @@ def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str
 
 
 def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]) -> str:
-    """Histogram of response lengths (`[N]` tokens a problem) of both models on common bins."""
+    """Draw the response lengths of both models (`[N]` tokens a problem) on common bins."""
     first, second = (np.asarray(v, dtype=np.float64) for v in (before, after))
     figure = Figure(figsize=_WIDE, facecolor="none")
     axes = figure.add_subplot()
@@ -105,7 +105,7 @@ def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
 
 
 def overoptimisation(steps: Overoptimisation) -> str:
-    """The reward model's score and the true reward over the KL, a point a step, joined in order."""
+    """Draw the reward model's score and the true reward over the KL, a point a step."""
     figure = Figure(figsize=_WIDE, facecolor="none")
     left = figure.add_subplot()
     right = left.twinx()

@@ -28,11 +28,11 @@ class PolicySteps:
 
     @property
     def until_model(self) -> pd.DataFrame:
-        """The steps that the model has learned from."""
+        """Return the steps that the model has learned from."""
         return self.rows[: self.row + 1]
 
     def __str__(self) -> str:
-        """E.g. `step 40 of 80, validation reward 0.812`."""
+        """Return e.g. `step 40 of 80, validation reward 0.812`."""
         score = float(self.rows[SCORE].iloc[self.row]) if SCORE in self.rows else math.nan
         shown = f", validation reward {score:.3f}" if math.isfinite(score) else ""
         return f"step {self.row + 1} of {len(self.rows)}{shown}"
@@ -72,11 +72,11 @@ class Overoptimisation:
 
     @property
     def peak(self) -> int:
-        """The step (from 0) at which the true reward is highest, as a moving mean."""
+        """Return the step (from 0) at which the moving mean of the true reward is highest."""
         return int(np.argmax(smoothed(self.true_reward)))
 
     def metrics(self) -> dict[str, float]:
-        """First, best and last values of the moving means."""
+        """Return the first, best and last values of the moving means."""
         model, true, kl = map(smoothed, (self.model_reward, self.true_reward, self.kl))
         places = {"first": 0, "peak": self.peak, "last": -1}
         prefix = "overoptimisation"
@@ -114,7 +114,7 @@ def read_overoptimisation(policy: Path) -> Overoptimisation | None:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over a tenth of the steps, `[T]`; gaps stay gaps."""
+    """Return the centred moving mean over a tenth of the steps, `[T]`; gaps stay gaps."""
     half = max(1, values.size // 20)
     smooth = np.full(values.size, np.nan)
     for step in range(values.size):

@@ -67,7 +67,7 @@ _IDENTITY = ["dataset", "index", "data_source", "prompt", "ground_truth"]
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """What both models were asked; N entries in each field."""
+    """The problems that both models answer; N entries in each field."""
 
     dataset: Sequence[str]  # the evaluation set, e.g. ["test", "test"]
     index: Sequence[int]  # position in its set, e.g. [0, 1]
@@ -77,7 +77,7 @@ class Problems:
     ground_truth: Sequence[str]  # e.g. ["7", "12"]
 
     def rows(self, part: slice) -> Problems:
-        """Return some of them."""
+        """Return the problems of some rows."""
         return Problems(**{name: getattr(self, name)[part] for name in Problems.__slots__})
 
 

@@ -128,7 +128,7 @@ def evaluate_model(
     part: tuple[int, int] = (0, 1),
     on_progress: Callable[[int], None] | None = None,
 ) -> pd.DataFrame:
-    """Decode every problem once greedily and `config.samples` times sampled, or play it so often.
+    """Decode each problem, or run its episode, once greedily and `config.samples` times sampled.
 
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.results`, set by set. `on_progress(n)` is called with the number of finished

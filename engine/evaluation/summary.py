@@ -55,7 +55,7 @@ class EpisodeMeasure:
     change: Interval
 
     def line(self) -> str:
-        """E.g. `turns, greedy 6.10 → 4.20 (-1.90 [-2.10, -1.70])`."""
+        """Return e.g. `turns, greedy 6.10 → 4.20 (-1.90 [-2.10, -1.70])`."""
         before, after = self.before.mean, self.after.mean
         if self.kind == "share":
             return f"{self.name} {before:.1%} → {after:.1%} ({_signed(self.change, 100, 1)})"
@@ -325,7 +325,7 @@ class EvaluatedSet:
     known: int  # problems that are known from training
 
     def lines(self) -> list[str]:
-        """Return the scores with the contamination, then a line a part."""
+        """Return a line with the scores and the contamination, then a line a part."""
         comparison = self.comparison
         rates = described(comparison.before, comparison.after, comparison.gain, comparison.problems)
         lines = [f"{self.name}: {rates}; {self.contamination}"]
@@ -336,12 +336,12 @@ class EvaluatedSet:
 
     @property
     def proper_parts(self) -> list[Part]:
-        """The parts that aren't all of the set."""
+        """Return the parts that aren't all of the set."""
         return [part for part in self.parts if part.problems < self.comparison.problems]
 
     @property
     def contamination(self) -> str:
-        """E.g. `3 of 512 prompts known from training (0.6%)`."""
+        """Return e.g. `3 of 512 prompts known from training (0.6%)`."""
         problems = self.comparison.problems
         share = self.known / problems
         return f"{self.known} of {problems} prompts known from training ({share:.1%})"
@@ -399,7 +399,7 @@ def rows_of_set(rows: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def write_sets(folder: Path, sets: list[EvaluatedSet]) -> None:
-    """Write them into an evaluation's folder."""
+    """Write evaluation sets into an evaluation's folder."""
     text = json.dumps([asdict(evaluated) for evaluated in sets], indent=2, allow_nan=False)
     (folder / FILE).write_text(text)
 

@@ -49,12 +49,12 @@ class Audit:
 
     @property
     def faults(self) -> tuple[AuditFinding, ...]:
-        """What changed or is missing."""
+        """Return the findings of what changed or is missing."""
         return tuple(finding for finding in self.findings if finding.is_fault)
 
     @property
     def notes(self) -> tuple[AuditFinding, ...]:
-        """What could not be checked."""
+        """Return the findings of what could not be checked."""
         return tuple(finding for finding in self.findings if not finding.is_fault)
 
 

@@ -101,7 +101,7 @@ class MetricChange:
 
     @property
     def delta(self) -> float | None:
-        """After less before, where both are finite."""
+        """Return after less before; None unless both are finite."""
         if self.before is None or self.after is None:
             return None
         delta = self.after - self.before
@@ -134,7 +134,7 @@ class ArtifactComparison:
 
     @property
     def same_content(self) -> bool:
-        """Whether both hold the same bytes."""
+        """Tell whether both hold the same bytes."""
         return self.before.digest == self.after.digest
 
 

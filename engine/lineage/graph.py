@@ -168,32 +168,32 @@ class ArtifactNode:
 
     @property
     def name(self) -> str:
-        """Its label, or kind and digest."""
+        """Return the node's label, or its kind and digest."""
         return self.label or f"{self.kind} {self.digest[:12]}"
 
     @property
     def draft(self) -> Draft | None:
-        """What its stage was making and how, as its manifest or its checkpoint's origin says."""
+        """Return what its stage made and how, from its manifest or its checkpoint's origin."""
         return self.manifest or self.origin
 
     @property
     def config(self) -> dict[str, object]:
-        """The configuration that it was made by."""
+        """Return the configuration that it was made by."""
         return self.draft.config if self.draft else {}
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was measured of it."""
+        """Return the metrics that were measured of it."""
         return self.draft.metrics if self.draft else {}
 
     @property
     def parents(self) -> tuple[Parent, ...]:
-        """What it was made from, as recorded."""
+        """Return what it was made from, as recorded."""
         return self.draft.parents if self.draft else ()
 
     @property
     def created_at(self) -> datetime | None:
-        """When its manifest was written."""
+        """Return when its manifest was written."""
         return self.manifest.created_at if self.manifest else None
 
 
@@ -224,7 +224,7 @@ class Graph:
         return [edge for edge in self.edges.values() if edge.parent == key]
 
     def ancestors(self, key: str) -> list[ArtifactNode]:
-        """All that a node was made from, nearest first."""
+        """Return all that a node was made from, nearest first."""
         above: dict[str, list[str]] = defaultdict(list)
         for edge in self.edges.values():
             above[edge.child].append(edge.parent)

@@ -167,12 +167,12 @@ class Review:
 
     @property
     def starts(self) -> list[ArtifactNode]:
-        """The nodes that were asked about, in order."""
+        """Return the nodes that the review is about, in order."""
         return [self.graph.nodes[key] for key in self.graph.focus]
 
     @property
     def summary(self) -> str:
-        """How many nodes of which kinds there are, e.g. "3 nodes: 1 dataset, 2 rl"."""
+        """Return the number of nodes by kind, e.g. "3 nodes: 1 dataset, 2 rl"."""
         kinds = Counter(node.kind.replace("_", " ") for node in self.graph.nodes.values())
         parts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         return f"{kinds.total()} {'node' if kinds.total() == 1 else 'nodes'}: {parts}"

@@ -50,30 +50,30 @@ class PricedCandidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """What a rank needs."""
+        """Return the memory that a rank needs."""
         allocation = self.allocation
         there = allocation.memory if allocation.gpus else 0
         return estimate(self.work, self.candidate, gpu=there > 0, there=there)
 
     @cached_property
     def price(self) -> Price:
-        """What a step costs."""
+        """Return what a step costs."""
         return price(self.work, self.candidate, self.allocation)
 
     @property
     def fits(self) -> bool:
-        """Whether each rank's device and machine hold it."""
+        """Tell whether each rank's device and machine hold it."""
         return self.excess_bytes <= 0
 
     @cached_property
     def excess_bytes(self) -> float:
-        """Bytes that a rank needs beyond what there is, on the device or its machine."""
+        """Return the bytes that a rank lacks on the device or its machine; at most 0 if it fits."""
         host = self.memory.host - usable_bytes(self.allocation.host_memory)
         return max(self.memory.peak - usable_bytes(self.allocation.memory), host)
 
     @property
     def lacks(self) -> str:
-        """What it has too little memory in: a phase, or the machine's; empty where it fits."""
+        """Return the phase, or machine, that lacks memory; empty where the candidate fits."""
         if self.fits:
             return ""
         on_machine = self.memory.host - usable_bytes(self.allocation.host_memory)
@@ -81,7 +81,7 @@ class PricedCandidate:
 
     @property
     def order(self) -> tuple[float | int, ...]:
-        """Cheapest first; of equals the one with larger micro-batches, then the plainest."""
+        """Return a key that sorts by price, then larger micro-batches first, then the plainest."""
         c, price = self.candidate, self.price
         flags = c.offload_params + c.offload_optimizer + c.activation_checkpointing
         return price.total, price.trainer, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()

@@ -4,7 +4,7 @@ Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arX
 section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
 (arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
 without stored scores (SDPA), and a gated MLP or experts. The peak is the largest of three
-moments: loading, training, and rollout. A rank loads its shards alone (`runtime.load_shards`). A
+moments: loading, training, and rollout. A rank loads its shards alone (`runtime.apply_layout`). A
 quantised base is whole on every rank; it is packed in the machine's memory, a matrix at a time.
 """
 
@@ -74,7 +74,7 @@ def activations(work: Workload, candidate: Candidate) -> float:
 def logits(work: Workload, layout: Layout, tokens: float) -> float:
     """Return bytes around the vocabulary: logits, log-softmax in float32, two temporaries.
 
-    They are those of a chunk of tokens (`models.chunked_head`), with the head's gradient in
+    They are those of a chunk of tokens (`models.vocabulary_head`), with the head's gradient in
     float32, unless ranks share the vocabulary or logits of two models are compared.
     """
     shape, size = work.shape, work.compute_bytes
@@ -121,23 +121,23 @@ class Memory:
 
     @property
     def training(self) -> float:
-        """At the peak of an update."""
+        """Return the bytes at the peak of an update."""
         state = self.weights + self.gradients + self.moments
         return state + self.activations + self.rollout + self.awake
 
     @property
     def sampling(self) -> float:
-        """At the peak of a rollout."""
+        """Return the bytes at the peak of a rollout."""
         return self.weights + self.moments + self.rollout + self.cache
 
     @property
     def peak(self) -> float:
-        """Of the device, without the process's own."""
+        """Return the device's peak without what the process itself takes."""
         return max(self.training, self.sampling, self.loading)
 
     @property
     def when(self) -> str:
-        """When the peak is."""
+        """Return the phase of the peak."""
         names = {self.training: "training", self.sampling: "rollout", self.loading: "loading"}
         return names[self.peak]
 

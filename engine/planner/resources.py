@@ -56,7 +56,7 @@ def gpu_of(
     network_gbs: float = 12.5,
     vendor: str = "",
 ) -> Device:
-    """A GPU from its data sheet, in 10^12 operations and 10^9 bytes a second; `Device` says which.
+    """Return a GPU from its data sheet: 10^12 operations and 10^9 bytes a second, see `Device`.
 
     Without a vendor it is the one that its name says.
     """
@@ -150,7 +150,7 @@ class Machine:
 
     @property
     def node(self) -> ClusterNode:
-        """The machine as the check of capacity takes it."""
+        """Return the machine as the check of capacity takes it."""
         amounts = {**self.resources, "CPU": self.cpus, "GPU": float(self.gpus)}
         return ClusterNode(self.name, {k: v for k, v in amounts.items() if v}, self.labels)
 
@@ -170,7 +170,7 @@ class Allocation:
 
     @property
     def machines(self) -> int:
-        """Machines with ranks."""
+        """Return the number of machines with ranks."""
         return -(-self.ranks // self.per_machine)
 
 
@@ -183,12 +183,12 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all machines."""
+        """Return the number of GPUs of all machines."""
         return sum(machine.gpus for machine in self.machines)
 
     @property
     def devices(self) -> int:
-        """Ranks that it can hold: GPUs where it has any, else machines."""
+        """Return how many ranks it can hold: GPUs where it has any, else machines."""
         return self.gpus or len(self.machines)
 
     def without_gpus(self) -> Cluster:
@@ -254,7 +254,7 @@ class Cluster:
         return allocations
 
     def __str__(self) -> str:
-        """E.g. "2 machines, 16 × H100 of 79.6 GiB, 176 cores, 1800 GiB"."""
+        """Return e.g. "2 machines, 16 × H100 of 79.6 GiB, 176 cores, 1800 GiB"."""
         count = len(self.machines)
         parts = [f"{count} machine{'s' if count != 1 else ''}"]
         if self.gpus:
@@ -267,7 +267,7 @@ class Cluster:
 
 
 def _doubling(count: int) -> list[int]:
-    """1, 2, 4, … and `count` itself."""
+    """Return 1, 2, 4, … and `count` itself."""
     sizes = [1 << power for power in range(count.bit_length()) if 1 << power <= count]
     return sorted({*sizes, count})
 

@@ -63,7 +63,7 @@ class Decision:
 
     @property
     def waits_for_approval(self) -> bool:
-        """Whether a person's consent is all that is missing."""
+        """Tell whether a person's consent is all that is missing."""
         return [o.rule for o in self.outcomes if not o.passed] == [APPROVAL]
 
     def to_dict(self) -> dict[str, object]:

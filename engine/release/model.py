@@ -41,12 +41,12 @@ class ReleasedModel:
 
     @property
     def name(self) -> str:
-        """E.g. "hybridflyte-policy version 3", or kind and digest for an artifact by its folder."""
+        """Return e.g. "hybridflyte-policy version 3", or an artifact's kind and digest."""
         return self.graph.nodes[self.key].name if self.version is None else self.version.name
 
     @property
     def ancestors(self) -> list[ArtifactNode]:
-        """All that the model was made from, nearest first."""
+        """Return all that the model was made from, nearest first."""
         return self.graph.ancestors(self.key)
 
 
@@ -159,7 +159,7 @@ class Base:
 
     @property
     def hub_id(self) -> str:
-        """`owner/name` of a model on the hub; else empty."""
+        """Return `owner/name` of a model on the hub; else ""."""
         return split_revision(self.path)[0] if is_hub_id(self.path) else ""
 
     def sentence(self) -> str:

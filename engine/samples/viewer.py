@@ -70,11 +70,11 @@ class PageData:
             pass
 
     def __len__(self) -> int:
-        """Samples that were added."""
+        """Return the number of samples that were added."""
         return sum(self._count.values())
 
     def as_json(self) -> str:
-        """All of it; may stand in a script element of HTML."""
+        """Return the data as JSON that may stand in a script element of HTML."""
         samples = ",".join(self._shown[name].text for name in sorted(self._shown))
         curves = {name: _points(*self._curves[name]) for name in sorted(self._curves)}
         curves.pop("step", None)
@@ -96,14 +96,14 @@ class PageData:
 
 
 def _points(steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
-    """Steps and values of a curve, the last one among them."""
+    """Return steps and values of a curve, the last one among them."""
     stride = math.ceil(len(steps) / MOST_POINTS)
     points = [*range(0, len(steps) - 1, stride), len(steps) - 1]
     return [[steps[i] for i in points], [_number(values[i]) for i in points]]
 
 
 def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
-    """One sample, and how many tokens it shows. Texts of tokens and prompts are there once."""
+    """Return a sample as JSON, each text once, and how many tokens it shows."""
     vocabulary: dict[str, int] = {}
     prompts: dict[str, int] = {}
     components = [c for c in table.column_names if c.startswith(COMPONENT)]
@@ -145,14 +145,14 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
 
 
 def _versions(row: Mapping[str, Any]) -> dict[str, object]:
-    """Policy versions by token where they are mixed, each with the token that it begins at."""
+    """Return a row's policy versions, if it has any, each with the token that it begins at."""
     versions = row.get("token_versions") or []
     begins = [i for i, version in enumerate(versions) if not i or version != versions[i - 1]]
     return {"versions": [[i, versions[i]] for i in begins]} if begins else {}
 
 
 def _episode(row: Mapping[str, Any]) -> dict[str, object]:
-    """What a row of an episode has beside a completion: its turns, and how the episode went."""
+    """Return what an episode has beside a completion: its turns, and how it went."""
     if row.get("turns") is None:
         return {}
     turns = [
@@ -181,7 +181,7 @@ def _episode(row: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _values(values: Sequence[float] | None, limit: int) -> float | list[float | None] | None:
-    """A value a token, rounded to three places; one number where all are the same."""
+    """Return a value a token, rounded to three digits; one number where all are the same."""
     if values is None:
         return None
     shown = np.round(np.asarray(values[:limit], dtype=np.float64), 3)
@@ -219,7 +219,7 @@ def render_page(data: PageData, title: str) -> str:
 
 
 def page_of(folder: SampleFolder) -> str:
-    """The page of all samples in a folder."""
+    """Return the page of all samples in a folder."""
     data = PageData()
     for name in folder.names():
         data.add(name, *folder.read(name))
@@ -227,7 +227,7 @@ def page_of(folder: SampleFolder) -> str:
 
 
 def run_name(uri: str) -> str:
-    """The run's folder, for a title: the last two parts of its address above `rollouts`."""
+    """Return a title: the last two parts of the run's address above `rollouts`."""
     parts = [part for part in uri.split("/") if part]
     above = parts[:-1] if parts[-1:] == ["rollouts"] else parts
     return "/".join(above[-2:]) or str(Path(uri))

@@ -57,7 +57,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One text a token. A character of several tokens is the first one's; theirs are empty."""
+        """Return one text a token; the first of a character's tokens has it, the rest are empty."""
         alone = [self._alone(token) for token in ids]
         texts: list[str] = []
         while len(texts) < len(ids):
@@ -132,7 +132,7 @@ def pick(batch: Batch, step: int, split: str, count: int) -> Sample:
 
 
 def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
-    """The sample as a table of `SCHEMA`, and a column `reward.NAME` for each component."""
+    """Return a table of `SCHEMA` and a column `reward.NAME` for each component."""
     rows, count = sample.rows, len(sample.rows)
     missing, width = [None] * count, rows["responses"].shape[1]
     lengths: list[int] = rows["attention_mask"][:, -width:].sum(1).tolist()
@@ -172,7 +172,7 @@ def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
 
 
 def _prompts(rows: Batch, texts: TokenTexts) -> list[str]:
-    """What completions go on from: the row's messages, or the very ids that an episode began with.
+    """Return the prompts: a row's messages, or the token ids that an episode began with.
 
     An environment may have written those.
     """
@@ -187,7 +187,7 @@ def _prompts(rows: Batch, texts: TokenTexts) -> list[str]:
 
 
 def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[object]]:
-    """The columns of rows of episodes."""
+    """Return the columns of rows of episodes."""
     rewards, columns = rows["environment_rewards"], rows.columns
     return {
         "trained": _ragged(rows["response_mask"].bool().numpy(), lengths),
@@ -206,7 +206,7 @@ def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[
 
 
 def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, object]:
-    """A turn of `TURN`, from an entry of `turn_spans`; `rewards` [R] are the environment's."""
+    """Return a `TURN` from an entry of `turn_spans`; `rewards` [R] are the environment's."""
     start, stop = turn["start"], turn["stop"]
     return {
         "start": start,
@@ -221,14 +221,14 @@ def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, object]:
 
 
 def prompt_text(messages: Sequence[dict[str, object]]) -> str:
-    """Chat messages to read: a lone user's as it is, others below their roles."""
+    """Return chat messages as text: a lone user's as it is, others below their roles."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return _text(messages[0]["content"])
     return "\n\n".join(f"[{_text(m['role'])}]\n{_text(m['content'])}" for m in messages)
 
 
 def _sums(rows: Batch, name: str) -> list[float | None]:
-    """A value a row: of a tensor `[B]`, or the sum of one `[B, R]`."""
+    """Return a value a row: a tensor `[B]`, or the sums of one `[B, R]`."""
     if name not in rows:
         return [None] * len(rows)
     return rows[name].reshape(len(rows), -1).sum(1).tolist() if len(rows) else []
@@ -247,7 +247,7 @@ def _texts(rows: Batch, name: str) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Any value as text that UTF-8 has; null is empty."""
+    """Return any value as text that UTF-8 can hold; null is empty."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
@@ -305,7 +305,7 @@ class RolloutLog:
             self._worker.put(lambda: self._worker.write(picked, list(history)))
 
     def resumed(self, step: int) -> None:
-        """The run goes on after `step`: samples of later steps are void."""
+        """Drop samples of steps after `step`, from which the run goes on."""
         self._picked.clear()
         if self.every:
             self._worker.put(lambda: self._worker.resume(step), wait=True)
@@ -355,7 +355,7 @@ class _Worker:
             log.warning("a sample of rollouts is left out: %s is too slow", self._uri)
 
     def close(self) -> None:
-        """Do what waits and end, for at most `CLOSE_SECONDS`."""
+        """Finish what waits, within `CLOSE_SECONDS`, and end."""
         if self._thread is None:
             return
         end = time.monotonic() + CLOSE_SECONDS

@@ -132,7 +132,7 @@ def hosted(where: Host) -> Iterator[None]:
 
 
 def execution_tags(execution: str) -> dict[str, str]:
-    """MLflow tags that name the execution, with a link where one is known."""
+    """Return MLflow tags that name the execution, with a link where one is known."""
     tags, url, name = {"flyte.execution": execution}, host().execution_link(), host().execution
     if not url:
         return tags

@@ -125,14 +125,14 @@ class Connection:
 
     @property
     def database(self) -> Path | None:
-        """The file of a SQLite store; None for a server."""
+        """Return the file of a SQLite store; None for a server."""
         if not self.uri.startswith("sqlite:///"):
             return None
         return Path(self.uri.removeprefix("sqlite:///")).absolute()
 
     @functools.cached_property
     def client(self) -> MlflowClient:
-        """MLflow's client of this store; raises TrackingError when a SQLite one can't be made."""
+        """Return MLflow's client; raises TrackingError when a SQLite store can't be made."""
         from mlflow import MlflowClient
 
         with self.translated("open the store"):
@@ -143,7 +143,7 @@ class Connection:
 
     @functools.cached_property
     def experiment_id(self) -> str:
-        """The id of the experiment, which is created when it is not there yet."""
+        """Return the id of the experiment, which is created when it is not there yet."""
         from mlflow.exceptions import MlflowException
 
         with self.translated("open the experiment"):

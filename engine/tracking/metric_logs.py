@@ -40,7 +40,7 @@ class MetricLog(Protocol):
         """Record values at a step, later than the one before it in this process."""
 
     def close(self, status: str) -> None:
-        """End it, as FINISHED, FAILED or KILLED."""
+        """End the log as FINISHED, FAILED or KILLED."""
 
 
 class MetricLogs:
@@ -61,7 +61,7 @@ class MetricLogs:
                 _log.warning(warning, name, str(error) or type(error).__name__)
 
     def close(self, status: str) -> None:
-        """End all of them, as FINISHED, FAILED or KILLED."""
+        """End all logs as FINISHED, FAILED or KILLED."""
         for name, log in self._logs.items():
             try:
                 log.close(status)
