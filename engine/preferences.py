@@ -198,7 +198,7 @@ def rank_rollouts(
     """Sample `config.n` completions of each prompt of RL rows, score them, and rank them.
 
     A pair is the best and the worst of them, with both rewards in `extra_info`; its `margin`, which
-    a reward model's loss would ask for, is 0. With labels, right ones are good. Several GPUs of
+    a reward model's loss would use, is 0. With labels, right completions are good. Several GPUs of
     this machine, or `config.parallel`, share the prompts. `on_progress(n)` is called with the
     number of finished completions. Raises what `decode_passes` and the scorer raise.
     """

@@ -133,7 +133,7 @@ class StageError(click.ClickException):
 
 
 def on_cluster() -> bool:
-    """Return whether Flyte runs this task, not a person at a terminal."""
+    """Tell whether Flyte runs this task, not a person at a terminal."""
     return current_context().execution_id.name not in ("local", "")
 
 
@@ -166,7 +166,7 @@ class FlyteHost(Host):
         return LiveDeck(tab).show
 
     def publish_pages(self) -> None:
-        """Write the Deck, which Flyte does of a task that ends well."""
+        """Write the Deck, as Flyte does for a task that succeeds."""
         Deck.publish()
 
     def checkpoint_paths(self) -> CheckpointPaths | None:
@@ -181,11 +181,11 @@ class FlyteHost(Host):
         return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
     def has_passed(self, check: str) -> bool:
-        """Return whether the local cache remembers it."""
+        """Tell whether the local cache remembers the check as passed."""
         return has_passed(check)
 
     def remember_passed(self, check: str) -> None:
-        """Keep it in the local cache."""
+        """Record in the local cache that the check passed."""
         remember_passed(check)
 
 

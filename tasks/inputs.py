@@ -77,9 +77,9 @@ class ConfigParam(JsonParamType):
 def use_config_param() -> None:
     """Let `pyflyte run` read configurations by `ConfigParam`, and help say what one is.
 
-    Of a malformed YAML file flytekit prints a traceback, and a missing file is "no valid JSON" to
-    it; its help shows a configuration's whole JSON schema and all defaults. It has no setting for
-    either. Where its command line isn't loaded, as in a pod, there is nothing to patch.
+    flytekit 1.16 prints a traceback for a malformed YAML file and calls a missing file "no valid
+    JSON"; its help shows a configuration's whole JSON schema and all defaults. It has no setting
+    for either. Where its command line isn't loaded, as in a pod, there is nothing to patch.
     """
     from flytekit.interaction import click_types
 

@@ -226,7 +226,7 @@ def resolve_pairs(form: Form[C], pairs: Pairs) -> Resolved[C]:
     """Make the configuration of dotted keys and their values; raises ConfigError."""
     values: dict[str, object] = {}
     for key, value in pairs:
-        # Of keys for one setting the later one holds, so a key that comes again takes a new place.
+        # The last key for a setting holds, so a repeated key moves to the end.
         values.pop(key, None)
         values[key] = value
     resolved = Resolved(form.config())

@@ -24,7 +24,7 @@ Settings = dict[str, object]  # JSON values by key
 def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> Settings:
     """Return the settings that two evaluations must share, as manifests record them.
 
-    Of `data` only the token budgets count: the response's, and of episodes the prompt's, if set.
+    From `data` only the token budgets count: the response's, and for episodes the prompt's, if set.
     """
     budgets = {"max_response_length": data.max_response_length}
     if config.plays_episodes and data.max_prompt_length:

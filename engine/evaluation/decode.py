@@ -201,7 +201,7 @@ def decode_passes(
     first messages may have `max_prompt_length` tokens, or as many as the longest prompt. Where the
     prompts are a part of more, `first_prompt` is the number of the first one among all, and
     `longest_prompt` the length of the longest: what is drawn is then as if all were decoded here.
-    Of `config` the engine, the layout and what episodes are played with are read.
+    `config` gives the engine, the layout and the settings of episodes.
 
     `on_progress(n)` is called with the number of finished completions of all passes. A rank that
     fails or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.

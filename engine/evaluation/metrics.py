@@ -75,8 +75,8 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
 def majority_vote(answers: Sequence[str | None]) -> str | None:
     """Return the most frequent answer; None only when every sample failed to give one.
 
-    Of equally frequent answers the one sampled first wins: samples are exchangeable, so this
-    favours no answer, as an order of the strings would.
+    Among equally frequent answers the one sampled first wins: samples are exchangeable, so this
+    favours no answer, unlike an order of the strings.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     return votes.most_common(1)[0][0] if votes else None

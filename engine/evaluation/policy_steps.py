@@ -41,8 +41,8 @@ class PolicySteps:
 def read_policy_steps(policy: Path) -> PolicySteps | None:
     """Read the steps of a model's folder; None for a model that no RL run made.
 
-    Without the column `model` it is of the last step. Raises DataError where that column names no
-    step.
+    Without the column `model` the model is the last step's. Raises DataError where that column
+    names no step.
     """
     path = policy / FILE
     if not path.is_file():

@@ -179,7 +179,7 @@ def _settle(layer: list[_Item], targets: Mapping[_Item, float], top: dict[_Item,
     Items that would overlap form a block, which goes where its members on average want it.
     """
     sizes = {item: _size(item) + (ROW_GAP if _size(item) else LINE_GAP) for item in layer}
-    # Of each block: how many members, the sum of the tops they want for it, and its height.
+    # Each block has its number of members, the sum of the tops they want for it, and its height.
     blocks: list[tuple[int, float, float]] = []
     for item in layer:
         count, total, height = 1, targets[item], sizes[item]

@@ -59,9 +59,9 @@ def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price
 
 
 def _flops(work: Workload) -> float:
-    """Return those of a token's forward pass, by the parameters that it meets.
+    """Return the FLOPs of a token's forward pass, by the parameters that it meets.
 
-    Of experts those are the chosen ones. Half of a row's attention is masked.
+    A token meets the chosen experts alone. Half of a row's attention is masked.
     """
     shape, parts = work.shape, sizes(work.shape)
     matrices = parts.active * parts.layers + shape.vocab * shape.hidden

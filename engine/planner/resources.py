@@ -109,7 +109,7 @@ CORE_FLOPS = 30e9  # of a CPU core, float32
 def gpu(name: str, kinds: Mapping[str, Device] | None = None) -> Device:
     """Return a GPU by Ray's name, as `kinds` or else the table have it.
 
-    For one that is in neither, cautious numbers without memory.
+    A GPU that is in neither has cautious numbers and no memory.
     """
     return (kinds or {}).get(name) or _GPUS.get(name, _UNKNOWN_GPU)
 

@@ -132,10 +132,11 @@ def lock_model(
 
     MLflow can't compare and set. A process claims the lock with a tag of its own that holds the
     claim's end, and then reads all tags: it has the lock if there is no other live claim, else it
-    takes its own back and tries again. Of two that claim at once the one whose tag came second sees
-    the other's, so never both have it. The claim of a holder that died ends by its deadline, and
-    the next holder deletes it. What no lock outside the store can rule out is a holder that sleeps
-    between `check` and its write; a lock lasts longer than any call of the client with its retries.
+    takes its own back and tries again. When two processes claim at once, the one whose tag came
+    second sees the other's, so never both have it. The claim of a holder that died ends by its
+    deadline, and the next holder deletes it. No lock outside the store can rule out a holder that
+    sleeps between `check` and its write; a lock lasts longer than any call of the client with its
+    retries.
 
     Raises TrackingError when there is no such model; naming the holder, when the lock is not free
     within `timeouts.wait`; and when MLflow does not answer.

@@ -203,7 +203,7 @@ def find_base(line: Iterable[ArtifactNode]) -> Base | None:
 def base_licence(base: Base) -> Licence | None:
     """Return what the base's own card says; None for a base without one, or one that can't be read.
 
-    The card is the README.md of a folder. For a hub id it is asked of the hub, else taken from the
+    The card is the README.md of a folder. For a hub id it is read from the hub, or else from the
     hub's cache on this machine.
     """
     values = _hub_card(base.path) if base.hub_id else _folder_card(Path(base.path))

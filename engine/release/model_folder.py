@@ -362,13 +362,13 @@ def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
 PREFIX = "hf://"
 SECONDS = 60.0  # without a byte, before a request is given up; the hub's own client waits for ever
 _ADDRESS = re.compile(r"hf://(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<branch>[\w./-]+))?")
-# Of an earlier model, such as one of more shards: its weights must not stay beside new ones.
+# An earlier model's weights, e.g. in more shards, must not stay beside new ones.
 _WEIGHTS = re.compile(r"(adapter/.*|.*\.(safetensors|bin)(\.index\.json)?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """Where a model goes on the hub."""
+    """A model's repository on the hub."""
 
     id: str  # e.g. "acme/math-1.5b"
     branch: str | None = None  # None: the main one

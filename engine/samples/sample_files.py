@@ -65,7 +65,7 @@ SCHEMA = pa.schema(
         ("tokens", pa.list_(pa.string())),
         *((name, pa.list_(pa.float32())) for name in TOKEN_VALUES),
         ("token_versions", pa.list_(pa.int64())),  # null where all are `policy_version`
-        # Of rows of episodes; null for single completions.
+        # Columns of episodes; null for single completions.
         ("trained", pa.list_(pa.bool_())),  # a token counts in the loss
         ("turns", pa.list_(TURN)),  # of this row; an episode may have several rows
         ("first_turn", pa.int64()),

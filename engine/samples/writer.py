@@ -299,7 +299,7 @@ class RolloutLog:
             self._picked.append(pick(batch, step, split, self.rows))
 
     def step_done(self, history: Sequence[Metrics]) -> None:
-        """Write what was taken; `history` are the metrics of all steps so far, a row a step."""
+        """Write the step's samples; `history` are the metrics of all steps so far, a row a step."""
         picked, self._picked = self._picked, []
         if picked:
             self._worker.put(lambda: self._worker.write(picked, list(history)))
@@ -311,7 +311,7 @@ class RolloutLog:
             self._worker.put(lambda: self._worker.resume(step), wait=True)
 
     def close(self) -> None:
-        """Write what is left, for at most `CLOSE_SECONDS`."""
+        """Write the samples that are left, within `CLOSE_SECONDS`."""
         self._worker.close()
 
     def __enter__(self) -> RolloutLog:

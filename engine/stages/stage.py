@@ -76,7 +76,7 @@ def library_versions() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPaths:
-    """Where an attempt writes checkpoints, and where the previous attempt wrote them."""
+    """Folders to which an attempt writes checkpoints, and the previous attempt wrote them."""
 
     folder: str  # local or s3://…
     previous: str | None = None
@@ -243,8 +243,8 @@ class Stage:
     def checkpoints(self) -> CheckpointPaths:
         """Return the checkpoint folders of this attempt and of the previous one.
 
-        On a cluster the host's. Elsewhere it is one folder for the same inputs and sources, so that
-        a restarted run resumes.
+        On a cluster they are the host's. Elsewhere it is one folder for the same inputs and
+        sources, so that a restarted run resumes.
         """
         if paths := host().checkpoint_paths():
             return paths

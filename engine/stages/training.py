@@ -269,8 +269,8 @@ def publish_trained(this: Stage, trained: TrainedOnRows) -> Artifact:
 def sft(run: RunContext, settings: SFTSettings, dataset: Artifact) -> Artifact:
     """Fine-tune the start model on the dataset's prompt/response pairs, unless `config.skip`.
 
-    Artifact `sft`: a Hugging Face model folder with its tokenizer. Without a warm start:
-    `start_model`. On a profile with several GPUs ranks share the model (`sft.parallel`).
+    Artifact `sft`: a Hugging Face model folder with its tokenizer; `start_model` without a warm
+    start. On a profile with several GPUs ranks share the model (`sft.parallel`).
     """
     start, config, seed = settings.start, settings.config, settings.seed
     if config.skip:
