@@ -262,7 +262,7 @@ def with_secrets(*needs: Need) -> dict[str, Any]:
     return {"secret_requests": requests, "environment": {VARIABLE: names}}
 
 
-def of_registration() -> dict[str, str]:
+def registration_environment() -> dict[str, str]:
     """Return variables of a pod that writes templates of tasks, which read them on load."""
     return {v: os.environ[v] for v in (*VARIABLES.values(), VARIABLE) if v in os.environ}
 

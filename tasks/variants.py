@@ -38,7 +38,7 @@ from flytekitplugins.ray.task import RayFunctionTask
 
 from engine.config import digest
 from engine.stages.profiles import LAPTOP, Profile
-from tasks.flytekit_setup import Need, image, of_registration, with_secrets
+from tasks.flytekit_setup import Need, image, registration_environment, with_secrets
 from tasks.host import IMAGE, SMALL
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def on_profiles(
             requests=SMALL,
             retries=2,  # of its own pod: a stage that failed ends it for good
             timeout=(retries + 1) * timeout,  # holds for all attempts at the stage
-            environment=of_registration(),
+            environment=registration_environment(),
         )
 
     return make

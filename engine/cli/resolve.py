@@ -105,10 +105,10 @@ class Form(Generic[C]):
             path = settings[parent].path
             if isinstance(path, str) and self.paths.get(path) is dict:
                 return Key(path + key.removeprefix(parent))
-        return self.own_path(key)
+        return self.find_path(key)
 
-    def own_path(self, key: str) -> Key | None:
-        """Return the setting of a path, in full or without `prefix`."""
+    def find_path(self, key: str) -> Key | None:
+        """Return the setting of a path, in full or without `prefix`; None for any other key."""
         for path in (key, self.prefix + key):
             if path in self.paths or any(self.paths.get(p) is dict for p in _parents(path)):
                 return Key(path)
@@ -193,8 +193,8 @@ class Resolved(Generic[C]):
                 section = section.setdefault(section_name, {})
             section[name] = override.value
             if override.times:
-                factor = whole_number(override.times, self.value(override.times))
-                section[name] = whole_number(override.key, override.value) * factor
+                factor = require_int(override.times, self.value(override.times))
+                section[name] = require_int(override.key, override.value) * factor
         return root
 
 
@@ -212,7 +212,7 @@ def resolve_file(
     pairs = list(form.flatten(read_yaml(file, f"--config {file}"))) if file else []
     left_out: list[str] = []
     if file and file.parent == PRESETS:  # they are of the whole pipeline
-        left_out = [key for key, _ in pairs if form.own_path(key) is None]
+        left_out = [key for key, _ in pairs if form.find_path(key) is None]
         pairs = [(key, value) for key, value in pairs if key not in left_out]
     for argument in arguments:
         key, value = split_argument(argument)
@@ -330,8 +330,8 @@ def setting_paths(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", get_origin(info.annotation)
 
 
-def whole_number(key: str, value: object, least: int | None = None) -> int:
-    """Return the value as it is; raises ConfigError for another than a whole number."""
+def require_int(key: str, value: object, least: int | None = None) -> int:
+    """Return a whole number as it is; raise ConfigError for any other value."""
     if not isinstance(value, int) or isinstance(value, bool) or (least or value) > value:
         bound = "" if least is None else f" of {least} or more"
         raise ConfigError(f"{key}={value!r} must be a whole number{bound}")

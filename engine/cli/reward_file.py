@@ -63,8 +63,8 @@ def load_function(
                 "does not take; remove it, or add it to the function"
             )
         function = functools.update_wrapper(functools.partial(function, **keywords), function)
-    of_one_row = {"solution_str", "ground_truth"} <= parameters.keys()
-    return each_row(function) if of_one_row else function
+    takes_one_row = {"solution_str", "ground_truth"} <= parameters.keys()
+    return each_row(function) if takes_one_row else function
 
 
 def _find(path: str) -> Path:

@@ -35,7 +35,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_defaults_of_place(cls, values: object) -> Any:
+    def _keep_field_defaults(cls, values: object) -> Any:
         if not isinstance(values, Mapping):
             return values
         defaults = {name: info.default for name, info in cls.model_fields.items()}

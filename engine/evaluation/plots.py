@@ -39,14 +39,14 @@ def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str
     ends = []
     for side, (model, colour) in enumerate(zip(sides, (BEFORE_COLOUR, AFTER_COLOUR), strict=True)):
         intervals = (model.pass_at_1, model.pass_at_k, model.majority)
-        places = np.arange(len(labels)) + (side - 0.5) * 0.38
+        positions = np.arange(len(labels)) + (side - 0.5) * 0.38
         means = [interval.mean for interval in intervals]
-        axes.bar(places, means, width=0.35, color=colour, label=names[side], zorder=2)
+        axes.bar(positions, means, width=0.35, color=colour, label=names[side], zorder=2)
         axes.errorbar(
-            places, means, yerr=_errors(intervals), fmt="none", ecolor=_TEXT, elinewidth=1.1,
+            positions, means, yerr=_errors(intervals), fmt="none", ecolor=_TEXT, elinewidth=1.1,
             capsize=3, capthick=1.1, zorder=3,
         )  # fmt: skip
-        for x, interval in zip(places, intervals, strict=True):
+        for x, interval in zip(positions, intervals, strict=True):
             axes.annotate(
                 f"{100 * interval.mean:.1f}", (x, interval.high), xytext=(0, 4),
                 textcoords="offset points", ha="center", fontsize=8, color=_TEXT,

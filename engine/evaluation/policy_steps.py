@@ -78,12 +78,12 @@ class Overoptimisation:
     def metrics(self) -> dict[str, float]:
         """Return the first, best and last values of the moving means."""
         model, true, kl = map(smoothed, (self.model_reward, self.true_reward, self.kl))
-        places = {"first": 0, "peak": self.peak, "last": -1}
+        steps = {"first": 0, "peak": self.peak, "last": -1}
         prefix = "overoptimisation"
         return (
-            {f"{prefix}/true_{name}": float(true[step]) for name, step in places.items()}
-            | {f"{prefix}/model_{name}": float(model[step]) for name, step in places.items()}
-            | {f"{prefix}/kl_{name}": float(kl[places[name]]) for name in ("peak", "last")}
+            {f"{prefix}/true_{name}": float(true[step]) for name, step in steps.items()}
+            | {f"{prefix}/model_{name}": float(model[step]) for name, step in steps.items()}
+            | {f"{prefix}/kl_{name}": float(kl[steps[name]]) for name in ("peak", "last")}
             | {f"{prefix}/step_peak": float(self.peak + 1)}
         )
 

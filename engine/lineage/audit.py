@@ -18,7 +18,7 @@ from engine.lineage.graph import (
     MODEL_VERSION,
     ArtifactNode,
     artifact_node,
-    place_in_store,
+    location_in_store,
 )
 from engine.lineage.lookup import recorded_manifests
 from engine.storage.artifacts import SOURCE, differences, read_manifest
@@ -229,7 +229,7 @@ def _records(node: ArtifactNode, review: Review) -> dict[str, str]:
     others = {p.manifest.own_digest for p in index.with_digest(node.digest)}
     others -= {node.manifest.own_digest} if node.manifest else set()
     for artifact, parent in index.made_from(node.digest):
-        is_its_child = place_in_store(parent, artifact.uri) == node.uri
+        is_its_child = location_in_store(parent, artifact.uri) == node.uri
         is_recorded = parent.manifest and parent.kind == node.kind
         if is_recorded and (is_its_child or parent.manifest not in others):
             records[artifact_node(artifact).name] = parent.manifest

@@ -338,17 +338,17 @@ class GraphBuilder:
         """
         if parent.kind == SOURCE:
             return source_node(parent)
-        in_store = place_in_store(parent, child)
+        in_store = location_in_store(parent, child)
         existing = self._manifest(in_store) if in_store else None
         if existing is not None and existing.digest != parent.digest:
             return _missing(parent, in_store, existing)
-        places = [in_store, parent.uri, *(p.uri for p in self.index.with_digest(parent.digest))]
-        places.append(str(artifact_path(parent.kind, parent.digest)))
+        locations = [in_store, parent.uri, *(p.uri for p in self.index.with_digest(parent.digest))]
+        locations.append(str(artifact_path(parent.kind, parent.digest)))
         if store := _store_of(child):
-            places.append(f"{store}/{parent.kind}/{parent.digest[:16]}")
-        places.append(child)  # a model version's own files are a copy of its artifact
+            locations.append(f"{store}/{parent.kind}/{parent.digest[:16]}")
+        locations.append(child)  # a model version's own files are a copy of its artifact
         fallback = None
-        for uri in filter(None, dict.fromkeys(places)):
+        for uri in filter(None, dict.fromkeys(locations)):
             manifest = self._manifest(uri)
             if manifest is None or manifest.digest != parent.digest:
                 continue
@@ -369,7 +369,7 @@ class GraphBuilder:
         return self._read[uri]
 
 
-def place_in_store(parent: Parent, child: str) -> str:
+def location_in_store(parent: Parent, child: str) -> str:
     """Return where a parent lies in the store of the artifact at `child`, by its address' end.
 
     Empty where its recorded address is no place of an artifact with its digest.

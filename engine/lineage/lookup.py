@@ -195,9 +195,9 @@ def review(
     starts = [_locate(reference, registry) for reference in references]
     roots: dict[str, None] = dict.fromkeys(stores)
     for node, parents in starts if not stores else ():
-        # A version's own files lie in MLflow's store, not in ours.
-        places = [p.uri for p in parents] if parents else [node.uri] if node else [""]
-        roots |= dict.fromkeys(root for place in places for root in default_roots(place))
+        # A version's own files lie in MLflow's store, not in the artifact store.
+        locations = [p.uri for p in parents] if parents else [node.uri] if node else [""]
+        roots |= dict.fromkeys(root for location in locations for root in default_roots(location))
     index = scan(roots or default_roots())
     notes: list[str] = []
     tracker: Tracker | None = None

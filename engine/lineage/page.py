@@ -143,13 +143,13 @@ def _with_bends(
 
 
 def _order(layers: list[list[_Item]], neighbours: _Neighbours, reverse: bool) -> None:
-    """Sort each layer by the mean place of its items' neighbours in the layer before."""
+    """Sort each layer by the mean position of its items' neighbours in the layer before."""
     for before, layer in pairwise(reversed(layers) if reverse else layers):
         position = {item: index for index, item in enumerate(before)}
         weights = {}
         for index, item in enumerate(layer):
-            places = [position[other] for other in neighbours[item] if other in position]
-            weights[item] = (sum(places) / len(places) if places else float(index), index)
+            positions = [position[other] for other in neighbours[item] if other in position]
+            weights[item] = (sum(positions) / len(positions) if positions else float(index), index)
         layer.sort(key=weights.__getitem__)
 
 
@@ -231,7 +231,7 @@ def _box_texts(node: ArtifactNode) -> tuple[str, str]:
     return shorten(title, 24), shorten(below, 28)
 
 
-MOST_FILES = 200  # files of one artifact that the page lists
+MAX_FILES = 200  # files of one artifact that the page lists
 
 
 def render_page(
@@ -277,7 +277,7 @@ def render_page(
             graph=graph,
             ids={key: f"lineage-{number}" for number, key in enumerate(graph.nodes)},
             marks=marks,
-            most_files=MOST_FILES,
+            most_files=MAX_FILES,
             notes=notes,
             parents=parents,
             policy=html_templates.content_policy(css, script),

@@ -25,10 +25,10 @@ from engine.html_templates import printable
 from engine.samples.sample_files import COMPONENT, TOKEN_VALUES, Metrics, SampleFolder, SampleName
 
 _TEMPLATES = html_templates.environment(__package__)
-MOST_TOKENS = 300_000  # of a page
-MOST_TOKENS_A_ROW = 1024
-MOST_TOKENS_AN_EPISODE = 4096
-MOST_POINTS = 400  # of a curve
+MAX_TOKENS = 300_000  # of a page
+MAX_TOKENS_A_ROW = 1024
+MAX_TOKENS_AN_EPISODE = 4096
+MAX_POINTS = 400  # of a curve
 # Characters with a meaning in HTML or JavaScript; in JSON's strings they have escapes.
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
@@ -66,7 +66,7 @@ class PageData:
         self._stride.setdefault(split, 1)
         text, tokens = _sample_json(name, table)
         self._shown[name] = _Shown(order, tokens, text)
-        while sum(shown.tokens for shown in self._shown.values()) > MOST_TOKENS and self._thin():
+        while sum(shown.tokens for shown in self._shown.values()) > MAX_TOKENS and self._thin():
             pass
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class PageData:
 
 def _points(steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
     """Return steps and values of a curve, the last one among them."""
-    stride = math.ceil(len(steps) / MOST_POINTS)
+    stride = math.ceil(len(steps) / MAX_POINTS)
     points = [*range(0, len(steps) - 1, stride), len(steps) - 1]
     return [[steps[i] for i in points], [_number(values[i]) for i in points]]
 
@@ -109,7 +109,7 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
     components = [c for c in table.column_names if c.startswith(COMPONENT)]
     rows, tokens = [], 0
     for row in table.to_pylist():
-        limit = MOST_TOKENS_AN_EPISODE if row.get("turns") is not None else MOST_TOKENS_A_ROW
+        limit = MAX_TOKENS_AN_EPISODE if row.get("turns") is not None else MAX_TOKENS_A_ROW
         texts = [str(printable(text)) for text in row["tokens"][:limit]]
         tokens += len(texts)
         rows.append(

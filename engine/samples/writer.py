@@ -260,7 +260,7 @@ def _ragged(values: np.ndarray, lengths: Sequence[int]) -> list[list[Any]]:
 
 PAGE_SECONDS = 10.0  # between two renderings of the page, while samples come
 CLOSE_SECONDS = 60.0  # for what is still to be written when the run ends
-MOST_WAITING = 8  # steps; a store that is slower loses samples
+MAX_WAITING = 8  # steps; a store that is slower loses samples
 
 log = logging.getLogger(__name__)
 
@@ -335,7 +335,7 @@ class _Worker:
         self._uri, self._previous = uri, previous
         self._load_tokenizer = load_tokenizer
         self._on_file, self._on_page = on_file, on_page
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._fault = ""  # of the job before, without its numbers
         self._texts: TokenTexts | None = None

@@ -226,8 +226,8 @@ def harness_metrics(scores: Mapping[str, Sequence[HarnessScore]]) -> dict[str, f
     """Return the harness's scores as metrics of the stage: the RL model's by their names."""
     return {
         score.key if name == "rl" else f"{score.key}_{name}": score.value
-        for name, of_model in scores.items()
-        for score in of_model
+        for name, model_scores in scores.items()
+        for score in model_scores
     }
 
 

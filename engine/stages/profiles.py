@@ -144,14 +144,14 @@ class Profile(Section):
         )
 
     @property
-    def most_gpus(self) -> int:
+    def max_gpus(self) -> int:
         """Return the GPUs of as many workers as there can be."""
         return self.gpus * self.replicas.most
 
     @property
     def several_gpus(self) -> bool:
         """Tell whether a model can be on several GPUs."""
-        return self.most_gpus > 1
+        return self.max_gpus > 1
 
     @property
     def world(self) -> int:
@@ -413,10 +413,10 @@ def _check_size(setting: str, parallel: ParallelConfig, profile: Profile) -> Non
     from engine.parallel.layout import Layout
 
     ranks = Layout.of(parallel).world_size
-    if ranks > profile.most_gpus:
+    if ranks > profile.max_gpus:
         raise ConfigError(
             f"{setting} is a layout of {ranks} ranks, but profile={profile.name} has at most "
-            f"{profile.most_gpus} GPUs; choose a smaller layout, or another profile"
+            f"{profile.max_gpus} GPUs; choose a smaller layout, or another profile"
         )
 
 
