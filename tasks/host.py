@@ -82,9 +82,8 @@ IMAGE = image()
 SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="2", mem="6Gi")
 
-# Options of a task with a Deck. Of flytekit's other tabs, sources and packages take seconds to
-# make, and inputs, which the console shows anyway, are settings as they were given: with
-# credentials.
+# Options of a task with a Deck. flytekit 1.16's other tabs are left out: sources and packages take
+# seconds to make, and inputs, which the console shows anyway, would show credentials in settings.
 DECK: dict[str, Any] = {
     "enable_deck": True,
     "deck_fields": (DeckField.TIMELINE, DeckField.OUTPUT),
@@ -173,7 +172,7 @@ class FlyteHost(Host):
         """Return the addresses of the task's checkpoints on a cluster; None elsewhere.
 
         The engine writes there itself, sharded and in the background; flytekit's `save` would copy
-        one local folder and block the task. flytekit has no public name for the addresses.
+        one local folder and block the task. flytekit 1.16 has no public name for the addresses.
         """
         if not self.execution:
             return None
@@ -232,9 +231,9 @@ def file(body: Callable[..., Path], *inputs: Any) -> FlyteFile:
 # A Deck that can be read while its task runs.
 #
 # flytekit publishes a task's Decks when it ends, and before that whenever `Deck.publish` is called:
-# Flyte's console reads the file again when it is opened. flytekit keeps its context by thread and
-# leaves each published copy in the task's local sandbox; here it is published from a thread of the
-# engine's, through a sandbox that is removed.
+# Flyte's console reads the file again when it is opened. flytekit 1.16 keeps its context by thread
+# and leaves each published copy in the task's local sandbox; here it is published from a thread of
+# the engine's, through a sandbox that is removed.
 
 PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
 

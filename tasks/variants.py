@@ -221,7 +221,7 @@ def stages_of(
             template = dict(options)
             cluster = None if task_config is None else task_config(profile)
             pod = stage_pod(profile) if cluster is None else None
-            # Requests of a task would replace those of its pod template.
+            # In flytekit 1.16 a task's requests replace those of its pod template.
             template |= {"requests": requests} if pod is None else {"pod_template": pod}
             if cluster is not None:
                 template |= {"task_config": cluster, "requests": SMALL}
@@ -238,11 +238,11 @@ def stages_of(
                 timeout=timeout,
                 **template,
             )
-            # Else flytekit puts the program's name, such as a notebook's, before the stage's.
+            # flytekit 1.16 puts the running program's module before the stage's name otherwise.
             made._instantiated_in = body.__module__
             return made
 
-        # A container finds the stage by module and name; there it is of the container's profile.
+        # A container finds the stage by module and name; PROFILE_VARIABLE says its profile.
         text = os.environ.get(PROFILE_VARIABLE)
         profile = Profile.model_validate_json(text) if text else LAPTOP
         setattr(sys.modules[body.__module__], function.__name__, stage_on(profile))

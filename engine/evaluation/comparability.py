@@ -29,7 +29,7 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
     budgets = {"max_response_length": data.max_response_length}
     if config.plays_episodes and data.max_prompt_length:
         budgets["max_prompt_length"] = data.max_prompt_length
-    # Where the reward is found, and how called; what is run beside it; and on how many ranks.
+    # Settings of where the reward is and how it is called, of the harness, and of ranks.
     names = {"reward", "plugins", "named_content", "lm_eval"}
     names |= {"parallel", "map_parts", "start_timeout_s", "step_timeout_s"}
     excluded: set[str] | dict[str, bool | set[str]] = names

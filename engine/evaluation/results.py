@@ -59,9 +59,9 @@ EPISODE_COLUMNS: dict[str, str] = {
     "sample_called": "share of them that called a tool",
     "sample_malformed": "mean calls that can't be read",
 }
-"""Where problems are episodes, besides `COLUMNS`. There a completion is all that was said."""
+"""Columns besides `COLUMNS` where problems are episodes; a completion is then all turns' text."""
 
-# What makes a problem the same.
+# The columns that identify a problem.
 _IDENTITY = ["dataset", "index", "data_source", "prompt", "ground_truth"]
 
 

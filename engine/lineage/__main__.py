@@ -187,13 +187,13 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         say(json.dumps(as_json(graph_review, checked, comparison), indent=2))
     else:
-        # A pipe has no width of its own; 80 columns would break lines that a grep wants whole.
+        # rich takes a pipe for 80 columns wide, and would break the lines that a grep matches.
         console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
         for line in lines(comparison) if comparison is not None else ():
             console.print(presentable(line), markup=False, soft_wrap=True)
         for tree in trees(graph_review) if options.command == "show" else ():
             console.print(tree)
-    # What was graph_review wrong and what was not looked at, on stderr.
+    # Faults, and what could not be checked, go to stderr.
     for note in graph_review.notes if checked is None else (note.text for note in checked.notes):
         say(f"note: {note}", error=True)
     if checked is None:

@@ -300,7 +300,7 @@ class GraphBuilder:
                 self.graph.add(child)
             return [child.key for child in children]
 
-        # Once all are known: the edges among them and to what was there before.
+        # Now that all are known, link them to one another and to the nodes from before.
         for key in reachable(start.key, add_children)[1:]:
             node = self.graph.nodes[key]
             for parent in node.parents:
@@ -319,7 +319,7 @@ class GraphBuilder:
             known = {p.manifest.own_digest for p in self.index.with_digest(node.digest)}
             for version in self._versions.get(node.digest, []):
                 recorded = version.facts.get("manifest_digest", "")
-                # Another artifact of equal content may be the one that it was registered from.
+                # It may have been registered from another artifact of equal content.
                 if recorded in ("", manifest_digest) or recorded not in known:
                     children.append(version)
                     self.graph.link(Edge(node.key, version.key, "artifact", recorded))

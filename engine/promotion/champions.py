@@ -168,7 +168,7 @@ def lock_model(
             if until:
                 registry.delete_model_tag(model_name, TAG_PREFIX + owner)
         except TrackingError as error:
-            # What was to be done is done; the lock ends by itself.
+            # The block has done its work, and the lock expires by itself.
             _log.warning("%s; the lock of %s ends at %s", error, model_name, _utc(until))
 
 
@@ -389,7 +389,7 @@ class Champions:
             if to and last.version == to:
                 return last
             if expected and last.version != expected:
-                # The same call again, without a request id, is the move that was made.
+                # A repeated call without a request id returns the move that was made.
                 if last.action == "rollback" and last.replaced == expected and not to:
                     return last
                 raise TrackingError(

@@ -175,7 +175,7 @@ def last_kl(policy: Path) -> float | None:
         return None
     kl = run.until_model[KL_COLUMN].to_numpy(float)
     last = kl[-max(1, math.ceil(LAST_STEPS * len(kl))) :]
-    # Not nanmean: of a step without a number nothing is known.
+    # Not nanmean: a step without a number makes the mean unknown.
     return float(last.mean()) if np.isfinite(last).all() else None
 
 

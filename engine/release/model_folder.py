@@ -279,7 +279,7 @@ def _name(node: ArtifactNode) -> str:
 
 
 CARD, LINEAGE = "README.md", "lineage.json"
-# What a stage leaves beside a model and nobody loads it by; the rollouts are pieces of its data.
+# A stage's files beside a model that loading it doesn't need; rollouts contain pieces of its data.
 LEFT_OUT, ROLLOUTS = (".parquet", "timeline.json"), "rollouts/"
 
 
@@ -434,7 +434,7 @@ def push(
             parent_commit=there.sha,
         )
     except (OSError, ValueError, RuntimeError, HTTPError, HFValidationError) as error:
-        # Uploads wrap what went wrong in a RuntimeError.
+        # huggingface_hub 2.4 wraps the error of an upload in a RuntimeError.
         wrapped = isinstance(error, RuntimeError) and error.__cause__ is not None
         source = error.__cause__ if wrapped else error
         lines = [text.strip() for text in str(source).splitlines() if text.strip()]

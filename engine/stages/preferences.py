@@ -235,7 +235,7 @@ def preference_training(
         if is_on_ray(config):
             require_shared([str(this.folder), str(model)])
         train, validation = encoded(rows, model, config.loss, settings.too_long)
-        # A copy: what is looked for there and missing is written there.
+        # A copy, as reading a log-prob that is missing writes it there.
         scratch = this.folder / "scratch"
         shutil.copytree(log_probs, scratch)
         config = config.model_copy(update={"reference_cache": str(scratch)})

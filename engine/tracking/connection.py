@@ -81,7 +81,7 @@ def shorten(text: str, limit: int) -> str:
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 PAGES_VARIABLE = "HYBRIDFLYTE_MLFLOW_URL"  # where people reach the server, if not at its URI
 # Set before mlflow is imported, and only where the user has not: few and short retries instead of
-# MLflow's 7 retries of 120 s; no chatter; no calls home from a training job.
+# MLflow 3's 7 retries of 120 s; no messages on stdout; no telemetry from a training job.
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",

@@ -170,7 +170,7 @@ class TensorBoardLog:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if self._writer is None:
-            # The history begins again with this step, so that none is drawn twice.
+            # The history starts again with this step, so that no step is drawn twice.
             self._writer = self._open(purge_step=step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -187,7 +187,7 @@ class WandbLog:
         """Raise TrackingError where no run can be started."""
         import wandb
 
-        # Without this it prints an advertisement for Weave wherever `openai` is imported.
+        # wandb 0.31 prints an advertisement for Weave wherever `openai` is imported.
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         try:
             self._run = wandb.init(

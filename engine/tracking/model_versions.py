@@ -194,7 +194,7 @@ class ModelRegistry(Connection):
         import mlflow.artifacts
 
         with self.translated("download a model"):
-            # A models:/ address would be looked up in MLflow's global store, not in this one.
+            # MLflow 3 would look up a models:/ address in its global store, not in this one.
             files = self.client.get_model_version_download_uri(model_name, version)
             return Path(
                 mlflow.artifacts.download_artifacts(
