@@ -90,7 +90,7 @@ def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceTables:
-    """What is learned from, and what is held out."""
+    """The rows to learn from, and those that are held out."""
 
     train: pd.DataFrame  # prompt, chosen, rejected, margin; or prompt, completion, label
     validation: pd.DataFrame  # may be empty

@@ -349,7 +349,7 @@ def open_table(table: StructuredDataset) -> TableFile:
 
 
 class _Encoder(StructuredDatasetEncoder):
-    """Passes on where a table is."""
+    """An encoder that passes on the address of a table."""
 
     def __init__(self) -> None:
         super().__init__(TableFile, None, PARQUET)
@@ -370,7 +370,7 @@ class _Encoder(StructuredDatasetEncoder):
 
 
 class _Decoder(StructuredDatasetDecoder):
-    """Brings a table to this machine."""
+    """A decoder that brings a table to this machine."""
 
     def __init__(self) -> None:
         super().__init__(TableFile, None, PARQUET)

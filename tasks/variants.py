@@ -64,7 +64,7 @@ def stage_pod(profile: Profile) -> PodTemplate | None:
 
 
 class _LazyPodTemplate(PodTemplate):
-    """Builds its pod spec when Flyte asks for it, at registration.
+    """A pod template that builds its spec when Flyte asks for it, at registration.
 
     The Kubernetes client's 800 modules would slow down the start of every command.
     """

@@ -213,7 +213,7 @@ CALL_SECONDS = 60.0
 
 
 class RegistrationError(EngineError):
-    """Flyte can't be reached, or refused what was sent."""
+    """An error: Flyte can't be reached, or refused what was sent."""
 
 
 @click.command(help=__doc__)

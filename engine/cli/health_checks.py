@@ -51,7 +51,7 @@ class HealthFinding:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What the machine must have."""
+    """Requirements that the machine must meet."""
 
     kind: str | None = None  # cuda, rocm or cpu; None takes any
     gpus: int = 0  # at least

@@ -68,7 +68,7 @@ def config_file(options: Namespace) -> tuple[Path | None, list[str]]:
 
 @dataclass(frozen=True, eq=False)
 class Form(Generic[C]):
-    """What the arguments of a program may be, and what they become."""
+    """The arguments that a program takes, and the configuration that they become."""
 
     program: str  # its name, and that of its section in the table of keys, e.g. "main_ppo"
     config: type[C]

@@ -40,7 +40,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What promotion decided about the evaluated model."""
+    """The decision of promotion about the evaluated model."""
 
     promoted: bool
     title: str  # e.g. "hybridflyte-policy version 3 is now champion"

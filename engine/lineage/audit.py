@@ -42,7 +42,7 @@ class AuditFinding:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What checking found."""
+    """The findings of an audit."""
 
     checked: int  # nodes that were re-hashed, or were to be and are missing
     findings: tuple[AuditFinding, ...]

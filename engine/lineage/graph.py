@@ -43,7 +43,7 @@ class StoredArtifact:
 
 @dataclass(frozen=True)
 class Index:
-    """What `scan` found."""
+    """The artifacts that `scan` read, and what it could not read."""
 
     roots: tuple[str, ...] = ()
     artifacts: tuple[StoredArtifact, ...] = ()

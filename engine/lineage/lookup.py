@@ -52,7 +52,7 @@ ORIGIN = "origin.json"
 
 
 class Origin(Draft):
-    """What a folder of checkpoints is being made from: `origin.json`, before there is an artifact.
+    """The inputs of a folder of checkpoints: its `origin.json`, before there is an artifact.
 
     A stage that is cut off leaves checkpoints and no manifest; this file says whose they are.
     """

@@ -233,7 +233,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """What was chosen, and what else there was."""
+    """The chosen layout, and the others."""
 
     chosen: PricedCandidate
     others: tuple[PricedCandidate, ...]  # the next ones that fit, a layout once, cheapest first
@@ -355,7 +355,7 @@ Plan = Callable[[Workload, Cluster], PlacementPlan]  # of the trainer's ranks
 
 @dataclass(frozen=True, slots=True)
 class SamplerChoices:
-    """What the settings leave open."""
+    """The samplers that the settings allow."""
 
     counts: Sequence[int] | None = None  # of samplers; None: any
     sizes: Sequence[int] = (1,)  # GPUs of one

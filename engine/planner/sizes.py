@@ -139,7 +139,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class FixedSettings:
-    """What the user has set; the planner keeps it."""
+    """Settings of the user, which the planner keeps."""
 
     axes: dict[str, int] = field(default_factory=dict)  # e.g. {"tp": 2}
     rollout_tp: int | None = None

@@ -99,7 +99,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LockTimeouts:
-    """How long a lock lasts and is waited for, and how far clocks may differ, in seconds."""
+    """Seconds that a lock lasts and is waited for, and by which clocks may differ."""
 
     lease: float = 600.0
     wait: float = WAIT_SECONDS
@@ -425,7 +425,7 @@ class Champions:
             )
 
     def record_approval_rule(self, rule: str) -> None:
-        """Note on the model whether its champions need approval, which `rollback` holds to."""
+        """Record on the model whether its champions need approval, which `rollback` obeys."""
         if self._approval_rule("") != rule:
             key = connection.name(f"approval.{self.alias}")
             self.registry.set_model_tag(self.model_name, key, rule)

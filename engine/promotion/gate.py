@@ -98,7 +98,7 @@ def measure(
     seed: int,
     approved_by: str = "",
 ) -> Measurements:
-    """Measure a new model (`after`) against another (`before`), rows as of `evaluation.results`.
+    """Measure a new model (`after`) against another (`before`) by rows of `evaluation.results`.
 
     dataset: the evaluation set that is measured; guards see the others, too. policy: the new
     model's artifact. datasets: all dataset artifacts that it descends from. Raises DataError where

@@ -23,7 +23,7 @@ Measured = float | str | list[float] | None
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured of a new model against another one, on one evaluation set.
+    """Measurements of a new model against another one, on one evaluation set.
 
     None: could not be measured.
     """
@@ -44,7 +44,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class RuleOutcome:
-    """What one rule says."""
+    """The outcome of one rule."""
 
     rule: str  # e.g. "gain", "guard pass_at_1 of gsm8k", "kl"
     passed: bool
@@ -55,7 +55,7 @@ class RuleOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """All rules' outcomes and what follows."""
+    """All rules' outcomes and the decision that follows."""
 
     promote: bool
     reason: str  # one sentence or two

@@ -152,7 +152,7 @@ CARD = "README.md"
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What the first stage of a model's line began with."""
+    """The model that the first stage of a model's lineage started from."""
 
     path: str  # folder, address or hub id with its commit, as recorded; empty: random weights
     digest: str = ""  # of a folder's content

@@ -90,7 +90,7 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, order=True)
 class SampleName:
-    """Which sample a file holds."""
+    """The step and split of the sample in a file."""
 
     step: int
     split: str  # TRAIN or VALIDATION

@@ -283,7 +283,7 @@ class RolloutLog:
         on_file: OnFile | None = None,
         on_page: OnPage | None = None,
     ) -> None:
-        """`folder` may be s3://…; `previous` is that of an attempt before, which is resumed from.
+        """Write to `folder` (or s3://…); resume from `previous`, an earlier attempt's folder.
 
         `rows` are the completions of a sample; `every=0` turns it all off. `load_tokenizer` is
         called in the thread, and so are `on_file` and `on_page`.

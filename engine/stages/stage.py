@@ -83,7 +83,7 @@ class CheckpointPaths:
 
 
 class Host:
-    """Where stages run: by default a machine without a workflow engine and its console."""
+    """The host of stages: by default a machine without a workflow engine and its console."""
 
     execution = ""  # name of the execution on a cluster; empty: a person runs the stage
 
@@ -197,7 +197,7 @@ class Artifact:
     path: Path | None = None  # on this machine, where that is known
 
     def local(self) -> Path:
-        """Download it where it is not here; StorageError where it no longer exists."""
+        """Return the folder, downloaded if need be; StorageError where it no longer exists."""
         return self.path or local_path(self.uri)  # in parallel, and checked by the manifest
 
 
@@ -351,7 +351,7 @@ def stage(
 
 
 def _link_to_mlflow(kind: str, tracker: Tracker, run_id: str) -> None:
-    """Show where the stage's run is: in the task's log, and as a tab."""
+    """Show the address of the stage's run in the task's log, and as a tab."""
     if url := tracker.run_url(run_id):
         say(f"{kind}: MLflow run {url}")
         host().show("MLflow", f'<a href="{html.escape(url)}">MLflow run {run_id}</a>')

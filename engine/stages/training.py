@@ -154,7 +154,7 @@ class _StoreCopy:
                 (self._folder / METRICS_FILE).write_bytes(self._objects.read(METRICS_FILE))
 
     def start(self) -> None:
-        """Begin to copy."""
+        """Start to copy."""
         self._thread.start()
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ Example = TypeVar("Example")
 
 @dataclass
 class TrainedOnRows:
-    """What training left beside the model."""
+    """The results of training beside the model."""
 
     metrics: dict[str, float]  # of the last step
     steps: int

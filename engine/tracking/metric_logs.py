@@ -124,7 +124,7 @@ class MetricsFile:
     """JSON lines, one a step: `{"step": 1, "reward/mean": 0.5, …}`."""
 
     def __init__(self, path: Path, keep: bool) -> None:
-        """`keep`: append to the lines that are there. StorageError if it can't be written."""
+        """Open the file, with `keep` after the lines in it; StorageError if it can't be written."""
         self.path = path
         self._earlier: dict[int, str] = {}  # lines by step
         try:
@@ -160,7 +160,7 @@ class TensorBoardLog:
     """Event files in a folder, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, below: str = "") -> None:
-        """$TENSORBOARD_DIR, which is verl's, wins over `folder`; the files are `below` it."""
+        """Write to `below` in verl's $TENSORBOARD_DIR where that is set, else to `folder`."""
         from torch.utils.tensorboard import SummaryWriter  # here, and not in the first step
 
         shared = os.environ.get("TENSORBOARD_DIR")

@@ -75,7 +75,7 @@ def version_parent(version: ModelVersion, name: str) -> Parent | None:
 
 
 class ModelRegistry(Connection):
-    """Registering, naming and fetching models."""
+    """A registry that models are registered in, named by and fetched from."""
 
     def register_model(
         self,
