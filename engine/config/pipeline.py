@@ -276,7 +276,7 @@ class EvaluateConfig(ScoredRolloutConfig):
     )
 
     @property
-    def plays_episodes(self) -> bool:
+    def runs_episodes(self) -> bool:
         """Tell whether a problem is an episode with an environment."""
         return self.multi_turn is not None and self.multi_turn.enable
 
@@ -331,7 +331,7 @@ class PipelineConfig(Section):
         }
         if section.multi_turn is None and rollout.multi_turn.enable:
             filled["multi_turn"] = rollout.multi_turn
-        if section.agent is None and (section.plays_episodes or "multi_turn" in filled):
+        if section.agent is None and (section.runs_episodes or "multi_turn" in filled):
             filled["agent"] = rollout.agent
         return section.model_copy(update=filled)
 

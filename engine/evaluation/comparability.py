@@ -27,9 +27,9 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
     From `data` only the token budgets count: the response's, and for episodes the prompt's, if set.
     """
     budgets = {"max_response_length": data.max_response_length}
-    if config.plays_episodes and data.max_prompt_length:
+    if config.runs_episodes and data.max_prompt_length:
         budgets["max_prompt_length"] = data.max_prompt_length
-    # Settings of where the reward is and how it is called, of the harness, and of ranks.
+    # The addresses of the reward, the harness and the ranks change no completion.
     names = {"reward", "plugins", "named_content", "lm_eval"}
     names |= {"parallel", "map_parts", "start_timeout_s", "step_timeout_s"}
     excluded: set[str] | dict[str, bool | set[str]] = names

@@ -68,7 +68,7 @@ def check_evaluation_layout(
 ) -> None:
     """Raise ConfigError for a layout that the settings, or the model, don't allow."""
     engine = engine_capabilities(RolloutConfig(engine=config.engine))
-    if config.plays_episodes and not engine.streams:
+    if config.runs_episodes and not engine.streams:
         raise ConfigError(
             f"evaluate.engine={config.engine} with evaluate.multi_turn: it decodes whole batches, "
             "and turns are decoded in a stream; set evaluate.engine to native or vllm"
@@ -84,7 +84,7 @@ def check_evaluation_layout(
     layout = Layout.of(config.parallel)
     if layout.tp == 1:
         return
-    if config.plays_episodes:
+    if config.runs_episodes:
         raise ConfigError(
             f"evaluate.parallel.tp={layout.tp} with evaluate.multi_turn: turns are decoded on one "
             "rank each; set tp=1, and dp for copies"
@@ -209,7 +209,7 @@ def decode_passes(
     layout = evaluation_layout(config, folder)
     rows = {**(columns or {}), "prompt_ids": list(prompts)}
     batch = Batch({"group_ids": torch.arange(first_prompt, first_prompt + len(prompts))}, rows)
-    room = max(longest_prompt, max_prompt_length * config.plays_episodes, *map(len, prompts))
+    room = max(longest_prompt, max_prompt_length * config.runs_episodes, *map(len, prompts))
     options: dict[str, object] = {
         "model_path": str(folder),
         "engine": config.engine,
@@ -218,7 +218,7 @@ def decode_passes(
         "tp": layout.tp,
     }
     spec = RoleSpec(ROLE, EvaluationWorker, options, layout=layout, plugins=config.plugins)
-    if config.plays_episodes:
+    if config.runs_episodes:
         options |= {
             "multi_turn": config.multi_turn,
             "agent": config.environments,

@@ -179,7 +179,7 @@ def evaluate_model(
             (replace(sampling, n=1, temperature=0.0), sampling),
             config,
             max_prompt_length=max_prompt_length,
-            columns=rows_of_data if config.plays_episodes else None,
+            columns=rows_of_data if config.runs_episodes else None,
             first_prompt=share.start,
             longest_prompt=longest,
             on_progress=on_progress,

@@ -42,7 +42,7 @@ BUDGET = 16384  # tokens of a micro-batch, at most: what the settings start from
 
 @dataclass(frozen=True)
 class PricedCandidate:
-    """A candidate on a part of the cluster. Most are too large, and never priced."""
+    """A candidate on a part of the cluster. Most are too large, and are never priced."""
 
     work: Workload = field(repr=False)
     candidate: Candidate
@@ -90,7 +90,7 @@ class PricedCandidate:
 def _options(
     work: Workload, layout: Layout, rollout_tp: int, allocation: Allocation, fixed: FixedSettings
 ) -> Iterator[PricedCandidate]:
-    """Yield what can be kept, recomputed or put away under a layout: first all kept, the fastest.
+    """Yield the memory options of a layout: what is kept, recomputed or offloaded, fastest first.
 
     Larger micro-batches never cost more without a pipeline, and nothing is cheaper than to keep
     all; what follows one that fits is left out then. Smaller ones never need more memory: where

@@ -80,10 +80,9 @@ CLOSE_SECONDS = 60.0  # for the last copy
 _log = logging.getLogger(__name__)
 
 
-# What `tracking.logger` names: opened, and where the files lie.
-#
-# A stage's files are in its run's folder, `runs/<run id>/<stage>/`. Where there is a shared store
-# they go to the same place there, again while they grow: a pod takes its disk with it.
+# The logs that `tracking.logger` names. A stage's files are in its run's folder,
+# `runs/<run id>/<stage>/`. Where there is a shared store they are copied to the same path there,
+# again while they grow, as a pod's disk ends with the pod.
 
 
 @contextlib.contextmanager
@@ -116,9 +115,9 @@ def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
 
 @contextlib.contextmanager
 def _copied(folder: Path, below: str) -> Iterator[None]:
-    """Copy a folder's files to the shared store for the block, and say where they are to be found.
+    """Copy a folder's files to the shared store for the block, and say where they are.
 
-    The file of metrics that an attempt before left there is fetched first.
+    The file of metrics that an earlier attempt left there is fetched first.
     """
     store = shared_store()
     if not store:
@@ -148,7 +147,7 @@ class _StoreCopy:
         self._thread = threading.Thread(target=self._work, name="metrics-copy", daemon=True)
 
     def fetch(self) -> None:
-        """Bring the file of metrics here, where there is none."""
+        """Download the file of metrics unless there is one here."""
         if not (self._folder / METRICS_FILE).exists():
             with contextlib.suppress(FileNotFoundError):
                 (self._folder / METRICS_FILE).write_bytes(self._objects.read(METRICS_FILE))
@@ -158,7 +157,7 @@ class _StoreCopy:
         self._thread.start()
 
     def close(self) -> None:
-        """Copy what has grown since, for at most `CLOSE_SECONDS`."""
+        """Copy the files that have grown since, within `CLOSE_SECONDS`."""
         self._closed.set()
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
