@@ -1,4 +1,4 @@
-"""What is set up around flytekit before tasks load: patches, images, and credentials.
+"""Set up flytekit before tasks load: patches, images, and credentials.
 
 `workflows.register` loads it before the variables that tasks read are set: it reads none of them
 on load. Each patch names what it changes and is idempotent.

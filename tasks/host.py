@@ -1,6 +1,6 @@
-"""Flyte as a stage sees it: artifacts as its types, errors, decks, checkpoints, tables, caching.
+"""The Flyte side of a stage: artifacts as its types, errors, decks, checkpoints, tables, caching.
 
-@task(**SHORT)
+@task(**short())
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     from engine.stages.fetch import fetch as body
 

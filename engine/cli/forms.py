@@ -1,4 +1,4 @@
-"""What the arguments of each `python -m engine.main_…` are, and what they become.
+"""The arguments of each `python -m engine.main_…`, and the settings that they become.
 
 Beside the table of keys these are verl's defaults, keys that only mean something together (of
 rewards, ranks and columns), and keys that other settings turn off.

@@ -1,4 +1,4 @@
-"""From a file and `key=value` arguments to a checked configuration, and from its errors back.
+"""Resolve a file and `key=value` arguments to a checked configuration, and its errors to keys.
 
 A key is looked up in the table of its program (`verl_keys`), then among the paths of the program's
 configuration. Which programs there are, and what each adds, is in `forms`.

@@ -1,4 +1,4 @@
-"""What two evaluations must share to be comparable: settings, seed, scorer and code.
+"""The settings, seed, scorer and code that two evaluations must share to be comparable.
 
 The problems themselves are compared by `results.prompt_digest`.
 """

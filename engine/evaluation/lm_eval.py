@@ -1,4 +1,4 @@
-"""Scores of the lm-evaluation-harness (EleutherAI) on a model's folder, in a process of its own.
+"""Run the lm-evaluation-harness (EleutherAI) on a model's folder in a process of its own.
 
 The harness is optional (`pip install hybridflyte[lm-eval]`, or in another environment that
 `evaluate.lm_eval.python` names). Its own figures are taken over with their standard errors.

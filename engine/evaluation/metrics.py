@@ -1,7 +1,7 @@
 """Numbers of an evaluation and their intervals: pass@k, majority vote, bootstrap, lengths.
 
-Pure NumPy on plain arrays; N is the number of problems. What does not live here: tables of
-completions (`results`) and the comparison of two models (`summary`).
+Pure NumPy on plain arrays; N is the number of problems. Tables of completions are in `results`, the
+comparison of two models is in `summary`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of an evaluation: one row a problem and model, built from completions with scores.
 
-Also the check that two tables can be compared: same problems, same order, same text. Decoding and
-scoring are in `scoring`; statistics over the table live in `summary`.
+It also checks that two tables can be compared: same problems, same order, same text. Decoding and
+scoring are in `scoring`; statistics over the table are in `summary`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Evaluating a model folder on a split: decode, judge by the run's scorer, one row a problem.
+"""Evaluate a model folder on a split: decode, judge by the run's scorer, one row a problem.
 
-Completions are judged by their texts and the rows they answer to; episodes, too, by what their
-environments gave and said.
+Completions are judged by their texts and the rows they answer; episodes also by the rewards and
+replies of their environments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Two tables of evaluation rows in, their comparison out: whole, by source and level, and by set.
+"""The comparison of two tables of evaluation rows: in total, by source and level, and by set.
 
-Numbers, and lines of text: whether a gain suffices is decided in `engine.promotion`, how it looks
-in `report_page`. The table of an evaluation holds the problems of all evaluation sets; `TEST` is
-the run's own split.
+It makes numbers and lines of text: `engine.promotion` decides whether a gain suffices, and
+`report_page` how it looks. The table of an evaluation holds the problems of all evaluation sets;
+`TEST` is the run's own split.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checking a graph: every artifact re-hashed, every link compared with what its child recorded.
+"""Check a graph: re-hash every artifact, and compare every link with its child's record.
 
 A fault is something that changed or is gone. A note is something that could not be checked. A store
 that doesn't answer is neither: checking ends in a StorageError, and may be tried again.

@@ -1,4 +1,4 @@
-"""What differs between two artifacts, as values and in words."""
+"""Compare two artifacts, and say the differences as values and in words."""
 
 from __future__ import annotations
 

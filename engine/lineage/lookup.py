@@ -1,4 +1,4 @@
-"""From what a person names to the graph around it: the entry point of this package.
+"""Look up a reference and the graph around it: the entry point of this package.
 
 A reference is a folder or address of an artifact, a checkpoint, a file or folder that artifacts
 were made from, the first hex digits of a digest, or a model version `models:/NAME@ALIAS`. Checks of

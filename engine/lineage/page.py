@@ -2,7 +2,7 @@
 
 `arrange` places boxes and lines in layers from left to right with few crossings, by Sugiyama's
 method: layers by longest path, invisible boxes where an edge passes a layer, order by the mean
-place of neighbours, then heights. The edge that closes a cycle runs backwards.
+position of neighbours, then heights. The edge that closes a cycle runs backwards.
 
 The page makes no request: a content security policy permits its own style and script, by their
 digests, and nothing more. Without JavaScript all details are shown one below the other. Markup,

@@ -1,4 +1,4 @@
-"""A plan in a few lines: what there is, what was chosen and why, and what else there was."""
+"""Describe a plan in a few lines: the machines, the choice with its reason, and the others."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The search for a layout: every one that can run is priced, and those that fit are ranked.
 
-Pure: the same workload, machines and settings give the same plan. What else the trainer refuses is
-given as `refusal`. Prices are in `memory` and `cost`, the words in `explain`.
+The search is pure: the same workload, machines and settings give the same plan. `refusal` says what
+else the trainer refuses. Prices are in `memory` and `cost`, the words in `explain`.
 
-In the modes that run ahead (`search_apart`) so many GPUs decode and the others compute. A step then
+In the modes that run ahead (`search_apart`) some GPUs decode and the others compute. A step then
 takes as long as the slower of the two: samplers take new weights and decode a step's completions,
 while the trainer's ranks compute, and hand their weights out. More samplers decode faster and leave
 fewer ranks, so the cheapest split is where both take about as long.

@@ -1,4 +1,4 @@
-"""Moves of a model's alias: checked, under a lock, compared and set, and recorded.
+"""Move a model's alias: check it, compare and set it under a lock, and record the move.
 
 Everything is kept in tags of MLflow's registered model: the lock in `lock.<owner>`, and each move
 of an alias in `history.<alias>.<number>`. A move is written before the alias is set and marked as

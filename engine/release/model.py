@@ -1,6 +1,6 @@
-"""What is known of a model that leaves, all checked, and of the model it was trained from.
+"""The checked facts of a model to release, and of the model it was trained from.
 
-Whatever of it can't be read, is missing or was changed is a LineageError: a card must not guess.
+Anything that can't be read, is missing or was changed raises LineageError: a card must not guess.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Samples of a run's rollouts, written beside training: Parquet, the page, and whoever wants them.
+"""Write samples of a run's rollouts beside training: Parquet, the page, and callbacks.
 
 `pick` runs in the training loop and copies a few groups of a step's batch; a thread decodes, writes
-and renders. What goes wrong there costs the sample and a sentence in the log, never the run.
+and renders. An error there costs the sample and a sentence in the log, never the run.
 """
 
 from __future__ import annotations

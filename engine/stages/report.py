@@ -1,4 +1,4 @@
-"""Ends of runs: their summary, pages and MLflow record; and `review`, the lineage of anything.
+"""End a run with its summary, pages and MLflow record; and `review` the lineage of anything.
 
 `report` reads manifests, so a cached run reports the same facts.
 """

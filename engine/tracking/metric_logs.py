@@ -1,9 +1,9 @@
-"""Where a run's metrics go besides MLflow: a file, TensorBoard, Weights & Biases.
+"""Logs of a run's metrics besides MLflow: a file, TensorBoard, Weights & Biases.
 
-A metric log gets a row a step, each step once and in order. A process that resumes a run begins
-with an earlier step than the last one logged, often with the first, since it gives the whole
-history again: the file and TensorBoard forget what they had from there on, and at Weights & Biases
-each process is a run of its own, as in MLflow.
+A metric log gets a row a step, each step once and in order. A process that resumes a run starts
+with an earlier step than the last one logged, often with the first, since it logs the full history
+again: the file and TensorBoard drop their rows from that step on, and at Weights & Biases each
+process is a run of its own, as in MLflow.
 """
 
 from __future__ import annotations
