@@ -115,10 +115,10 @@ def read_preference_tables(
     files = read_preference_rows([config.path], settings, kind)
     notes = [note for file in files if (note := file.bad.sentence())]
     rows = [row for file in files for row in file.rows]
-    known = HeldOut(data.decontaminate.ngram, data.decontaminate.overlap)
+    test_prompts = HeldOut(data.decontaminate.ngram, data.decontaminate.overlap)
     for prompt in held_out:
-        known.add(question_text(prompt))
-    usable = [row for row in rows if not known.find(question_text(row["prompt"]))]
+        test_prompts.add(question_text(prompt))
+    usable = [row for row in rows if not test_prompts.find(question_text(row["prompt"]))]
     if len(usable) < len(rows):
         left_out = len(rows) - len(usable)
         notes.append(f"{left_out} rows have prompts of a test set, and are left out")

@@ -111,7 +111,7 @@ def content_digest(root: Path, paths: list[str]) -> str:
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -121,7 +121,7 @@ def _git(root: Path, *arguments: str) -> str:
             f"{root} has no git commit to name the version by ({error.stderr.strip()}); register "
             "from a checkout"
         ) from error
-    return done.stdout
+    return process.stdout
 
 
 # What is registered, as protobufs, and as an archive that is the same byte for byte: `pyflyte

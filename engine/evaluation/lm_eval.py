@@ -63,13 +63,13 @@ def require_lm_eval(config: LMEvalConfig) -> None:
             f"evaluate.lm_eval.include_path={config.include_path!r} is no folder; name one with "
             "task files (YAML), or leave it empty"
         )
-    there = not config.python and importlib.util.find_spec("lm_eval") is not None
+    is_installed = not config.python and importlib.util.find_spec("lm_eval") is not None
     if config.python:
         command = [config.python, "-c", "import lm_eval"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, timeout=STARTS_S, check=False)
-            there = done.returncode == 0
-    if not there:
+            process = subprocess.run(command, capture_output=True, timeout=STARTS_S, check=False)
+            is_installed = process.returncode == 0
+    if not is_installed:
         raise ConfigError(
             f"evaluate.lm_eval.tasks={list(config.tasks)} needs the lm-evaluation-harness, which "
             f"{config.python or 'this environment'} does not have; pip install lm-eval, set "

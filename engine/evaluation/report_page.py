@@ -119,8 +119,8 @@ def _parts(sets: Sequence[EvaluatedSet]) -> list[dict[str, object]]:
 
     def add(kind: str, name: str, note: str, part: EvaluationComparison | Part) -> None:
         models = (part.before, part.after)
-        shown = {"models": models, "gain": part.gain, "problems": part.problems}
-        rows.append({"kind": kind, "name": name, "note": note, **shown})
+        cells = {"models": models, "gain": part.gain, "problems": part.problems}
+        rows.append({"kind": kind, "name": name, "note": note, **cells})
 
     for evaluated in sets:
         add("set", evaluated.name, f"{evaluated.known:,} known from training", evaluated.comparison)
@@ -144,8 +144,8 @@ def _example_groups(
     for title, meaning, mask in kinds:
         matching = np.flatnonzero(mask)
         rows = np.sort(generator.permutation(matching)[:examples])
-        shown = [_example(before.iloc[row], after.iloc[row]) for row in rows]
-        group = {"title": title, "meaning": meaning, "count": matching.size, "examples": shown}
+        problems = [_example(before.iloc[row], after.iloc[row]) for row in rows]
+        group = {"title": title, "meaning": meaning, "count": matching.size, "examples": problems}
         groups.append(group)
     return groups
 

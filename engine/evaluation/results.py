@@ -116,12 +116,12 @@ def build_rows(
     if not greedy:
         raise DataError("an evaluation needs at least one problem; the test split is empty")
     rows: list[dict[str, object]] = []
-    for i, (first, several) in enumerate(zip(greedy, samples, strict=True)):
-        if not several:
+    for i, (first, sampled) in enumerate(zip(greedy, samples, strict=True)):
+        if not sampled:
             raise DataError(f"problem {i} has no samples; give at least one")
-        majority = majority_vote([sample.vote for sample in several])
-        winners = (sample for sample in several if majority is not None and sample.vote == majority)
-        winner, n = next(winners, None), len(several)
+        majority = majority_vote([sample.vote for sample in sampled])
+        winners = (sample for sample in sampled if majority is not None and sample.vote == majority)
+        winner, n = next(winners, None), len(sampled)
         rows.append(
             {
                 "dataset": problems.dataset[i],
@@ -136,29 +136,29 @@ def build_rows(
                 "greedy_correct": first.correct,
                 "greedy_score": float(first.score),
                 "greedy_truncated": first.truncated,
-                "sample_answers": [_storable(sample.answer) for sample in several],
-                "samples_correct": sum(sample.correct for sample in several),
+                "sample_answers": [_storable(sample.answer) for sample in sampled],
+                "samples_correct": sum(sample.correct for sample in sampled),
                 "samples": n,
-                "sample_score": sum(sample.score for sample in several) / n,
+                "sample_score": sum(sample.score for sample in sampled) / n,
                 "majority_answer": _storable(winner.answer) if winner else None,
                 "majority_correct": winner is not None and winner.correct,
-                "response_length": sum(sample.tokens for sample in several) / n,
+                "response_length": sum(sample.tokens for sample in sampled) / n,
                 "greedy_length": first.tokens,
-                "truncated": sum(sample.truncated for sample in several) / n,
-                "format_rate": format_rate([sample.well_formed for sample in several]),
-                "errors": sum(sample.failed for sample in (first, *several)),
+                "truncated": sum(sample.truncated for sample in sampled) / n,
+                "format_rate": format_rate([sample.well_formed for sample in sampled]),
+                "errors": sum(sample.failed for sample in (first, *sampled)),
             }
-            | _episode_columns(first, several)
+            | _episode_columns(first, sampled)
         )
-    more = list(EPISODE_COLUMNS) if any(sample.episode for sample in greedy) else []
-    frame = pd.DataFrame(rows, columns=[*COLUMNS, *more])
+    episode_columns = list(EPISODE_COLUMNS) if any(sample.episode for sample in greedy) else []
+    frame = pd.DataFrame(rows, columns=[*COLUMNS, *episode_columns])
     # A column of None alone would otherwise be typed by chance.
     return frame.astype({"greedy_answer": "str", "majority_answer": "str"})
 
 
-def _episode_columns(first: Judged, several: Sequence[Judged]) -> dict[str, object]:
+def _episode_columns(first: Judged, samples: Sequence[Judged]) -> dict[str, object]:
     """Return the cells of `EPISODE_COLUMNS`; none where completions are no episodes."""
-    greedy, sampled = first.episode, [sample.episode for sample in several if sample.episode]
+    greedy, sampled = first.episode, [sample.episode for sample in samples if sample.episode]
     if greedy is None:
         return {}
     n = len(sampled)

@@ -122,8 +122,8 @@ def _check_source(node: ArtifactNode) -> list[AuditFinding]:
     if actual == node.digest:
         return []
     text = f"source {path} is now {actual[:12]} where {node.digest[:12]} was read"
-    more = f"; see its {MANIFEST}" if (path / MANIFEST).is_file() else ""
-    return [AuditFinding(node.key, text + more)]
+    hint = f"; see its {MANIFEST}" if (path / MANIFEST).is_file() else ""
+    return [AuditFinding(node.key, text + hint)]
 
 
 def _check_version(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFinding]:

@@ -200,8 +200,8 @@ def _data(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> tuple[Data
     """Pair the datasets and sources behind both sides; equal ones are left out."""
     sides = []
     for node in (before, after):
-        behind = [node, *graph.ancestors(node.key)]
-        sides.append({n.digest: n for n in behind if n.kind in DATA})
+        ancestors = [node, *graph.ancestors(node.key)]
+        sides.append({n.digest: n for n in ancestors if n.kind in DATA})
     changes = []
     for kind in reversed(DATA):
         left, right = (

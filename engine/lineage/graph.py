@@ -94,8 +94,8 @@ def default_roots(artifact: str = "") -> list[str]:
     roots = []
     if artifact:
         store, _, rest = artifact.rstrip("/").rpartition(f"/{ARTIFACTS}/")
-        known = is_remote(artifact) or as_path(f"{store}/{ARTIFACTS}").is_dir()
-        if store and rest.count("/") == 1 and known:
+        is_store = is_remote(artifact) or as_path(f"{store}/{ARTIFACTS}").is_dir()
+        if store and rest.count("/") == 1 and is_store:
             roots.append(f"{store}/{ARTIFACTS}")
     local = home() / ARTIFACTS
     if local.is_dir():

@@ -78,9 +78,9 @@ def _lost(priced: PricedCandidate, chosen: PricedCandidate) -> str:
     if not priced.fits:
         return f"{_excess(priced)} GiB in {priced.lacks}"
     names = ("train", "move", "roll")
-    more = [a - b for a, b in zip(_seconds(priced), _seconds(chosen), strict=True)]
-    largest = max(range(len(more)), key=more.__getitem__)
-    return f"{more[largest]:.2g} s to {names[largest]}" if more[largest] > 0 else "equal"
+    excess = [a - b for a, b in zip(_seconds(priced), _seconds(chosen), strict=True)]
+    largest = max(range(len(excess)), key=excess.__getitem__)
+    return f"{excess[largest]:.2g} s to {names[largest]}" if excess[largest] > 0 else "equal"
 
 
 def _seconds(priced: PricedCandidate) -> tuple[float, float, float]:

@@ -52,8 +52,8 @@ class PricedCandidate:
     def memory(self) -> Memory:
         """Return the memory that a rank needs."""
         allocation = self.allocation
-        there = allocation.memory if allocation.gpus else 0
-        return estimate(self.work, self.candidate, gpu=there > 0, there=there)
+        memory = allocation.memory if allocation.gpus else 0
+        return estimate(self.work, self.candidate, gpu=memory > 0, there=memory)
 
     @cached_property
     def price(self) -> Price:
@@ -272,14 +272,14 @@ def search(
         )
         raise _nothing(_first(smallest, refusal, refused, 1), refused, cluster, fixed)
     best = listed[0]
-    there = best.allocation.memory
+    memory = best.allocation.memory
     # A process that only decodes has a GPU of its own.
     on_gpu = work.samplers and work.decodes and best.allocation.gpus and not work.ahead
-    if on_gpu and not fits(need := sampler(work), there):
+    if on_gpu and not fits(need := sampler(work), memory):
         raise PlacementError(
             f"a process that only decodes needs {need / USABLE / GIB + RUNTIME / GIB:.2f} GiB, and "
-            f"a GPU has {there / GIB:.2f} GiB; set trainer.mode=sync, whose rollout is sharded, or "
-            "rollout.dtype=bfloat16"
+            f"a GPU has {memory / GIB:.2f} GiB; set trainer.mode=sync, whose rollout is sharded, "
+            "or rollout.dtype=bfloat16"
         )
     fastest: dict[object, PricedCandidate] = {}  # options of each layout and rollout: the first
     for priced in valid:
@@ -335,8 +335,8 @@ def _nothing(
     work, when, on_host = closest.work, closest.memory.when, closest.lacks not in _SMALLER
     allocation = closest.allocation
     where = "machine" if on_host or not allocation.gpus else "device"
-    there = allocation.host_memory if on_host else allocation.memory
-    need = there + closest.excess_bytes / USABLE
+    limit = allocation.host_memory if on_host else allocation.memory
+    need = limit + closest.excess_bytes / USABLE
     smaller = _SMALLER[when]
     if work.quantized:
         smaller += "; the base of model.lora.quantize is whole on each rank"
@@ -345,7 +345,7 @@ def _nothing(
     return PlacementError(
         f"trainer.placement=auto finds no layout that fits {on_what}: the smallest, "
         f"{closest.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank and there are "
-        f"{there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few, most in {when}; add "
+        f"{limit / GIB:.2f} GiB, {(need - limit) / GIB:.2f} GiB too few, most in {when}; add "
         f"workers or larger ones, or {smaller}"
     )
 
@@ -440,9 +440,9 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
     if tp > gpus_a_machine or shape.heads % tp or shape.intermediate % tp:
         return None
     candidate = Candidate(Layout(dp=count * tp), rollout_tp=tp)
-    there = min(machine.gpu_memory for machine in machines)
+    gpu_memory = min(machine.gpu_memory for machine in machines)
     decoding, need = _decoding(work, candidate)
-    if not fits(need, there) or need > (work.memory_share or 1.0) * there:
+    if not fits(need, gpu_memory) or need > (work.memory_share or 1.0) * gpu_memory:
         return None
     devices = (resources.gpu(m.accelerator, cluster.kinds) for m in machines)
     device = min(devices, key=lambda device: device.bandwidth)
@@ -466,20 +466,20 @@ def _decoding(work: Workload, candidate: Candidate) -> tuple[Workload, float]:
 def _too_large(work: Workload, cluster: Cluster, choices: SamplerChoices) -> PlacementError:
     tp, count = max(choices.sizes), (choices.counts or [max(1, cluster.gpus // 2)])[0]
     _, need = _decoding(work, Candidate(Layout(dp=count * tp), rollout_tp=tp))
-    there = min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
+    gpu_memory = min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
     if work.memory_share:
         why = (
             f"{need / GIB:.2f} GiB on each of {tp} GPU(s) for its weights and a row, and "
             f"rollout.vllm.gpu_memory_utilization={work.memory_share} of a GPU is "
-            f"{work.memory_share * there / GIB:.2f} GiB; raise it, give a sampler more GPUs "
+            f"{work.memory_share * gpu_memory / GIB:.2f} GiB; raise it, give a sampler more GPUs "
             "(rollout.vllm.in_process=false, rollout.tensor_parallel_size), or"
         )
     else:
         why = (
             f"{need / USABLE / GIB + RUNTIME / GIB:.2f} GiB on each of {tp} GPU(s), and a GPU has "
-            f"{there / GIB:.2f} GiB; lower rollout.max_num_seqs, set rollout.dtype=bfloat16, or "
-            "rollout.engine=vllm with rollout.vllm.in_process=false, whose samplers take several "
-            "GPUs; or"
+            f"{gpu_memory / GIB:.2f} GiB; lower rollout.max_num_seqs, set rollout.dtype=bfloat16, "
+            "or rollout.engine=vllm with rollout.vllm.in_process=false, whose samplers take "
+            "several GPUs; or"
         )
     return PlacementError(
         f"trainer.placement=auto finds no GPUs for processes that only decode on {cluster}: one "

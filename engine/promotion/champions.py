@@ -410,9 +410,9 @@ class Champions:
                     "is no rollback; nothing was moved; name one that was "
                     f"({', '.join(former)}), promote it through the gate, or force it (--force)"
                 )
-            agreed = approved_by.strip()
-            consents = [move.approved_by for move in moves if move.version == target]
-            if self._approval_rule() != "none" and not any(consents) and not agreed:
+            approver = approved_by.strip()
+            approvers = [move.approved_by for move in moves if move.version == target]
+            if self._approval_rule() != "none" and not any(approvers) and not approver:
                 raise TrackingError(
                     f"{self.model_name!r} has promote.approval=required, and nobody approved of "
                     f"version {target}; nothing was moved; say who does (--approved-by NAME)"
@@ -421,7 +421,7 @@ class Champions:
                 require_intact_copy(self.registry, former_version)
             action: Action = "rollback" if target in former else "forced"
             return self._apply(
-                lock, moves, action, target, reason.strip(), by=by, request=request, agreed=agreed
+                lock, moves, action, target, reason.strip(), by=by, request=request, agreed=approver
             )
 
     def record_approval_rule(self, rule: str) -> None:

@@ -164,8 +164,8 @@ def model_card(
         if node.kind in SETTINGS_OF and node.config:
             nearest.setdefault(node.kind, node)
         manifest = node.manifest
-        made = (f"`{manifest.own_digest}`", f"`{manifest.code_version}`") if manifest else ("", "")
-        lineage.append((_name(node), f"`{node.digest}`", *made))
+        facts = (f"`{manifest.own_digest}`", f"`{manifest.code_version}`") if manifest else ("", "")
+        lineage.append((_name(node), f"`{node.digest}`", *facts))
     settings = "\n\n".join(map(_settings, nearest.values()))
     sections = [
         f"# {line(model.name)}",
@@ -404,9 +404,9 @@ def push(
     from huggingface_hub.utils._http import default_client_factory
 
     def client() -> Any:
-        made = default_client_factory()
-        made.timeout = SECONDS
-        return made
+        session = default_client_factory()
+        session.timeout = SECONDS
+        return session
 
     set_client_factory(client)
     api, name, branch = HfApi(), repository.id, repository.branch
@@ -415,23 +415,23 @@ def push(
         api.create_repo(name, private=private or None, exist_ok=True)
         if branch is not None:
             api.create_branch(name, branch=branch, exist_ok=True)
-        there = api.model_info(name, revision=branch, timeout=SECONDS)
+        head = api.model_info(name, revision=branch, timeout=SECONDS)
         new = {*files, *texts}
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
             *(
                 CommitOperationDelete(name)
-                for name in (entry.rfilename for entry in there.siblings or ())
+                for name in (entry.rfilename for entry in head.siblings or ())
                 if name not in new and _WEIGHTS.fullmatch(name)
             ),
             *(CommitOperationAdd(file, str(model.folder / file)) for file in files),
             *(CommitOperationAdd(file, text.encode()) for file, text in texts.items()),
         ]
-        done = api.create_commit(
+        commit = api.create_commit(
             name,
             operations,
             commit_message=f"{model.name}, content {model.manifest.digest[:16]}",
             revision=branch,
-            parent_commit=there.sha,
+            parent_commit=head.sha,
         )
     except (OSError, ValueError, RuntimeError, HTTPError, HFValidationError) as error:
         # huggingface_hub 2.4 wraps the error of an upload in a RuntimeError.
@@ -443,4 +443,4 @@ def push(
             f"{PREFIX}{name} could not be written: {reason}; nothing was committed; check "
             "the name, the network and the token (hf auth login, or HF_TOKEN with write access)"
         ) from error
-    return str(done.commit_url)
+    return str(commit.commit_url)

@@ -216,8 +216,8 @@ def harness_scores(
     for name, model in models.items():
         with tempfile.TemporaryDirectory(prefix="hybridflyte-lm-eval-") as scratch:
             scores[name] = run_lm_eval(model, config.lm_eval, seed, Path(scratch))
-        shown = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
-        say(f"evaluation: lm-evaluation-harness on {name}: {shown}")
+        summary = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
+        say(f"evaluation: lm-evaluation-harness on {name}: {summary}")
     (folder / FILE).write_text(to_json(scores, config.confidence))
     return scores
 

@@ -79,8 +79,8 @@ def pairs(
             ]
         write_tables(this, folder, tables, settings, notes)
         rows = {f"rows_{name}": float(len(frame)) for name, frame in tables.items()}
-        made = f"{rows['rows_train']:.0f} to learn from, {rows['rows_validation']:.0f} held out"
-        say(f"pairs: {made}" + "".join(f"; left out: {note}" for note in notes))
+        summary = f"{rows['rows_train']:.0f} to learn from, {rows['rows_validation']:.0f} held out"
+        say(f"pairs: {summary}" + "".join(f"; left out: {note}" for note in notes))
         return this.publish(rows | metrics)
 
 

@@ -99,15 +99,15 @@ class ModelRegistry(Connection):
         # Named by content, so that two models logged to one run keep apart.
         artifact_path = f"{MODELS_FOLDER}/{facts[ARTIFACT_TAG][:16]}"
         with self.translated("register the model"):
-            known = self._version_of(model_name, facts[ARTIFACT_TAG])
-            if known is not None:
-                return known
+            existing = self._version_of(model_name, facts[ARTIFACT_TAG])
+            if existing is not None:
+                return existing
             self.client.log_artifacts(run_id, str(folder), artifact_path)
             root = self.client.get_run(run_id).info.artifact_uri.rstrip("/")
             if self.find_model(model_name) is None:
                 with _tolerated("RESOURCE_ALREADY_EXISTS"):
                     self.client.create_registered_model(model_name)
-            made = self.client.create_model_version(
+            version = self.client.create_model_version(
                 model_name,
                 f"{root}/{artifact_path}",
                 run_id=run_id,
@@ -115,10 +115,10 @@ class ModelRegistry(Connection):
                 await_creation_for=READY_SECONDS,
             )
             first = self._version_of(model_name, facts[ARTIFACT_TAG])
-            if first is not None and int(first) < int(made.version):
-                self.client.delete_model_version(model_name, str(made.version))
+            if first is not None and int(first) < int(version.version):
+                self.client.delete_model_version(model_name, str(version.version))
                 return first
-        return str(made.version)
+        return str(version.version)
 
     def champion(self, model_name: str, alias: str = "champion") -> ModelVersion | None:
         """Return the version under an alias, None when the model or alias does not exist.

@@ -206,10 +206,10 @@ class Tracker(ModelRegistry):
         """
         run_tags = {KIND_TAG: "pipeline", KEY_TAG: key}
         with self.translated("start a run"):
-            known = self._find({KIND_TAG: "pipeline", KEY_TAG: key}) if key else []
-            if known:
-                self.client.update_run(known[0], status="RUNNING")
-                return known[0]
+            existing = self._find({KIND_TAG: "pipeline", KEY_TAG: key}) if key else []
+            if existing:
+                self.client.update_run(existing[0], status="RUNNING")
+                return existing[0]
             return self._create(name, params or {}, {**(tags or {}), **run_tags}, by_section=True)
 
     def finish_pipeline(
