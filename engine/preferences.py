@@ -78,7 +78,7 @@ def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
     Equal scores are no right ranking. Raises RewardError for a folder that is no reward model.
     """
     reward: Callable[..., object] = resolve_reward(reward_of(str(folder)), {"model": str(folder)})
-    messages = [[dict(one) for one in prompt] for prompt in pairs["prompt"]]
+    messages = [[dict(message) for message in prompt] for prompt in pairs["prompt"]]
     prompts = [prompt[-1]["content"] for prompt in messages]
     chosen, rejected = (
         np.asarray(reward(prompts, list(pairs[side]), messages=messages))
@@ -90,7 +90,7 @@ def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceTables:
-    """What is learned from, and what is held out."""
+    """The rows to learn from, and those that are held out."""
 
     train: pd.DataFrame  # prompt, chosen, rejected, margin; or prompt, completion, label
     validation: pd.DataFrame  # may be empty
@@ -115,22 +115,22 @@ def read_preference_tables(
     files = read_preference_rows([config.path], settings, kind)
     notes = [note for file in files if (note := file.bad.sentence())]
     rows = [row for file in files for row in file.rows]
-    known = HeldOut(data.decontaminate.ngram, data.decontaminate.overlap)
+    test_prompts = HeldOut(data.decontaminate.ngram, data.decontaminate.overlap)
     for prompt in held_out:
-        known.add(question_text(prompt))
-    kept = [row for row in rows if not known.find(question_text(row["prompt"]))]
-    if len(kept) < len(rows):
-        left_out = len(rows) - len(kept)
+        test_prompts.add(question_text(prompt))
+    usable = [row for row in rows if not test_prompts.find(question_text(row["prompt"]))]
+    if len(usable) < len(rows):
+        left_out = len(rows) - len(usable)
         notes.append(f"{left_out} rows have prompts of a test set, and are left out")
-    prompts = [normalise(prompt_text(row["prompt"])) for row in kept]
+    prompts = [normalise(prompt_text(row["prompt"])) for row in usable]
     apart = _held_out_prompts(prompts, config.validation_size, seed)
     sides: tuple[list[object], list[object]] = ([], [])
-    for prompt, row in zip(prompts, kept, strict=True):
+    for prompt, row in zip(prompts, usable, strict=True):
         sides[prompt in apart].append(row)
     if not sides[0]:
         raise DataError(
             f"pairs.path={config.path!r} leaves no row to learn from: {len(rows)} rows, "
-            f"{len(rows) - len(kept)} of them with prompts of a test set; give more, or lower "
+            f"{len(rows) - len(usable)} of them with prompts of a test set; give more, or lower "
             f"pairs.validation_size={config.validation_size}"
         )
     return PreferenceTables(pd.DataFrame(sides[0]), pd.DataFrame(sides[1]), tuple(notes))
@@ -198,14 +198,14 @@ def rank_rollouts(
     """Sample `config.n` completions of each prompt of RL rows, score them, and rank them.
 
     A pair is the best and the worst of them, with both rewards in `extra_info`; its `margin`, which
-    a reward model's loss would ask for, is 0. Of labels, right ones are good. Several GPUs of this
-    machine, or `config.parallel`, share the prompts. `on_progress(n)` is called with the number of
-    finished completions. Raises what `decode_passes` and the scorer raise.
+    a reward model's loss would use, is 0. With labels, right completions are good. Several GPUs of
+    this machine, or `config.parallel`, share the prompts. `on_progress(n)` is called with the
+    number of finished completions. Raises what `decode_passes` and the scorer raise.
     """
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, rows["prompt"], "train")
-    n, most = config.n, config.pairs_a_prompt
+    n, per_prompt = config.n, config.pairs_a_prompt
     params = SamplingParams(
         n=n,
         max_new_tokens=max_response_length,
@@ -219,26 +219,27 @@ def rank_rollouts(
         )
         judged = judge_answers(scorer, tokenizer, answers, questions, columns, n)
     scored = []
-    for one in judged:
+    for completion in judged:
+        text = completion.text
         # Whether a file of rows can hold it: it has words, and no NUL or half of a character.
-        usable = has_words(one.text) and is_utf8(one.text) and "\0" not in one.text
-        score = float(one.correct) if kind == "labels" else one.score
-        kept = score if usable and not one.failed else None
-        scored.append(ScoredCompletion(one.text, kept, one.truncated))
+        usable = has_words(text) and is_utf8(text) and "\0" not in text
+        score = float(completion.correct) if kind == "labels" else completion.score
+        usable_score = score if usable and not completion.failed else None
+        scored.append(ScoredCompletion(text, usable_score, completion.truncated))
     groups = [
         ScoredGroup(prompt, scored[i * n : (i + 1) * n], {"row": i})
         for i, prompt in enumerate(rows["prompt"])
     ]
     ranked = (
-        labels_from_groups(groups, per_group=most)
+        labels_from_groups(groups, per_group=per_prompt)
         if kind == "labels"
-        else pairs_from_groups(groups, pairs_per_group=most, min_gap=config.margin)
+        else pairs_from_groups(groups, pairs_per_group=per_prompt, min_gap=config.margin)
     )
     return RankedRollouts(
         pd.DataFrame(ranked, columns=COLUMNS[kind]),
         len(groups),
         len(groups) - len({row["extra_info"]["row"] for row in ranked}),
         len(scored) - sum(len(group.usable) for group in groups),
-        float(np.mean([one.score for one in judged])),
-        float(np.mean([one.correct for one in judged])),
+        float(np.mean([completion.score for completion in judged])),
+        float(np.mean([completion.correct for completion in judged])),
     )

@@ -1,4 +1,4 @@
-"""What is set up around flytekit before tasks load: patches, images, and credentials.
+"""Set up flytekit before tasks load: patches, images, and credentials.
 
 `workflows.register` loads it before the variables that tasks read are set: it reads none of them
 on load. Each patch names what it changes and is idempotent.
@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from flyteidl.core.literals_pb2 import LiteralMap
 
 
-# Ctrl-C where flytekit is loaded, as at `pyflyte run`: exit status 130, as of every command here.
-#
-# flytekit's own handler ends with 1. What a stage prints and closes is in `engine.stages.stage`.
+# Ctrl-C where flytekit is loaded, as in `pyflyte run`, gives the exit status 130 of all commands
+# here; flytekit 1.16's own handler ends with 1. `engine.stages.stage` prints and closes.
 
 
 def set_ctrl_c_status() -> None:
-    """Have flytekit's handler call ours, which comes before its exit; idempotent."""
+    """Make a process with flytekit exit with `INTERRUPTED` on Ctrl-C; idempotent."""
     if _exit not in FlyteContextManager.signal_handlers:
         FlyteContextManager.add_signal_handler(_exit)
 
@@ -47,7 +46,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(INTERRUPTED)
 
 
-# Two patches of flytekit's types: cached literal types, and errors given to failure handlers.
+# Two patches of flytekit 1.16's types: cached literal types, and errors given to failure handlers.
 
 
 def cache_literal_types() -> None:
@@ -96,9 +95,9 @@ def convert_error_literals() -> None:
 
 
 # Patch of flytekit's local runs: a `conditional` inside the sub-workflow of another one. Locally,
-# flytekit 1.16 shares one state between both. The inner branch marks it as done when it ends, so
-# that the rest of the sub-workflow is skipped, and it always runs its first case. On a cluster each
-# branch has its own state.
+# flytekit 1.16 shares one state between both (flyteorg/flyte#6426). The inner branch marks it as
+# done when it ends, so that the rest of the sub-workflow is skipped, and it always runs its first
+# case. On a cluster each branch has its own state.
 
 
 def patch_nested_branches() -> None:
@@ -108,7 +107,7 @@ def patch_nested_branches() -> None:
     if hasattr(enter, "nests"):
         return
 
-    def enter_own(self: Any) -> Any:
+    def enter_with_new_state(self: Any) -> Any:
         state = self.execution_state
         running = state is not None and state.branch_eval_mode == BranchEvalMode.BRANCH_ACTIVE
         entered = enter(self)
@@ -117,8 +116,8 @@ def patch_nested_branches() -> None:
             entered.execution_state = state.with_params(branch_eval_mode=skipped)
         return entered
 
-    enter_own.nests = True  # type: ignore[attr-defined]
-    builder.enter_conditional_section = enter_own
+    enter_with_new_state.nests = True  # type: ignore[attr-defined]
+    builder.enter_conditional_section = enter_with_new_state
 
 
 # Flyte's local cache: results whose artifact no longer exists, and checks that passed before. Only
@@ -263,13 +262,13 @@ def with_secrets(*needs: Need) -> dict[str, Any]:
     return {"secret_requests": requests, "environment": {VARIABLE: names}}
 
 
-def of_registration() -> dict[str, str]:
+def registration_environment() -> dict[str, str]:
     """Return variables of a pod that writes templates of tasks, which read them on load."""
     return {v: os.environ[v] for v in (*VARIABLES.values(), VARIABLE) if v in os.environ}
 
 
 def load_secrets() -> None:
-    """In a pod: set the variables of the task's secrets that are not set; ConfigError without."""
+    """Set the variables of the task's secrets in a pod; ConfigError for one that is missing."""
     for variable, name in read_secrets(os.environ.get(VARIABLE, "")).items():
         if variable in os.environ:
             continue

@@ -1,6 +1,6 @@
-"""Flyte as a stage sees it: artifacts as its types, errors, decks, checkpoints, tables, caching.
+"""The Flyte side of a stage: artifacts as its types, errors, decks, checkpoints, tables, caching.
 
-@task(**SHORT)
+@task(**short())
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     from engine.stages.fetch import fetch as body
 
@@ -82,9 +82,8 @@ IMAGE = image()
 SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="2", mem="6Gi")
 
-# Options of a task with a Deck. Of flytekit's other tabs, sources and packages take seconds to
-# make, and inputs, which the console shows anyway, are settings as they were given: with
-# credentials.
+# Options of a task with a Deck. flytekit 1.16's other tabs are left out: sources and packages take
+# seconds to make, and inputs, which the console shows anyway, would show credentials in settings.
 DECK: dict[str, Any] = {
     "enable_deck": True,
     "deck_fields": (DeckField.TIMELINE, DeckField.OUTPUT),
@@ -94,7 +93,7 @@ DECK_OF_SETTINGS: dict[str, Any] = {**DECK, "deck_fields": (DeckField.TIMELINE,)
 
 
 def short(*needs: Any, minutes: int = 30, **options: Any) -> dict[str, Any]:
-    """Options of a small task that is not cached; `needs` of credentials."""
+    """Return options of a small task that is not cached; `needs` names its credentials."""
     return {
         "cache": False,
         "requests": SMALL,
@@ -119,7 +118,7 @@ class SourcesPolicy(CachePolicy):
 
 
 def stage_cache() -> Cache:
-    """Cache by content of the inputs (the run left out), the sources and the image."""
+    """Return a cache by the inputs' content (without the run), the sources and the image."""
     return Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
 
 
@@ -133,7 +132,7 @@ class StageError(click.ClickException):
 
 
 def on_cluster() -> bool:
-    """Return whether Flyte runs this task, not a person at a terminal."""
+    """Tell whether Flyte runs this task, not a person at a terminal."""
     return current_context().execution_id.name not in ("local", "")
 
 
@@ -166,26 +165,26 @@ class FlyteHost(Host):
         return LiveDeck(tab).show
 
     def publish_pages(self) -> None:
-        """Write the Deck, which Flyte does of a task that ends well."""
+        """Write the Deck, as Flyte does for a task that succeeds."""
         Deck.publish()
 
     def checkpoint_paths(self) -> CheckpointPaths | None:
-        """On a cluster the addresses of the task's intra-task checkpoints.
+        """Return the addresses of the task's checkpoints on a cluster; None elsewhere.
 
         The engine writes there itself, sharded and in the background; flytekit's `save` would copy
-        one local folder and block the task. flytekit has no public name for the addresses.
+        one local folder and block the task. flytekit 1.16 has no public name for the addresses.
         """
         if not self.execution:
             return None
-        found: Any = current_context().checkpoint
-        return CheckpointPaths(str(found._checkpoint_dest), found._checkpoint_src)
+        checkpoint: Any = current_context().checkpoint
+        return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
     def has_passed(self, check: str) -> bool:
-        """Return whether the local cache remembers it."""
+        """Tell whether the local cache remembers the check as passed."""
         return has_passed(check)
 
     def remember_passed(self, check: str) -> None:
-        """Keep it in the local cache."""
+        """Record in the local cache that the check passed."""
         remember_passed(check)
 
 
@@ -220,21 +219,21 @@ def run_body(body: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def directory(body: Callable[..., Artifact], *inputs: Any) -> FlyteDirectory:
-    """Call a stage's body; its artifact as an output, uploaded by Flyte where no store has it."""
+    """Call a stage's body; return its artifact, which Flyte uploads unless a store has it."""
     return FlyteDirectory(run_body(body, *inputs).uri)
 
 
 def file(body: Callable[..., Path], *inputs: Any) -> FlyteFile:
-    """Call a stage's body; its file as an output."""
+    """Call a stage's body; return its file as an output."""
     return FlyteFile(str(run_body(body, *inputs)))
 
 
 # A Deck that can be read while its task runs.
 #
 # flytekit publishes a task's Decks when it ends, and before that whenever `Deck.publish` is called:
-# Flyte's console reads the file again when it is opened. flytekit keeps its context by thread and
-# leaves each published copy in the task's local sandbox; here it is published from a thread of the
-# engine's, through a sandbox that is removed.
+# Flyte's console reads the file again when it is opened. flytekit 1.16 keeps its context by thread
+# and leaves each published copy in the task's local sandbox; here it is published from a thread of
+# the engine's, through a sandbox that is removed.
 
 PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
 
@@ -251,7 +250,7 @@ class LiveDeck(Deck):
 
     @property
     def html(self) -> str:
-        """What the tab shows."""
+        """Return what the tab shows."""
         return self._page
 
     def show(self, page: str) -> None:
@@ -337,7 +336,7 @@ def as_table(file: TableFile) -> StructuredDataset:
 
 
 def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
-    """Parquet files of a published artifact as outputs of the task."""
+    """Return Parquet files of a published artifact as outputs of the task."""
     folder, uri = artifact.local(), artifact.uri
     files = (f"{name}.parquet" for name in names)
     return [as_table(TableFile(folder / f, f"{uri}/{f}" if "://" in uri else "")) for f in files]
@@ -345,12 +344,12 @@ def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
 
 def open_table(table: StructuredDataset) -> TableFile:
     """Return the file of a task's input, fetched where it is not on this machine."""
-    found: TableFile = table.open(TableFile).all()
-    return found
+    table_file: TableFile = table.open(TableFile).all()
+    return table_file
 
 
 class _Encoder(StructuredDatasetEncoder):
-    """Passes on where a table is."""
+    """An encoder that passes on the address of a table."""
 
     def __init__(self) -> None:
         super().__init__(TableFile, None, PARQUET)
@@ -371,7 +370,7 @@ class _Encoder(StructuredDatasetEncoder):
 
 
 class _Decoder(StructuredDatasetDecoder):
-    """Brings a table to this machine."""
+    """A decoder that brings a table to this machine."""
 
     def __init__(self) -> None:
         super().__init__(TableFile, None, PARQUET)

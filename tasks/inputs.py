@@ -65,7 +65,7 @@ class ConfigParam(JsonParamType):
 
     @property
     def is_config(self) -> bool:
-        """Whether the input is a configuration, and no other JSON object."""
+        """Tell whether the input is a configuration, and no other JSON object."""
         return isinstance(self._python_type, type) and issubclass(self._python_type, PipelineConfig)
 
     def _parse(self, value: Any, param: click.Parameter | None) -> Any:
@@ -77,9 +77,9 @@ class ConfigParam(JsonParamType):
 def use_config_param() -> None:
     """Let `pyflyte run` read configurations by `ConfigParam`, and help say what one is.
 
-    Of a malformed YAML file flytekit prints a traceback, and a missing file is "no valid JSON" to
-    it; its help shows a configuration's whole JSON schema and all defaults. It has no setting for
-    either. Where its command line isn't loaded, as in a pod, there is nothing to patch.
+    flytekit 1.16 prints a traceback for a malformed YAML file and calls a missing file "no valid
+    JSON"; its help shows a configuration's whole JSON schema and all defaults. It has no setting
+    for either. Where its command line isn't loaded, as in a pod, there is nothing to patch.
     """
     from flytekit.interaction import click_types
 

@@ -34,7 +34,7 @@ from engine.stages.settings import (
     SFTSettings,
 )
 from tasks.failure import set_current_run
-from tasks.flytekit_setup import evict_missing, of_registration
+from tasks.flytekit_setup import evict_missing, registration_environment
 from tasks.host import (
     DECK,
     DECK_OF_SETTINGS,
@@ -258,7 +258,7 @@ def preference_training(
     container_image=IMAGE,
     retries=2,  # of its own pod, as in `tasks.variants`
     timeout=timedelta(days=18),  # holds for all stages of all rounds
-    environment=of_registration(),
+    environment=registration_environment(),
 )
 def learn_in_rounds(
     profile: Profile,
@@ -281,11 +281,11 @@ def learn_in_rounds(
     config = pairs_settings.config.model_copy(update={"rounds": 1})
     reference = settings.model_copy(update={"config": reference_settings(settings.config)})
     for number in range(pairs_settings.config.rounds):
-        of_round = {"config": config, "seed": seed + number}
+        round_settings = {"config": config, "seed": seed + number}
         made = pairs(
             profile,
             run=run,
-            settings=pairs_settings.model_copy(update=of_round),
+            settings=pairs_settings.model_copy(update=round_settings),
             dataset=dataset,
             policy=policy,
         )

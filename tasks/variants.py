@@ -38,7 +38,7 @@ from flytekitplugins.ray.task import RayFunctionTask
 
 from engine.config import digest
 from engine.stages.profiles import LAPTOP, Profile
-from tasks.flytekit_setup import Need, image, of_registration, with_secrets
+from tasks.flytekit_setup import Need, image, registration_environment, with_secrets
 from tasks.host import IMAGE, SMALL
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def stage_pod(profile: Profile) -> PodTemplate | None:
 
 
 class _LazyPodTemplate(PodTemplate):
-    """Builds its pod spec when Flyte asks for it, at registration.
+    """A pod template that builds its spec when Flyte asks for it, at registration.
 
     The Kubernetes client's 800 modules would slow down the start of every command.
     """
@@ -171,7 +171,7 @@ def on_profiles(
     made_inside: Mapping[str, MadeInside] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: the function as a stage whose first input is its profile.
+    """Decorate a function: make it a stage whose first input is its profile.
 
     `retries`, `timeout` (of an attempt) and `options` are the stage's, see `stages_of`.
     `made_inside` are inputs of the stage that the dynamic task makes, by further tasks on the same
@@ -187,7 +187,7 @@ def on_profiles(
             requests=SMALL,
             retries=2,  # of its own pod: a stage that failed ends it for good
             timeout=(retries + 1) * timeout,  # holds for all attempts at the stage
-            environment=of_registration(),
+            environment=registration_environment(),
         )
 
     return make
@@ -203,7 +203,7 @@ def stages_of(
     needs: tuple[Need, ...] = ("hub",),
     **options: Any,
 ) -> Callable[[Callable[..., Any]], StageOn]:
-    """Decorator: the function as a stage for dynamic tasks to lay out.
+    """Decorate a function: make it a stage that dynamic tasks lay out.
 
     `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
     cluster, which has the profile's machines, and whose submitter needs little; where it is None,
@@ -221,7 +221,7 @@ def stages_of(
             template = dict(options)
             cluster = None if task_config is None else task_config(profile)
             pod = stage_pod(profile) if cluster is None else None
-            # Requests of a task would replace those of its pod template.
+            # In flytekit 1.16 a task's requests replace those of its pod template.
             template |= {"requests": requests} if pod is None else {"pod_template": pod}
             if cluster is not None:
                 template |= {"task_config": cluster, "requests": SMALL}
@@ -238,11 +238,11 @@ def stages_of(
                 timeout=timeout,
                 **template,
             )
-            # Else flytekit puts the program's name, such as a notebook's, before the stage's.
+            # flytekit 1.16 puts the running program's module before the stage's name otherwise.
             made._instantiated_in = body.__module__
             return made
 
-        # A container finds the stage by module and name; there it is of the container's profile.
+        # A container finds the stage by module and name; PROFILE_VARIABLE says its profile.
         text = os.environ.get(PROFILE_VARIABLE)
         profile = Profile.model_validate_json(text) if text else LAPTOP
         setattr(sys.modules[body.__module__], function.__name__, stage_on(profile))

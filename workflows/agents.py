@@ -1,4 +1,4 @@
-"""Agents: a policy that plays with an environment or calls tools, warm-started, trained, judged.
+"""Agents: a policy that acts in an environment or calls tools, warm-started, trained, judged.
 
     pyflyte run workflows/agents.py agents
     pyflyte run workflows/agents.py agents --config preset:calculator_agent

@@ -36,7 +36,7 @@ def full(workflow: Any, **inputs: Any) -> Launch:
     )
 
 
-def of_agents(name: str, config: str, source: str) -> Launch:
+def agents_launch(name: str, config: str, source: str) -> Launch:
     """Make a launch plan of `agents` on one data source."""
     return launch_plan(
         agents,
@@ -56,9 +56,9 @@ rlhf_full = full(rlhf)
 preference_full = full(preference)
 reward_model_full = full(reward_model)
 classic_rlhf_full = full(classic_rlhf, config=settings("classic_rlhf_full"))
-agents_guessing = of_agents("agents_guessing", "guessing_agent", "guessing")
-agents_calculator = of_agents("agents_calculator", "calculator_agent", "products")
-agents_python = of_agents("agents_python", "python_agent", "python_tasks")
+agents_guessing = agents_launch("agents_guessing", "guessing_agent", "guessing")
+agents_calculator = agents_launch("agents_calculator", "calculator_agent", "products")
+agents_python = agents_launch("agents_python", "python_agent", "python_tasks")
 
 # The problems of rlhf_full: the same settings give the same dataset.
 evaluate_only = launch_plan(

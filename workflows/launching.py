@@ -105,7 +105,7 @@ def launch_plan(
     addresses of HYBRIDFLYTE_NOTIFY are told of the phases `notify_on`, Slack channels by
     Flyte's Slack notification.
     """
-    made = Launch.create(
+    launch = Launch.create(
         name,
         workflow,
         default_inputs=dict(default_inputs or {}),
@@ -116,9 +116,9 @@ def launch_plan(
         max_parallelism=MAX_PARALLELISM,
         concurrency=ConcurrencyPolicy(1, ConcurrencyLimitBehavior.SKIP) if one_at_a_time else None,
     )
-    assert isinstance(made, Launch)
-    LAUNCH_PLANS[name] = made
-    return made
+    assert isinstance(launch, Launch)
+    LAUNCH_PLANS[name] = launch
+    return launch
 
 
 def notifications(phases: list[int]) -> list[Notification]:

@@ -73,7 +73,7 @@ def version_of(root: Path, images: Mapping[str, str], allow_dirty: bool = False)
 
 
 def images_digest(images: Mapping[str, str]) -> str:
-    """Twelve hex digits: those of the one image, or of a hash over several."""
+    """Return twelve hex digits: the image's, or those of a hash over several."""
     digests = {kind: image_digest(kind, reference) for kind, reference in images.items()}
     if len(set(digests.values())) == 1:
         return next(iter(digests.values()))[:SHORT]
@@ -93,7 +93,7 @@ def image_digest(kind: str, reference: str) -> str:
 
 
 def edits(root: Path) -> list[str]:
-    """Paths below `SOURCES` that differ from the commit, new ones included."""
+    """Return paths below `SOURCES` that differ from the commit, new ones included."""
     listed = _git(root, "status", "--porcelain", "-z", "--no-renames", "-uall", "--", *SOURCES)
     return sorted(entry[3:] for entry in listed.split("\0") if entry)
 
@@ -111,7 +111,7 @@ def content_digest(root: Path, paths: list[str]) -> str:
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -121,7 +121,7 @@ def _git(root: Path, *arguments: str) -> str:
             f"{root} has no git commit to name the version by ({error.stderr.strip()}); register "
             "from a checkout"
         ) from error
-    return done.stdout
+    return process.stdout
 
 
 # What is registered, as protobufs, and as an archive that is the same byte for byte: `pyflyte
@@ -213,7 +213,7 @@ CALL_SECONDS = 60.0
 
 
 class RegistrationError(EngineError):
-    """Flyte can't be reached, or refused what was sent."""
+    """An error: Flyte can't be reached, or refused what was sent."""
 
 
 @click.command(help=__doc__)

@@ -1,4 +1,4 @@
-"""What the arguments of each `python -m engine.main_…` are, and what they become.
+"""The arguments of each `python -m engine.main_…`, and the settings that they become.
 
 Beside the table of keys these are verl's defaults, keys that only mean something together (of
 rewards, ranks and columns), and keys that other settings turn off.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engine.cli.resolve import Form, Override, Pairs, Resolved, resolve_file, whole_number
+from engine.cli.resolve import Form, Override, Pairs, Resolved, require_int, resolve_file
 from engine.cli.reward_file import reward_name
 from engine.cli.settings import (
     OfflineRunConfig,
@@ -194,7 +194,7 @@ def _finish_sft(resolved: Resolved[SFTRunConfig]) -> None:
     ranks = 1
     for counted in ("trainer.n_gpus_per_node", "trainer.nnodes"):
         if counted in together:
-            ranks *= whole_number(counted, together[counted].value, least=1)
+            ranks *= require_int(counted, together[counted].value, least=1)
     if ranks > 1:
         sequence = resolved.value("sft.parallel.sp")
         shards = ranks // (sequence if isinstance(sequence, int) else 1)

@@ -51,7 +51,7 @@ class HealthFinding:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What the machine must have."""
+    """Requirements that the machine must meet."""
 
     kind: str | None = None  # cuda, rocm or cpu; None takes any
     gpus: int = 0  # at least
@@ -144,10 +144,10 @@ def ray_nodes(expected: int, deadline_s: float) -> HealthFinding:
     nodes = f"{len(alive)} nodes at {address}"
     if len(alive) >= expected:
         return HealthFinding("Ray", nodes)
-    there = f"there are {', '.join(alive)}" if alive else last.get("fault", "it does not answer")
+    answer = f"there are {', '.join(alive)}" if alive else last.get("fault", "it does not answer")
     fault = (
-        f"{len(alive)} of {expected} nodes are in the Ray cluster at {address} ({ended}): {there}; "
-        "look at the logs of the others"
+        f"{len(alive)} of {expected} nodes are in the Ray cluster at {address} ({ended}): "
+        f"{answer}; look at the logs of the others"
     )
     return HealthFinding("Ray", nodes, fault)
 

@@ -173,7 +173,7 @@ def _read(
 
 
 def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list[E]]:
-    """Training examples, and `size` others or a few more: all examples of prompts drawn by seed.
+    """Split off `size` or a few more examples: all examples of prompts drawn by seed.
 
     Raises DataError where that would leave nothing to learn from.
     """

@@ -89,7 +89,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
     data = config.data
     tokenizer = with_template_variables(tokenizer, data.apply_chat_template_kwargs)
     train, left_out = _rows(data, data.train_files, tokenizer, context, "data.train_files")
-    train = _at_most(train, data.train_max_samples, config)
+    train = _limit_rows(train, data.train_max_samples, config)
     batch = config.rl.trainer.train_batch_size
     if batch > len(train):
         raise ConfigError(
@@ -100,7 +100,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
     if data.val_files:
         validation, more = _rows(data, data.val_files, tokenizer, context, "data.val_files")
         left_out += more
-        validation = _at_most(validation, data.val_max_samples, config)
+        validation = _limit_rows(validation, data.val_max_samples, config)
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
     loader = PromptLoader(
         frame_of(train),
@@ -114,7 +114,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
     return Prompts(loader, validation, longest, left_out)
 
 
-def _at_most(rows: list[Row], count: int, config: RunConfig) -> list[Row]:
+def _limit_rows(rows: list[Row], count: int, config: RunConfig) -> list[Row]:
     """Return `count` rows (-1: all): the first, or with `data.shuffle` some drawn by the seed."""
     if count < 1 or count >= len(rows):
         return rows

@@ -1,4 +1,4 @@
-"""What every `python -m engine.main_…` does around its run: arguments, signals and exit status.
+"""The frame of every `python -m engine.main_…`: arguments, signals and exit status.
 
 It loads nothing heavy.
 """

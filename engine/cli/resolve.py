@@ -1,4 +1,4 @@
-"""From a file and `key=value` arguments to a checked configuration, and from its errors back.
+"""Resolve a file and `key=value` arguments to a checked configuration, and its errors to keys.
 
 A key is looked up in the table of its program (`verl_keys`), then among the paths of the program's
 configuration. Which programs there are, and what each adds, is in `forms`.
@@ -68,7 +68,7 @@ def config_file(options: Namespace) -> tuple[Path | None, list[str]]:
 
 @dataclass(frozen=True, eq=False)
 class Form(Generic[C]):
-    """What the arguments of a program may be, and what they become."""
+    """The arguments that a program takes, and the configuration that they become."""
 
     program: str  # its name, and that of its section in the table of keys, e.g. "main_ppo"
     config: type[C]
@@ -80,19 +80,19 @@ class Form(Generic[C]):
 
     @cached_property
     def table(self) -> KeyTable:
-        """The keys that are no paths."""
+        """Return the table of keys that are no paths."""
         table = key_table(self.program)
         more = key_table(self.more_names).settings if self.more_names else {}
         return KeyTable(table.settings | more, table.unsupported)
 
     @cached_property
     def paths(self) -> dict[str, type | None]:
-        """The settings by path; `dict` for those that have entries of their own."""
+        """Return the settings by path; `dict` for those that have entries of their own."""
         return {**dict(setting_paths(self.config)), **self.keys}
 
     @cached_property
     def known(self) -> frozenset[str]:
-        """All keys that have an effect."""
+        """Return all keys that have an effect."""
         short = {path.removeprefix(self.prefix) for path in self.paths}
         return frozenset({*self.table.settings, *self.paths, *short})
 
@@ -105,10 +105,10 @@ class Form(Generic[C]):
             path = settings[parent].path
             if isinstance(path, str) and self.paths.get(path) is dict:
                 return Key(path + key.removeprefix(parent))
-        return self.own_path(key)
+        return self.find_path(key)
 
-    def own_path(self, key: str) -> Key | None:
-        """Return the setting of a path, in full or without `prefix`."""
+    def find_path(self, key: str) -> Key | None:
+        """Return the setting of a path, in full or without `prefix`; None for any other key."""
         for path in (key, self.prefix + key):
             if path in self.paths or any(self.paths.get(p) is dict for p in _parents(path)):
                 return Key(path)
@@ -193,8 +193,8 @@ class Resolved(Generic[C]):
                 section = section.setdefault(section_name, {})
             section[name] = override.value
             if override.times:
-                factor = whole_number(override.times, self.value(override.times))
-                section[name] = whole_number(override.key, override.value) * factor
+                factor = require_int(override.times, self.value(override.times))
+                section[name] = require_int(override.key, override.value) * factor
         return root
 
 
@@ -212,7 +212,7 @@ def resolve_file(
     pairs = list(form.flatten(read_yaml(file, f"--config {file}"))) if file else []
     left_out: list[str] = []
     if file and file.parent == PRESETS:  # they are of the whole pipeline
-        left_out = [key for key, _ in pairs if form.own_path(key) is None]
+        left_out = [key for key, _ in pairs if form.find_path(key) is None]
         pairs = [(key, value) for key, value in pairs if key not in left_out]
     for argument in arguments:
         key, value = split_argument(argument)
@@ -226,7 +226,7 @@ def resolve_pairs(form: Form[C], pairs: Pairs) -> Resolved[C]:
     """Make the configuration of dotted keys and their values; raises ConfigError."""
     values: dict[str, object] = {}
     for key, value in pairs:
-        # Of keys for one setting the later one holds, so a key that comes again takes a new place.
+        # The last key for a setting holds, so a repeated key moves to the end.
         values.pop(key, None)
         values[key] = value
     resolved = Resolved(form.config())
@@ -330,8 +330,8 @@ def setting_paths(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", get_origin(info.annotation)
 
 
-def whole_number(key: str, value: object, least: int | None = None) -> int:
-    """Return the value as it is; raises ConfigError for another than a whole number."""
+def require_int(key: str, value: object, least: int | None = None) -> int:
+    """Return a whole number as it is; raise ConfigError for any other value."""
     if not isinstance(value, int) or isinstance(value, bool) or (least or value) > value:
         bound = "" if least is None else f" of {least} or more"
         raise ConfigError(f"{key}={value!r} must be a whole number{bound}")

@@ -63,8 +63,8 @@ def load_function(
                 "does not take; remove it, or add it to the function"
             )
         function = functools.update_wrapper(functools.partial(function, **keywords), function)
-    of_one_row = {"solution_str", "ground_truth"} <= parameters.keys()
-    return each_row(function) if of_one_row else function
+    takes_one_row = {"solution_str", "ground_truth"} <= parameters.keys()
+    return each_row(function) if takes_one_row else function
 
 
 def _find(path: str) -> Path:
@@ -122,5 +122,5 @@ def each_row(function: Callable[..., Any]) -> Callable[..., object]:
 
 
 def _number(result: object) -> Any:
-    """verl's functions return a number, or a dict with `score` beside what is only logged."""
+    """Return the score of verl's function: its number, or `score` of its dict."""
     return result["score"] if isinstance(result, dict) else result

@@ -128,7 +128,7 @@ class RunLog:
         *,
         step_lines: bool = True,
     ) -> None:
-        """`logs`: other places for metrics; `step_lines`: whether each step is a line."""
+        """Log to the run and to `logs`; `step_lines` says whether each step prints a line."""
         self.rewards: list[float] = []  # of this process's steps
         self.validations: list[float] = []
         self._tracked, self._logs, self._step_lines = tracked, logs or MetricLogs(), step_lines

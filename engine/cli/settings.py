@@ -217,7 +217,7 @@ class OfflineRunConfig(Section):
 
     @property
     def training(self) -> OfflineConfig:
-        """The section of the training itself."""
+        """Return the section of the training itself."""
         training: OfflineConfig = getattr(self, self.section)
         return training
 

@@ -1,4 +1,4 @@
-"""The table of keys that are no paths of ours: renamed, in other units, or not supported.
+"""The table of keys that are no paths of the settings: renamed, in other units, or unsupported.
 
 The table is `verl_keys.yaml`, whose head says how it is read; here are its converters of values.
 Keys of rewards, and verl's defaults, are in `resolve`.

@@ -10,7 +10,7 @@ from engine.config.text import markdown
 
 
 def main() -> None:
-    """Print what was asked for."""
+    """Print the settings as a page, or as a JSON schema."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.config", description="Print every setting, its default and meaning."
     )

@@ -115,7 +115,7 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is corrected."""
+        """Tell whether anything is corrected."""
         return self.rollout_is is not None or self.rollout_rs is not None
 
 

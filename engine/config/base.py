@@ -35,7 +35,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_defaults_of_place(cls, values: object) -> Any:
+    def _keep_field_defaults(cls, values: object) -> Any:
         if not isinstance(values, Mapping):
             return values
         defaults = {name: info.default for name, info in cls.model_fields.items()}
@@ -78,14 +78,14 @@ class NamedSection(Section):
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
-def filled_up(section: object, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `given` with the rest from `section`, at every depth; as it is without a section."""
+def filled_up(section: object, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `values` with the rest from `section`, at every depth; as it is without a section."""
     if not isinstance(section, Section):
-        return given
+        return values
     rest = {name: getattr(section, name) for name in type(section).model_fields}
     return rest | {
         name: filled_up(rest.get(name), value) if isinstance(value, Mapping) else value
-        for name, value in given.items()
+        for name, value in values.items()
     }
 
 

@@ -114,7 +114,7 @@ class EvaluationSetConfig(Section):
 
     @property
     def split(self) -> str:
-        """The name of its table in a dataset, e.g. `test_math500`."""
+        """Return the name of its table in a dataset, e.g. `test_math500`."""
         return f"test_{self.name}"
 
 

@@ -35,7 +35,7 @@ class GuardConfig(Section):
 
     @property
     def name(self) -> str:
-        """Its name in messages and evidence, e.g. `pass_at_1 of gsm8k`."""
+        """Return its name in messages and evidence, e.g. `pass_at_1 of gsm8k`."""
         where = " in ".join(filter(None, (self.data_source, self.dataset)))
         return f"{self.metric} of {where or 'all problems'}"
 
@@ -170,7 +170,7 @@ class ScoredRolloutConfig(Section):
 
     @property
     def scorer(self) -> RewardConfig:
-        """The reward that scores; GSM8K's rule where none is given."""
+        """Return the reward that scores; GSM8K's rule where none is set."""
         return self.reward or RewardConfig()
 
 
@@ -276,13 +276,13 @@ class EvaluateConfig(ScoredRolloutConfig):
     )
 
     @property
-    def plays_episodes(self) -> bool:
-        """Whether a problem is an episode with an environment."""
+    def runs_episodes(self) -> bool:
+        """Tell whether a problem is an episode with an environment."""
         return self.multi_turn is not None and self.multi_turn.enable
 
     @property
     def environments(self) -> AgentConfig:
-        """The environment of episodes, and its limits."""
+        """Return the environment of episodes, and its limits."""
         return self.agent or AgentConfig()
 
     def contradictions(self) -> Iterator[str]:
@@ -331,7 +331,7 @@ class PipelineConfig(Section):
         }
         if section.multi_turn is None and rollout.multi_turn.enable:
             filled["multi_turn"] = rollout.multi_turn
-        if section.agent is None and (section.plays_episodes or "multi_turn" in filled):
+        if section.agent is None and (section.runs_episodes or "multi_turn" in filled):
             filled["agent"] = rollout.agent
         return section.model_copy(update=filled)
 

@@ -85,7 +85,7 @@ class DebugConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether any step may be recorded."""
+        """Tell whether any step may be recorded."""
         return bool(self.record_steps) or self.record_failed
 
 

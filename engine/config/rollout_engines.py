@@ -117,7 +117,7 @@ class ServerConfig(Section):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of all servers: `url`, or `urls`."""
+        """Return the addresses of all servers: `url`, or `urls`."""
         return (self.url,) if self.url else self.urls
 
     @field_validator("urls")

@@ -21,12 +21,12 @@ PRESETS = Path(__file__).parent / "presets"
 PRESET = "preset:"
 
 
-def config_path(given: str | Path) -> Path:
+def config_path(source: str | Path) -> Path:
     """Return the file that is meant: a path, or a shipped one as `preset:NAME`.
 
     Raises ConfigError for an unknown preset, with the names there are.
     """
-    text = str(given)
+    text = str(source)
     if not text.startswith(PRESET):
         return Path(text).expanduser()
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))

@@ -1,7 +1,7 @@
 """Training rows that held-out rows contain, prompts that were seen before, and rows of retraining.
 
 Only the held-out texts are kept in memory, so a training set may be of any size. How much of a test
-set a finished model has seen is for `engine.promotion.contamination` to measure.
+set a finished model has seen is for `engine.promotion.gate` to measure.
 """
 
 from __future__ import annotations

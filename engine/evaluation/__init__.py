@@ -1,4 +1,4 @@
-"""How good a model is, whether another one is better, and the page that shows it.
+"""Evaluation measures a model, compares it with another one, and shows both on a page.
 
 Read `scoring` first: it decodes a split (`decode`), judges the completions by the run's scorer and
 makes the table of `results`. `summary` compares two tables with the intervals of `metrics`, and

@@ -1,4 +1,4 @@
-"""What two evaluations must share to be comparable: settings, seed, scorer and code.
+"""The settings, seed, scorer and code that two evaluations must share to be comparable.
 
 The problems themselves are compared by `results.prompt_digest`.
 """
@@ -24,12 +24,12 @@ Settings = dict[str, object]  # JSON values by key
 def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> Settings:
     """Return the settings that two evaluations must share, as manifests record them.
 
-    Of `data` only the token budgets count: the response's, and of episodes the prompt's, if set.
+    From `data` only the token budgets count: the response's, and for episodes the prompt's, if set.
     """
     budgets = {"max_response_length": data.max_response_length}
-    if config.plays_episodes and data.max_prompt_length:
+    if config.runs_episodes and data.max_prompt_length:
         budgets["max_prompt_length"] = data.max_prompt_length
-    # Where the reward is found, and how called; what is run beside it; and on how many ranks.
+    # The addresses of the reward, the harness and the ranks change no completion.
     names = {"reward", "plugins", "named_content", "lm_eval"}
     names |= {"parallel", "map_parts", "start_timeout_s", "step_timeout_s"}
     excluded: set[str] | dict[str, bool | set[str]] = names
@@ -47,7 +47,7 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
 
 
 def recorded_settings(evaluation: Manifest) -> Settings:
-    """`comparable_settings` as an evaluation's manifest records them; LineageError if missing."""
+    """Return a manifest's `comparable_settings`; raise LineageError where they are missing."""
     for key in KEYS:
         if key not in evaluation.config:
             raise LineageError(
@@ -69,24 +69,24 @@ def require_same_settings(
         )
 
 
-def incomparable(one: Manifest, other: Manifest) -> list[str]:
+def incomparable(first: Manifest, other: Manifest) -> list[str]:
     """Return what two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
 
     Code is compared by its sources, which tell apart what one commit with edits has in common.
     """
-    different = list(_differences(recorded_settings(one), recorded_settings(other)))
-    return different + ["the code"] * (one.sources_digest != other.sources_digest)
+    different = list(_differences(recorded_settings(first), recorded_settings(other)))
+    return different + ["the code"] * (first.sources_digest != other.sources_digest)
 
 
-def _differences(one: Settings, other: Settings) -> dict[str, tuple[object, object]]:
+def _differences(settings: Settings, other: Settings) -> dict[str, tuple[object, object]]:
     """Return the settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
     first, second = (
         {
             f"{key}.{name}".rstrip("."): entry
-            for key, value in settings.items()
+            for key, value in side.items()
             for name, entry in (value if isinstance(value, Mapping) else {"": value}).items()
         }
-        for settings in (one, other)
+        for side in (settings, other)
     )
     keys = sorted(first.keys() | second.keys())
     return {

@@ -46,7 +46,7 @@ def uses_ranks(config: EvaluateConfig) -> bool:
 
 
 def evaluation_layout(config: EvaluateConfig, folder: str | Path) -> Layout:
-    """`evaluate.parallel`; by default copies on all GPUs of this machine.
+    """Return `evaluate.parallel`, by default copies on all GPUs of this machine.
 
     Raises ConfigError for a layout that the model can't be split by, PlacementError for a model
     that the GPUs can't hold.
@@ -68,7 +68,7 @@ def check_evaluation_layout(
 ) -> None:
     """Raise ConfigError for a layout that the settings, or the model, don't allow."""
     engine = engine_capabilities(RolloutConfig(engine=config.engine))
-    if config.plays_episodes and not engine.streams:
+    if config.runs_episodes and not engine.streams:
         raise ConfigError(
             f"evaluate.engine={config.engine} with evaluate.multi_turn: it decodes whole batches, "
             "and turns are decoded in a stream; set evaluate.engine to native or vllm"
@@ -84,7 +84,7 @@ def check_evaluation_layout(
     layout = Layout.of(config.parallel)
     if layout.tp == 1:
         return
-    if config.plays_episodes:
+    if config.runs_episodes:
         raise ConfigError(
             f"evaluate.parallel.tp={layout.tp} with evaluate.multi_turn: turns are decoded on one "
             "rank each; set tp=1, and dp for copies"
@@ -201,7 +201,7 @@ def decode_passes(
     first messages may have `max_prompt_length` tokens, or as many as the longest prompt. Where the
     prompts are a part of more, `first_prompt` is the number of the first one among all, and
     `longest_prompt` the length of the longest: what is drawn is then as if all were decoded here.
-    Of `config` the engine, the layout and what episodes are played with are read.
+    `config` gives the engine, the layout and the settings of episodes.
 
     `on_progress(n)` is called with the number of finished completions of all passes. A rank that
     fails or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
@@ -209,7 +209,7 @@ def decode_passes(
     layout = evaluation_layout(config, folder)
     rows = {**(columns or {}), "prompt_ids": list(prompts)}
     batch = Batch({"group_ids": torch.arange(first_prompt, first_prompt + len(prompts))}, rows)
-    room = max(longest_prompt, max_prompt_length * config.plays_episodes, *map(len, prompts))
+    room = max(longest_prompt, max_prompt_length * config.runs_episodes, *map(len, prompts))
     options: dict[str, object] = {
         "model_path": str(folder),
         "engine": config.engine,
@@ -218,7 +218,7 @@ def decode_passes(
         "tp": layout.tp,
     }
     spec = RoleSpec(ROLE, EvaluationWorker, options, layout=layout, plugins=config.plugins)
-    if config.plays_episodes:
+    if config.runs_episodes:
         options |= {
             "multi_turn": config.multi_turn,
             "agent": config.environments,

@@ -1,4 +1,4 @@
-"""Scores of the lm-evaluation-harness (EleutherAI) on a model's folder, in a process of its own.
+"""Run the lm-evaluation-harness (EleutherAI) on a model's folder in a process of its own.
 
 The harness is optional (`pip install hybridflyte[lm-eval]`, or in another environment that
 `evaluate.lm_eval.python` names). Its own figures are taken over with their standard errors.
@@ -43,11 +43,11 @@ class HarnessScore:
 
     @property
     def key(self) -> str:
-        """Its name among the metrics of a run."""
+        """Return its name among the metrics of a run."""
         return f"lm_eval/{self.task}/{self.metric}"
 
     def interval(self, confidence: float) -> Interval | None:
-        """Normal interval by the standard error, e.g. of 95 %; None without one."""
+        """Return the normal interval by the standard error, e.g. of 95 %; None without one."""
         if self.stderr is None:
             return None
         half = NormalDist().inv_cdf(0.5 + confidence / 2) * self.stderr
@@ -63,13 +63,13 @@ def require_lm_eval(config: LMEvalConfig) -> None:
             f"evaluate.lm_eval.include_path={config.include_path!r} is no folder; name one with "
             "task files (YAML), or leave it empty"
         )
-    there = not config.python and importlib.util.find_spec("lm_eval") is not None
+    is_installed = not config.python and importlib.util.find_spec("lm_eval") is not None
     if config.python:
         command = [config.python, "-c", "import lm_eval"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, timeout=STARTS_S, check=False)
-            there = done.returncode == 0
-    if not there:
+            process = subprocess.run(command, capture_output=True, timeout=STARTS_S, check=False)
+            is_installed = process.returncode == 0
+    if not is_installed:
         raise ConfigError(
             f"evaluate.lm_eval.tasks={list(config.tasks)} needs the lm-evaluation-harness, which "
             f"{config.python or 'this environment'} does not have; pip install lm-eval, set "
@@ -148,7 +148,7 @@ def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
 
 def to_json(scores: Mapping[str, Sequence[HarnessScore]], confidence: float) -> str:
     """Return the scores of models by name, as the artifact has them."""
-    models = {name: [asdict(score) for score in found] for name, found in scores.items()}
+    models = {name: [asdict(score) for score in rows] for name, rows in scores.items()}
     values = {"confidence": confidence, "models": models}
     return json.dumps(values, indent=2, sort_keys=True)
 
@@ -157,7 +157,7 @@ def from_json(text: str | bytes, where: str) -> dict[str, list[HarnessScore]]:
     """Return what `to_json` wrote; LineageError, which names `where`, if it is something else."""
     try:
         models = json.loads(text)["models"]
-        return {name: [HarnessScore(**one) for one in found] for name, found in models.items()}
+        return {name: [HarnessScore(**row) for row in rows] for name, rows in models.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LineageError(f"{where} can't be read ({error}); evaluate the models again") from error
 
@@ -167,7 +167,7 @@ def pairs(
 ) -> list[tuple[HarnessScore, HarnessScore]]:
     """Return the same metric of two models, for each that both have."""
     first = {score.key: score for score in scores.get(before, ())}
-    return [(first[one.key], one) for one in scores.get(after, ()) if one.key in first]
+    return [(first[score.key], score) for score in scores.get(after, ()) if score.key in first]
 
 
 def _command(folder: Path, config: LMEvalConfig, seed: int, scratch: Path) -> list[str]:

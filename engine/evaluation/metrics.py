@@ -1,7 +1,7 @@
 """Numbers of an evaluation and their intervals: pass@k, majority vote, bootstrap, lengths.
 
-Pure NumPy on plain arrays; N is the number of problems. What does not live here: tables of
-completions (`results`) and the comparison of two models (`summary`).
+Pure NumPy on plain arrays; N is the number of problems. Tables of completions are in `results`, the
+comparison of two models is in `summary`.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
 def majority_vote(answers: Sequence[str | None]) -> str | None:
     """Return the most frequent answer; None only when every sample failed to give one.
 
-    Of equally frequent answers the one sampled first wins: samples are exchangeable, so this
-    favours no answer, as an order of the strings would.
+    Among equally frequent answers the one sampled first wins: samples are exchangeable, so this
+    favours no answer, unlike an order of the strings.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     return votes.most_common(1)[0][0] if votes else None

@@ -31,7 +31,7 @@ _WIDE, _NARROW = (4.6, 3.0), (3.6, 2.2)  # inches; a phone shows the letters of 
 
 
 def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str:
-    """Bars of pass@1, pass@k and majority vote for both models, with their intervals."""
+    """Draw pass@1, pass@k and majority vote of both models as bars with their intervals."""
     figure = Figure(figsize=_WIDE, facecolor="none")
     axes = figure.add_subplot()
     sides = (comparison.before, comparison.after)
@@ -39,16 +39,16 @@ def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str
     ends = []
     for side, (model, colour) in enumerate(zip(sides, (BEFORE_COLOUR, AFTER_COLOUR), strict=True)):
         intervals = (model.pass_at_1, model.pass_at_k, model.majority)
-        places = np.arange(len(labels)) + (side - 0.5) * 0.38
+        positions = np.arange(len(labels)) + (side - 0.5) * 0.38
         means = [interval.mean for interval in intervals]
-        axes.bar(places, means, width=0.35, color=colour, label=names[side], zorder=2)
+        axes.bar(positions, means, width=0.35, color=colour, label=names[side], zorder=2)
         axes.errorbar(
-            places, means, yerr=_errors(intervals), fmt="none", ecolor=_TEXT, elinewidth=1.1,
+            positions, means, yerr=_errors(intervals), fmt="none", ecolor=_TEXT, elinewidth=1.1,
             capsize=3, capthick=1.1, zorder=3,
         )  # fmt: skip
-        for place, interval in zip(places, intervals, strict=True):
+        for x, interval in zip(positions, intervals, strict=True):
             axes.annotate(
-                f"{100 * interval.mean:.1f}", (place, interval.high), xytext=(0, 4),
+                f"{100 * interval.mean:.1f}", (x, interval.high), xytext=(0, 4),
                 textcoords="offset points", ha="center", fontsize=8, color=_TEXT,
             )  # fmt: skip
         ends += [interval.high for interval in intervals]
@@ -63,7 +63,7 @@ def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str
 
 
 def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]) -> str:
-    """Histogram of response lengths (`[N]` tokens a problem) of both models on common bins."""
+    """Draw the response lengths of both models (`[N]` tokens a problem) on common bins."""
     first, second = (np.asarray(v, dtype=np.float64) for v in (before, after))
     figure = Figure(figsize=_WIDE, facecolor="none")
     axes = figure.add_subplot()
@@ -87,8 +87,8 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
 def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
     """Draw one picture a metric over training steps, by its name; non-finite values leave a gap."""
     pictures = {}
-    for place, (name, values) in enumerate(curves.items()):
-        colour = _LINE_COLOURS[place % len(_LINE_COLOURS)]
+    for number, (name, values) in enumerate(curves.items()):
+        colour = _LINE_COLOURS[number % len(_LINE_COLOURS)]
         figure = Figure(figsize=_NARROW, facecolor="none")
         axes = figure.add_subplot()
         points = np.asarray(values, dtype=np.float64)
@@ -100,22 +100,22 @@ def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_xlabel("step")
         _plain(axes)
-        pictures[name] = _to_svg(figure, f"curve{place}")
+        pictures[name] = _to_svg(figure, f"curve{number}")
     return pictures
 
 
-def overoptimisation(found: Overoptimisation) -> str:
-    """The reward model's score and the true reward over the KL, a point a step, joined in order."""
+def overoptimisation(steps: Overoptimisation) -> str:
+    """Draw the reward model's score and the true reward over the KL, a point a step."""
     figure = Figure(figsize=_WIDE, facecolor="none")
     left = figure.add_subplot()
     right = left.twinx()
     sides = (
-        (left, found.model_reward, _LINE_COLOURS[1], "reward model (left)"),
-        (right, found.true_reward, _LINE_COLOURS[0], "true reward (right)"),
+        (left, steps.model_reward, _LINE_COLOURS[1], "reward model (left)"),
+        (right, steps.true_reward, _LINE_COLOURS[0], "true reward (right)"),
     )
     for axes, values, colour, label in sides:
-        axes.scatter(found.kl, values, s=6, color=colour, alpha=0.3, linewidths=0)
-        axes.plot(smoothed(found.kl), smoothed(values), color=colour, linewidth=1.8, label=label)
+        axes.scatter(steps.kl, values, s=6, color=colour, alpha=0.3, linewidths=0)
+        axes.plot(smoothed(steps.kl), smoothed(values), color=colour, linewidth=1.8, label=label)
         axes.yaxis.set_major_locator(MaxNLocator(5))
         _plain(axes)
     right.grid(visible=False)
@@ -170,8 +170,8 @@ def _to_svg(figure: Figure, name: str) -> str:
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    found = dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg))
-    ids = {old: f"{name}-{number}" for number, old in enumerate(found)}
+    old_ids = dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg))
+    ids = {old: f"{name}-{number}" for number, old in enumerate(old_ids)}
 
     def renamed(match: re.Match[str]) -> str:
         return match[1] + ids.get(match[2], match[2]) + match[3]

@@ -1,4 +1,4 @@
-"""The steps of the RL run that made a model, and what a learned reward did to it by the KL.
+"""The steps of the RL run that made a model, and the effect of a learned reward over the KL.
 
 An artifact records its run's steps in `metrics.parquet`. A policy that is trained against a reward
 model at first gets better by the true reward, too, and then may get worse while the model's score
@@ -28,11 +28,11 @@ class PolicySteps:
 
     @property
     def until_model(self) -> pd.DataFrame:
-        """The steps that the model has learned from."""
+        """Return the steps that the model has learned from."""
         return self.rows[: self.row + 1]
 
     def __str__(self) -> str:
-        """E.g. `step 40 of 80, validation reward 0.812`."""
+        """Return e.g. `step 40 of 80, validation reward 0.812`."""
         score = float(self.rows[SCORE].iloc[self.row]) if SCORE in self.rows else math.nan
         shown = f", validation reward {score:.3f}" if math.isfinite(score) else ""
         return f"step {self.row + 1} of {len(self.rows)}{shown}"
@@ -41,8 +41,8 @@ class PolicySteps:
 def read_policy_steps(policy: Path) -> PolicySteps | None:
     """Read the steps of a model's folder; None for a model that no RL run made.
 
-    Without the column `model` it is of the last step. Raises DataError where that column names no
-    step.
+    Without the column `model` the model is the last step's. Raises DataError where that column
+    names no step.
     """
     path = policy / FILE
     if not path.is_file():
@@ -72,35 +72,35 @@ class Overoptimisation:
 
     @property
     def peak(self) -> int:
-        """The step (from 0) at which the true reward is highest, as a moving mean."""
+        """Return the step (from 0) at which the moving mean of the true reward is highest."""
         return int(np.argmax(smoothed(self.true_reward)))
 
     def metrics(self) -> dict[str, float]:
-        """First, best and last values of the moving means."""
+        """Return the first, best and last values of the moving means."""
         model, true, kl = map(smoothed, (self.model_reward, self.true_reward, self.kl))
-        places = {"first": 0, "peak": self.peak, "last": -1}
+        steps = {"first": 0, "peak": self.peak, "last": -1}
         prefix = "overoptimisation"
         return (
-            {f"{prefix}/true_{name}": float(true[step]) for name, step in places.items()}
-            | {f"{prefix}/model_{name}": float(model[step]) for name, step in places.items()}
-            | {f"{prefix}/kl_{name}": float(kl[places[name]]) for name in ("peak", "last")}
+            {f"{prefix}/true_{name}": float(true[step]) for name, step in steps.items()}
+            | {f"{prefix}/model_{name}": float(model[step]) for name, step in steps.items()}
+            | {f"{prefix}/kl_{name}": float(kl[steps[name]]) for name in ("peak", "last")}
             | {f"{prefix}/step_peak": float(self.peak + 1)}
         )
 
     def sentence(self) -> str:
         """Return it in a sentence for a person."""
         at = self.metrics()
-        found = {key.removeprefix("overoptimisation/"): value for key, value in at.items()}
+        values = {key.removeprefix("overoptimisation/"): value for key, value in at.items()}
         ends = (
-            f"the true reward (share of right completions) goes from {found['true_first']:.3f} to "
-            f"{found['true_last']:.3f}, the reward model's from {found['model_first']:.3f} to "
-            f"{found['model_last']:.3f}, at a KL of {found['kl_last']:.2f} nats a completion"
+            f"the true reward (share of right completions) goes from {values['true_first']:.3f} to "
+            f"{values['true_last']:.3f}, the reward model's from {values['model_first']:.3f} to "
+            f"{values['model_last']:.3f}, at a KL of {values['kl_last']:.2f} nats a completion"
         )
-        if found["true_last"] >= found["true_peak"]:
+        if values["true_last"] >= values["true_peak"]:
             return f"{ends}; it has its peak at the end"
         return (
-            f"{ends}; its peak is {found['true_peak']:.3f} at step {self.peak + 1} of "
-            f"{len(self.kl)} (KL {found['kl_peak']:.2f}, reward model {found['model_peak']:.3f})"
+            f"{ends}; its peak is {values['true_peak']:.3f} at step {self.peak + 1} of "
+            f"{len(self.kl)} (KL {values['kl_peak']:.2f}, reward model {values['model_peak']:.3f})"
         )
 
 
@@ -114,7 +114,7 @@ def read_overoptimisation(policy: Path) -> Overoptimisation | None:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over a tenth of the steps, `[T]`; gaps stay gaps."""
+    """Return the centred moving mean over a tenth of the steps, `[T]`; gaps stay gaps."""
     half = max(1, values.size // 20)
     smooth = np.full(values.size, np.nan)
     for step in range(values.size):

@@ -40,7 +40,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What promotion decided about the evaluated model."""
+    """The decision of promotion about the evaluated model."""
 
     promoted: bool
     title: str  # e.g. "hybridflyte-policy version 3 is now champion"
@@ -105,10 +105,10 @@ def _templates() -> Environment:
     environment.filters |= {
         "percent": _percent,
         "points": _points,
-        "ends": lambda one: f"[{_percent(one.low)}, {_percent(one.high)}]",
-        "gain_ends": lambda one: f"[{_points(one.low)}, {_points(one.high)}]",
-        # Of a score that need be no fraction.
-        "plain_ends": lambda one: f"[{one.low:.4g}, {one.high:.4g}]" if one is not None else "",
+        "ends": lambda rate: f"[{_percent(rate.low)}, {_percent(rate.high)}]",
+        "gain_ends": lambda gain: f"[{_points(gain.low)}, {_points(gain.high)}]",
+        # A harness's score need not be a fraction.
+        "plain_ends": lambda ends: f"[{ends.low:.4g}, {ends.high:.4g}]" if ends else "",
     }
     return environment
 
@@ -119,12 +119,12 @@ def _parts(sets: Sequence[EvaluatedSet]) -> list[dict[str, object]]:
 
     def add(kind: str, name: str, note: str, part: EvaluationComparison | Part) -> None:
         models = (part.before, part.after)
-        shown = {"models": models, "gain": part.gain, "problems": part.problems}
-        rows.append({"kind": kind, "name": name, "note": note, **shown})
+        cells = {"models": models, "gain": part.gain, "problems": part.problems}
+        rows.append({"kind": kind, "name": name, "note": note, **cells})
 
-    for one in sets:
-        add("set", one.name, f"{one.known:,} known from training", one.comparison)
-        for part in one.proper_parts:
+    for evaluated in sets:
+        add("set", evaluated.name, f"{evaluated.known:,} known from training", evaluated.comparison)
+        for part in evaluated.proper_parts:
             add("level" if part.level else "source", part.level or part.source, "", part)
     return rows if len(rows) > 1 else []
 
@@ -142,10 +142,11 @@ def _example_groups(
     generator = np.random.default_rng(comparison.seed)
     groups: list[dict[str, object]] = []
     for title, meaning, mask in kinds:
-        found = np.flatnonzero(mask)
-        rows = np.sort(generator.permutation(found)[:examples])
-        shown = [_example(before.iloc[row], after.iloc[row]) for row in rows]
-        groups.append({"title": title, "meaning": meaning, "count": found.size, "examples": shown})
+        matching = np.flatnonzero(mask)
+        rows = np.sort(generator.permutation(matching)[:examples])
+        problems = [_example(before.iloc[row], after.iloc[row]) for row in rows]
+        group = {"title": title, "meaning": meaning, "count": matching.size, "examples": problems}
+        groups.append(group)
     return groups
 
 

@@ -1,7 +1,7 @@
 """The table of an evaluation: one row a problem and model, built from completions with scores.
 
-Also the check that two tables can be compared: same problems, same order, same text. Decoding and
-scoring are in `scoring`; statistics over the table live in `summary`.
+It also checks that two tables can be compared: same problems, same order, same text. Decoding and
+scoring are in `scoring`; statistics over the table are in `summary`.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ EPISODE_COLUMNS: dict[str, str] = {
     "sample_called": "share of them that called a tool",
     "sample_malformed": "mean calls that can't be read",
 }
-"""Where problems are episodes, besides `COLUMNS`. There a completion is all that was said."""
+"""Columns besides `COLUMNS` where problems are episodes; a completion is then all turns' text."""
 
-# What makes a problem the same.
+# The columns that identify a problem.
 _IDENTITY = ["dataset", "index", "data_source", "prompt", "ground_truth"]
 
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """What both models were asked; N entries in each field."""
+    """The problems that both models answer; N entries in each field."""
 
     dataset: Sequence[str]  # the evaluation set, e.g. ["test", "test"]
     index: Sequence[int]  # position in its set, e.g. [0, 1]
@@ -77,7 +77,7 @@ class Problems:
     ground_truth: Sequence[str]  # e.g. ["7", "12"]
 
     def rows(self, part: slice) -> Problems:
-        """Return some of them."""
+        """Return the problems of some rows."""
         return Problems(**{name: getattr(self, name)[part] for name in Problems.__slots__})
 
 
@@ -116,12 +116,12 @@ def build_rows(
     if not greedy:
         raise DataError("an evaluation needs at least one problem; the test split is empty")
     rows: list[dict[str, object]] = []
-    for i, (first, several) in enumerate(zip(greedy, samples, strict=True)):
-        if not several:
+    for i, (first, sampled) in enumerate(zip(greedy, samples, strict=True)):
+        if not sampled:
             raise DataError(f"problem {i} has no samples; give at least one")
-        majority = majority_vote([one.vote for one in several])
-        winners = (one for one in several if majority is not None and one.vote == majority)
-        winner, n = next(winners, None), len(several)
+        majority = majority_vote([sample.vote for sample in sampled])
+        winners = (sample for sample in sampled if majority is not None and sample.vote == majority)
+        winner, n = next(winners, None), len(sampled)
         rows.append(
             {
                 "dataset": problems.dataset[i],
@@ -136,29 +136,29 @@ def build_rows(
                 "greedy_correct": first.correct,
                 "greedy_score": float(first.score),
                 "greedy_truncated": first.truncated,
-                "sample_answers": [_storable(one.answer) for one in several],
-                "samples_correct": sum(one.correct for one in several),
+                "sample_answers": [_storable(sample.answer) for sample in sampled],
+                "samples_correct": sum(sample.correct for sample in sampled),
                 "samples": n,
-                "sample_score": sum(one.score for one in several) / n,
+                "sample_score": sum(sample.score for sample in sampled) / n,
                 "majority_answer": _storable(winner.answer) if winner else None,
                 "majority_correct": winner is not None and winner.correct,
-                "response_length": sum(one.tokens for one in several) / n,
+                "response_length": sum(sample.tokens for sample in sampled) / n,
                 "greedy_length": first.tokens,
-                "truncated": sum(one.truncated for one in several) / n,
-                "format_rate": format_rate([one.well_formed for one in several]),
-                "errors": sum(one.failed for one in (first, *several)),
+                "truncated": sum(sample.truncated for sample in sampled) / n,
+                "format_rate": format_rate([sample.well_formed for sample in sampled]),
+                "errors": sum(sample.failed for sample in (first, *sampled)),
             }
-            | _episode_columns(first, several)
+            | _episode_columns(first, sampled)
         )
-    more = list(EPISODE_COLUMNS) if any(one.episode for one in greedy) else []
-    frame = pd.DataFrame(rows, columns=[*COLUMNS, *more])
+    episode_columns = list(EPISODE_COLUMNS) if any(sample.episode for sample in greedy) else []
+    frame = pd.DataFrame(rows, columns=[*COLUMNS, *episode_columns])
     # A column of None alone would otherwise be typed by chance.
     return frame.astype({"greedy_answer": "str", "majority_answer": "str"})
 
 
-def _episode_columns(first: Judged, several: Sequence[Judged]) -> dict[str, object]:
+def _episode_columns(first: Judged, samples: Sequence[Judged]) -> dict[str, object]:
     """Return the cells of `EPISODE_COLUMNS`; none where completions are no episodes."""
-    greedy, sampled = first.episode, [one.episode for one in several if one.episode]
+    greedy, sampled = first.episode, [sample.episode for sample in samples if sample.episode]
     if greedy is None:
         return {}
     n = len(sampled)
@@ -168,10 +168,10 @@ def _episode_columns(first: Judged, several: Sequence[Judged]) -> dict[str, obje
         "greedy_calls": greedy.calls,
         "greedy_malformed": greedy.malformed,
         "greedy_end": greedy.end,
-        "sample_turns": sum(one.turns for one in sampled) / n,
-        "sample_return": float(sum(one.reward for one in sampled)) / n,
-        "sample_called": sum(one.calls > 0 for one in sampled) / n,
-        "sample_malformed": sum(one.malformed for one in sampled) / n,
+        "sample_turns": sum(episode.turns for episode in sampled) / n,
+        "sample_return": float(sum(episode.reward for episode in sampled)) / n,
+        "sample_called": sum(episode.calls > 0 for episode in sampled) / n,
+        "sample_malformed": sum(episode.malformed for episode in sampled) / n,
     }
 
 

@@ -1,7 +1,7 @@
-"""Evaluating a model folder on a split: decode, judge by the run's scorer, one row a problem.
+"""Evaluate a model folder on a split: decode, judge by the run's scorer, one row a problem.
 
-Completions are judged by their texts and the rows they answer to; episodes, too, by what their
-environments gave and said.
+Completions are judged by their texts and the rows they answer; episodes also by the rewards and
+replies of their environments.
 """
 
 from __future__ import annotations
@@ -93,23 +93,23 @@ def judge_episodes(
     by_environment = scorer.config.name == ENVIRONMENT
     judged = judge(
         scorer,
-        [one.answer for one in episodes],
-        [one.tokens for one in episodes],
-        [one.truncated for one in episodes],
+        [episode.answer for episode in episodes],
+        [episode.tokens for episode in episodes],
+        [episode.truncated for episode in episodes],
         prompts,
-        {**columns, "episode_reward": [one.reward for one in episodes]},
+        {**columns, "episode_reward": [episode.reward for episode in episodes]},
     )
     rewarded = []
-    for one, episode in zip(judged, episodes, strict=True):
-        right = episode.success if by_environment and episode.success is not None else one.correct
+    for row, episode in zip(judged, episodes, strict=True):
+        right = episode.success if by_environment and episode.success is not None else row.correct
         rewarded.append(
             replace(
-                one,
+                row,
                 text=episode.text,
                 correct=right and not episode.failed,
-                score=one.score if by_environment else one.score + episode.reward,
-                answer=one.answer if one.answer is not None else episode.answer,
-                failed=one.failed or episode.failed,
+                score=row.score if by_environment else row.score + episode.reward,
+                answer=row.answer if row.answer is not None else episode.answer,
+                failed=row.failed or episode.failed,
                 episode=episode,
             )
         )
@@ -128,7 +128,7 @@ def evaluate_model(
     part: tuple[int, int] = (0, 1),
     on_progress: Callable[[int], None] | None = None,
 ) -> pd.DataFrame:
-    """Decode every problem once greedily and `config.samples` times sampled, or play it so often.
+    """Decode each problem, or run its episode, once greedily and `config.samples` times sampled.
 
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.results`, set by set. `on_progress(n)` is called with the number of finished
@@ -152,7 +152,7 @@ def evaluate_model(
     longest = max(map(len, prompts))
     table = Problems(
         dataset=[name for name, rows in sets.items() for _ in range(len(rows))],
-        index=[place for rows in sets.values() for place in range(len(rows))],
+        index=[position for rows in sets.values() for position in range(len(rows))],
         data_source=list(frame["data_source"]),
         level=[
             str(next((row[k] for k in ("level", "difficulty") if row.get(k) is not None), ""))
@@ -179,7 +179,7 @@ def evaluate_model(
             (replace(sampling, n=1, temperature=0.0), sampling),
             config,
             max_prompt_length=max_prompt_length,
-            columns=rows_of_data if config.plays_episodes else None,
+            columns=rows_of_data if config.runs_episodes else None,
             first_prompt=share.start,
             longest_prompt=longest,
             on_progress=on_progress,
@@ -223,14 +223,14 @@ def judge_answers(
     """Judge n completions, or episodes, of each of P prompts, in order; see `judge`."""
     prompts = [prompt for prompt in prompts for _ in range(n)]
     repeated = {name: [v for v in values for _ in range(n)] for name, values in columns.items()}
-    episodes = [one.episode for one in answers if one.episode]
+    episodes = [answer.episode for answer in answers if answer.episode]
     if episodes:
         return judge_episodes(scorer, episodes, prompts, repeated)
     return judge(
         scorer,
-        [decode_response(tokenizer, one.token_ids) for one in answers],
-        [len(one.token_ids) for one in answers],
-        [one.truncated for one in answers],
+        [decode_response(tokenizer, answer.token_ids) for answer in answers],
+        [len(answer.token_ids) for answer in answers],
+        [answer.truncated for answer in answers],
         prompts,
         repeated,
     )

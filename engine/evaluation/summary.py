@@ -1,8 +1,8 @@
-"""Two tables of evaluation rows in, their comparison out: whole, by source and level, and by set.
+"""The comparison of two tables of evaluation rows: in total, by source and level, and by set.
 
-Numbers, and lines of text: whether a gain suffices is decided in `engine.promotion`, how it looks
-in `report_page`. The table of an evaluation holds the problems of all evaluation sets; `TEST` is
-the run's own split.
+It makes numbers and lines of text: `engine.promotion` decides whether a gain suffices, and
+`report_page` how it looks. The table of an evaluation holds the problems of all evaluation sets;
+`TEST` is the run's own split.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EpisodeMeasure:
     change: Interval
 
     def line(self) -> str:
-        """E.g. `turns, greedy 6.10 → 4.20 (-1.90 [-2.10, -1.70])`."""
+        """Return e.g. `turns, greedy 6.10 → 4.20 (-1.90 [-2.10, -1.70])`."""
         before, after = self.before.mean, self.after.mean
         if self.kind == "share":
             return f"{self.name} {before:.1%} → {after:.1%} ({_signed(self.change, 100, 1)})"
@@ -86,9 +86,9 @@ def compare_episodes(
             continue
         interval = rate_interval if kind == "share" else mean_interval
         old, new = (table[name].to_numpy(float) for table in tables)
-        one, two = (interval(values, confidence, samples, seed) for values in (old, new))
+        first, second = (interval(values, confidence, samples, seed) for values in (old, new))
         change = paired_bootstrap(old, new, confidence, samples, seed)
-        measures.append(EpisodeMeasure(label, kind, one, two, change))
+        measures.append(EpisodeMeasure(label, kind, first, second, change))
     return measures
 
 
@@ -325,22 +325,23 @@ class EvaluatedSet:
     known: int  # problems that are known from training
 
     def lines(self) -> list[str]:
-        """Return the scores with the contamination, then a line a part."""
-        found = self.comparison
-        rates = described(found.before, found.after, found.gain, found.problems)
+        """Return a line with the scores and the contamination, then a line a part."""
+        comparison = self.comparison
+        rates = described(comparison.before, comparison.after, comparison.gain, comparison.problems)
         lines = [f"{self.name}: {rates}; {self.contamination}"]
-        if found.episodes:
-            lines.append(f"{self.name}: {'; '.join(one.line() for one in found.episodes)}")
+        if comparison.episodes:
+            measures = "; ".join(measure.line() for measure in comparison.episodes)
+            lines.append(f"{self.name}: {measures}")
         return [*lines, *(f"{self.name}: {part.line()}" for part in self.proper_parts)]
 
     @property
     def proper_parts(self) -> list[Part]:
-        """The parts that aren't all of the set."""
+        """Return the parts that aren't all of the set."""
         return [part for part in self.parts if part.problems < self.comparison.problems]
 
     @property
     def contamination(self) -> str:
-        """E.g. `3 of 512 prompts known from training (0.6%)`."""
+        """Return e.g. `3 of 512 prompts known from training (0.6%)`."""
         problems = self.comparison.problems
         share = self.known / problems
         return f"{self.known} of {problems} prompts known from training ({share:.1%})"
@@ -366,13 +367,14 @@ def compare_sets(
     """
     compared = []
     for name, count in known.items():
-        one, two = rows_of_set(before, name), rows_of_set(after, name)
+        rows_before, rows_after = rows_of_set(before, name), rows_of_set(after, name)
         settings = (k, confidence, bootstrap_samples, seed)
         try:
-            comparison = summarise(one, two, *settings)
+            comparison = summarise(rows_before, rows_after, *settings)
         except DataError as error:
             raise DataError(f"evaluation set {name}: {error}") from error
-        compared.append(EvaluatedSet(name, comparison, breakdown(one, two, *settings), count))
+        parts = breakdown(rows_before, rows_after, *settings)
+        compared.append(EvaluatedSet(name, comparison, parts, count))
     return compared
 
 
@@ -397,8 +399,8 @@ def rows_of_set(rows: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def write_sets(folder: Path, sets: list[EvaluatedSet]) -> None:
-    """Write them into an evaluation's folder."""
-    text = json.dumps([asdict(one) for one in sets], indent=2, allow_nan=False)
+    """Write evaluation sets into an evaluation's folder."""
+    text = json.dumps([asdict(evaluated) for evaluated in sets], indent=2, allow_nan=False)
     (folder / FILE).write_text(text)
 
 

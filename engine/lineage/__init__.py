@@ -1,4 +1,4 @@
-"""The graph of artifacts: what was made from what, whether it is as recorded, and what differs.
+"""Lineage is the graph of artifacts: their parents, whether they are as recorded, and diffs.
 
 Read `graph` first: it finds the manifests of stores and walks them. `lookup` is the entry point:
 its `review` goes from what a person names to the graph around it. `audit` checks a graph, `compare`

@@ -99,9 +99,10 @@ def as_json(
     for node in graph.nodes.values():
         names = ("key", "kind", "digest", "label", "uri", "missing", "facts")
         values: dict[str, object] = {name: getattr(node, name) for name in names}
-        own = node.manifest
-        values["manifest_digest"] = own.own_digest if own else ""
-        values["manifest"] = own.model_dump(mode="json", exclude={"files"}) if own else None
+        manifest = node.manifest
+        values["manifest_digest"] = manifest.own_digest if manifest else ""
+        less_files = manifest.model_dump(mode="json", exclude={"files"}) if manifest else None
+        values["manifest"] = less_files
         nodes.append(values)
     values = {
         "focus": list(graph.focus),
@@ -186,13 +187,13 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         say(json.dumps(as_json(graph_review, checked, comparison), indent=2))
     else:
-        # A pipe has no width of its own; 80 columns would break lines that a grep wants whole.
+        # rich takes a pipe for 80 columns wide, and would break the lines that a grep matches.
         console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
         for line in lines(comparison) if comparison is not None else ():
             console.print(presentable(line), markup=False, soft_wrap=True)
         for tree in trees(graph_review) if options.command == "show" else ():
             console.print(tree)
-    # What was graph_review wrong and what was not looked at, on stderr.
+    # Faults, and what could not be checked, go to stderr.
     for note in graph_review.notes if checked is None else (note.text for note in checked.notes):
         say(f"note: {note}", error=True)
     if checked is None:

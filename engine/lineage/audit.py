@@ -1,4 +1,4 @@
-"""Checking a graph: every artifact re-hashed, every link compared with what its child recorded.
+"""Check a graph: re-hash every artifact, and compare every link with its child's record.
 
 A fault is something that changed or is gone. A note is something that could not be checked. A store
 that doesn't answer is neither: checking ends in a StorageError, and may be tried again.
@@ -18,7 +18,7 @@ from engine.lineage.graph import (
     MODEL_VERSION,
     ArtifactNode,
     artifact_node,
-    place_in_store,
+    location_in_store,
 )
 from engine.lineage.lookup import recorded_manifests
 from engine.storage.artifacts import SOURCE, differences, read_manifest
@@ -42,19 +42,19 @@ class AuditFinding:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What checking found."""
+    """The findings of an audit."""
 
     checked: int  # nodes that were re-hashed, or were to be and are missing
     findings: tuple[AuditFinding, ...]
 
     @property
     def faults(self) -> tuple[AuditFinding, ...]:
-        """What changed or is missing."""
+        """Return the findings of what changed or is missing."""
         return tuple(finding for finding in self.findings if finding.is_fault)
 
     @property
     def notes(self) -> tuple[AuditFinding, ...]:
-        """What could not be checked."""
+        """Return the findings of what could not be checked."""
         return tuple(finding for finding in self.findings if not finding.is_fault)
 
 
@@ -69,9 +69,9 @@ def audit(review: Review, on_node: Callable[[ArtifactNode], None] | None = None)
     for node in graph.nodes.values():
         if on_node is not None:
             on_node(node)
-        found = _check_node(node, review.tracker)
-        checked += all(finding.is_fault for finding in found)
-        findings += found
+        findings_of_node = _check_node(node, review.tracker)
+        checked += all(finding.is_fault for finding in findings_of_node)
+        findings += findings_of_node
         if node.manifest is not None:
             try:
                 findings += _check_manifest(node, node.manifest.own_digest, review, answers)
@@ -114,16 +114,16 @@ def _check_source(node: ArtifactNode) -> list[AuditFinding]:
         ]
     path = as_path(node.uri)
     try:
-        found = hash_file(path) if path.is_file() else tree_digest(path)
+        actual = hash_file(path) if path.is_file() else tree_digest(path)
     except OSError as error:
         return [AuditFinding(node.key, f"can't read {path}: {error.strerror or error}")]
     except LineageError as error:
         return [AuditFinding(node.key, str(error))]
-    if found == node.digest:
+    if actual == node.digest:
         return []
-    text = f"source {path} is now {found[:12]} where {node.digest[:12]} was read"
-    more = f"; see its {MANIFEST}" if (path / MANIFEST).is_file() else ""
-    return [AuditFinding(node.key, text + more)]
+    text = f"source {path} is now {actual[:12]} where {node.digest[:12]} was read"
+    hint = f"; see its {MANIFEST}" if (path / MANIFEST).is_file() else ""
+    return [AuditFinding(node.key, text + hint)]
 
 
 def _check_version(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFinding]:
@@ -169,9 +169,9 @@ def _check_copy(node: ArtifactNode, copy: str) -> list[AuditFinding]:
 
 
 def _check_manifest(
-    node: ArtifactNode, own: str, review: Review, answers: bool
+    node: ArtifactNode, manifest_digest: str, review: Review, answers: bool
 ) -> list[AuditFinding]:
-    """Compare a manifest, of SHA-256 `own`, with what children, versions or its run recorded of it.
+    """Compare a manifest's SHA-256 with what children, versions or its run recorded of it.
 
     An artifact that was lost and made again, after its children, is noted: the run that made it
     recorded its manifest, and its content is what its children were made from. answers: whether
@@ -180,7 +180,7 @@ def _check_manifest(
     records = _records(node, review)
     differing: dict[str, list[str]] = {}
     for child, digest in records.items():
-        if digest != own:
+        if digest != manifest_digest:
             differing.setdefault(digest, []).append(child)
     if (records and not differing) or not (records or answers):
         return []
@@ -191,12 +191,12 @@ def _check_manifest(
     except TrackingError:
         if not records:
             raise
-    if own in recorded:
+    if manifest_digest in recorded:
         text = (
             f"{node.name} was made again after what came of it: same content, a manifest of its own"
         )
         return [AuditFinding(node.key, text, is_fault=False)] if records else []
-    where = f"{node.uri}/{MANIFEST} is of SHA-256 {own[:12]} where"
+    where = f"{node.uri}/{MANIFEST} is of SHA-256 {manifest_digest[:12]} where"
     faults = []
     for digest, children in differing.items():
         names = ", ".join(children[:3])
@@ -228,11 +228,11 @@ def _records(node: ArtifactNode, review: Review) -> dict[str, str]:
     }
     others = {p.manifest.own_digest for p in index.with_digest(node.digest)}
     others -= {node.manifest.own_digest} if node.manifest else set()
-    for place, parent in index.made_from(node.digest):
-        is_its_child = place_in_store(parent, place.uri) == node.uri
+    for artifact, parent in index.made_from(node.digest):
+        is_its_child = location_in_store(parent, artifact.uri) == node.uri
         is_recorded = parent.manifest and parent.kind == node.kind
         if is_recorded and (is_its_child or parent.manifest not in others):
-            records[artifact_node(place).name] = parent.manifest
+            records[artifact_node(artifact).name] = parent.manifest
     for version in review.versions:
         digest = version.facts.get(MANIFEST_TAG, "")
         if version.digest == node.digest and digest and digest not in others:

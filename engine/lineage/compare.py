@@ -1,4 +1,4 @@
-"""What differs between two artifacts, as values and in words."""
+"""Compare two artifacts, and say the differences as values and in words."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def row_change(name: str, before: str, after: str) -> RowChange | None:
             sides.append(_read_table(name, data))
         except (OSError, ValueError):  # pyarrow's errors are of these
             return None
-    (columns_before, one), (columns_after, two) = sides
+    (columns_before, rows_before), (columns_after, rows_after) = sides
     signs = [f"+{c}" for c in columns_after if c not in columns_before]
     signs += [f"-{c}" for c in columns_before if c not in columns_after]
     return RowChange(
         name,
-        before=one.total(),
-        after=two.total(),
-        added=(two - one).total(),
-        removed=(one - two).total(),
+        before=rows_before.total(),
+        after=rows_after.total(),
+        added=(rows_after - rows_before).total(),
+        removed=(rows_before - rows_after).total(),
         columns=", ".join(signs),
     )
 
@@ -101,7 +101,7 @@ class MetricChange:
 
     @property
     def delta(self) -> float | None:
-        """After less before, where both are finite."""
+        """Return after less before; None unless both are finite."""
         if self.before is None or self.after is None:
             return None
         delta = self.after - self.before
@@ -134,7 +134,7 @@ class ArtifactComparison:
 
     @property
     def same_content(self) -> bool:
-        """Whether both hold the same bytes."""
+        """Tell whether both hold the same bytes."""
         return self.before.digest == self.after.digest
 
 
@@ -200,21 +200,21 @@ def _data(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> tuple[Data
     """Pair the datasets and sources behind both sides; equal ones are left out."""
     sides = []
     for node in (before, after):
-        behind = [node, *graph.ancestors(node.key)]
-        sides.append({n.digest: n for n in behind if n.kind in DATA})
+        ancestors = [node, *graph.ancestors(node.key)]
+        sides.append({n.digest: n for n in ancestors if n.kind in DATA})
     changes = []
     for kind in reversed(DATA):
         left, right = (
             [n for digest, n in side.items() if n.kind == kind and digest not in other]
             for side, other in (sides, reversed(sides))
         )
-        for one, two in zip_longest(left, right):
+        for old, new in zip_longest(left, right):
             files: tuple[Change, ...] = ()
-            if one and two and one.manifest and two.manifest:
-                files = _files(one, two)
+            if old and new and old.manifest and new.manifest:
+                files = _files(old, new)
             both = [c.name for c in files if ABSENT not in (c.before, c.after)]
-            rows = [row_change(name, one.uri, two.uri) for name in both]
-            changes.append(DataChange(kind, one, two, files, tuple(filter(None, rows))))
+            rows = [row_change(name, old.uri, new.uri) for name in both]
+            changes.append(DataChange(kind, old, new, files, tuple(filter(None, rows))))
     return tuple(changes)
 
 

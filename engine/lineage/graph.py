@@ -43,7 +43,7 @@ class StoredArtifact:
 
 @dataclass(frozen=True)
 class Index:
-    """What `scan` found."""
+    """The artifacts that `scan` read, and what it could not read."""
 
     roots: tuple[str, ...] = ()
     artifacts: tuple[StoredArtifact, ...] = ()
@@ -94,12 +94,12 @@ def default_roots(artifact: str = "") -> list[str]:
     roots = []
     if artifact:
         store, _, rest = artifact.rstrip("/").rpartition(f"/{ARTIFACTS}/")
-        known = is_remote(artifact) or as_path(f"{store}/{ARTIFACTS}").is_dir()
-        if store and rest.count("/") == 1 and known:
+        is_store = is_remote(artifact) or as_path(f"{store}/{ARTIFACTS}").is_dir()
+        if store and rest.count("/") == 1 and is_store:
             roots.append(f"{store}/{ARTIFACTS}")
-    own = home() / ARTIFACTS
-    if own.is_dir():
-        roots.append(str(own))
+    local = home() / ARTIFACTS
+    if local.is_dir():
+        roots.append(str(local))
     if shared_store():
         roots.append(f"{shared_store()}/{ARTIFACTS}")
     return list(dict.fromkeys(roots))
@@ -121,9 +121,9 @@ def scan(roots: Iterable[str]) -> Index:
     names = tuple(dict.fromkeys(str(root).rstrip("/") for root in roots))
     folders = dict.fromkeys(folder for root in names for folder in _folders(root))
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(read, folders))
-    artifacts = tuple(one for one in found if isinstance(one, StoredArtifact))
-    return Index(names, artifacts, tuple(one for one in found if isinstance(one, str)))
+        results = list(pool.map(read, folders))
+    artifacts = tuple(result for result in results if isinstance(result, StoredArtifact))
+    return Index(names, artifacts, tuple(result for result in results if isinstance(result, str)))
 
 
 def _folders(root: str) -> Iterator[str]:
@@ -168,32 +168,32 @@ class ArtifactNode:
 
     @property
     def name(self) -> str:
-        """Its label, or kind and digest."""
+        """Return the node's label, or its kind and digest."""
         return self.label or f"{self.kind} {self.digest[:12]}"
 
     @property
     def draft(self) -> Draft | None:
-        """What its stage was making and how, as its manifest or its checkpoint's origin says."""
+        """Return what its stage made and how, from its manifest or its checkpoint's origin."""
         return self.manifest or self.origin
 
     @property
     def config(self) -> dict[str, object]:
-        """The configuration that it was made by."""
+        """Return the configuration that it was made by."""
         return self.draft.config if self.draft else {}
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was measured of it."""
+        """Return the metrics that were measured of it."""
         return self.draft.metrics if self.draft else {}
 
     @property
     def parents(self) -> tuple[Parent, ...]:
-        """What it was made from, as recorded."""
+        """Return what it was made from, as recorded."""
         return self.draft.parents if self.draft else ()
 
     @property
     def created_at(self) -> datetime | None:
-        """When its manifest was written."""
+        """Return when its manifest was written."""
         return self.manifest.created_at if self.manifest else None
 
 
@@ -224,7 +224,7 @@ class Graph:
         return [edge for edge in self.edges.values() if edge.parent == key]
 
     def ancestors(self, key: str) -> list[ArtifactNode]:
-        """All that a node was made from, nearest first."""
+        """Return all that a node was made from, nearest first."""
         above: dict[str, list[str]] = defaultdict(list)
         for edge in self.edges.values():
             above[edge.child].append(edge.parent)
@@ -300,7 +300,7 @@ class GraphBuilder:
                 self.graph.add(child)
             return [child.key for child in children]
 
-        # Once all are known: the edges among them and to what was there before.
+        # Now that all are known, link them to one another and to the nodes from before.
         for key in reachable(start.key, add_children)[1:]:
             node = self.graph.nodes[key]
             for parent in node.parents:
@@ -310,22 +310,23 @@ class GraphBuilder:
 
     def _children(self, node: ArtifactNode) -> list[ArtifactNode]:
         children = []
-        for place, parent in self.index.made_from(node.digest):
-            if self.find(parent, place.uri).key == node.key or node.kind == parent.kind == SOURCE:
-                children.append(artifact_node(place))
+        for artifact, parent in self.index.made_from(node.digest):
+            is_node = self.find(parent, artifact.uri).key == node.key
+            if is_node or node.kind == parent.kind == SOURCE:
+                children.append(artifact_node(artifact))
         if node.manifest is not None:
-            own = node.manifest.own_digest
+            manifest_digest = node.manifest.own_digest
             known = {p.manifest.own_digest for p in self.index.with_digest(node.digest)}
             for version in self._versions.get(node.digest, []):
                 recorded = version.facts.get("manifest_digest", "")
-                # Another artifact of equal content may be the one that it was registered from.
-                if recorded in ("", own) or recorded not in known:
+                # It may have been registered from another artifact of equal content.
+                if recorded in ("", manifest_digest) or recorded not in known:
                     children.append(version)
                     self.graph.link(Edge(node.key, version.key, "artifact", recorded))
         if node.kind == CHECKPOINT and node.origin is not None:
             sources = node.facts.get("sources_digest", "")
-            for place in self.index.with_inputs(node.origin.inputs_digest, sources):
-                children.append(artifact_node(place))
+            for artifact in self.index.with_inputs(node.origin.inputs_digest, sources):
+                children.append(artifact_node(artifact))
                 self.graph.link(Edge(node.key, children[-1].key, CHECKPOINT))
         return children
 
@@ -337,17 +338,17 @@ class GraphBuilder:
         """
         if parent.kind == SOURCE:
             return source_node(parent)
-        in_store = place_in_store(parent, child)
+        in_store = location_in_store(parent, child)
         existing = self._manifest(in_store) if in_store else None
         if existing is not None and existing.digest != parent.digest:
             return _missing(parent, in_store, existing)
-        places = [in_store, parent.uri, *(p.uri for p in self.index.with_digest(parent.digest))]
-        places.append(str(artifact_path(parent.kind, parent.digest)))
+        locations = [in_store, parent.uri, *(p.uri for p in self.index.with_digest(parent.digest))]
+        locations.append(str(artifact_path(parent.kind, parent.digest)))
         if store := _store_of(child):
-            places.append(f"{store}/{parent.kind}/{parent.digest[:16]}")
-        places.append(child)  # a model version's own files are a copy of its artifact
+            locations.append(f"{store}/{parent.kind}/{parent.digest[:16]}")
+        locations.append(child)  # a model version's own files are a copy of its artifact
         fallback = None
-        for uri in filter(None, dict.fromkeys(places)):
+        for uri in filter(None, dict.fromkeys(locations)):
             manifest = self._manifest(uri)
             if manifest is None or manifest.digest != parent.digest:
                 continue
@@ -368,7 +369,7 @@ class GraphBuilder:
         return self._read[uri]
 
 
-def place_in_store(parent: Parent, child: str) -> str:
+def location_in_store(parent: Parent, child: str) -> str:
     """Return where a parent lies in the store of the artifact at `child`, by its address' end.
 
     Empty where its recorded address is no place of an artifact with its digest.
@@ -394,11 +395,11 @@ def _missing(parent: Parent, where: str, existing: Manifest | None) -> ArtifactN
     return ArtifactNode(key, parent.kind, parent.digest, where, missing=why)
 
 
-def artifact_node(place: StoredArtifact) -> ArtifactNode:
+def artifact_node(artifact: StoredArtifact) -> ArtifactNode:
     """Return the node of an artifact; copies with equal manifests are one node."""
-    manifest = place.manifest
+    manifest = artifact.manifest
     key = f"{manifest.kind}:{manifest.digest}:{manifest.own_digest}"
-    return ArtifactNode(key, manifest.kind, manifest.digest, place.uri, manifest=manifest)
+    return ArtifactNode(key, manifest.kind, manifest.digest, artifact.uri, manifest=manifest)
 
 
 def source_node(source: Parent) -> ArtifactNode:

@@ -1,4 +1,4 @@
-"""From what a person names to the graph around it: the entry point of this package.
+"""Look up a reference and the graph around it: the entry point of this package.
 
 A reference is a folder or address of an artifact, a checkpoint, a file or folder that artifacts
 were made from, the first hex digits of a digest, or a model version `models:/NAME@ALIAS`. Checks of
@@ -52,7 +52,7 @@ ORIGIN = "origin.json"
 
 
 class Origin(Draft):
-    """What a folder of checkpoints is being made from: `origin.json`, before there is an artifact.
+    """The inputs of a folder of checkpoints: its `origin.json`, before there is an artifact.
 
     A stage that is cut off leaves checkpoints and no manifest; this file says whose they are.
     """
@@ -133,8 +133,8 @@ def all_versions(tracker: Tracker) -> list[ArtifactNode]:
         for model in all_pages(lambda t: client.search_registered_models(page_token=t)):
             for alias, version in model.aliases.items():
                 aliases.setdefault((model.name, str(version)), []).append(alias)
-        found = all_pages(lambda t: client.search_model_versions(max_results=PAGE, page_token=t))
-        versions = [ModelVersion.of(v, aliases.get((v.name, str(v.version)), ())) for v in found]
+        entries = all_pages(lambda t: client.search_model_versions(max_results=PAGE, page_token=t))
+        versions = [ModelVersion.of(v, aliases.get((v.name, str(v.version)), ())) for v in entries]
     return [node for node in map(version_node, versions) if node.digest]
 
 
@@ -167,12 +167,12 @@ class Review:
 
     @property
     def starts(self) -> list[ArtifactNode]:
-        """The nodes that were asked about, in order."""
+        """Return the nodes that the review is about, in order."""
         return [self.graph.nodes[key] for key in self.graph.focus]
 
     @property
     def summary(self) -> str:
-        """How many nodes of which kinds there are, e.g. "3 nodes: 1 dataset, 2 rl"."""
+        """Return the number of nodes by kind, e.g. "3 nodes: 1 dataset, 2 rl"."""
         kinds = Counter(node.kind.replace("_", " ") for node in self.graph.nodes.values())
         parts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         return f"{kinds.total()} {'node' if kinds.total() == 1 else 'nodes'}: {parts}"
@@ -195,9 +195,9 @@ def review(
     starts = [_locate(reference, registry) for reference in references]
     roots: dict[str, None] = dict.fromkeys(stores)
     for node, parents in starts if not stores else ():
-        # A version's own files lie in MLflow's store, not in ours.
-        places = [p.uri for p in parents] if parents else [node.uri] if node else [""]
-        roots |= dict.fromkeys(root for place in places for root in default_roots(place))
+        # A version's own files lie in MLflow's store, not in the artifact store.
+        locations = [p.uri for p in parents] if parents else [node.uri] if node else [""]
+        roots |= dict.fromkeys(root for location in locations for root in default_roots(location))
     index = scan(roots or default_roots())
     notes: list[str] = []
     tracker: Tracker | None = None

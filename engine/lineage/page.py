@@ -2,7 +2,7 @@
 
 `arrange` places boxes and lines in layers from left to right with few crossings, by Sugiyama's
 method: layers by longest path, invisible boxes where an edge passes a layer, order by the mean
-place of neighbours, then heights. The edge that closes a cycle runs backwards.
+position of neighbours, then heights. The edge that closes a cycle runs backwards.
 
 The page makes no request: a content security policy permits its own style and script, by their
 digests, and nothing more. Without JavaScript all details are shown one below the other. Markup,
@@ -143,13 +143,13 @@ def _with_bends(
 
 
 def _order(layers: list[list[_Item]], neighbours: _Neighbours, reverse: bool) -> None:
-    """Sort each layer by the mean place of its items' neighbours in the layer before."""
+    """Sort each layer by the mean position of its items' neighbours in the layer before."""
     for before, layer in pairwise(reversed(layers) if reverse else layers):
-        place = {item: index for index, item in enumerate(before)}
+        position = {item: index for index, item in enumerate(before)}
         weights = {}
         for index, item in enumerate(layer):
-            places = [place[other] for other in neighbours[item] if other in place]
-            weights[item] = (sum(places) / len(places) if places else float(index), index)
+            positions = [position[other] for other in neighbours[item] if other in position]
+            weights[item] = (sum(positions) / len(positions) if positions else float(index), index)
         layer.sort(key=weights.__getitem__)
 
 
@@ -162,27 +162,27 @@ def _heights(
         _settle(layer, dict.fromkeys(layer, 0.0), top)
     for _ in range(SWEEPS):
         for layer in (*layers, *reversed(layers)):
-            wanted = {}
+            targets = {}
             for item in layer:
                 middles = [top[k] + _size(k) / 2 for k in (*above[item], *below[item])] or [
                     top[item] + _size(item) / 2
                 ]
-                wanted[item] = sum(middles) / len(middles) - _size(item) / 2
-            _settle(layer, wanted, top)
+                targets[item] = sum(middles) / len(middles) - _size(item) / 2
+            _settle(layer, targets, top)
     lowest = min(top.values(), default=0.0)
     return {item: MARGIN + round(y - lowest, 1) for item, y in top.items()}
 
 
-def _settle(layer: list[_Item], wanted: Mapping[_Item, float], top: dict[_Item, float]) -> None:
+def _settle(layer: list[_Item], targets: Mapping[_Item, float], top: dict[_Item, float]) -> None:
     """Place a layer's items as near to the tops that they want as their sizes allow.
 
     Items that would overlap form a block, which goes where its members on average want it.
     """
     sizes = {item: _size(item) + (ROW_GAP if _size(item) else LINE_GAP) for item in layer}
-    # Of each block: how many members, the sum of the tops they want for it, and its height.
+    # Each block has its number of members, the sum of the tops they want for it, and its height.
     blocks: list[tuple[int, float, float]] = []
     for item in layer:
-        count, total, height = 1, wanted[item], sizes[item]
+        count, total, height = 1, targets[item], sizes[item]
         while blocks and blocks[-1][1] / blocks[-1][0] + blocks[-1][2] > total / count:
             others, others_total, others_height = blocks.pop()
             total += others_total - count * others_height
@@ -190,10 +190,10 @@ def _settle(layer: list[_Item], wanted: Mapping[_Item, float], top: dict[_Item, 
         blocks.append((count, total, height))
     members = iter(layer)
     for count, total, _ in blocks:
-        place = total / count
+        y = total / count
         for member in islice(members, count):
-            top[member] = place
-            place += sizes[member]
+            top[member] = y
+            y += sizes[member]
 
 
 def _size(item: _Item) -> float:
@@ -231,7 +231,7 @@ def _box_texts(node: ArtifactNode) -> tuple[str, str]:
     return shorten(title, 24), shorten(below, 28)
 
 
-MOST_FILES = 200  # files of one artifact that the page lists
+MAX_FILES = 200  # files of one artifact that the page lists
 
 
 def render_page(
@@ -277,7 +277,7 @@ def render_page(
             graph=graph,
             ids={key: f"lineage-{number}" for number, key in enumerate(graph.nodes)},
             marks=marks,
-            most_files=MOST_FILES,
+            most_files=MAX_FILES,
             notes=notes,
             parents=parents,
             policy=html_templates.content_policy(css, script),

@@ -1,4 +1,4 @@
-"""Planner: which layout a run gets on the machines that are there, what it costs, and why.
+"""The planner chooses a run's layout on the machines that are there, with its cost and reason.
 
 Read `layout_search` first. `memory` and `cost` price a layout in bytes and seconds by the `sizes`
 of a model and a step, `resources` knows machines and devices, `explain` puts a plan into words.

@@ -1,6 +1,6 @@
 """`python -m engine.planner --model PATH --gpus 8 --memory-gb 80`: the table, without a cluster.
 
-What a run with `trainer.placement: auto` would be given on such machines, and why.
+It shows the layout that a run with `trainer.placement: auto` would get on such machines, and why.
 """
 
 from __future__ import annotations

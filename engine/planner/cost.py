@@ -37,14 +37,14 @@ class Price:
     ahead: float = 0.0  # of processes that only decode, meanwhile
 
     @property
-    def own(self) -> float:
-        """Of the trainer's ranks."""
+    def trainer(self) -> float:
+        """Seconds of the trainer's ranks."""
         return self.compute + self.traffic + self.switch + self.rollout
 
     @property
     def total(self) -> float:
-        """Of the step."""
-        return max(self.own, self.ahead)
+        """Seconds of the step."""
+        return max(self.trainer, self.ahead)
 
 
 def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price:
@@ -59,9 +59,9 @@ def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price
 
 
 def _flops(work: Workload) -> float:
-    """Return those of a token's forward pass, by the parameters that it meets.
+    """Return the FLOPs of a token's forward pass, by the parameters that it meets.
 
-    Of experts those are the chosen ones. Half of a row's attention is masked.
+    A token meets the chosen experts alone. Half of a row's attention is masked.
     """
     shape, parts = work.shape, sizes(work.shape)
     matrices = parts.active * parts.layers + shape.vocab * shape.hidden
@@ -85,11 +85,11 @@ def _compute(work: Workload, candidate: Candidate, allocation: Allocation) -> fl
     factor = 4.0 if candidate.activation_checkpointing else 3.0
     passes = work.trained_passes * factor + work.plain_passes
     tokens = work.rows_of(candidate.layout) * work.length
-    own = tokens * _flops(work) * passes / (layout.sp * layout.tp * layout.pp)
+    operations = tokens * _flops(work) * passes / (layout.sp * layout.tp * layout.pp)
     micros = _micros(work, candidate)
     idle = (micros + layout.pp - 1) / micros * _imbalance(work.shape, layout.pp)
     overhead = passes * micros * work.shape.layers / layout.pp * allocation.device.kernel_s
-    return own / _rate(work, allocation) * idle + overhead * idle
+    return operations / _rate(work, allocation) * idle + overhead * idle
 
 
 @lru_cache(maxsize=1024)

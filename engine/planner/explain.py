@@ -1,4 +1,4 @@
-"""A plan in a few lines: what there is, what was chosen and why, and what else there was."""
+"""Describe a plan in a few lines: the machines, the choice with its reason, and the others."""
 
 from __future__ import annotations
 
@@ -63,57 +63,57 @@ def _roles(plan: PlacementPlan) -> list[str]:
         f"{decode} for {best.decodes:.3g} s"
     ]
     also = [
-        f"{one.ranks} and {one.samplers} {max(one.computes, one.decodes):.3g} s"
-        for one in others[:SHOWN]
+        f"{other.ranks} and {other.samplers} {max(other.computes, other.decodes):.3g} s"
+        for other in others[:SHOWN]
     ]
     if plan.together is not None:
         also.append(f"taking turns on all GPUs (trainer.mode=sync) {plan.together:.3g} s")
     return lines + ([f"          instead of that: {'; '.join(also)}"] if also else [])
 
 
-def _lost(one: PricedCandidate, chosen: PricedCandidate) -> str:
+def _lost(priced: PricedCandidate, chosen: PricedCandidate) -> str:
     """Return why the chosen one was taken first: what this lacks, or what costs it most time."""
-    if one is chosen:
+    if priced is chosen:
         return ""
-    if not one.fits:
-        return f"{_excess(one)} GiB in {one.lacks}"
+    if not priced.fits:
+        return f"{_excess(priced)} GiB in {priced.lacks}"
     names = ("train", "move", "roll")
-    more = [a - b for a, b in zip(_seconds(one), _seconds(chosen), strict=True)]
-    most = max(range(len(more)), key=more.__getitem__)
-    return f"{more[most]:.2g} s to {names[most]}" if more[most] > 0 else "equal"
+    excess = [a - b for a, b in zip(_seconds(priced), _seconds(chosen), strict=True)]
+    largest = max(range(len(excess)), key=excess.__getitem__)
+    return f"{excess[largest]:.2g} s to {names[largest]}" if excess[largest] > 0 else "equal"
 
 
-def _seconds(one: PricedCandidate) -> tuple[float, float, float]:
+def _seconds(priced: PricedCandidate) -> tuple[float, float, float]:
     """Return seconds of training, of what moves between ranks, and of rollout."""
-    price = one.price
+    price = priced.price
     return price.compute, price.traffic + price.switch, price.rollout + price.ahead
 
 
-def _parts(one: PricedCandidate) -> str:
+def _parts(priced: PricedCandidate) -> str:
     """Return the large parts of the peak."""
     names = {
         "training": ("weights", "gradients", "moments", "activations", "rollout"),
         "rollout": ("weights", "moments", "rollout", "cache"),
         "loading": ("loading",),
     }
-    shown = {name: getattr(one.memory, name) / GIB for name in names[one.memory.when]}
+    shown = {name: getattr(priced.memory, name) / GIB for name in names[priced.memory.when]}
     large = [f"{name} {size:.2f}" for name, size in shown.items() if size >= 0.005]
     return ", ".join([*large, f"process {RUNTIME / GIB:.2f}"])
 
 
-def _gib(one: PricedCandidate) -> float:
+def _gib(priced: PricedCandidate) -> float:
     """Return what the rank's memory must have for it, in GiB."""
-    return (one.memory.peak / USABLE + RUNTIME) / GIB
+    return (priced.memory.peak / USABLE + RUNTIME) / GIB
 
 
 def _table(rows: Sequence[tuple[str, PricedCandidate]]) -> list[str]:
     cells: list[tuple[str, ...]] = [("", *_HEADS)]
-    for mark, one in rows:
-        c = one.candidate
-        numbers = (c.layout, one.allocation.ranks, c.rollout_tp, c.tokens, c.memory_options)
-        seconds = (f"{value:.3g}" for value in _seconds(one))
-        lost = _lost(one, rows[0][1])
-        cells.append((mark, *map(str, numbers), f"{_gib(one):.2f}", *seconds, lost))
+    for mark, priced in rows:
+        c = priced.candidate
+        numbers = (c.layout, priced.allocation.ranks, c.rollout_tp, c.tokens, c.memory_options)
+        seconds = (f"{value:.3g}" for value in _seconds(priced))
+        lost = _lost(priced, rows[0][1])
+        cells.append((mark, *map(str, numbers), f"{_gib(priced):.2f}", *seconds, lost))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(

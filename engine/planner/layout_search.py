@@ -1,9 +1,9 @@
 """The search for a layout: every one that can run is priced, and those that fit are ranked.
 
-Pure: the same workload, machines and settings give the same plan. What else the trainer refuses is
-given as `refusal`. Prices are in `memory` and `cost`, the words in `explain`.
+The search is pure: the same workload, machines and settings give the same plan. `refusal` says what
+else the trainer refuses. Prices are in `memory` and `cost`, the words in `explain`.
 
-In the modes that run ahead (`search_apart`) so many GPUs decode and the others compute. A step then
+In the modes that run ahead (`search_apart`) some GPUs decode and the others compute. A step then
 takes as long as the slower of the two: samplers take new weights and decode a step's completions,
 while the trainer's ranks compute, and hand their weights out. More samplers decode faster and leave
 fewer ranks, so the cheapest split is where both take about as long.
@@ -42,7 +42,7 @@ BUDGET = 16384  # tokens of a micro-batch, at most: what the settings start from
 
 @dataclass(frozen=True)
 class PricedCandidate:
-    """A candidate on a part of the cluster. Most are too large, and never priced."""
+    """A candidate on a part of the cluster. Most are too large, and are never priced."""
 
     work: Workload = field(repr=False)
     candidate: Candidate
@@ -50,30 +50,30 @@ class PricedCandidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """What a rank needs."""
+        """Return the memory that a rank needs."""
         allocation = self.allocation
-        there = allocation.memory if allocation.gpus else 0
-        return estimate(self.work, self.candidate, gpu=there > 0, there=there)
+        memory = allocation.memory if allocation.gpus else 0
+        return estimate(self.work, self.candidate, gpu=memory > 0, there=memory)
 
     @cached_property
     def price(self) -> Price:
-        """What a step costs."""
+        """Return what a step costs."""
         return price(self.work, self.candidate, self.allocation)
 
     @property
     def fits(self) -> bool:
-        """Whether each rank's device and machine hold it."""
+        """Tell whether each rank's device and machine hold it."""
         return self.excess_bytes <= 0
 
     @cached_property
     def excess_bytes(self) -> float:
-        """Bytes that a rank needs beyond what there is, on the device or its machine."""
+        """Return the bytes that a rank lacks on the device or its machine; at most 0 if it fits."""
         host = self.memory.host - usable_bytes(self.allocation.host_memory)
         return max(self.memory.peak - usable_bytes(self.allocation.memory), host)
 
     @property
     def lacks(self) -> str:
-        """What it has too little memory in: a phase, or the machine's; empty where it fits."""
+        """Return the phase, or machine, that lacks memory; empty where the candidate fits."""
         if self.fits:
             return ""
         on_machine = self.memory.host - usable_bytes(self.allocation.host_memory)
@@ -81,16 +81,16 @@ class PricedCandidate:
 
     @property
     def order(self) -> tuple[float | int, ...]:
-        """Cheapest first; of equals the one with larger micro-batches, then the plainest."""
+        """Return a key that sorts by price, then larger micro-batches first, then the plainest."""
         c, price = self.candidate, self.price
         flags = c.offload_params + c.offload_optimizer + c.activation_checkpointing
-        return price.total, price.own, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()
+        return price.total, price.trainer, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()
 
 
 def _options(
     work: Workload, layout: Layout, rollout_tp: int, allocation: Allocation, fixed: FixedSettings
 ) -> Iterator[PricedCandidate]:
-    """Yield what can be kept, recomputed or put away under a layout: first all kept, the fastest.
+    """Yield the memory options of a layout: what is kept, recomputed or offloaded, fastest first.
 
     Larger micro-batches never cost more without a pipeline, and nothing is cheaper than to keep
     all; what follows one that fits is left out then. Smaller ones never need more memory: where
@@ -120,9 +120,9 @@ def _options(
             yield smallest
             continue
         for tokens in budgets:
-            one = of(tokens, offload, recompute)
-            yield one
-            if one.fits and layout.pp == 1:
+            priced = of(tokens, offload, recompute)
+            yield priced
+            if priced.fits and layout.pp == 1:
                 if tokens >= BUDGET and not (recompute or any(offload)):
                     return
                 break
@@ -194,11 +194,11 @@ def _budgets(work: Workload, layout: Layout, fixed: FixedSettings) -> list[int]:
     """Return tokens of a micro-batch: halves of the largest, down to one row, that differ."""
     if fixed.tokens:
         return [fixed.tokens]
-    most = -(-work.rows // layout.data_ranks) * work.length
+    all_tokens = -(-work.rows // layout.data_ranks) * work.length
     sizes = [BUDGET]
     while sizes[-1] > max(64, work.length):
         sizes.append(max(sizes[-1] // 2, 64))
-    return [BUDGET, *(size for size in sizes[1:] if size < most)]
+    return [BUDGET, *(size for size in sizes[1:] if size < all_tokens)]
 
 
 def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -212,7 +212,7 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
                 yield (factor, *rest)
 
 
-KEPT = 8  # runners-up that a plan lists
+RUNNERS_UP = 8  # other layouts that a plan lists
 _SMALLER = {  # what makes a peak smaller
     "training": "shorten data.max_response_length, or set model.lora.rank",
     "rollout": "lower rollout.max_num_seqs",
@@ -233,7 +233,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """What was chosen, and what else there was."""
+    """The chosen layout, and the others."""
 
     chosen: PricedCandidate
     others: tuple[PricedCandidate, ...]  # the next ones that fit, a layout once, cheapest first
@@ -264,55 +264,59 @@ def search(
     valid: list[PricedCandidate] = []
     for allocation in cluster.allocations(reserved_cpus):
         valid += candidates(work, allocation, fixed)
-    ranked = sorted((one for one in valid if one.fits), key=lambda one: one.order)
+    ranked = sorted((priced for priced in valid if priced.fits), key=lambda priced: priced.order)
     listed = _first(ranked, refusal, refused)
     if not listed:
-        smallest = sorted((one for one in valid if not one.fits), key=lambda one: one.excess_bytes)
+        smallest = sorted(
+            (priced for priced in valid if not priced.fits), key=lambda priced: priced.excess_bytes
+        )
         raise _nothing(_first(smallest, refusal, refused, 1), refused, cluster, fixed)
     best = listed[0]
-    there = best.allocation.memory
+    memory = best.allocation.memory
     # A process that only decodes has a GPU of its own.
     on_gpu = work.samplers and work.decodes and best.allocation.gpus and not work.ahead
-    if on_gpu and not fits(need := sampler(work), there):
+    if on_gpu and not fits(need := sampler(work), memory):
         raise PlacementError(
             f"a process that only decodes needs {need / USABLE / GIB + RUNTIME / GIB:.2f} GiB, and "
-            f"a GPU has {there / GIB:.2f} GiB; set trainer.mode=sync, whose rollout is sharded, or "
-            "rollout.dtype=bfloat16"
+            f"a GPU has {memory / GIB:.2f} GiB; set trainer.mode=sync, whose rollout is sharded, "
+            "or rollout.dtype=bfloat16"
         )
     fastest: dict[object, PricedCandidate] = {}  # options of each layout and rollout: the first
-    for one in valid:
-        fastest.setdefault((one.candidate.layout, one.candidate.rollout_tp, one.allocation), one)
+    for priced in valid:
+        fastest.setdefault(
+            (priced.candidate.layout, priced.candidate.rollout_tp, priced.allocation), priced
+        )
     cheaper = [
-        one
-        for one in fastest.values()
-        if not one.fits
-        and one.price.total < best.price.total
-        and one.candidate.layout != best.candidate.layout
+        priced
+        for priced in fastest.values()
+        if not priced.fits
+        and priced.price.total < best.price.total
+        and priced.candidate.layout != best.candidate.layout
     ]
     return PlacementPlan(
         chosen=best,
         others=tuple(listed[1:]),
-        too_large=tuple(_first(sorted(cheaper, key=lambda one: one.order), refusal, [], 2)),
+        too_large=tuple(_first(sorted(cheaper, key=lambda priced: priced.order), refusal, [], 2)),
         cluster=cluster,
         considered=len(valid),
         fitting=len(ranked),
-        lacking=Counter(one.lacks for one in valid if not one.fits),
+        lacking=Counter(priced.lacks for priced in valid if not priced.fits),
         fixed=fixed,
     )
 
 
 def _first(
-    ranked: list[PricedCandidate], refusal: Refusal, refused: list[str], count: int = KEPT
+    ranked: list[PricedCandidate], refusal: Refusal, refused: list[str], count: int = RUNNERS_UP
 ) -> list[PricedCandidate]:
     """Return the first `count` that the trainer takes, each layout and rollout once."""
     first: dict[tuple[Layout, int], PricedCandidate] = {}
     reasons: dict[tuple[Layout, int], str] = {}
-    for one in ranked:
-        key = (one.candidate.layout, one.candidate.rollout_tp)
+    for priced in ranked:
+        key = (priced.candidate.layout, priced.candidate.rollout_tp)
         if key not in reasons:
-            reasons[key] = refusal(one.candidate, one.allocation)
+            reasons[key] = refusal(priced.candidate, priced.allocation)
             if not reasons[key]:
-                first[key] = one
+                first[key] = priced
         if len(first) == count:
             break
     refused += filter(None, reasons.values())
@@ -327,11 +331,12 @@ def _nothing(
     if not smallest:
         why = f": {refused[0]}" if refused else "; set fewer of them, or other ones"
         return ConfigError(f"trainer.placement=auto finds no valid layout {on_what}{why}")
-    one = smallest[0]
-    work, when, on_host = one.work, one.memory.when, one.lacks not in _SMALLER
-    where = "machine" if on_host or not one.allocation.gpus else "device"
-    there = one.allocation.host_memory if on_host else one.allocation.memory
-    need = there + one.excess_bytes / USABLE
+    closest = smallest[0]
+    work, when, on_host = closest.work, closest.memory.when, closest.lacks not in _SMALLER
+    allocation = closest.allocation
+    where = "machine" if on_host or not allocation.gpus else "device"
+    limit = allocation.host_memory if on_host else allocation.memory
+    need = limit + closest.excess_bytes / USABLE
     smaller = _SMALLER[when]
     if work.quantized:
         smaller += "; the base of model.lora.quantize is whole on each rank"
@@ -339,8 +344,8 @@ def _nothing(
         smaller = f"lower rollout.vllm.gpu_memory_utilization={work.memory_share}"
     return PlacementError(
         f"trainer.placement=auto finds no layout that fits {on_what}: the smallest, "
-        f"{one.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank and there are "
-        f"{there / GIB:.2f} GiB, {(need - there) / GIB:.2f} GiB too few, most in {when}; add "
+        f"{closest.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank and there are "
+        f"{limit / GIB:.2f} GiB, {(need - limit) / GIB:.2f} GiB too few, most in {when}; add "
         f"workers or larger ones, or {smaller}"
     )
 
@@ -350,7 +355,7 @@ Plan = Callable[[Workload, Cluster], PlacementPlan]  # of the trainer's ranks
 
 @dataclass(frozen=True, slots=True)
 class SamplerChoices:
-    """What the settings leave open."""
+    """The samplers that the settings allow."""
 
     counts: Sequence[int] | None = None  # of samplers; None: any
     sizes: Sequence[int] = (1,)  # GPUs of one
@@ -382,40 +387,45 @@ def search_apart(
     low, high = 0, len(splits) - 1  # the first split whose samplers are not the slower ones
     while low < high:
         middle = (low + high) // 2
-        one = at(middle)
-        price = one.chosen.price if isinstance(one, PlacementPlan) else None
-        decodes_longer = price is not None and price.ahead > price.own
+        result = at(middle)
+        price = result.chosen.price if isinstance(result, PlacementPlan) else None
+        decodes_longer = price is not None and price.ahead > price.trainer
         low, high = (middle + 1, high) if decodes_longer else (low, middle)
     for index in (low, max(0, low - 1)):
         at(index)
-    good = {i: one for i, one in plans.items() if isinstance(one, PlacementPlan)}
+    good = {i: result for i, result in plans.items() if isinstance(result, PlacementPlan)}
     if not good:
         first = at(0)
         assert isinstance(first, EngineError)
         raise first
     order = sorted(good, key=lambda index: good[index].chosen.price.total)
     chosen = [(splits[index], good[index].chosen) for index in order]
-    found = [
-        Split(one.allocation.ranks, samplers, one.price.own, one.price.ahead)
-        for samplers, one in chosen
-    ]
-    return replace(good[order[0]], splits=tuple(found))
+    priced_splits = tuple(
+        Split(priced.allocation.ranks, samplers, priced.price.trainer, priced.price.ahead)
+        for samplers, priced in chosen
+    )
+    return replace(good[order[0]], splits=priced_splits)
 
 
 def _fastest(work: Workload, cluster: Cluster, choices: SamplerChoices) -> list[Samplers]:
     """Return, for each number of GPUs that may decode, the fastest samplers; fewest GPUs first."""
     best: dict[int, Samplers] = {}
-    most = cluster.gpus - 1  # the trainer gets one
+    available = cluster.gpus - 1  # the trainer gets one
     for tp in choices.sizes:
-        number = most // tp
+        number = available // tp
         worth_a_look: Iterable[int] = range(1, number + 1)
         if number > 16:
             powers = {1 << power for power in range(number.bit_length())}
             worth_a_look = sorted(powers | set(range(0, number + 1, 8)))
         for count in choices.counts or worth_a_look:
-            one = priced_samplers(work, cluster, count, tp) if 0 < count * tp <= most else None
-            if one and (one.gpus not in best or one.seconds < best[one.gpus].seconds):
-                best[one.gpus] = one
+            if not 0 < count * tp <= available:
+                continue
+            samplers = priced_samplers(work, cluster, count, tp)
+            if samplers is None:
+                continue
+            known = best.get(samplers.gpus)
+            if known is None or samplers.seconds < known.seconds:
+                best[samplers.gpus] = samplers
     faster: list[Samplers] = []
     for gpus in sorted(best):  # one that is no faster than fewer GPUs is no choice
         if not faster or best[gpus].seconds < faster[-1].seconds:
@@ -426,17 +436,17 @@ def _fastest(work: Workload, cluster: Cluster, choices: SamplerChoices) -> list[
 def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Samplers | None:
     """Return samplers and what they take of a step; None where the model doesn't go on them."""
     shape, machines = work.shape, [machine for machine in cluster.machines if machine.gpus]
-    most = max(machine.gpus for machine in machines)
-    if tp > most or shape.heads % tp or shape.intermediate % tp:
+    gpus_a_machine = max(machine.gpus for machine in machines)
+    if tp > gpus_a_machine or shape.heads % tp or shape.intermediate % tp:
         return None
     candidate = Candidate(Layout(dp=count * tp), rollout_tp=tp)
-    there = min(machine.gpu_memory for machine in machines)
+    gpu_memory = min(machine.gpu_memory for machine in machines)
     decoding, need = _decoding(work, candidate)
-    if not fits(need, there) or need > (work.memory_share or 1.0) * there:
+    if not fits(need, gpu_memory) or need > (work.memory_share or 1.0) * gpu_memory:
         return None
     devices = (resources.gpu(m.accelerator, cluster.kinds) for m in machines)
     device = min(devices, key=lambda device: device.bandwidth)
-    allocation = Allocation(count * tp, most, 1.0, 0, 0, device, 1.0)
+    allocation = Allocation(count * tp, gpus_a_machine, 1.0, 0, 0, device, 1.0)
     weights = sizes(shape).total * decoding.weight_bytes
     way = HOST_LINK if len(cluster.machines) == 1 else device.network
     taking = weights / way + weights / tp / HOST_LINK
@@ -447,29 +457,29 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
 def _decoding(work: Workload, candidate: Candidate) -> tuple[Workload, float]:
     """Return the work of processes that only decode, and its bytes on one GPU of a sampler."""
     size, tp = work.sampler_bytes, candidate.rollout_tp
-    own = replace(work, weight_bytes=size, compute_bytes=size, runs_ahead=False)
+    decoding = replace(work, weight_bytes=size, compute_bytes=size, runs_ahead=False)
     # An engine with a share of the memory has cache in what is left, and queues what it can't hold.
-    cache = row_cache(own, tp) if own.memory_share else kv_cache(own, candidate)
-    return own, sizes(own.shape).total * size / tp + cache
+    cache = row_cache(decoding, tp) if decoding.memory_share else kv_cache(decoding, candidate)
+    return decoding, sizes(decoding.shape).total * size / tp + cache
 
 
 def _too_large(work: Workload, cluster: Cluster, choices: SamplerChoices) -> PlacementError:
     tp, count = max(choices.sizes), (choices.counts or [max(1, cluster.gpus // 2)])[0]
     _, need = _decoding(work, Candidate(Layout(dp=count * tp), rollout_tp=tp))
-    there = min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
+    gpu_memory = min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
     if work.memory_share:
         why = (
             f"{need / GIB:.2f} GiB on each of {tp} GPU(s) for its weights and a row, and "
             f"rollout.vllm.gpu_memory_utilization={work.memory_share} of a GPU is "
-            f"{work.memory_share * there / GIB:.2f} GiB; raise it, give a sampler more GPUs "
+            f"{work.memory_share * gpu_memory / GIB:.2f} GiB; raise it, give a sampler more GPUs "
             "(rollout.vllm.in_process=false, rollout.tensor_parallel_size), or"
         )
     else:
         why = (
             f"{need / USABLE / GIB + RUNTIME / GIB:.2f} GiB on each of {tp} GPU(s), and a GPU has "
-            f"{there / GIB:.2f} GiB; lower rollout.max_num_seqs, set rollout.dtype=bfloat16, or "
-            "rollout.engine=vllm with rollout.vllm.in_process=false, whose samplers take several "
-            "GPUs; or"
+            f"{gpu_memory / GIB:.2f} GiB; lower rollout.max_num_seqs, set rollout.dtype=bfloat16, "
+            "or rollout.engine=vllm with rollout.vllm.in_process=false, whose samplers take "
+            "several GPUs; or"
         )
     return PlacementError(
         f"trainer.placement=auto finds no GPUs for processes that only decode on {cluster}: one "

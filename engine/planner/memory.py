@@ -4,7 +4,7 @@ Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arX
 section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
 (arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
 without stored scores (SDPA), and a gated MLP or experts. The peak is the largest of three
-moments: loading, training, and rollout. A rank loads its shards alone (`runtime.load_shards`). A
+moments: loading, training, and rollout. A rank loads its shards alone (`runtime.apply_layout`). A
 quantised base is whole on every rank; it is packed in the machine's memory, a matrix at a time.
 """
 
@@ -16,7 +16,7 @@ from functools import lru_cache
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_parallel import layers_by_stage
 from engine.planner.resources import GIB
-from engine.planner.sizes import Candidate, Workload, kept_of_mlp, sizes
+from engine.planner.sizes import Candidate, Workload, mlp_activations, sizes
 
 RUNTIME = int(0.75 * GIB)  # of a process: libraries, a CUDA context, communication buffers
 USABLE = 0.9  # of what is left: the rest is lost to fragments
@@ -59,23 +59,23 @@ def activations(work: Workload, candidate: Candidate) -> float:
     # Two norms keep input, normed and scaled (float32 where they compute in it); attention q, k, v,
     # keys and values repeated for the query heads, its output twice; the MLP its four products.
     norms = 2 * hidden * (2 * max(size, 4.0) + size)
-    layer = norms + size * (5 * wide + 2 * narrow + kept_of_mlp(shape) / layout.tp)
+    layer = norms + size * (5 * wide + 2 * narrow + mlp_activations(shape) / layout.tp)
     layers = -(-shape.layers // layout.pp)
     micros = -(-work.rows * work.length // (layout.data_ranks * micro_tokens(work, candidate)))
     flights = min(layout.pp, micros)  # 1F1B keeps as many micro-batches as there are stages
-    kept = layers * layer
+    elements = layers * layer
     if candidate.activation_checkpointing:
-        kept = layers * hidden * size * flights + layer
+        elements = layers * hidden * size * flights + layer
     else:
-        kept *= flights
-    return tokens * kept + logits(work, layout, tokens)
+        elements *= flights
+    return tokens * elements + logits(work, layout, tokens)
 
 
 def logits(work: Workload, layout: Layout, tokens: float) -> float:
     """Return bytes around the vocabulary: logits, log-softmax in float32, two temporaries.
 
-    Of a chunk of tokens at a time (`vocabulary_head`), with the head's gradient in float32, but
-    where ranks share the vocabulary or logits of two models meet.
+    They are those of a chunk of tokens (`models.vocabulary_head`), with the head's gradient in
+    float32, unless ranks share the vocabulary or logits of two models are compared.
     """
     shape, size = work.shape, work.compute_bytes
     each = size + 12.0 + (4.0 if size < 4 else 0.0)
@@ -101,8 +101,8 @@ def row_cache(work: Workload, tp: int) -> float:
     """Return bytes of one row's keys and values on one of `tp` ranks, and of its logits."""
     shape = work.shape
     heads = max(1.0, shape.kv_heads / tp)
-    kept = 2 * shape.layers * heads * shape.head_dim * work.length * work.weight_bytes
-    return kept + 12.0 * shape.vocab
+    cache = 2 * shape.layers * heads * shape.head_dim * work.length * work.weight_bytes
+    return cache + 12.0 * shape.vocab
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +121,23 @@ class Memory:
 
     @property
     def training(self) -> float:
-        """At the peak of an update."""
-        kept = self.weights + self.gradients + self.moments
-        return kept + self.activations + self.rollout + self.awake
+        """Return the bytes at the peak of an update."""
+        state = self.weights + self.gradients + self.moments
+        return state + self.activations + self.rollout + self.awake
 
     @property
     def sampling(self) -> float:
-        """At the peak of a rollout."""
+        """Return the bytes at the peak of a rollout."""
         return self.weights + self.moments + self.rollout + self.cache
 
     @property
     def peak(self) -> float:
-        """Of the device, without the process's own."""
+        """Return the device's peak without what the process itself takes."""
         return max(self.training, self.sampling, self.loading)
 
     @property
     def when(self) -> str:
-        """When the peak is."""
+        """Return the phase of the peak."""
         names = {self.training: "training", self.sampling: "rollout", self.loading: "loading"}
         return names[self.peak]
 
@@ -215,11 +215,11 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
     """Return the models of the policy's process, in the order in which they are loaded."""
     layout, size, shape = candidate.layout, work.weight_bytes, work.shape
 
-    def model(elements: float, frozen: float, adapters: int, own: Layout) -> _Model:
-        """A model with an optimizer, or a frozen one of so many bytes with float32 adapters."""
+    def model(elements: float, frozen: float, adapters: int, ranks: Layout) -> _Model:
+        """Return a model with an optimizer, or a frozen one with float32 adapters, in bytes."""
         if adapters:
-            kept = adapters / (own.world_size // own.dp) * _FLOAT32
-            return _Model(frozen + kept, kept, 2 * kept, 3 * kept)
+            trained = adapters / (ranks.world_size // ranks.dp) * _FLOAT32
+            return _Model(frozen + trained, trained, 2 * trained, 3 * trained)
         weights, moments = elements * size, elements * work.optimizer_bytes
         return _Model(weights, elements * _FLOAT32, moments, weights + moments)
 
@@ -230,25 +230,26 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
         models.append(_Model(policy * size))
     models += [_Model(rank_elements(teacher, layout) * size) for teacher in work.teachers]
     if work.critic:
-        own = layout if isinstance(work.critic, str) else work.critic
-        critic = rank_elements(work.critic_shape or shape, own)
-        models.append(model(critic, critic * size, work.critic_adapters, own))
+        critic_layout = layout if isinstance(work.critic, str) else work.critic
+        critic = rank_elements(work.critic_shape or shape, critic_layout)
+        models.append(model(critic, critic * size, work.critic_adapters, critic_layout))
     return models
 
 
 def _passing(work: Workload, candidate: Candidate) -> float:
-    """Bytes that a pass needs besides what stays: activations, and what FSDP has whole meanwhile.
+    """Return the bytes that a pass adds: activations, and what FSDP gathers or does not yet reduce.
 
-    Of weights that is table and head, to the end, and two layers; of gradients a layer's, and the
-    head's, which wait for the table's. Each is cast to float32 to be reduced.
+    FSDP gathers the weights of table and head until the end, and those of two layers at a time. It
+    holds the unsharded gradients of a layer, and of the head, which wait for the table's. Each is
+    cast to float32 to be reduced.
     """
-    kept = activations(work, candidate)
+    stored = activations(work, candidate)
     if candidate.shards == 1:
-        return kept
+        return stored
     parts, size, tp = sizes(work.shape), work.compute_bytes, candidate.layout.tp
     outer = parts.embedding + parts.head
     if work.adapters:  # frozen
-        return kept + (outer + 2 * parts.layer) / tp * size
+        return stored + (outer + 2 * parts.layer) / tp * size
     backward = (outer + parts.embedding) * size + parts.layer * (3 * size + _FLOAT32)
     last = outer * (2 * size + _FLOAT32)
-    return max(kept + backward / tp, last / tp)
+    return max(stored + backward / tp, last / tp)

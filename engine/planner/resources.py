@@ -56,7 +56,7 @@ def gpu_of(
     network_gbs: float = 12.5,
     vendor: str = "",
 ) -> Device:
-    """A GPU from its data sheet, in 10^12 operations and 10^9 bytes a second; `Device` says which.
+    """Return a GPU from its data sheet: 10^12 operations and 10^9 bytes a second, see `Device`.
 
     Without a vendor it is the one that its name says.
     """
@@ -109,7 +109,7 @@ CORE_FLOPS = 30e9  # of a CPU core, float32
 def gpu(name: str, kinds: Mapping[str, Device] | None = None) -> Device:
     """Return a GPU by Ray's name, as `kinds` or else the table have it.
 
-    For one that is in neither, cautious numbers without memory.
+    A GPU that is in neither has cautious numbers and no memory.
     """
     return (kinds or {}).get(name) or _GPUS.get(name, _UNKNOWN_GPU)
 
@@ -150,7 +150,7 @@ class Machine:
 
     @property
     def node(self) -> ClusterNode:
-        """The machine as the check of capacity takes it."""
+        """Return the machine as the check of capacity takes it."""
         amounts = {**self.resources, "CPU": self.cpus, "GPU": float(self.gpus)}
         return ClusterNode(self.name, {k: v for k, v in amounts.items() if v}, self.labels)
 
@@ -170,7 +170,7 @@ class Allocation:
 
     @property
     def machines(self) -> int:
-        """Machines with ranks."""
+        """Return the number of machines with ranks."""
         return -(-self.ranks // self.per_machine)
 
 
@@ -183,12 +183,12 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all machines."""
+        """Return the number of GPUs of all machines."""
         return sum(machine.gpus for machine in self.machines)
 
     @property
     def devices(self) -> int:
-        """Ranks that it can hold: GPUs where it has any, else machines."""
+        """Return how many ranks it can hold: GPUs where it has any, else machines."""
         return self.gpus or len(self.machines)
 
     def without_gpus(self) -> Cluster:
@@ -205,15 +205,15 @@ class Cluster:
         for machine in sorted(self.machines, key=lambda m: m.gpus):
             taken = min(left, machine.gpus)
             left -= taken
-            kept = (machine.gpus - taken) / machine.gpus if taken else 1.0
-            gpus, memory = machine.gpus - taken, int(machine.memory * kept)
-            machines.append(replace(machine, gpus=gpus, cpus=machine.cpus * kept, memory=memory))
+            share = (machine.gpus - taken) / machine.gpus if taken else 1.0
+            gpus, memory = machine.gpus - taken, int(machine.memory * share)
+            machines.append(replace(machine, gpus=gpus, cpus=machine.cpus * share, memory=memory))
         return replace(self, machines=tuple(machines))
 
     def allocations(self, reserved_cpus: float = 0.0) -> list[Allocation]:
         """Return numbers of ranks worth a look; each leaves `reserved_cpus` cores of a machine."""
-        found = self._of_gpus() if self.gpus else self._of_machines(reserved_cpus)
-        return sorted(set(found), key=lambda allocation: allocation.ranks)
+        candidates = self._of_gpus() if self.gpus else self._of_machines(reserved_cpus)
+        return sorted(set(candidates), key=lambda allocation: allocation.ranks)
 
     def _of_gpus(self) -> list[Allocation]:
         machines = sorted((m for m in self.machines if m.gpus), key=lambda m: -m.gpus)
@@ -254,7 +254,7 @@ class Cluster:
         return allocations
 
     def __str__(self) -> str:
-        """E.g. "2 machines, 16 × H100 of 79.6 GiB, 176 cores, 1800 GiB"."""
+        """Return e.g. "2 machines, 16 × H100 of 79.6 GiB, 176 cores, 1800 GiB"."""
         count = len(self.machines)
         parts = [f"{count} machine{'s' if count != 1 else ''}"]
         if self.gpus:
@@ -267,7 +267,7 @@ class Cluster:
 
 
 def _doubling(count: int) -> list[int]:
-    """1, 2, 4, … and `count` itself."""
+    """Return 1, 2, 4, … and `count` itself."""
     sizes = [1 << power for power in range(count.bit_length()) if 1 << power <= count]
     return sorted({*sizes, count})
 
@@ -337,8 +337,8 @@ def read_cluster(kinds: Mapping[str, Device] | None = None) -> Cluster:
         node: probe.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         ).remote()
-        for node, found in nodes.items()
-        if found.resources.get("GPU", 0.0) >= 1
+        for node, node_info in nodes.items()
+        if node_info.resources.get("GPU", 0.0) >= 1
     }
     memory = {}
     for node, answer in answers.items():

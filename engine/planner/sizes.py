@@ -22,11 +22,11 @@ class Samplers:
 
     @property
     def gpus(self) -> int:
-        """Of all of them."""
+        """Return the GPUs of all samplers."""
         return self.count * self.tp
 
     def __str__(self) -> str:
-        """E.g. "2 samplers of 4 GPUs"."""
+        """Return e.g. "2 samplers of 4 GPUs"."""
         samplers = "1 sampler" if self.count == 1 else f"{self.count} samplers"
         return f"{samplers} of {self.tp} GPU{'s' if self.tp > 1 else ''}"
 
@@ -70,31 +70,31 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Completions a step."""
+        """Return the number of completions a step."""
         return self.prompts * self.completions
 
     @property
     def length(self) -> int:
-        """Longest row, in tokens."""
+        """Return the length of the longest row in tokens."""
         return self.prompt_length + self.response_length
 
     @property
     def trained_passes(self) -> int:
-        """Passes with gradients over the batch."""
+        """Return the number of passes over the batch with gradients."""
         return self.actor_epochs + (self.critic_epochs if self.critic else 0)
 
     @property
     def plain_passes(self) -> int:
-        """Passes without gradients."""
+        """Return the number of passes without gradients."""
         return self.passes + (1 if self.critic else 0)
 
     def rows_of(self, layout: Layout) -> int:
-        """Completions of a data-parallel rank."""
+        """Return the number of completions of a data-parallel rank."""
         return -(-self.rows // layout.data_ranks)
 
     @property
     def optimizer_bytes(self) -> float:
-        """Of an element's two moments and, beside reduced weights, its master; all float32."""
+        """Return bytes of an element's two moments and, beside reduced weights, its master."""
         return 12.0 if self.weight_bytes < 4 else 8.0
 
 
@@ -112,18 +112,18 @@ class Candidate:
 
     @property
     def shards(self) -> int:
-        """Ranks that share weights by FSDP."""
+        """Return the number of ranks that share weights by FSDP."""
         return self.layout.fsdp * self.layout.sp
 
     @property
     def shares_storage(self) -> bool:
-        """Whether rollout decodes with the trainer's own storage (`runtime.rollout_weights`)."""
+        """Tell whether rollout decodes with the trainer's storage (`runtime.rollout_weights`)."""
         one_piece = self.shards * self.layout.pp == 1
         return one_piece and self.rollout_tp == self.layout.tp
 
     @property
     def memory_options(self) -> str:
-        """What is offloaded to CPU memory, and what is recomputed."""
+        """Return what is offloaded to CPU memory, and what is recomputed."""
         names = {
             "offload weights": self.offload_params,
             "offload moments": self.offload_optimizer,
@@ -132,14 +132,14 @@ class Candidate:
         return ", ".join(name for name, used in names.items() if used) or "-"
 
     def __str__(self) -> str:
-        """E.g. "fsdp=4 tp=2, rollout tp 4, 16384 tokens a micro-batch, recompute"."""
+        """Return e.g. "fsdp=4 tp=2, rollout tp 4, 16384 tokens a micro-batch, recompute"."""
         text = f"{self.layout}, rollout tp {self.rollout_tp}, {self.tokens} tokens a micro-batch"
         return text if self.memory_options == "-" else f"{text}, {self.memory_options}"
 
 
 @dataclass(frozen=True, slots=True)
 class FixedSettings:
-    """What the user has set; the planner keeps it."""
+    """Settings of the user, which the planner keeps."""
 
     axes: dict[str, int] = field(default_factory=dict)  # e.g. {"tp": 2}
     rollout_tp: int | None = None
@@ -150,7 +150,7 @@ class FixedSettings:
     sequence_parallel: bool = True
 
     def __str__(self) -> str:
-        """What is set, or nothing."""
+        """Return the settings that are set, or an empty text."""
         parts = [f"{axis}={size}" for axis, size in self.axes.items()]
         parts += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
         parts += [f"{self.tokens} tokens"] if self.tokens else []
@@ -171,12 +171,12 @@ class Sizes:
 
     @property
     def total(self) -> int:
-        """Of the whole model."""
+        """Return the elements of the model."""
         return self.layer * self.layers + self.embedding + self.head
 
     @property
     def active(self) -> int:
-        """Of a layer, those that a token meets: its active parameters."""
+        """Return a layer's active parameters: those that a token meets."""
         return self.layer - self.experts + self.chosen
 
     def read(self, tokens: float) -> float:
@@ -198,16 +198,16 @@ def sizes(shape: ModelShape) -> Sizes:
     moe = shape.experts
     if moe is None:
         return Sizes(layer + dense, shape.layers, table, head)
-    one = 3 * shape.hidden * moe.width
+    expert = 3 * shape.hidden * moe.width
     rest = moe.layers * (moe.count * shape.hidden + 3 * shape.hidden * moe.shared)
     rest += (shape.layers - moe.layers) * dense
-    experts = -(-moe.layers * moe.count * one // shape.layers)
-    chosen = -(-moe.layers * moe.chosen * one // shape.layers)
+    experts = -(-moe.layers * moe.count * expert // shape.layers)
+    chosen = -(-moe.layers * moe.chosen * expert // shape.layers)
     layer += experts + -(-rest // shape.layers)
     return Sizes(layer, shape.layers, table, head, experts, chosen)
 
 
-def kept_of_mlp(shape: ModelShape) -> float:
+def mlp_activations(shape: ModelShape) -> float:
     """Return what a token's MLP keeps for the backward pass, in elements, in a mean layer.
 
     That is four products of its width, and of experts also the tokens given to each, what each

@@ -1,4 +1,4 @@
-"""Which model is the champion: rules, measurements, and moves of the alias under a lock.
+"""Promotion decides which model is the champion: rules, measurements, and moves of the alias.
 
 Read `gate` first: it judges a version against the champion and moves the alias. `rules` decides on
 measurements alone. `champions` holds the lock, moves the alias and keeps the record of moves.

@@ -1,4 +1,4 @@
-"""Moves of a model's alias: checked, under a lock, compared and set, and recorded.
+"""Move a model's alias: check it, compare and set it under a lock, and record the move.
 
 Everything is kept in tags of MLflow's registered model: the lock in `lock.<owner>`, and each move
 of an alias in `history.<alias>.<number>`. A move is written before the alias is set and marked as
@@ -99,7 +99,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LockTimeouts:
-    """How long a lock lasts and is waited for, and how far clocks may differ, in seconds."""
+    """Seconds that a lock lasts and is waited for, and by which clocks may differ."""
 
     lease: float = 600.0
     wait: float = WAIT_SECONDS
@@ -132,10 +132,11 @@ def lock_model(
 
     MLflow can't compare and set. A process claims the lock with a tag of its own that holds the
     claim's end, and then reads all tags: it has the lock if there is no other live claim, else it
-    takes its own back and tries again. Of two that claim at once the one whose tag came second sees
-    the other's, so never both have it. The claim of a holder that died ends by its deadline, and
-    the next holder deletes it. What no lock outside the store can rule out is a holder that sleeps
-    between `check` and its write; a lock lasts longer than any call of the client with its retries.
+    takes its own back and tries again. When two processes claim at once, the one whose tag came
+    second sees the other's, so never both have it. The claim of a holder that died ends by its
+    deadline, and the next holder deletes it. No lock outside the store can rule out a holder that
+    sleeps between `check` and its write; a lock lasts longer than any call of the client with its
+    retries.
 
     Raises TrackingError when there is no such model; naming the holder, when the lock is not free
     within `timeouts.wait`; and when MLflow does not answer.
@@ -167,7 +168,7 @@ def lock_model(
             if until:
                 registry.delete_model_tag(model_name, TAG_PREFIX + owner)
         except TrackingError as error:
-            # What was to be done is done; the lock ends by itself.
+            # The block has done its work, and the lock expires by itself.
             _log.warning("%s; the lock of %s ends at %s", error, model_name, _utc(until))
 
 
@@ -238,23 +239,23 @@ def reconcile(moves: Sequence[AliasMove], current: str | None, now: str) -> Reco
 
     An alias that is not where the record left it was moved by hand, in MLflow's own pages.
     """
-    kept = list(moves)
+    record = list(moves)
     write: list[AliasMove] = []
     drop: list[AliasMove] = []
-    if kept and not kept[-1].done:
-        last = kept.pop()
+    if record and not record[-1].done:
+        last = record.pop()
         if last.version == current:
-            kept.append(replace(last, done=True))
-            write.append(kept[-1])
+            record.append(replace(last, done=True))
+            write.append(record[-1])
         else:
             drop.append(last)
-    before = kept[-1].version if kept else None
+    before = record[-1].version if record else None
     if before != current:
-        number, reason = _number(kept), "The alias was moved outside of promotion"
-        kept.append(AliasMove(number, "by hand", current, before, reason, now))
-        write.append(kept[-1])
+        number, reason = _number(record), "The alias was moved outside of promotion"
+        record.append(AliasMove(number, "by hand", current, before, reason, now))
+        write.append(record[-1])
         drop = [move for move in drop if move.number != number]  # its tag is written over
-    return Reconciled(tuple(kept), tuple(write), tuple(drop))
+    return Reconciled(tuple(record), tuple(write), tuple(drop))
 
 
 def _number(moves: Sequence[AliasMove]) -> int:
@@ -343,12 +344,12 @@ class Champions:
                 who = {"by": by, "request": request, "agreed": approved_by}
                 return self._apply(lock, moves, "promote", version, reason, **who)
             where = f"version {expected} was compared with" if expected else "there was none before"
-            place, way_out = f"points to no version where {where}", "promote again"
+            state, way_out = f"points to no version where {where}", "promote again"
             if last is not None:
-                place = f"is on version {last.version} now, where {where} ({last.sentence()})"
+                state = f"is on version {last.version} now, where {where} ({last.sentence()})"
                 way_out = "evaluate against the present champion and promote again"
             raise ChampionChangedError(
-                f"alias {self.alias!r} of {self.model_name!r} {place}; version {version} was not "
+                f"alias {self.alias!r} of {self.model_name!r} {state}; version {version} was not "
                 f"promoted; {way_out}"
             )
 
@@ -388,7 +389,7 @@ class Champions:
             if to and last.version == to:
                 return last
             if expected and last.version != expected:
-                # The same call again, without a request id, is the move that was made.
+                # A repeated call without a request id returns the move that was made.
                 if last.action == "rollback" and last.replaced == expected and not to:
                     return last
                 raise TrackingError(
@@ -401,7 +402,7 @@ class Champions:
                     f"version {last.version} of {self.model_name!r} is the first {self.alias}, so "
                     "there is no previous one; name a version to go to"
                 )
-            found = self.registry.model_version(f"models:/{self.model_name}/{target}")
+            former_version = self.registry.model_version(f"models:/{self.model_name}/{target}")
             former = list(dict.fromkeys(move.version for move in moves if move.version))
             if target not in former and not force:
                 raise TrackingError(
@@ -409,22 +410,22 @@ class Champions:
                     "is no rollback; nothing was moved; name one that was "
                     f"({', '.join(former)}), promote it through the gate, or force it (--force)"
                 )
-            agreed = approved_by.strip()
-            consents = [move.approved_by for move in moves if move.version == target]
-            if self._approval_rule() != "none" and not any(consents) and not agreed:
+            approver = approved_by.strip()
+            approvers = [move.approved_by for move in moves if move.version == target]
+            if self._approval_rule() != "none" and not any(approvers) and not approver:
                 raise TrackingError(
                     f"{self.model_name!r} has promote.approval=required, and nobody approved of "
                     f"version {target}; nothing was moved; say who does (--approved-by NAME)"
                 )
             if verify:
-                require_intact_copy(self.registry, found)
+                require_intact_copy(self.registry, former_version)
             action: Action = "rollback" if target in former else "forced"
             return self._apply(
-                lock, moves, action, target, reason.strip(), by=by, request=request, agreed=agreed
+                lock, moves, action, target, reason.strip(), by=by, request=request, agreed=approver
             )
 
     def record_approval_rule(self, rule: str) -> None:
-        """Note on the model whether its champions need approval, which `rollback` holds to."""
+        """Record on the model whether its champions need approval, which `rollback` obeys."""
         if self._approval_rule("") != rule:
             key = connection.name(f"approval.{self.alias}")
             self.registry.set_model_tag(self.model_name, key, rule)

@@ -57,8 +57,8 @@ def trained_on(
         same |= {text} & test_texts
         seen |= _runs(text, ngram) & test_runs
     return [
-        text in same or (bool(own) and len(own & seen) >= overlap * len(own))
-        for text, own in zip(texts, runs, strict=True)
+        text in same or (bool(ngrams) and len(ngrams & seen) >= overlap * len(ngrams))
+        for text, ngrams in zip(texts, runs, strict=True)
     ]
 
 
@@ -98,7 +98,7 @@ def measure(
     seed: int,
     approved_by: str = "",
 ) -> Measurements:
-    """Measure a new model (`after`) against another (`before`), rows as of `evaluation.results`.
+    """Measure a new model (`after`) against another (`before`) by rows of `evaluation.results`.
 
     dataset: the evaluation set that is measured; guards see the others, too. policy: the new
     model's artifact. datasets: all dataset artifacts that it descends from. Raises DataError where
@@ -137,13 +137,13 @@ def measure(
     )
 
 
-def judged_sets(rows: pd.DataFrame, dataset: str, wanted: Sequence[str]) -> list[str]:
+def judged_sets(rows: pd.DataFrame, dataset: str, required: Sequence[str]) -> list[str]:
     """Return the evaluation sets that decide: the one named `dataset`, or with `all` every one.
 
-    Raises DataError where that one is missing in the rows, or with `all` one of `wanted`.
+    Raises DataError where that one is missing in the rows, or with `all` one of `required`.
     """
     names = set_names(rows) if dataset == ALL else [dataset]
-    for name in (*names, *(wanted if dataset == ALL else ())):
+    for name in (*names, *(required if dataset == ALL else ())):
         rows_of_set(rows, name)
     return names
 
@@ -175,7 +175,7 @@ def last_kl(policy: Path) -> float | None:
         return None
     kl = run.until_model[KL_COLUMN].to_numpy(float)
     last = kl[-max(1, math.ceil(LAST_STEPS * len(kl))) :]
-    # Not nanmean: of a step without a number nothing is known.
+    # Not nanmean: a step without a number makes the mean unknown.
     return float(last.mean()) if np.isfinite(last).all() else None
 
 

@@ -23,7 +23,7 @@ Measured = float | str | list[float] | None
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured of a new model against another one, on one evaluation set.
+    """Measurements of a new model against another one, on one evaluation set.
 
     None: could not be measured.
     """
@@ -44,7 +44,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class RuleOutcome:
-    """What one rule says."""
+    """The outcome of one rule."""
 
     rule: str  # e.g. "gain", "guard pass_at_1 of gsm8k", "kl"
     passed: bool
@@ -55,7 +55,7 @@ class RuleOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """All rules' outcomes and what follows."""
+    """All rules' outcomes and the decision that follows."""
 
     promote: bool
     reason: str  # one sentence or two
@@ -63,7 +63,7 @@ class Decision:
 
     @property
     def waits_for_approval(self) -> bool:
-        """Whether a person's consent is all that is missing."""
+        """Tell whether a person's consent is all that is missing."""
         return [o.rule for o in self.outcomes if not o.passed] == [APPROVAL]
 
     def to_dict(self) -> dict[str, object]:
@@ -131,29 +131,29 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
                 f"lower end {_must_be(passed)} at or above {_points(-guard.tolerance)}",
             )  # fmt: skip
     if rules.max_kl is not None:
-        kl, most = measurements.kl, rules.max_kl
+        kl, limit = measurements.kl, rules.max_kl
         if kl is None or not _is_finite(kl):
-            yield _unreadable("kl", kl, most, "the KL to the reference")
+            yield _unreadable("kl", kl, limit, "the KL to the reference")
         else:
-            text = f"KL to the reference {kl:.4g} {_bound(kl <= most)} {most:.4g}"
-            yield RuleOutcome("kl", kl <= most, kl, most, text)
+            text = f"KL to the reference {kl:.4g} {_bound(kl <= limit)} {limit:.4g}"
+            yield RuleOutcome("kl", kl <= limit, kl, limit, text)
     if rules.max_length_ratio is not None:
-        ratio, most = measurements.length_ratio, rules.max_length_ratio
+        ratio, limit = measurements.length_ratio, rules.max_length_ratio
         if ratio is None or not _in_range(ratio, 0, math.inf):
-            yield _unreadable("length", ratio, most, "the ratio of response lengths")
+            yield _unreadable("length", ratio, limit, "the ratio of response lengths")
         else:
-            passed = ratio.high <= most
+            passed = ratio.high <= limit
             yield RuleOutcome(
-                "length", passed, _three(ratio), most,
+                "length", passed, _three(ratio), limit,
                 f"responses are {ratio.mean:.3g} [{ratio.low:.3g}, {ratio.high:.3g}] times as "
-                f"long; the upper end {_bound(passed)} {most:.3g}",
+                f"long; the upper end {_bound(passed)} {limit:.3g}",
             )  # fmt: skip
-    share, most = measurements.contamination, rules.contamination.max_share
+    share, limit = measurements.contamination, rules.contamination.max_share
     if share is None or not _is_finite(share) or not 0 <= share <= 1:
-        yield _unreadable("contamination", share, most, "the share of test prompts trained on")
+        yield _unreadable("contamination", share, limit, "the share of test prompts trained on")
     else:
-        text = f"{share:.2%} of the test prompts were trained on, {_bound(share <= most)}"
-        yield RuleOutcome("contamination", share <= most, share, most, f"{text} {most:.2%}")
+        text = f"{share:.2%} of the test prompts were trained on, {_bound(share <= limit)}"
+        yield RuleOutcome("contamination", share <= limit, share, limit, f"{text} {limit:.2%}")
     if rules.approval == "required":
         by = measurements.approved_by.strip()
         text = f"approved by {by}" if by else "it waits for a person's approval"

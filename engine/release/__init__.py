@@ -1,4 +1,4 @@
-"""A model on its way out: what is known of it, its card, and the folder or repository it goes to.
+"""Release a model with its card and lineage, into a folder or a repository of the hub.
 
 `model` reads and checks its lineage, evaluation and base; `model_folder` writes that down and
 delivers it, and is the one to read first. The command is `engine.export`.

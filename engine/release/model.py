@@ -1,6 +1,6 @@
-"""What is known of a model that leaves, all checked, and of the model it was trained from.
+"""The checked facts of a model to release, and of the model it was trained from.
 
-Whatever of it can't be read, is missing or was changed is a LineageError: a card must not guess.
+Anything that can't be read, is missing or was changed raises LineageError: a card must not guess.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class ReleasedModel:
 
     @property
     def name(self) -> str:
-        """E.g. "hybridflyte-policy version 3", or kind and digest for an artifact by its folder."""
+        """Return e.g. "hybridflyte-policy version 3", or an artifact's kind and digest."""
         return self.graph.nodes[self.key].name if self.version is None else self.version.name
 
     @property
     def ancestors(self) -> list[ArtifactNode]:
-        """All that the model was made from, nearest first."""
+        """Return all that the model was made from, nearest first."""
         return self.graph.ancestors(self.key)
 
 
@@ -152,14 +152,14 @@ CARD = "README.md"
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What the first stage of a model's line began with."""
+    """The model that the first stage of a model's lineage started from."""
 
     path: str  # folder, address or hub id with its commit, as recorded; empty: random weights
     digest: str = ""  # of a folder's content
 
     @property
     def hub_id(self) -> str:
-        """`owner/name` of a model on the hub; else empty."""
+        """Return `owner/name` of a model on the hub; else ""."""
         return split_revision(self.path)[0] if is_hub_id(self.path) else ""
 
     def sentence(self) -> str:
@@ -203,7 +203,7 @@ def find_base(line: Iterable[ArtifactNode]) -> Base | None:
 def base_licence(base: Base) -> Licence | None:
     """Return what the base's own card says; None for a base without one, or one that can't be read.
 
-    The card is the README.md of a folder. For a hub id it is asked of the hub, else taken from the
+    The card is the README.md of a folder. For a hub id it is read from the hub, or else from the
     hub's cache on this machine.
     """
     values = _hub_card(base.path) if base.hub_id else _folder_card(Path(base.path))

@@ -48,8 +48,8 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
     """Return one result a metric, with the ends of its interval or its standard error."""
     from huggingface_hub import EvalResult
 
-    found, evaluation = model.comparison, model.evaluation
-    if found is None or evaluation is None:
+    comparison, evaluation = model.comparison, model.evaluation
+    if comparison is None or evaluation is None:
         return []
     dataset = {parent.name: parent.digest for parent in evaluation.parents}.get("dataset", "")
     return [
@@ -58,17 +58,17 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
             dataset_type=source,
             dataset_name=f"{source}, held-out problems",
             dataset_split="test",
-            dataset_args={"problems": found.problems, "digest": dataset},
+            dataset_args={"problems": comparison.problems, "digest": dataset},
             metric_type=kind,
             metric_name=name,
             metric_value=round(value.mean, 6),
             metric_args={
-                "confidence": found.confidence,
+                "confidence": comparison.confidence,
                 "low": round(value.low, 6),
                 "high": round(value.high, 6),
             },
         )
-        for kind, name, value in _rates(found, found.after)
+        for kind, name, value in _rates(comparison, comparison.after)
     ] + [
         EvalResult(
             task_type="text-generation",
@@ -84,39 +84,42 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
     ]
 
 
-def _rates(found: EvaluationComparison, side: ModelSummary) -> list[tuple[str, str, Interval]]:
+def _rates(comparison: EvaluationComparison, side: ModelSummary) -> list[tuple[str, str, Interval]]:
     """Return type, name and value of each rate."""
+    n = comparison.samples
     return [
         ("pass@1", "pass@1 (greedy)", side.pass_at_1),
-        (f"pass@{found.k}", f"pass@{found.k} (of {found.samples} samples)", side.pass_at_k),
-        ("majority", f"majority vote of {found.samples}", side.majority),
+        (f"pass@{comparison.k}", f"pass@{comparison.k} (of {n} samples)", side.pass_at_k),
+        ("majority", f"majority vote of {n}", side.majority),
         ("format", "answers in the format", side.format_rate),
     ]
 
 
 def score_sections(model: ReleasedModel) -> list[str]:
     """Return the card's sections of scores: two models with intervals, gain, and the harness."""
-    found, evaluation = model.comparison, model.evaluation
-    if found is None or evaluation is None:
+    comparison, evaluation = model.comparison, model.evaluation
+    if comparison is None or evaluation is None:
         return ["## Scores\n\nThis model was not evaluated."]
     kinds = {parent.name: parent.kind for parent in evaluation.parents}
-    start = "start_model" if kinds.get("warm_start") == "start_model" else found.before.model
-    sides = (found.before, found.after)
+    start = "start_model" if kinds.get("warm_start") == "start_model" else comparison.before.model
+    sides, gain = (comparison.before, comparison.after), comparison.gain
+    rates = [_rates(comparison, side) for side in sides]
     rows = [
         (name, *(f"{rate.mean:.1%} [{rate.low:.1%}, {rate.high:.1%}]" for rate in (before, after)))
-        for (_, name, before), (_, _, after) in zip(*(_rates(found, s) for s in sides), strict=True)
+        for (_, name, before), (_, _, after) in zip(*rates, strict=True)
     ]
     rows.append(("mean response, tokens", *(f"{s.response_length.mean:.1f}" for s in sides)))
     sections = [
-        f"## Scores\n\n{found.problems} held-out problems, the same for both models, with "
-        f"{found.confidence:.0%} intervals; evaluation `{evaluation.digest}`, seed {found.seed}.",
+        f"## Scores\n\n{comparison.problems} held-out problems, the same for both models, with "
+        f"{comparison.confidence:.0%} intervals; evaluation `{evaluation.digest}`, "
+        f"seed {comparison.seed}.",
         table(("", start.replace("_", " "), "this model"), rows),
-        f"Paired gain in greedy pass@1: {points(found.gain.mean, found.gain.low, found.gain.high)}"
-        f"; {found.fixed} problems became right and {found.broken} wrong.",
+        f"Paired gain in greedy pass@1: {points(gain.mean, gain.low, gain.high)}"
+        f"; {comparison.fixed} problems became right and {comparison.broken} wrong.",
     ]
     scores = []
     for score in model.harness:
-        ends = score.interval(found.confidence)
+        ends = score.interval(comparison.confidence)
         shown = f"{score.value:.4g}" + (f" [{ends.low:.4g}, {ends.high:.4g}]" if ends else "")
         scores.append((score.task, score.version, score.metric, shown))
     if scores:
@@ -131,7 +134,7 @@ def score_sections(model: ReleasedModel) -> list[str]:
 SETTINGS_OF = (
     *("dataset", "model", "start_model", "sft", "pairs", "reward_model", "preference", "rl"),
 )
-_PLACE = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
+_LOCATION = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
 
 USE = """```python
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -160,9 +163,9 @@ def model_card(
     for node in line_of_models:
         if node.kind in SETTINGS_OF and node.config:
             nearest.setdefault(node.kind, node)
-        own = node.manifest
-        made = (f"`{own.own_digest}`", f"`{own.code_version}`") if own else ("", "")
-        lineage.append((_name(node), f"`{node.digest}`", *made))
+        manifest = node.manifest
+        facts = (f"`{manifest.own_digest}`", f"`{manifest.code_version}`") if manifest else ("", "")
+        lineage.append((_name(node), f"`{node.digest}`", *facts))
     settings = "\n\n".join(map(_settings, nearest.values()))
     sections = [
         f"# {line(model.name)}",
@@ -193,7 +196,7 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
     kinds = [node.kind for node in (model.graph.nodes[model.key], *model.ancestors)]
     datasets = _hub_datasets(model)
     settings = filter(None, map(_data_settings, model.ancestors))
-    source = next((found.get("source") for found in settings), None)
+    source = next((values.get("source") for values in settings), None)
     problems = datasets[0] if datasets else str(source or "unknown")
     scores = results(model, problems)
     known = licence or Licence("")
@@ -250,12 +253,12 @@ def public_values(value: object) -> object:
     {'path': '…/base', 'lr': 0.1}
     """
     if isinstance(value, dict):
-        return {key: public_values(one) for key, one in value.items()}
+        return {key: public_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [public_values(one) for one in value]
-    if isinstance(value, str) and _PLACE.fullmatch(value) and not value.startswith("hf://"):
-        return "…/" + value.rstrip("/").rsplit("/", 1)[-1]
-    return value
+        return [public_values(item) for item in value]
+    if not isinstance(value, str) or value.startswith("hf://"):
+        return value
+    return "…/" + value.rstrip("/").rsplit("/", 1)[-1] if _LOCATION.fullmatch(value) else value
 
 
 def _hub_datasets(model: ReleasedModel) -> list[str]:
@@ -276,7 +279,7 @@ def _name(node: ArtifactNode) -> str:
 
 
 CARD, LINEAGE = "README.md", "lineage.json"
-# What a stage leaves beside a model and nobody loads it by; the rollouts are pieces of its data.
+# A stage's files beside a model that loading it doesn't need; rollouts contain pieces of its data.
 LEFT_OUT, ROLLOUTS = (".parquet", "timeline.json"), "rollouts/"
 
 
@@ -295,15 +298,15 @@ def lineage_json(model: ReleasedModel) -> str:
     """Return the model and all that it was made from, with digests; no folder of this machine."""
     graph, nodes = model.graph, list[dict[str, object]]()
     for node in (graph.nodes[model.key], *model.ancestors):
-        own, record = node.manifest, None
-        if own is not None:
-            record = public_values(own.model_dump(mode="json", exclude={"files", "parents"}))
+        manifest, record = node.manifest, None
+        if manifest is not None:
+            record = public_values(manifest.model_dump(mode="json", exclude={"files", "parents"}))
         nodes.append(
             {
                 "key": node.key,
                 "kind": node.kind,
                 "digest": node.digest,
-                "manifest_digest": own.own_digest if own else "",
+                "manifest_digest": manifest.own_digest if manifest else "",
                 "manifest": record,
             }
         )
@@ -359,13 +362,13 @@ def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
 PREFIX = "hf://"
 SECONDS = 60.0  # without a byte, before a request is given up; the hub's own client waits for ever
 _ADDRESS = re.compile(r"hf://(?P<id>[\w][\w.-]*/[\w][\w.-]*)(@(?P<branch>[\w./-]+))?")
-# Of an earlier model, such as one of more shards: its weights must not stay beside new ones.
+# An earlier model's weights, e.g. in more shards, must not stay beside new ones.
 _WEIGHTS = re.compile(r"(adapter/.*|.*\.(safetensors|bin)(\.index\.json)?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """Where a model goes on the hub."""
+    """A model's repository on the hub."""
 
     id: str  # e.g. "acme/math-1.5b"
     branch: str | None = None  # None: the main one
@@ -373,12 +376,12 @@ class Repository:
     @staticmethod
     def parse(address: str) -> Repository:
         """Read `hf://OWNER/NAME` or `hf://OWNER/NAME@BRANCH`; ConfigError for anything else."""
-        found = _ADDRESS.fullmatch(address)
-        if found is None:
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
             raise ConfigError(
                 f"--to {address!r} is no repository; write hf://OWNER/NAME or hf://OWNER/NAME@BRANCH"
             )
-        return Repository(found["id"], found["branch"])
+        return Repository(match["id"], match["branch"])
 
 
 def push(
@@ -401,9 +404,9 @@ def push(
     from huggingface_hub.utils._http import default_client_factory
 
     def client() -> Any:
-        made = default_client_factory()
-        made.timeout = SECONDS
-        return made
+        session = default_client_factory()
+        session.timeout = SECONDS
+        return session
 
     set_client_factory(client)
     api, name, branch = HfApi(), repository.id, repository.branch
@@ -412,26 +415,26 @@ def push(
         api.create_repo(name, private=private or None, exist_ok=True)
         if branch is not None:
             api.create_branch(name, branch=branch, exist_ok=True)
-        there = api.model_info(name, revision=branch, timeout=SECONDS)
+        head = api.model_info(name, revision=branch, timeout=SECONDS)
         new = {*files, *texts}
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
             *(
                 CommitOperationDelete(name)
-                for name in (entry.rfilename for entry in there.siblings or ())
+                for name in (entry.rfilename for entry in head.siblings or ())
                 if name not in new and _WEIGHTS.fullmatch(name)
             ),
             *(CommitOperationAdd(file, str(model.folder / file)) for file in files),
             *(CommitOperationAdd(file, text.encode()) for file, text in texts.items()),
         ]
-        done = api.create_commit(
+        commit = api.create_commit(
             name,
             operations,
             commit_message=f"{model.name}, content {model.manifest.digest[:16]}",
             revision=branch,
-            parent_commit=there.sha,
+            parent_commit=head.sha,
         )
     except (OSError, ValueError, RuntimeError, HTTPError, HFValidationError) as error:
-        # Uploads wrap what went wrong in a RuntimeError.
+        # huggingface_hub 2.4 wraps the error of an upload in a RuntimeError.
         wrapped = isinstance(error, RuntimeError) and error.__cause__ is not None
         source = error.__cause__ if wrapped else error
         lines = [text.strip() for text in str(source).splitlines() if text.strip()]
@@ -440,4 +443,4 @@ def push(
             f"{PREFIX}{name} could not be written: {reason}; nothing was committed; check "
             "the name, the network and the token (hf auth login, or HF_TOKEN with write access)"
         ) from error
-    return str(done.commit_url)
+    return str(commit.commit_url)

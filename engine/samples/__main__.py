@@ -61,7 +61,7 @@ def _serve(folder: SampleFolder, port: int) -> None:
 
 
 def make_server(folder: SampleFolder, port: int) -> ThreadingHTTPServer:
-    """A server of the page on 127.0.0.1; port 0 takes a free one."""
+    """Return a server of the page on 127.0.0.1; port 0 takes a free one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

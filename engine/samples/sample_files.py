@@ -65,7 +65,7 @@ SCHEMA = pa.schema(
         ("tokens", pa.list_(pa.string())),
         *((name, pa.list_(pa.float32())) for name in TOKEN_VALUES),
         ("token_versions", pa.list_(pa.int64())),  # null where all are `policy_version`
-        # Of rows of episodes; null for single completions.
+        # Columns of episodes; null for single completions.
         ("trained", pa.list_(pa.bool_())),  # a token counts in the loss
         ("turns", pa.list_(TURN)),  # of this row; an episode may have several rows
         ("first_turn", pa.int64()),
@@ -90,14 +90,14 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, order=True)
 class SampleName:
-    """Which sample a file holds."""
+    """The step and split of the sample in a file."""
 
     step: int
     split: str  # TRAIN or VALIDATION
 
     @property
     def file(self) -> str:
-        """The file's name, e.g. `train_000010.parquet`."""
+        """Return the file's name, e.g. `train_000010.parquet`."""
         return f"{self.split}_{self.step:06d}.parquet"
 
 
@@ -110,14 +110,14 @@ class SampleFolder:
         self.uri = self._files.uri
 
     def names(self) -> list[SampleName]:
-        """The samples that are there, by step."""
+        """Return the names of the samples that are there, by step."""
         with _explained("read", self.uri):
             entries = self._files.entries()
         matches = (_NAME.fullmatch(entry["name"].rpartition("/")[2]) for entry in entries)
-        return sorted(SampleName(int(one[2]), one[1]) for one in matches if one)
+        return sorted(SampleName(int(match[2]), match[1]) for match in matches if match)
 
     def read_bytes(self, name: str) -> bytes:
-        """A file's content."""
+        """Return a file's content."""
         with _explained("read", f"{self.uri}/{name}"):
             return self._files.read(name)
 
@@ -127,7 +127,7 @@ class SampleFolder:
             self._files.write(name, content)
 
     def read(self, name: SampleName) -> tuple[pa.Table, list[dict[str, float]]]:
-        """A sample, and the metrics that its file has."""
+        """Return a sample, and the metrics that its file has."""
         content = self.read_bytes(name.file)
         try:
             table = pq.read_table(io.BytesIO(content))
@@ -150,7 +150,7 @@ class SampleFolder:
 
 
 def as_bytes(table: pa.Table, metrics: Sequence[Metrics]) -> bytes:
-    """A sample and the metrics of some steps as the content of a Parquet file."""
+    """Return a sample and the metrics of some steps as the content of a Parquet file."""
     finite = [{k: float(v) for k, v in row.items() if math.isfinite(v)} for row in metrics]
     metadata = {**(table.schema.metadata or {}), _METRICS: json.dumps(finite).encode()}
     buffer = io.BytesIO()
@@ -159,7 +159,7 @@ def as_bytes(table: pa.Table, metrics: Sequence[Metrics]) -> bytes:
 
 
 def find_samples(uri: str | Path) -> SampleFolder:
-    """The samples in a folder, or in the folder `rollouts` of a run; DataError without any."""
+    """Return the samples of a folder, or of a run's `rollouts`; DataError without any."""
     for address in (str(uri), f"{str(uri).rstrip('/')}/{FOLDER}"):
         folder = SampleFolder(address)
         if folder.names():

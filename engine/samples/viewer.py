@@ -25,10 +25,10 @@ from engine.html_templates import printable
 from engine.samples.sample_files import COMPONENT, TOKEN_VALUES, Metrics, SampleFolder, SampleName
 
 _TEMPLATES = html_templates.environment(__package__)
-MOST_TOKENS = 300_000  # of a page
-MOST_TOKENS_A_ROW = 1024
-MOST_TOKENS_AN_EPISODE = 4096
-MOST_POINTS = 400  # of a curve
+MAX_TOKENS = 300_000  # of a page
+MAX_TOKENS_A_ROW = 1024
+MAX_TOKENS_AN_EPISODE = 4096
+MAX_POINTS = 400  # of a curve
 # Characters with a meaning in HTML or JavaScript; in JSON's strings they have escapes.
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
@@ -66,15 +66,15 @@ class PageData:
         self._stride.setdefault(split, 1)
         text, tokens = _sample_json(name, table)
         self._shown[name] = _Shown(order, tokens, text)
-        while sum(one.tokens for one in self._shown.values()) > MOST_TOKENS and self._thin():
+        while sum(shown.tokens for shown in self._shown.values()) > MAX_TOKENS and self._thin():
             pass
 
     def __len__(self) -> int:
-        """Samples that were added."""
+        """Return the number of samples that were added."""
         return sum(self._count.values())
 
     def as_json(self) -> str:
-        """All of it; may stand in a script element of HTML."""
+        """Return the data as JSON that may stand in a script element of HTML."""
         samples = ",".join(self._shown[name].text for name in sorted(self._shown))
         curves = {name: _points(*self._curves[name]) for name in sorted(self._curves)}
         curves.pop("step", None)
@@ -83,7 +83,7 @@ class PageData:
 
     def _thin(self) -> bool:
         """Leave out every second sample of the split that has most; False where none can go."""
-        split = max(self._stride, key=lambda one: len(self._of(one)))
+        split = max(self._stride, key=lambda split: len(self._of(split)))
         between = self._of(split)[1:-1]
         self._stride[split] *= 2
         for name in between:
@@ -96,21 +96,21 @@ class PageData:
 
 
 def _points(steps: Sequence[int], values: Sequence[float]) -> list[list[float | None]]:
-    """Steps and values of a curve, the last one among them."""
-    stride = math.ceil(len(steps) / MOST_POINTS)
+    """Return steps and values of a curve, the last one among them."""
+    stride = math.ceil(len(steps) / MAX_POINTS)
     points = [*range(0, len(steps) - 1, stride), len(steps) - 1]
     return [[steps[i] for i in points], [_number(values[i]) for i in points]]
 
 
 def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
-    """One sample, and how many tokens it shows. Texts of tokens and prompts are there once."""
+    """Return a sample as JSON, each text once, and how many tokens it shows."""
     vocabulary: dict[str, int] = {}
     prompts: dict[str, int] = {}
     components = [c for c in table.column_names if c.startswith(COMPONENT)]
     rows, tokens = [], 0
     for row in table.to_pylist():
-        most = MOST_TOKENS_AN_EPISODE if row.get("turns") is not None else MOST_TOKENS_A_ROW
-        texts = [str(printable(text)) for text in row["tokens"][:most]]
+        limit = MAX_TOKENS_AN_EPISODE if row.get("turns") is not None else MAX_TOKENS_A_ROW
+        texts = [str(printable(text)) for text in row["tokens"][:limit]]
         tokens += len(texts)
         rows.append(
             {
@@ -130,7 +130,7 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
                 "length": len(row["tokens"]),
                 "tokens": [vocabulary.setdefault(text, len(vocabulary)) for text in texts],
             }
-            | {column: _values(row[column], most) for column in TOKEN_VALUES}
+            | {column: _values(row[column], limit) for column in TOKEN_VALUES}
             | _versions(row)
             | _episode(row)
         )
@@ -145,14 +145,14 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
 
 
 def _versions(row: Mapping[str, Any]) -> dict[str, object]:
-    """Policy versions by token where they are mixed, each with the token that it begins at."""
+    """Return a row's policy versions, if it has any, each with the token that it begins at."""
     versions = row.get("token_versions") or []
-    begins = [i for i, one in enumerate(versions) if not i or one != versions[i - 1]]
+    begins = [i for i, version in enumerate(versions) if not i or version != versions[i - 1]]
     return {"versions": [[i, versions[i]] for i in begins]} if begins else {}
 
 
 def _episode(row: Mapping[str, Any]) -> dict[str, object]:
-    """What a row of an episode has beside a completion: its turns, and how the episode went."""
+    """Return what an episode has beside a completion: its turns, and how it went."""
     if row.get("turns") is None:
         return {}
     turns = [
@@ -180,11 +180,11 @@ def _episode(row: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _values(values: Sequence[float] | None, most: int) -> float | list[float | None] | None:
-    """A value a token, rounded to three places; one number where all are the same."""
+def _values(values: Sequence[float] | None, limit: int) -> float | list[float | None] | None:
+    """Return a value a token, rounded to three digits; one number where all are the same."""
     if values is None:
         return None
-    shown = np.round(np.asarray(values[:most], dtype=np.float64), 3)
+    shown = np.round(np.asarray(values[:limit], dtype=np.float64), 3)
     if not np.isfinite(shown).all():
         return [float(v) if math.isfinite(v) else None for v in shown]
     if len(shown) and (shown == shown[0]).all():
@@ -219,7 +219,7 @@ def render_page(data: PageData, title: str) -> str:
 
 
 def page_of(folder: SampleFolder) -> str:
-    """The page of all samples in a folder."""
+    """Return the page of all samples in a folder."""
     data = PageData()
     for name in folder.names():
         data.add(name, *folder.read(name))
@@ -227,7 +227,7 @@ def page_of(folder: SampleFolder) -> str:
 
 
 def run_name(uri: str) -> str:
-    """The run's folder, for a title: the last two parts of its address above `rollouts`."""
+    """Return a title: the last two parts of the run's address above `rollouts`."""
     parts = [part for part in uri.split("/") if part]
     above = parts[:-1] if parts[-1:] == ["rollouts"] else parts
     return "/".join(above[-2:]) or str(Path(uri))

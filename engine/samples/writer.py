@@ -1,7 +1,7 @@
-"""Samples of a run's rollouts, written beside training: Parquet, the page, and whoever wants them.
+"""Write samples of a run's rollouts beside training: Parquet, the page, and callbacks.
 
 `pick` runs in the training loop and copies a few groups of a step's batch; a thread decodes, writes
-and renders. What goes wrong there costs the sample and a sentence in the log, never the run.
+and renders. An error there costs the sample and a sentence in the log, never the run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One text a token. A character of several tokens is the first one's; theirs are empty."""
+        """Return one text a token; the first of a character's tokens has it, the rest are empty."""
         alone = [self._alone(token) for token in ids]
         texts: list[str] = []
         while len(texts) < len(ids):
@@ -112,8 +112,8 @@ class Sample:
     rows: Batch
 
 
-def pick(batch: Batch, step: int, split: str, most: int) -> Sample:
-    """Copy at most `most` rows: whole groups, as far as they fit.
+def pick(batch: Batch, step: int, split: str, count: int) -> Sample:
+    """Copy at most `count` rows: whole groups, as far as they fit.
 
     Groups are chosen by a digest of their prompt, so that one which comes again in a later step is
     likely to be in that sample too, and can be compared.
@@ -127,12 +127,12 @@ def pick(batch: Batch, step: int, split: str, most: int) -> Sample:
             ranks[group] = digest, row
     order = sorted(range(len(groups)), key=lambda row: (ranks[groups[row]], row))
     names = (*_TENSORS, *_COLUMNS, *(_OF_EPISODES if _SPANS in batch else ()))
-    rows = batch.select([name for name in names if name in batch]).rows(order[:most])
+    rows = batch.select([name for name in names if name in batch]).rows(order[:count])
     return Sample(step, split, rows)
 
 
 def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
-    """The sample as a table of `SCHEMA`, and a column `reward.NAME` for each component."""
+    """Return a table of `SCHEMA` and a column `reward.NAME` for each component."""
     rows, count = sample.rows, len(sample.rows)
     missing, width = [None] * count, rows["responses"].shape[1]
     lengths: list[int] = rows["attention_mask"][:, -width:].sum(1).tolist()
@@ -172,7 +172,7 @@ def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
 
 
 def _prompts(rows: Batch, texts: TokenTexts) -> list[str]:
-    """What completions go on from: the row's messages, or the very ids that an episode began with.
+    """Return the prompts: a row's messages, or the token ids that an episode began with.
 
     An environment may have written those.
     """
@@ -187,7 +187,7 @@ def _prompts(rows: Batch, texts: TokenTexts) -> list[str]:
 
 
 def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[object]]:
-    """The columns of rows of episodes."""
+    """Return the columns of rows of episodes."""
     rewards, columns = rows["environment_rewards"], rows.columns
     return {
         "trained": _ragged(rows["response_mask"].bool().numpy(), lengths),
@@ -206,7 +206,7 @@ def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[
 
 
 def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, object]:
-    """A turn of `TURN`, from an entry of `turn_spans`; `rewards` [R] are the environment's."""
+    """Return a `TURN` from an entry of `turn_spans`; `rewards` [R] are the environment's."""
     start, stop = turn["start"], turn["stop"]
     return {
         "start": start,
@@ -221,14 +221,14 @@ def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, object]:
 
 
 def prompt_text(messages: Sequence[dict[str, object]]) -> str:
-    """Chat messages to read: a lone user's as it is, others below their roles."""
+    """Return chat messages as text: a lone user's as it is, others below their roles."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return _text(messages[0]["content"])
     return "\n\n".join(f"[{_text(m['role'])}]\n{_text(m['content'])}" for m in messages)
 
 
 def _sums(rows: Batch, name: str) -> list[float | None]:
-    """A value a row: of a tensor `[B]`, or the sum of one `[B, R]`."""
+    """Return a value a row: a tensor `[B]`, or the sums of one `[B, R]`."""
     if name not in rows:
         return [None] * len(rows)
     return rows[name].reshape(len(rows), -1).sum(1).tolist() if len(rows) else []
@@ -247,7 +247,7 @@ def _texts(rows: Batch, name: str) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Any value as text that UTF-8 has; null is empty."""
+    """Return any value as text that UTF-8 can hold; null is empty."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
@@ -260,7 +260,7 @@ def _ragged(values: np.ndarray, lengths: Sequence[int]) -> list[list[Any]]:
 
 PAGE_SECONDS = 10.0  # between two renderings of the page, while samples come
 CLOSE_SECONDS = 60.0  # for what is still to be written when the run ends
-MOST_WAITING = 8  # steps; a store that is slower loses samples
+MAX_WAITING = 8  # steps; a store that is slower loses samples
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ class RolloutLog:
         on_file: OnFile | None = None,
         on_page: OnPage | None = None,
     ) -> None:
-        """`folder` may be s3://…; `previous` is that of an attempt before, which is resumed from.
+        """Write to `folder` (or s3://…); resume from `previous`, an earlier attempt's folder.
 
         `rows` are the completions of a sample; `every=0` turns it all off. `load_tokenizer` is
         called in the thread, and so are `on_file` and `on_page`.
@@ -299,19 +299,19 @@ class RolloutLog:
             self._picked.append(pick(batch, step, split, self.rows))
 
     def step_done(self, history: Sequence[Metrics]) -> None:
-        """Write what was taken; `history` are the metrics of all steps so far, a row a step."""
+        """Write the step's samples; `history` are the metrics of all steps so far, a row a step."""
         picked, self._picked = self._picked, []
         if picked:
             self._worker.put(lambda: self._worker.write(picked, list(history)))
 
     def resumed(self, step: int) -> None:
-        """The run goes on after `step`: samples of later steps are void."""
+        """Drop samples of steps after `step`, from which the run goes on."""
         self._picked.clear()
         if self.every:
             self._worker.put(lambda: self._worker.resume(step), wait=True)
 
     def close(self) -> None:
-        """Write what is left, for at most `CLOSE_SECONDS`."""
+        """Write the samples that are left, within `CLOSE_SECONDS`."""
         self._worker.close()
 
     def __enter__(self) -> RolloutLog:
@@ -335,7 +335,7 @@ class _Worker:
         self._uri, self._previous = uri, previous
         self._load_tokenizer = load_tokenizer
         self._on_file, self._on_page = on_file, on_page
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._fault = ""  # of the job before, without its numbers
         self._texts: TokenTexts | None = None
@@ -355,7 +355,7 @@ class _Worker:
             log.warning("a sample of rollouts is left out: %s is too slow", self._uri)
 
     def close(self) -> None:
-        """Do what waits and end, for at most `CLOSE_SECONDS`."""
+        """Finish what waits, within `CLOSE_SECONDS`, and end."""
         if self._thread is None:
             return
         end = time.monotonic() + CLOSE_SECONDS
@@ -415,9 +415,9 @@ class _Worker:
     def _hand_over(self, files: Mapping[str, bytes]) -> None:
         if self._on_file is None:
             return
-        with tempfile.TemporaryDirectory(prefix="rollouts-") as place:
+        with tempfile.TemporaryDirectory(prefix="rollouts-") as folder:
             for name, content in files.items():
-                path = Path(place, name)
+                path = Path(folder, name)
                 path.write_bytes(content)
                 self._on_file(path)
 

@@ -169,7 +169,7 @@ def apply_control_tokens(
     Returns the splits and how many such rows there were. Raises DataError with policy "fail", and
     when a split loses all its rows.
     """
-    total, kept = 0, dict[str, Any]()
+    total, tables = 0, dict[str, Any]()
     for name, frame in splits.tables().items():
         rows = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
         spelling = rows_spelling_control_tokens(rows, tokenizer, policy, name)
@@ -184,8 +184,8 @@ def apply_control_tokens(
             say(f"dataset: {name}: {len(spelling)} rows spell control tokens of the model; {done}")
         if spelling and policy == "drop":
             frame = frame.reset_index(drop=True).drop(index=spelling).reset_index(drop=True)
-        kept[name] = frame
-    return splits.with_tables(kept), total
+        tables[name] = frame
+    return splits.with_tables(tables), total
 
 
 def fit_to_context(
@@ -198,7 +198,7 @@ def fit_to_context(
     refuses one, and when a split loses all its rows.
     """
     limit = data.max_prompt_length or context
-    kept, tokens = {}, dict[str, list[int]]()
+    tables, tokens = {}, dict[str, list[int]]()
     for name, frame in splits.tables().items():
         encoded = encode_short_prompts(tokenizer, frame["prompt"], limit, name)
         long = [row for row, ids in enumerate(encoded) if ids is None]
@@ -216,7 +216,7 @@ def fit_to_context(
             note = f"{name}: {len(long)} prompts over {limit} tokens left out"
             splits = replace(splits, notes=(*splits.notes, note))
             say(f"dataset: {note}")
-        kept[name] = frame[[ids is not None for ids in encoded]].reset_index(drop=True)
+        tables[name] = frame[[ids is not None for ids in encoded]].reset_index(drop=True)
         tokens[name] = [len(ids) for ids in encoded if ids is not None]
     check_context(max(map(max, tokens.values())), data.max_response_length, context)
-    return splits.with_tables(kept), tokens
+    return splits.with_tables(tables), tokens

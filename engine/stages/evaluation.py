@@ -75,7 +75,7 @@ def evaluate(
     same of every evaluation set, by source and level, and what is known from training),
     `report.html`, and with `evaluate.lm_eval.tasks` `lm_eval.json`.
 
-    parts: what `evaluate_part` decoded, in order; None: both models are decoded here.
+    parts: the tables of `evaluate_part` in order; None: both models are decoded here.
     """
     data, config, seed = settings.data, settings.config, settings.seed
     ray = ray_session("ray" if uses_ranks(config) else "local", LOCAL_OBJECT_STORE_BYTES)
@@ -216,8 +216,8 @@ def harness_scores(
     for name, model in models.items():
         with tempfile.TemporaryDirectory(prefix="hybridflyte-lm-eval-") as scratch:
             scores[name] = run_lm_eval(model, config.lm_eval, seed, Path(scratch))
-        shown = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
-        say(f"evaluation: lm-evaluation-harness on {name}: {shown}")
+        summary = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
+        say(f"evaluation: lm-evaluation-harness on {name}: {summary}")
     (folder / FILE).write_text(to_json(scores, config.confidence))
     return scores
 
@@ -226,8 +226,8 @@ def harness_metrics(scores: Mapping[str, Sequence[HarnessScore]]) -> dict[str, f
     """Return the harness's scores as metrics of the stage: the RL model's by their names."""
     return {
         score.key if name == "rl" else f"{score.key}_{name}": score.value
-        for name, of_model in scores.items()
-        for score in of_model
+        for name, model_scores in scores.items()
+        for score in model_scores
     }
 
 
@@ -286,9 +286,9 @@ def read_comparison(evaluation: Path) -> dict[str, Any]:
     return values
 
 
-# The pages of a run that judged a model: its evaluation with the verdict, and its lineage. The
-# artifact `evaluation` has a page of its own, made before anything was decided. These are written
-# at the end of the run, into its folder; artifacts stay as they are.
+# The pages of a run that judged a model: its evaluation with the verdict, and its lineage. They are
+# written into the run's folder at its end. The artifact `evaluation` has a page from before the
+# decision; artifacts stay as they are.
 
 
 def comparison_page(

@@ -115,7 +115,7 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
 
 
 def _candidate_paths(version: ModelVersion) -> list[Path | str]:
-    """Paths where a version's artifact may be; empty for models that another tool registered."""
+    """Return paths where a version's artifact may be; none for models of another tool."""
     tags = ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
     kind, digest, manifest = (version.tags.get(tag, "") for tag in tags)
     if not (kind and digest and manifest):

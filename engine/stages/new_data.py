@@ -1,4 +1,4 @@
-"""Retraining: is there enough new data since the champion, and the dataset with it.
+"""Retraining: tell whether enough new data arrived, and make the dataset with it.
 
 The ledger of files that a dataset ingested is `arrivals.json` in its artifact. The champion's own
 ledger counts, so data of a model that was not promoted are new again in the next run.

@@ -92,7 +92,7 @@ def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
 
 
 def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
-    """Return what plays episodes, with the digest of what environment, tools and parser name.
+    """Return the settings of episodes, with the digest of environment, tools and parser.
 
     Options count with the modules of `package.module:name` and the content of files that they name,
     `id` of the environment verifiers with its package.

@@ -55,7 +55,7 @@ C = TypeVar("C", bound=PipelineConfig)
 
 
 class Digests(NamedTuple):
-    """What a run's inputs hold now."""
+    """Digests of a run's inputs as they are now."""
 
     data: str
     model: str = ""  # content of the start model's folder, or owner/name@commit

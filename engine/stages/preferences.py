@@ -79,8 +79,8 @@ def pairs(
             ]
         write_tables(this, folder, tables, settings, notes)
         rows = {f"rows_{name}": float(len(frame)) for name, frame in tables.items()}
-        made = f"{rows['rows_train']:.0f} to learn from, {rows['rows_validation']:.0f} held out"
-        say(f"pairs: {made}" + "".join(f"; left out: {note}" for note in notes))
+        summary = f"{rows['rows_train']:.0f} to learn from, {rows['rows_validation']:.0f} held out"
+        say(f"pairs: {summary}" + "".join(f"; left out: {note}" for note in notes))
         return this.publish(rows | metrics)
 
 
@@ -235,7 +235,7 @@ def preference_training(
         if is_on_ray(config):
             require_shared([str(this.folder), str(model)])
         train, validation = encoded(rows, model, config.loss, settings.too_long)
-        # A copy: what is looked for there and missing is written there.
+        # A copy, as reading a log-prob that is missing writes it there.
         scratch = this.folder / "scratch"
         shutil.copytree(log_probs, scratch)
         config = config.model_copy(update={"reference_cache": str(scratch)})
@@ -255,9 +255,9 @@ def reference_settings(config: PreferenceTrainingConfig) -> PreferenceTrainingCo
     A loss without a reference keeps its name, since there is nothing to compute for it.
     """
     loss = config.loss if config.loss == "kto" or not uses_reference(config) else "sigmoid"
-    kept = {"reference", "parallel", "placement", "pools", "threads", "packing"}
-    kept |= {"max_tokens_per_micro_batch", "start_timeout_s", "step_timeout_s"}
-    values = config.model_dump(include=kept)
+    fields = {"reference", "parallel", "placement", "pools", "threads", "packing"}
+    fields |= {"max_tokens_per_micro_batch", "start_timeout_s", "step_timeout_s"}
+    values = config.model_dump(include=fields)
     return PreferenceTrainingConfig.model_validate({"loss": loss} | values)
 
 

@@ -100,7 +100,7 @@ class Profile(Section):
 
     @property
     def vendor(self) -> Literal["", "nvidia", "amd"]:
-        """Whose GPUs they are; empty without any."""
+        """Return the vendor of the GPUs; empty without any."""
         if not self.gpus:
             return ""
         from engine.planner.resources import gpu
@@ -112,22 +112,22 @@ class Profile(Section):
 
     @property
     def resource(self) -> str:
-        """Kubernetes' name for one of the GPUs, e.g. `amd.com/gpu`; empty without any."""
+        """Return Kubernetes' name of a GPU, e.g. `amd.com/gpu`; empty without any."""
         return self.gpu_resource or (f"{self.vendor}.com/gpu" if self.gpus else "")
 
     @property
     def image_kind(self) -> str:
-        """Kind of image, see `tasks.flytekit_setup`."""
+        """Return the kind of image, see `tasks.flytekit_setup`."""
         return self.image or {"": "default", "nvidia": "cuda", "amd": "rocm"}[self.vendor]
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables of all processes."""
+        """Return the environment variables of all processes."""
         return (_COLLECTIVES if self.gpus else {}) | self.environment
 
     @property
     def layout(self) -> ParallelConfig:
-        """The actor's, unless the settings have one.
+        """Return the actor's layout, which settings without one get.
 
         With several workers it is HYBRID_SHARD: shards over a node's links, copies over the
         network.
@@ -144,18 +144,18 @@ class Profile(Section):
         )
 
     @property
-    def most_gpus(self) -> int:
-        """GPUs of as many workers as there can be."""
+    def max_gpus(self) -> int:
+        """Return the GPUs of as many workers as there can be."""
         return self.gpus * self.replicas.most
 
     @property
     def several_gpus(self) -> bool:
-        """Whether a model can be on several GPUs."""
-        return self.most_gpus > 1
+        """Tell whether a model can be on several GPUs."""
+        return self.max_gpus > 1
 
     @property
     def world(self) -> int:
-        """GPUs at the start, of all workers."""
+        """Return the GPUs of all workers at the start."""
         return self.gpus * self.replicas.start
 
 
@@ -413,10 +413,10 @@ def _check_size(setting: str, parallel: ParallelConfig, profile: Profile) -> Non
     from engine.parallel.layout import Layout
 
     ranks = Layout.of(parallel).world_size
-    if ranks > profile.most_gpus:
+    if ranks > profile.max_gpus:
         raise ConfigError(
             f"{setting} is a layout of {ranks} ranks, but profile={profile.name} has at most "
-            f"{profile.most_gpus} GPUs; choose a smaller layout, or another profile"
+            f"{profile.max_gpus} GPUs; choose a smaller layout, or another profile"
         )
 
 

@@ -141,7 +141,7 @@ class PromotionCase:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was decided against which champion."""
+    """A decision, and the champion that it was made against."""
 
     former: ModelVersion | None  # the champion; None: there was none
     decision: Decision

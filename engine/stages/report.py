@@ -1,4 +1,4 @@
-"""Ends of runs: their summary, pages and MLflow record; and `review`, the lineage of anything.
+"""End a run with its summary, pages and MLflow record; and `review` the lineage of anything.
 
 `report` reads manifests, so a cached run reports the same facts.
 """
@@ -233,7 +233,7 @@ def ranking(metrics: dict[str, float]) -> str:
 def finalize(run: RunContext, artifact: Artifact) -> Artifact:
     """Write the artifact's metrics to the MLflow run, end the run, and return the artifact.
 
-    Of a promotion it writes the run's pages as well.
+    For a promotion it writes the run's pages as well.
     """
     folder = artifact.local()
     manifest = read_manifest(folder)

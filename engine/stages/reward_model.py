@@ -89,7 +89,7 @@ def reward_model_promotion(
 
     Artifact `reward_model_promotion`: `decision.json` (promoted or not, why, each rule's outcome,
     against which champion) and `rows.parquet`, a row a held-out pair with who ranked it right. The
-    rules are `engine.promotion.reward_models`; as for policies, anything missing, unreadable or
+    rules are `engine.promotion.gate`'s; as for policies, anything missing, unreadable or
     tampered with promotes nothing. Running it again for the same model changes nothing.
     """
     config = settings.config

@@ -1,4 +1,4 @@
-"""What stages get beside artifacts: the run that they belong to, and their share of the settings.
+"""The inputs of stages beside artifacts: their run, and their share of the settings.
 
 A plan splits a configuration into these, so that a changed setting changes the inputs of those
 stages alone that read it.

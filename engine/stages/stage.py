@@ -76,14 +76,14 @@ def library_versions() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPaths:
-    """Where an attempt writes checkpoints, and where the previous attempt wrote them."""
+    """Folders to which an attempt writes checkpoints, and the previous attempt wrote them."""
 
     folder: str  # local or s3://…
     previous: str | None = None
 
 
 class Host:
-    """Where stages run: by default a machine without a workflow engine and its console."""
+    """The host of stages: by default a machine without a workflow engine and its console."""
 
     execution = ""  # name of the execution on a cluster; empty: a person runs the stage
 
@@ -132,7 +132,7 @@ def hosted(where: Host) -> Iterator[None]:
 
 
 def execution_tags(execution: str) -> dict[str, str]:
-    """MLflow tags that name the execution, with a link where one is known."""
+    """Return MLflow tags that name the execution, with a link where one is known."""
     tags, url, name = {"flyte.execution": execution}, host().execution_link(), host().execution
     if not url:
         return tags
@@ -197,7 +197,7 @@ class Artifact:
     path: Path | None = None  # on this machine, where that is known
 
     def local(self) -> Path:
-        """Download it where it is not here; StorageError where it no longer exists."""
+        """Return the folder, downloaded if need be; StorageError where it no longer exists."""
         return self.path or local_path(self.uri)  # in parallel, and checked by the manifest
 
 
@@ -243,8 +243,8 @@ class Stage:
     def checkpoints(self) -> CheckpointPaths:
         """Return the checkpoint folders of this attempt and of the previous one.
 
-        On a cluster the host's. Elsewhere it is one folder for the same inputs and sources, so that
-        a restarted run resumes.
+        On a cluster they are the host's. Elsewhere it is one folder for the same inputs and
+        sources, so that a restarted run resumes.
         """
         if paths := host().checkpoint_paths():
             return paths
@@ -351,7 +351,7 @@ def stage(
 
 
 def _link_to_mlflow(kind: str, tracker: Tracker, run_id: str) -> None:
-    """Show where the stage's run is: in the task's log, and as a tab."""
+    """Show the address of the stage's run in the task's log, and as a tab."""
     if url := tracker.run_url(run_id):
         say(f"{kind}: MLflow run {url}")
         host().show("MLflow", f'<a href="{html.escape(url)}">MLflow run {run_id}</a>')

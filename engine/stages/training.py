@@ -80,10 +80,9 @@ CLOSE_SECONDS = 60.0  # for the last copy
 _log = logging.getLogger(__name__)
 
 
-# What `tracking.logger` names: opened, and where the files lie.
-#
-# A stage's files are in its run's folder, `runs/<run id>/<stage>/`. Where there is a shared store
-# they go to the same place there, again while they grow: a pod takes its disk with it.
+# The logs that `tracking.logger` names. A stage's files are in its run's folder,
+# `runs/<run id>/<stage>/`. Where there is a shared store they are copied to the same path there,
+# again while they grow, as a pod's disk ends with the pod.
 
 
 @contextlib.contextmanager
@@ -116,9 +115,9 @@ def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
 
 @contextlib.contextmanager
 def _copied(folder: Path, below: str) -> Iterator[None]:
-    """Copy a folder's files to the shared store for the block, and say where they are to be found.
+    """Copy a folder's files to the shared store for the block, and say where they are.
 
-    The file of metrics that an attempt before left there is fetched first.
+    The file of metrics that an earlier attempt left there is fetched first.
     """
     store = shared_store()
     if not store:
@@ -148,17 +147,17 @@ class _StoreCopy:
         self._thread = threading.Thread(target=self._work, name="metrics-copy", daemon=True)
 
     def fetch(self) -> None:
-        """Bring the file of metrics here, where there is none."""
+        """Download the file of metrics unless there is one here."""
         if not (self._folder / METRICS_FILE).exists():
             with contextlib.suppress(FileNotFoundError):
                 (self._folder / METRICS_FILE).write_bytes(self._objects.read(METRICS_FILE))
 
     def start(self) -> None:
-        """Begin to copy."""
+        """Start to copy."""
         self._thread.start()
 
     def close(self) -> None:
-        """Copy what has grown since, for at most `CLOSE_SECONDS`."""
+        """Copy the files that have grown since, within `CLOSE_SECONDS`."""
         self._closed.set()
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -194,7 +193,7 @@ Example = TypeVar("Example")
 
 @dataclass
 class TrainedOnRows:
-    """What training left beside the model."""
+    """The results of training beside the model."""
 
     metrics: dict[str, float]  # of the last step
     steps: int
@@ -269,8 +268,8 @@ def publish_trained(this: Stage, trained: TrainedOnRows) -> Artifact:
 def sft(run: RunContext, settings: SFTSettings, dataset: Artifact) -> Artifact:
     """Fine-tune the start model on the dataset's prompt/response pairs, unless `config.skip`.
 
-    Artifact `sft`: a Hugging Face model folder with its tokenizer. Without a warm start:
-    `start_model`. On a profile with several GPUs ranks share the model (`sft.parallel`).
+    Artifact `sft`: a Hugging Face model folder with its tokenizer; `start_model` without a warm
+    start. On a profile with several GPUs ranks share the model (`sft.parallel`).
     """
     start, config, seed = settings.start, settings.config, settings.seed
     if config.skip:

@@ -81,7 +81,7 @@ def shorten(text: str, limit: int) -> str:
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 PAGES_VARIABLE = "HYBRIDFLYTE_MLFLOW_URL"  # where people reach the server, if not at its URI
 # Set before mlflow is imported, and only where the user has not: few and short retries instead of
-# MLflow's 7 retries of 120 s; no chatter; no calls home from a training job.
+# MLflow 3's 7 retries of 120 s; no messages on stdout; no telemetry from a training job.
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
@@ -125,14 +125,14 @@ class Connection:
 
     @property
     def database(self) -> Path | None:
-        """The file of a SQLite store; None for a server."""
+        """Return the file of a SQLite store; None for a server."""
         if not self.uri.startswith("sqlite:///"):
             return None
         return Path(self.uri.removeprefix("sqlite:///")).absolute()
 
     @functools.cached_property
     def client(self) -> MlflowClient:
-        """MLflow's client of this store; raises TrackingError when a SQLite one can't be made."""
+        """Return MLflow's client; raises TrackingError when a SQLite store can't be made."""
         from mlflow import MlflowClient
 
         with self.translated("open the store"):
@@ -143,27 +143,28 @@ class Connection:
 
     @functools.cached_property
     def experiment_id(self) -> str:
-        """The id of the experiment, which is created when it is not there yet."""
+        """Return the id of the experiment, which is created when it is not there yet."""
         from mlflow.exceptions import MlflowException
 
         with self.translated("open the experiment"):
-            found = self.client.get_experiment_by_name(self.experiment)
-            if found is None:
+            experiment = self.client.get_experiment_by_name(self.experiment)
+            if experiment is None:
                 try:
                     folder = self.database and self.database.parent / "mlartifacts"
-                    place = folder.as_uri() if folder else None  # a server decides for itself
-                    return str(self.client.create_experiment(self.experiment, place))
+                    location = folder.as_uri() if folder else None  # a server decides for itself
+                    return str(self.client.create_experiment(self.experiment, location))
                 except MlflowException:
                     # Another process may have created it since; anything else is a real error.
-                    found = self.client.get_experiment_by_name(self.experiment)
-                    if found is None:
+                    experiment = self.client.get_experiment_by_name(self.experiment)
+                    if experiment is None:
                         raise
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             raise TrackingError(
                 f"MLflow experiment {self.experiment!r} at {self.uri} was deleted; restore it with "
-                f"`mlflow experiments restore -x {found.experiment_id}` or set tracking.experiment"
+                f"`mlflow experiments restore -x {experiment.experiment_id}` or set "
+                "tracking.experiment"
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def run_url(self, run_id: str) -> str:
         """Return the page of a run for people, without credentials; empty for a store without."""

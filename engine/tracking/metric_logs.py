@@ -1,9 +1,9 @@
-"""Where a run's metrics go besides MLflow: a file, TensorBoard, Weights & Biases.
+"""Logs of a run's metrics besides MLflow: a file, TensorBoard, Weights & Biases.
 
-A metric log gets a row a step, each step once and in order. A process that resumes a run begins
-with an earlier step than the last one logged, often with the first, since it gives the whole
-history again: the file and TensorBoard forget what they had from there on, and at Weights & Biases
-each process is a run of its own, as in MLflow.
+A metric log gets a row a step, each step once and in order. A process that resumes a run starts
+with an earlier step than the last one logged, often with the first, since it logs the full history
+again: the file and TensorBoard drop their rows from that step on, and at Weights & Biases each
+process is a run of its own, as in MLflow.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MetricLog(Protocol):
         """Record values at a step, later than the one before it in this process."""
 
     def close(self, status: str) -> None:
-        """End it, as FINISHED, FAILED or KILLED."""
+        """End the log as FINISHED, FAILED or KILLED."""
 
 
 class MetricLogs:
@@ -61,7 +61,7 @@ class MetricLogs:
                 _log.warning(warning, name, str(error) or type(error).__name__)
 
     def close(self, status: str) -> None:
-        """End all of them, as FINISHED, FAILED or KILLED."""
+        """End all logs as FINISHED, FAILED or KILLED."""
         for name, log in self._logs.items():
             try:
                 log.close(status)
@@ -124,7 +124,7 @@ class MetricsFile:
     """JSON lines, one a step: `{"step": 1, "reward/mean": 0.5, …}`."""
 
     def __init__(self, path: Path, keep: bool) -> None:
-        """`keep`: append to the lines that are there. StorageError if it can't be written."""
+        """Open the file, with `keep` after the lines in it; StorageError if it can't be written."""
         self.path = path
         self._earlier: dict[int, str] = {}  # lines by step
         try:
@@ -160,7 +160,7 @@ class TensorBoardLog:
     """Event files in a folder, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, below: str = "") -> None:
-        """$TENSORBOARD_DIR, which is verl's, wins over `folder`; the files are `below` it."""
+        """Write to `below` in verl's $TENSORBOARD_DIR where that is set, else to `folder`."""
         from torch.utils.tensorboard import SummaryWriter  # here, and not in the first step
 
         shared = os.environ.get("TENSORBOARD_DIR")
@@ -170,7 +170,7 @@ class TensorBoardLog:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if self._writer is None:
-            # The history begins again with this step, so that none is drawn twice.
+            # The history starts again with this step, so that no step is drawn twice.
             self._writer = self._open(purge_step=step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -187,7 +187,7 @@ class WandbLog:
         """Raise TrackingError where no run can be started."""
         import wandb
 
-        # Without this it prints an advertisement for Weave wherever `openai` is imported.
+        # wandb 0.31 prints an advertisement for Weave wherever `openai` is imported.
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         try:
             self._run = wandb.init(

@@ -48,15 +48,15 @@ class ModelVersion:
     aliases: tuple[str, ...]  # e.g. ("champion",)
 
     @staticmethod
-    def of(found: MlflowVersion, aliases: Iterable[str] | None = None) -> ModelVersion:
+    def of(entry: MlflowVersion, aliases: Iterable[str] | None = None) -> ModelVersion:
         """Return the version that MLflow found; `aliases` where its answer leaves them out."""
         return ModelVersion(
-            name=found.name,
-            version=str(found.version),
-            run_id=found.run_id or "",
-            source=found.source or "",
-            tags=dict(found.tags),
-            aliases=tuple(found.aliases if aliases is None else aliases),
+            name=entry.name,
+            version=str(entry.version),
+            run_id=entry.run_id or "",
+            source=entry.source or "",
+            tags=dict(entry.tags),
+            aliases=tuple(entry.aliases if aliases is None else aliases),
         )
 
 
@@ -75,7 +75,7 @@ def version_parent(version: ModelVersion, name: str) -> Parent | None:
 
 
 class ModelRegistry(Connection):
-    """Registering, naming and fetching models."""
+    """A registry that models are registered in, named by and fetched from."""
 
     def register_model(
         self,
@@ -97,28 +97,28 @@ class ModelRegistry(Connection):
             raise StorageError(f"model folder {folder} does not exist; give a published artifact")
         facts = {"artifact_uri": shared_address(folder), **_facts(folder)}
         # Named by content, so that two models logged to one run keep apart.
-        place = f"{MODELS_FOLDER}/{facts[ARTIFACT_TAG][:16]}"
+        artifact_path = f"{MODELS_FOLDER}/{facts[ARTIFACT_TAG][:16]}"
         with self.translated("register the model"):
-            known = self._version_of(model_name, facts[ARTIFACT_TAG])
-            if known is not None:
-                return known
-            self.client.log_artifacts(run_id, str(folder), place)
+            existing = self._version_of(model_name, facts[ARTIFACT_TAG])
+            if existing is not None:
+                return existing
+            self.client.log_artifacts(run_id, str(folder), artifact_path)
             root = self.client.get_run(run_id).info.artifact_uri.rstrip("/")
             if self.find_model(model_name) is None:
                 with _tolerated("RESOURCE_ALREADY_EXISTS"):
                     self.client.create_registered_model(model_name)
-            made = self.client.create_model_version(
+            version = self.client.create_model_version(
                 model_name,
-                f"{root}/{place}",
+                f"{root}/{artifact_path}",
                 run_id=run_id,
                 tags=connection.tags(facts | dict(tags or {})),
                 await_creation_for=READY_SECONDS,
             )
             first = self._version_of(model_name, facts[ARTIFACT_TAG])
-            if first is not None and int(first) < int(made.version):
-                self.client.delete_model_version(model_name, str(made.version))
+            if first is not None and int(first) < int(version.version):
+                self.client.delete_model_version(model_name, str(version.version))
                 return first
-        return str(made.version)
+        return str(version.version)
 
     def champion(self, model_name: str, alias: str = "champion") -> ModelVersion | None:
         """Return the version under an alias, None when the model or alias does not exist.
@@ -140,15 +140,17 @@ class ModelRegistry(Connection):
                 f"{reference!r} is no model reference; write models:/NAME@ALIAS or "
                 "models:/NAME/VERSION"
             )
+        version: ModelVersion | None
         if parts[1]:
-            found = self.champion(parts[1], parts[2])
+            version = self.champion(parts[1], parts[2])
         else:
             with self.translated("look up a model"):
                 versions = self._versions(parts[3])
-            found = next((ModelVersion.of(v) for v in versions if str(v.version) == parts[4]), None)
-        if found is None:
+            matching = (ModelVersion.of(v) for v in versions if str(v.version) == parts[4])
+            version = next(matching, None)
+        if version is None:
             raise TrackingError(f"MLflow {self.uri} has no {reference}; check the name")
-        return found
+        return version
 
     def set_alias(self, model_name: str, alias: str, version: str, expected: str | None) -> None:
         """Move `alias` to `version` if it still points to `expected` (None: to no version).
@@ -192,7 +194,7 @@ class ModelRegistry(Connection):
         import mlflow.artifacts
 
         with self.translated("download a model"):
-            # A models:/ address would be looked up in MLflow's global store, not in this one.
+            # MLflow 3 would look up a models:/ address in its global store, not in this one.
             files = self.client.get_model_version_download_uri(model_name, version)
             return Path(
                 mlflow.artifacts.download_artifacts(
@@ -256,17 +258,17 @@ def require_tagged_content(folder: Path, version: ModelVersion) -> None:
     what = f"MLflow's copy of {version.name} version {version.version}"
     way_out = "restore its files, or choose another version"
     try:
-        found = _facts(folder)
+        facts = _facts(folder)
     except LineageError as error:
         raise LineageError(f"{what} is damaged: {error}; {way_out}") from error
     if not version.tags.get(ARTIFACT_TAG):
         return
     for tag in (ARTIFACT_TAG, MANIFEST_TAG):
-        wanted, actual = version.tags.get(tag, ""), found.get(tag, "")
-        if wanted != actual:
+        expected, actual = version.tags.get(tag, ""), facts.get(tag, "")
+        if expected != actual:
             raise LineageError(
                 f"{what} is {actual[:12] or 'nothing'} where its tag {tag} says "
-                f"{wanted[:12] or 'nothing'}; {way_out}"
+                f"{expected[:12] or 'nothing'}; {way_out}"
             )
 
 
@@ -303,8 +305,8 @@ def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -
             f"{version.name} version {version.version} has no tag {ARTIFACT_TAG} to hold its "
             "files against; register the model through engine.tracking, or choose another version"
         )
-    place = Path(version.source.removeprefix("file://"))
-    if place.is_absolute() and place.is_dir():
-        require_tagged_content(place, version)
-        return place
+    source = Path(version.source.removeprefix("file://"))
+    if source.is_absolute() and source.is_dir():
+        require_tagged_content(source, version)
+        return source
     return registry.download_model(version.name, version.version, scratch / "model")

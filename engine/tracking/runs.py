@@ -204,13 +204,13 @@ class Tracker(ModelRegistry):
         It gets one parameter a section of `params`; a stage's run gets its settings one by one.
         With a `key` (e.g. the Flyte execution) a run that already has it is opened again.
         """
-        own = {KIND_TAG: "pipeline", KEY_TAG: key}
+        run_tags = {KIND_TAG: "pipeline", KEY_TAG: key}
         with self.translated("start a run"):
-            known = self._find({KIND_TAG: "pipeline", KEY_TAG: key}) if key else []
-            if known:
-                self.client.update_run(known[0], status="RUNNING")
-                return known[0]
-            return self._create(name, params or {}, {**(tags or {}), **own}, by_section=True)
+            existing = self._find({KIND_TAG: "pipeline", KEY_TAG: key}) if key else []
+            if existing:
+                self.client.update_run(existing[0], status="RUNNING")
+                return existing[0]
+            return self._create(name, params or {}, {**(tags or {}), **run_tags}, by_section=True)
 
     def finish_pipeline(
         self, run_id: str, status: str = "FINISHED", metrics: Mapping[str, float] | None = None
@@ -240,16 +240,16 @@ class Tracker(ModelRegistry):
 
         See the module's text for what happens to earlier attempts of the same stage.
         """
-        own = {KIND_TAG: "stage", STAGE_TAG: name, KEY_TAG: attempt_key}
+        stage_tags = {KIND_TAG: "stage", STAGE_TAG: name, KEY_TAG: attempt_key}
         if parent_run_id:
-            own[PARENT_TAG] = parent_run_id
+            stage_tags[PARENT_TAG] = parent_run_id
         with self.translated("start a run"):
-            earlier = self._find(own) if parent_run_id else []
+            earlier = self._find(stage_tags) if parent_run_id else []
             for run_id in earlier:
                 # Runs that hold the files of a registered version stay.
                 if not self.client.search_model_versions(f"run_id='{run_id}'", max_results=1):
                     self.client.delete_run(run_id)
-            run = StageRun(self, self._create(name, params or {}, {**(tags or {}), **own}))
+            run = StageRun(self, self._create(name, params or {}, {**(tags or {}), **stage_tags}))
         try:
             yield run
         except (KeyboardInterrupt, SystemExit):
@@ -270,12 +270,12 @@ class Tracker(ModelRegistry):
             return otherwise
         with self.translated("look up a run"):
             try:
-                found = self.client.get_run(run_id)
+                run = self.client.get_run(run_id)
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
                 return otherwise
-        return run_id if found.info.lifecycle_stage == "active" else otherwise
+        return run_id if run.info.lifecycle_stage == "active" else otherwise
 
     def _create(
         self,
@@ -299,12 +299,12 @@ class Tracker(ModelRegistry):
         texts = tag_texts(tags)
         quoted = {k: v.replace("'", "''") for k, v in texts.items() if v}
         clauses = [f"tags.`{k}` = '{v}'" for k, v in quoted.items()]
-        found = self.client.search_runs(
+        runs = self.client.search_runs(
             [self.experiment_id], " and ".join(clauses), order_by=["attributes.start_time DESC"]
         )
         # An empty key is no clause of the search, so runs with another key are dropped here.
         return [
             run.info.run_id
-            for run in found
+            for run in runs
             if all(run.data.tags.get(k, "") == v for k, v in texts.items())
         ]

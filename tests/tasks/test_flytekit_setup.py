@@ -19,9 +19,9 @@ from tasks.flytekit_setup import (
     SecretName,
     cache_literal_types,
     load_secrets,
-    of_registration,
     patch_nested_branches,
     read_secrets,
+    registration_environment,
     set_ctrl_c_status,
     with_secrets,
 )
@@ -162,7 +162,7 @@ def test_a_task_asks_for_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hub", "loggers"): ["MLFLOW_TRACKING_TOKEN", "HF_TOKEN", "WANDB_API_KEY"],
     }
     assert with_secrets()["environment"] == {VARIABLE: "MLFLOW_TRACKING_TOKEN=team/mlflow"}
-    assert of_registration()[VARIABLE] == TEXT
+    assert registration_environment()[VARIABLE] == TEXT
 
 
 def test_a_pod_finds_them_and_what_is_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,9 +93,13 @@ def _release(options: argparse.Namespace) -> str:
 
 def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End with the usage where an option belongs to the other kind of export."""
-    of_out = {"--model": options.model, "--beside": options.beside}
-    of_to = {"--license": options.license, "--private": options.private, "--store": options.store}
-    wrong, other = (of_out, "--out") if options.to else (of_to, "--to")
+    out_options = {"--model": options.model, "--beside": options.beside}
+    to_options = {
+        "--license": options.license,
+        "--private": options.private,
+        "--store": options.store,
+    }
+    wrong, other = (out_options, "--out") if options.to else (to_options, "--to")
     for name, value in wrong.items():
         if value:
             parser.error(f"{name} goes with {other}")

@@ -42,7 +42,7 @@ Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status, see `run_program`."""
-    return run_program(lambda given: run_form(PPO, _USAGE, given, _run, _OPTIONS), arguments)
+    return run_program(lambda words: run_form(PPO, _USAGE, words, _run, _OPTIONS), arguments)
 
 
 def _run(config: RunConfig, options: Namespace) -> None:

@@ -201,9 +201,9 @@ def test_evaluation_plays_what_rl_plays() -> None:
     rollout = {"multi_turn": {"enable": True}, "agent": {"environment": "guessing"}}
     config = PipelineConfig.model_validate({"rl": {"rollout": rollout}})
     found = config.evaluation()
-    assert found.plays_episodes
+    assert found.runs_episodes
     assert found.environments.environment.name == "guessing"
-    assert not PipelineConfig().evaluation().plays_episodes
+    assert not PipelineConfig().evaluation().runs_episodes
     own = {"agent": {"environment": "arithmetic"}}
     both = PipelineConfig.model_validate({"rl": {"rollout": rollout}, "evaluate": own})
     assert both.evaluation().environments.environment.name == "arithmetic"

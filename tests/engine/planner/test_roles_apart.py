@@ -61,7 +61,7 @@ def test_longer_completions_get_more_gpus() -> None:
 def test_a_step_is_the_slower_of_both_and_says_why() -> None:
     plan = planned(SMALL, gpus(8, 80))
     price = plan.chosen.price
-    assert price.total == max(price.own, price.ahead)
+    assert price.total == max(price.trainer, price.ahead)
     assert price.ahead > 0
     assert price.rollout == 0
     said = explain(replace(plan, together=99.0))

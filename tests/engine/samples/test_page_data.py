@@ -59,14 +59,14 @@ def test_curves_have_each_step_once_and_their_last_point() -> None:
     steps, values = curves["reward/mean"]
     assert (steps[0], steps[-1], values[-1]) == (1, 1000, 1.0)
     assert steps == sorted(set(steps))
-    assert len(steps) <= viewer.MOST_POINTS + 1
+    assert len(steps) <= viewer.MAX_POINTS + 1
     assert curves["validation/reward"] == [[500, 1000], [0.5, 0.5]]
 
 
 def test_a_long_run_shows_its_first_and_last_sample_and_some_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(viewer, "MOST_TOKENS", 100)
+    monkeypatch.setattr(viewer, "MAX_TOKENS", 100)
     data = PageData()
     for step in range(1, 201):
         add(data, step, ["4 4 4 4 4"])
@@ -82,7 +82,7 @@ def test_a_long_run_shows_its_first_and_last_sample_and_some_between(
 
 
 def test_a_long_completion_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewer, "MOST_TOKENS_A_ROW", 3)
+    monkeypatch.setattr(viewer, "MAX_TOKENS_A_ROW", 3)
     data = PageData()
     add(data, 1, ["1 2 3 4 5 6"])
     (row,) = shown(data)["samples"][0]["rows"]

@@ -26,7 +26,7 @@ STEPS = 25
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of these runs take no time, so that all their samples wait at once."""
-    monkeypatch.setattr(writer, "MOST_WAITING", 1000)
+    monkeypatch.setattr(writer, "MAX_WAITING", 1000)
 
 
 def make(folder: str | Path, **changes: Any) -> RolloutLog:
@@ -171,7 +171,7 @@ def test_a_store_that_gives_no_answer_holds_up_neither_a_step_nor_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(writer, "MOST_WAITING", 4)
+    monkeypatch.setattr(writer, "MAX_WAITING", 4)
     answer = threading.Event()
     started = time.monotonic()
     with caplog.at_level(logging.WARNING):
