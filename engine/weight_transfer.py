@@ -48,7 +48,7 @@ class DeltaChunk:
 
 @cache
 def _zstd() -> Any:
-    """pyarrow's codec; higher levels cost time and gain nothing here."""
+    """Load pyarrow's codec; higher levels cost time and gain nothing here."""
     import pyarrow  # not in every worker process: 0.1 s, for deltas alone
 
     return pyarrow.Codec("zstd", compression_level=1)
@@ -60,21 +60,21 @@ def integer_view(tensor: Tensor) -> Tensor:
 
 
 def encode(tensor: int, old: np.ndarray, new: np.ndarray, pool: Executor) -> Iterator[DeltaChunk]:
-    """The chunks in which `new` differs from `old`, both integers `[n]`."""
+    """Yield the chunks in which `new` differs from `old`, both integers `[n]`."""
 
     def chunk(start: int) -> DeltaChunk | None:
-        before, after = old[start : start + CHUNK], new[start : start + CHUNK]
-        if np.array_equal(before, after):
+        old_chunk, new_chunk = old[start : start + CHUNK], new[start : start + CHUNK]
+        if np.array_equal(old_chunk, new_chunk):
             return None
-        content = _compressed(after, before)
-        return DeltaChunk(tensor, start, before.size, before.itemsize, content)
+        content = _compressed(new_chunk, old_chunk)
+        return DeltaChunk(tensor, start, old_chunk.size, old_chunk.itemsize, content)
 
     run = pool.map if old.size > CHUNK else map  # a thread costs more than a small tensor
-    return (found for found in run(chunk, range(0, old.size, CHUNK)) if found is not None)
+    return (delta for delta in run(chunk, range(0, old.size, CHUNK)) if delta is not None)
 
 
 def _compressed(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """`new - old`, which wraps around, as uint8: all lowest bytes first, all highest bytes last.
+    """Encode `new - old`, which wraps around, as uint8: lowest bytes first, highest bytes last.
 
     Zigzag coding (0, -1, 1, -2 → 0, 1, 2, 3) makes the high bytes of small differences 0.
     """

@@ -96,9 +96,9 @@ def global_grad_norm(
     squares = _sum_of_squares([local_tensor(p.grad) for p in counted if p.grad is not None])
     if ranks.mesh is None:
         return math.sqrt(squares)
-    own = torch.tensor([squares], dtype=torch.float64, device=ranks.mesh.device_type)
-    everyone = [torch.empty_like(own) for _ in range(ranks.layout.world_size)]
-    dist.all_gather(everyone, own)
+    local_squares = torch.tensor([squares], dtype=torch.float64, device=ranks.mesh.device_type)
+    everyone = [torch.empty_like(local_squares) for _ in range(ranks.layout.world_size)]
+    dist.all_gather(everyone, local_squares)
     return math.sqrt(math.fsum(torch.cat(everyone).tolist()))  # fsum: no order, no rounding
 
 
@@ -132,8 +132,8 @@ def _counts_here(parameter: nn.Parameter, ranks: Ranks) -> bool:
             assert axes <= set(AXES), f"a mesh dimension is named {name!r}"
             if not placement.is_replicate():  # is_shard() is False for FSDP's _StridedShard
                 holders -= axes
-    where = ranks.layout.coordinates(ranks.rank)
-    return all(where[axis] == 0 for axis in holders)
+    coordinates = ranks.layout.coordinates(ranks.rank)
+    return all(coordinates[axis] == 0 for axis in holders)
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> float:

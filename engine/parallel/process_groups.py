@@ -60,14 +60,14 @@ class Ranks:
         if layout.world_size == 1:
             return cls(layout)
         if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
-            there = dist.get_world_size() if dist.is_initialized() else 1
+            world_size = dist.get_world_size() if dist.is_initialized() else 1
             raise WorkerError(
-                f"the layout {layout} needs {layout.world_size} ranks, {there} have met; start one "
-                "process a rank"
+                f"the layout {layout} needs {layout.world_size} ranks, {world_size} have met; "
+                "start one process a rank"
             )
         mesh = init_device_mesh(device_type, tuple(layout.sizes.values()), mesh_dim_names=AXES)
         for axis in AXES:
-            _hurry(mesh[axis].get_group())
+            _set_timeout(mesh[axis].get_group())
         return cls(layout, dist.get_rank(), mesh)
 
     def size(self, *axes: str) -> int:
@@ -88,7 +88,7 @@ class Ranks:
         if len(axes) == 1:
             return self.mesh[axes[0]]
         flat = self.mesh[axes]._flatten("_".join(axes))
-        _hurry(flat.get_group())
+        _set_timeout(flat.get_group())
         return flat
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
@@ -97,7 +97,7 @@ class Ranks:
         return self.submesh(*used).get_group() if used else None
 
     def sum_over(self, value: Tensor, axes: Sequence[str]) -> Tensor:
-        """`value` summed over those ranks; `value` itself stays as it is."""
+        """Sum `value` over those ranks; `value` itself stays as it is."""
         group = self.group(*axes)
         if group is None:
             return value
@@ -116,9 +116,9 @@ class Ranks:
         return int(largest)
 
 
-def _hurry(group: dist.ProcessGroup) -> None:
+def _set_timeout(group: dist.ProcessGroup) -> None:
     """Give a group of a mesh the deadline that the ranks joined with: it has torch's 30 minutes."""
-    whole = dist.distributed_c10d._get_default_group()
-    device = "cpu" if "gloo" in str(dist.get_backend_config(whole)) else "cuda"
-    backend = whole._get_backend(torch.device(device))
+    default_group = dist.distributed_c10d._get_default_group()
+    device = "cpu" if "gloo" in str(dist.get_backend_config(default_group)) else "cuda"
+    backend = default_group._get_backend(torch.device(device))
     dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)

@@ -75,7 +75,7 @@ class ShardedStyle(ParallelStyle):
     """Shards a module's parameters; its forward pass then computes on their local parts."""
 
     def __init__(self, placements: Mapping[str, Placement], forward: Callable[..., Tensor]) -> None:
-        """placements: by parameter name; others are replicated. forward: called with the module."""
+        """Set `placements` by parameter name (others are replicated) and the module's `forward`."""
         self.placements, self.forward = placements, forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -110,34 +110,34 @@ class SelectedColumns(ShardedStyle):
     """
 
     def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
-        """parts: rows and heads of each, e.g. [(1024, 8), (256, 2), (256, 2)]."""
+        """Set the rows and heads of each part, e.g. [(1024, 8), (256, 2), (256, 2)]."""
         super().__init__({"weight": Shard(0), "bias": Shard(0)}, self._select)
         self._parts = parts
 
     def _select(self, module: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, self._own(module.weight), self._own(module.bias))
+        return F.linear(x, self._local_rows(module.weight), self._local_rows(module.bias))
 
-    def _own(self, parameter: Any) -> Any:
+    def _local_rows(self, parameter: Any) -> Any:
         """The rows of a sharded parameter that this rank computes with."""
         if parameter is None:
             return None
         size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
-        whole = parameter.redistribute(placements=[Replicate()])
-        whole = whole.to_local(grad_placements=[Partial()])
-        own = []
+        full = parameter.redistribute(placements=[Replicate()])
+        full = full.to_local(grad_placements=[Partial()])
+        local_rows = []
         for part, (_, heads) in zip(
-            whole.split([n for n, _ in self._parts]), self._parts, strict=True
+            full.split([n for n, _ in self._parts]), self._parts, strict=True
         ):
             shares = min(size, heads)
-            own.append(part.chunk(shares)[index * shares // size])
-        return torch.cat(own)
+            local_rows.append(part.chunk(shares)[index * shares // size])
+        return torch.cat(local_rows)
 
 
 class RowParallel(ShardedStyle):
-    """y = Σ_ranks x_local W_localᵀ + b; the weight's columns, and `x [B, L, in/tp]`, are sharded.
+    """A linear whose weight's columns, and inputs `x [B, L, in/tp]`, are sharded.
 
-    y is replicated, or, with `shard_tokens`, this rank's shard of the padded tokens. With
-    `split_input` x is whole on every rank, and each takes its part.
+    y = Σ_ranks x_local W_localᵀ + b is replicated, or, with `shard_tokens`, this rank's shard of
+    the padded tokens. With `split_input` each rank has all of x and takes its part.
     """
 
     def __init__(self, shard_tokens: bool, split_input: bool = False) -> None:
@@ -202,11 +202,11 @@ def _gathered_forward(module: nn.Linear, x: Tensor) -> Tensor:
 def _split(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A linear's forward pass, of this rank's part of an input that all ranks have."""
 
-    def of_part(module: nn.Linear, x: Tensor) -> Tensor:
+    def forward_on_part(module: nn.Linear, x: Tensor) -> Tensor:
         weight: Any = module.weight
         return forward(module, redistribute(x, weight.device_mesh, Replicate(), Shard(x.dim() - 1)))
 
-    return of_part
+    return forward_on_part
 
 
 def _row_forward(module: nn.Linear, x: Tensor) -> Tensor:
@@ -231,10 +231,12 @@ def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
     padding = module.padding_idx  # its row gets no gradient
     if padding is not None:
         padding = padding - start if start <= padding < stop else None
-    found = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
-    found = redistribute(found.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate())
+    embedded = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
+    embedded = redistribute(
+        embedded.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate()
+    )
     scale: Tensor | None = getattr(module, "embed_scale", None)  # Gemma's
-    return found if scale is None else found * scale.to(found.dtype)
+    return embedded if scale is None else embedded * scale.to(embedded.dtype)
 
 
 def _local(parameter: Any, sum_gradients: bool) -> Any:
@@ -264,8 +266,8 @@ class BlockInput(InputStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepare(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            given: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            hidden = self.change(given, device_mesh)
+            states: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            hidden = self.change(states, device_mesh)
             if "position_embeddings" in kwargs:
                 hidden = hidden[:, : _length(kwargs)]
             if "hidden_states" in kwargs:
@@ -280,15 +282,15 @@ class LocalHeads(ParallelStyle):
     """Lets attention count this rank's heads, where it reads their number off its configuration."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own: Any = module
-        config, size = copy.copy(own.config), device_mesh.size()
+        attention: Any = module
+        config, size = copy.copy(attention.config), device_mesh.size()
         key_heads = max(1, config.num_key_value_heads // size)
         config.num_attention_heads //= size
         config.num_key_value_heads = key_heads
-        own.config = config
-        own.num_key_value_groups = config.num_attention_heads // key_heads
-        if hasattr(own, "num_key_value_heads"):
-            own.num_key_value_heads = key_heads
+        attention.config = config
+        attention.num_key_value_groups = config.num_attention_heads // key_heads
+        if hasattr(attention, "num_key_value_heads"):
+            attention.num_key_value_heads = key_heads
         return module
 
 
