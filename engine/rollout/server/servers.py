@@ -93,7 +93,7 @@ class Servers:
 
     @property
     def serving(self) -> list[Server]:
-        """Those that are asked; RolloutError where none is left."""
+        """The servers in use; raises RolloutError where none is left."""
         serving = [server for server in self.all if not server.out]
         if not serving:
             causes = "; ".join(f"{server.client.url}: {server.out}" for server in self.all)
@@ -102,7 +102,7 @@ class Servers:
 
     @property
     def tag(self) -> str | None:
-        """Of the weights that were delivered last."""
+        """The tag of the weights that were delivered last."""
         return self._tag if len(self.all) > 1 else self.all[0].hook.tag
 
     def run(self, work: Callable[[], Awaitable[T]], doing: str) -> T:
@@ -239,7 +239,7 @@ class Servers:
                 self.lose(server, error)
 
     def outcome(self) -> list[tuple[str | None, str]]:
-        """Of a delivery on this rank, for `adopt` on another: a tag and what is wrong, a server."""
+        """Return each server's tag and problem after a delivery, for `adopt` on another rank."""
         return [(server.hook.tag, server.out) for server in self.all]
 
     def adopt(self, outcome: list[tuple[str | None, str]]) -> None:

@@ -232,7 +232,7 @@ class FolderWeights(WeightHook):
         self.folders = WeightFolders(settings.weights_dir)
 
     def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
-        """As in `WeightHook`."""
+        """Write the folder, and let the server load it."""
         path = self.folders.write(weights, model, version)
         self._client.run(lambda: self.load(path, version), f"loading {path.name}")
 
