@@ -37,11 +37,12 @@ from engine.rollout.vllm.vllm_types import LLM
 def check_ranks(groups: Sequence[Sequence[int]]) -> None:
     """Raise ConfigError unless the default process group has just the ranks of `groups`."""
     count = sum(map(len, groups))
-    there = dist.get_world_size() if dist.is_initialized() else 0
-    if there != count:
+    world_size = dist.get_world_size() if dist.is_initialized() else 0
+    if world_size != count:
         raise ConfigError(
             f"rank_groups={[list(group) for group in groups]} are {count} ranks, the default "
-            f"process group has {there}; create it first (torch.distributed.init_process_group)"
+            f"process group has {world_size}; create it first "
+            "(torch.distributed.init_process_group)"
         )
 
 
@@ -94,12 +95,12 @@ def _silenced(name: str) -> Iterator[None]:
     Its failures are raised as errors. A level that the user has set is kept.
     """
     logger = logging.getLogger(name)
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(before if before != logging.NOTSET else logging.CRITICAL)
+        logger.setLevel(level if level != logging.NOTSET else logging.CRITICAL)
 
 
 @contextmanager
@@ -221,7 +222,7 @@ def _end_groups() -> None:
 
 
 def _check_head_size(model: nn.Module) -> None:
-    """vLLM's CPU attention accepts any head size at the start and fails at the first token."""
+    """Raise RolloutError for a head size that vLLM 0.32 accepts on a CPU, and fails at later."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -247,8 +248,8 @@ def _check_own_classes(model: nn.Module) -> None:
     """
     from vllm import ModelRegistry
 
-    known = ModelRegistry.models.get(_architecture(model))
-    if known is None or "transformers" in str(getattr(known, "module_name", "")):
+    registered = ModelRegistry.models.get(_architecture(model))
+    if registered is None or "transformers" in str(getattr(registered, "module_name", "")):
         raise RolloutError(
             f"vLLM has no model of its own for {_architecture(model)}, and changes transformers' "
             "for the process that it is in; set rollout.vllm.in_process=false, or "

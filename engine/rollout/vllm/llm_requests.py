@@ -15,7 +15,7 @@ from engine.rollout.vllm.vllm_types import LLM, RequestOutput, RequestState, Wor
 
 
 class VllmFailed(RolloutError):
-    """vLLM itself failed; its state is unknown."""
+    """A failure of vLLM itself, whose state is then unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +100,19 @@ class LLMRequests:
 
         Raises VllmFailed if it can't continue.
         """
-        done: dict[str, RequestOutput] = {}
-        while len(done) < len(waiting):
+        outputs: dict[str, RequestOutput] = {}
+        while len(outputs) < len(waiting):
             finished = [output for output in self.step() if output.finished]
             stats.decode_steps += 1
-            done.update((output.request_id, output) for output in finished)
+            outputs.update((output.request_id, output) for output in finished)
             if finished and on_progress is not None:
-                on_progress(len(done))
-            if len(done) < len(waiting) and not self._llm.llm_engine.has_unfinished_requests():
-                raise VllmFailed(f"{len(waiting) - len(done)} requests were left unanswered")
-        return done
+                on_progress(len(outputs))
+            if len(outputs) < len(waiting) and not self._llm.llm_engine.has_unfinished_requests():
+                raise VllmFailed(f"{len(waiting) - len(outputs)} requests were left unanswered")
+        return outputs
 
     def step(self) -> list[RequestOutput]:
-        """One step of the engine: the requests that ended. Raises VllmFailed."""
+        """Make one step of the engine; return the requests that ended. Raises VllmFailed."""
         try:
             outputs = self._llm.llm_engine.step()
         except Exception as error:

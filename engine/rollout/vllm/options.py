@@ -93,15 +93,15 @@ def check_engine_kwargs(engine_kwargs: Mapping[str, object], *, in_process: bool
             )
         if name == "speculative_config" and value is not None:
             _check_speculation(value)
-        known = argument_names()
-        if known and name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {near[0]}?" if near else "see vLLM's engine arguments"
+        valid = argument_names()
+        if valid and name not in valid:
+            similar = difflib.get_close_matches(name, sorted(valid), n=1)
+            hint = f"did you mean {similar[0]}?" if similar else "see vLLM's engine arguments"
             raise ConfigError(f"{WHERE}.{name}: vLLM's engine has no such argument; {hint}")
 
 
 def _check_speculation(value: object) -> None:
-    """A draft must come without weights, or with weights in a folder of its own."""
+    """Raise ConfigError unless a draft has no weights, or has them in its own folder."""
     where = f"{WHERE}.speculative_config"
     if not isinstance(value, dict):
         raise ConfigError(
@@ -137,8 +137,8 @@ def passed_through(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def argument_names() -> frozenset[str]:
     """The names of vLLM's engine arguments, from its source; none where vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
-    places = spec.submodule_search_locations if spec is not None else None
-    source = Path(places[0]) / "engine" / "arg_utils.py" if places else None
+    folders = spec.submodule_search_locations if spec is not None else None
+    source = Path(folders[0]) / "engine" / "arg_utils.py" if folders else None
     if source is None or not source.is_file():
         return frozenset()
     classes = (n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef))
@@ -383,7 +383,7 @@ def resolve(
 
 
 def _check_parallel(config: object, size: int, groups: tuple[tuple[int, ...], ...]) -> None:
-    """vLLM repeats key and value heads, so `size` need not divide them."""
+    """Check the size; vLLM repeats key and value heads, so it need not divide them."""
     if size < 1:
         raise ConfigError(f"tensor_parallel_size={size} is no number of workers; use 1 or more")
     heads = getattr(config, "num_attention_heads", size)
