@@ -194,7 +194,7 @@ class WeightSender:
         self._delta: Batch | None = None
 
     def send(self, named: Named, version: int) -> Batch:
-        """The full weights: `weights [1, bytes]` uint8 and `policy_version [1]`.
+        """Return the full weights: `weights [1, bytes]` uint8 and `policy_version [1]`.
 
         `named` yields each tensor once, with the same names, shapes and dtypes in every call. With
         deltas also `digest [1, 32]`; the next `delta` leads to these weights.
@@ -233,7 +233,7 @@ class WeightSender:
         return Batch(full | {"digest": _row(self._last.digest)})
 
     def delta(self) -> Batch:
-        """The delta of the last `send` to the one before it.
+        """Return the delta of the last `send` to the one before it.
 
         Each is returned once. Without one the batch has `no_delta [1]` and receivers reject it.
         """

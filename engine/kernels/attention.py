@@ -101,7 +101,7 @@ def _group_rows(runs: Sequence[Run]) -> list[_Row]:
 
 
 def _attention_mask(rows: Sequence[_Row], longest: int) -> Tensor:
-    """The mask of a batch; padding sees what is there, and nothing sees it."""
+    """Return the mask of a batch; padding sees what is there, and nothing sees it."""
     behind = torch.ones(longest, longest, dtype=torch.bool).triu_(1)
     if any(row.cuts for row in rows):
         row_numbers = np.zeros((len(rows), longest), dtype=np.int64)  # 0: prompt; 1, 2, …: rows
@@ -146,7 +146,7 @@ def _plan(runs: tuple[Run, ...], device: torch.device) -> _Plan:
 
 
 def _similar(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-    """The rows in batches of similar length."""
+    """Yield the rows in batches of similar length."""
     batch: list[_Row] = []
     for row in sorted(rows, key=lambda row: row.length):
         length = row.length
@@ -250,7 +250,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _weights(batch: _Batch, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Probabilities [B · kv heads, g · L, L]."""
+    """Return the probabilities [B · kv heads, g · L, L]."""
     scores = torch.baddbmm(
         queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale
     )

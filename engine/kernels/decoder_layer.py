@@ -336,7 +336,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 def _gated_gradients(
     gate: Tensor, up: Tensor, grad_output: Tensor, product: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of gate and up, in `grad_output`'s memory; and silu(gate) · up if `product`."""
+    """Return the gradients of gate and up; and silu(gate) · up if `product`."""
     if training_ops.takes(gate, up, grad_output):
         return training_ops.silu_product_gradients(gate, up, grad_output, product=product)
     silu = F.silu(gate)
@@ -346,7 +346,7 @@ def _gated_gradients(
 
 
 def _silu_gradient(grad_output: Tensor, gate: Tensor) -> Tensor:
-    """The gradient of silu(gate), written over `grad_output`."""
+    """Return the gradient of silu(gate), written over `grad_output`."""
     torch.ops.aten.silu_backward.grad_input(grad_output, gate, grad_input=grad_output)
     return grad_output
 
@@ -398,7 +398,7 @@ def takes_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> bool:
 
 
 def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:
-    """The layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H].
+    """Return the layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H].
 
     All is bfloat16 on the CPU, as `takes_layer` has found; the gradient of a gradient is an error.
     """
@@ -495,6 +495,6 @@ class _Layer(torch.autograd.Function):
 
 
 def _heads(rows: Sequence[Tensor], call: LayerCall) -> list[Tensor]:
-    """Rows [T, heads · d] as [1, heads, T, d]."""
+    """View rows [T, heads · d] as [1, heads, T, d]."""
     d = call.rotary.cos.shape[-1]
     return [tensor.view(1, len(tensor), -1, d).transpose(1, 2) for tensor in rows]

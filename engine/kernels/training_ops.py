@@ -138,7 +138,7 @@ def scatter_rows(x: Tensor, index: Tensor, tokens: int) -> Tensor:
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Sums [W] over the rows of x [R, W], in float32."""
+    """Sum over the rows of x [R, W], to [W] in float32."""
     threads = torch.get_num_threads()
     shares = torch.empty(threads, x.shape[1], dtype=torch.float32)
     _library().column_sums(x.data_ptr(), *x.shape, threads, shares.data_ptr())
@@ -324,7 +324,7 @@ def linears(
     biases: Sequence[Tensor | None],
     rotary: Rotary | None = None,
 ) -> tuple[Tensor, ...]:
-    """Rows x [n, in] through layers that share it; rotary positions on the first outputs."""
+    """Apply linear layers to rows x [n, in]; the first outputs get rotary positions."""
     outs = tuple(x.new_empty(len(x), len(weight)) for weight in weights)
     parts = [
         {"weight": weight, "bias": bias, "out": out}
@@ -345,7 +345,7 @@ def linear_gradients(
     to_biases: Sequence[bool],
     rotary: Rotary | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of x and, in float32, of each weight and bias in turn."""
+    """Return the gradients of x and, in float32, of each weight and bias in turn."""
     grad_x = torch.empty_like(x) if to_x else None
     parts: list[dict[str, Tensor | None]] = []
     for weight, grad_out, weight_needed, bias_needed in zip(
@@ -460,7 +460,7 @@ def mkl_is_slow() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowsRead:
-    """Which of a packed sequence's tokens are read: the others' outputs are left out."""
+    """The tokens of a packed sequence that are read; the others' outputs are left out."""
 
     index: Tensor  # [N] long; behind the first `count`, all of them different, any
     count: int
@@ -509,7 +509,7 @@ class CompiledAdamW(torch.optim.AdamW):
         working: Mapping[Tensor, nn.Parameter],
         **options: Any,
     ) -> None:
-        """`working`: the parameter of each master in `groups`; see `takes_masters`."""
+        """Update the masters in `groups`; `working` has the parameter of each (`takes_masters`)."""
         super().__init__(groups, **options)
         self._working = working
         self.factor = 1.0  # of the next step's gradients

@@ -35,7 +35,7 @@ class DecoderPlan:
 
     @classmethod
     def of(cls, config: object) -> Self:
-        """The plan of a transformers configuration; raises ConfigError where it has none."""
+        """Return the plan of a transformers configuration; raises ConfigError where it has none."""
         styles, parts = _styles(config), list(getattr(config, "base_model_pp_plan", None) or ())
         if not styles or "layers" not in parts:
             raise _no_plan(config, "transformers has no plan for it")

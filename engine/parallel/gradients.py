@@ -83,7 +83,7 @@ def global_grad_norm(
     ranks: Ranks,
     tied_duplicates: Collection[nn.Parameter] = frozenset(),
 ) -> float:
-    """The 2-norm of the whole layout's gradient: the same number on every rank.
+    """Return the 2-norm of the whole layout's gradient: the same number on every rank.
 
     Every element counts once, however many ranks hold it; those of `tied_duplicates` (an end of
     a tied embedding whose other end is on another stage) not at all. All ranks must call it.
@@ -145,7 +145,7 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> float:
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Tensors of one device and dtype together, as foreach kernels want them."""
+    """Yield tensors of one device and dtype together, as foreach kernels want them."""
 
     def kind(tensor: Tensor) -> str:
         return f"{tensor.device} {tensor.dtype}"
@@ -167,7 +167,7 @@ def _fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
 
 
 def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Flat views of all elements, in runs of at most `limit`; a large tensor is cut."""
+    """Yield flat views of all elements, in runs of at most `limit`; a large tensor is cut."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

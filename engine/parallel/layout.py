@@ -122,14 +122,14 @@ class RankGrid(ABC):
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of `rank` on each axis."""
+        """Return the index of `rank` on each axis."""
         coordinates: dict[str, int] = {}
         for axis, size in reversed(self.sizes.items()):
             rank, coordinates[axis] = divmod(rank, size)
         return {axis: coordinates[axis] for axis in self.sizes}
 
     def data_shard(self, rank: int) -> DataShard:
-        """The part of a batch's rows that `rank` gets.
+        """Return the part of a batch's rows that `rank` gets.
 
         Ranks that differ in other axes than `data_axes` get the same part, and the one whose other
         coordinates are 0 returns the result.
@@ -164,7 +164,7 @@ class Layout(RankGrid):
 
     @classmethod
     def of(cls, config: ParallelConfig) -> Self:
-        """The layout that a configuration asks for."""
+        """Return the layout that a configuration asks for."""
         return cls(**{axis: getattr(config, axis) for axis in AXES})
 
     @property
@@ -183,14 +183,14 @@ class Layout(RankGrid):
         return self.dp * self.fsdp
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; axes not named count as 0."""
+        """Return the rank at these coordinates; axes not named count as 0."""
         rank = 0
         for axis in AXES:
             rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ in `axes` only, group by group; a rank is in exactly one.
+        """Return the ranks that differ in `axes` only, group by group; a rank is in exactly one.
 
         >>> Layout(fsdp=2, tp=2).groups("tp")
         [[0, 1], [2, 3]]
@@ -283,7 +283,7 @@ class RolloutLayout(RankGrid):
         return self._count(self.data_axes)
 
     def place(self, rank: int) -> Place:
-        """Rollout coordinates of a training rank."""
+        """Return the rollout coordinates of a training rank."""
         coordinates = self.coordinates(rank)
         return Place(
             pp=self._number(coordinates, self.pp_axes),
@@ -292,15 +292,15 @@ class RolloutLayout(RankGrid):
         )
 
     def tp_groups(self) -> list[list[int]]:
-        """Ranks that share matrices, each group in the order of the tp coordinate."""
+        """Return the ranks that share matrices, each group in the order of the tp coordinate."""
         return self._groups("data", "pp")
 
     def replicas(self) -> list[list[int]]:
-        """Ranks of each copy of the model, by stage and then by tp coordinate."""
+        """Return the ranks of each copy of the model, by stage and then by tp coordinate."""
         return self._groups("data")
 
     def _groups(self, *fields: str) -> list[list[int]]:
-        """Ranks with the same values of `fields`, each group by stage and then tp coordinate."""
+        """Group ranks with the same values of `fields`, each by stage and then tp coordinate."""
         by_fields: dict[tuple[int, ...], list[int]] = {}
         for rank in sorted(range(self.world_size), key=self.place):
             place = self.place(rank)

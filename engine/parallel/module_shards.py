@@ -31,7 +31,7 @@ Rename = Callable[[str], str | None]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank stores: its own storage, without a graph."""
+    """Return the part of `tensor` that this rank stores: its own storage, without a graph."""
     part = tensor.detach()
     if isinstance(part, DTensor):
         part = part.to_local()
@@ -39,12 +39,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_tensors(model: nn.Module, rename: Rename | None = None) -> dict[str, Tensor]:
-    """This rank's part of each parameter, without copies: what an Exchange sends from."""
+    """Return this rank's part of each parameter, without copies: what an Exchange sends from."""
     return {name: local_tensor(parameter) for name, parameter in named_parameters(model, rename)}
 
 
 def named_parameters(model: nn.Module, rename: Rename | None) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by their names in the whole model."""
+    """Yield the parameters by their names in the whole model."""
     for name, parameter in model.named_parameters():
         full_name = rename(name) if rename else name
         if full_name is not None:
@@ -54,7 +54,7 @@ def named_parameters(model: nn.Module, rename: Rename | None) -> Iterator[tuple[
 def gather_shard_map(
     model: nn.Module, group: dist.ProcessGroup | None = None, rename: Rename | None = None
 ) -> ShardMap:
-    """The shards of all ranks of `group`, which must all call it; this rank's alone without ranks.
+    """Gather the shards of all ranks of `group`, which must all call it; alone, this rank's.
 
     Ranks are numbered as in `group`. Raises ConfigError where ranks disagree about a parameter.
     """
@@ -91,7 +91,7 @@ def gather_shard_map(
 
 
 def local_box(parameter: Tensor) -> Box:
-    """The part of a parameter that this rank stores; its size has a 0 where the rank stores none.
+    """Find the part of a parameter that this rank stores; its size has a 0 where it stores none.
 
     FSDP2 cuts what tensor parallelism left, though its axis comes first in the mesh: DTensor writes
     that as a strided shard. So strided shards are applied last, and every cut is torch.chunk's.
@@ -128,7 +128,7 @@ class _TensorInfo:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's parameters and persistent buffers by name; tied ones once."""
+    """Return this rank's parameters and persistent buffers by name; tied ones once."""
     by_identity: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_identity.setdefault(id(tensor), (name, tensor))
@@ -142,7 +142,7 @@ def gather_full_tensors(
     copies: Mapping[str, str] | None = None,
     include: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and persistent buffer, in full, in its own dtype, on the ranks' device.
+    """Yield every parameter and persistent buffer, in full, in its own dtype, on the ranks' device.
 
     All ranks must iterate to the end together: each step is a collective, yields the same name and
     tensor on all of them, and needs memory for that tensor. A tensor may be the model's own
@@ -207,7 +207,7 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor, by collectives of the ranks that share it."""
+    """Return the full tensor, by collectives of the ranks that share it."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     part: Any = tensor.detach().to(tensor.device_mesh.device_type)  # it may be offloaded

@@ -33,7 +33,7 @@ from engine.parallel.process_groups import Ranks
 
 
 def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Deal `layers` to `stages` in order, to minimise the heaviest stage.
+    """Assign `layers` to `stages` in order, to minimise the heaviest stage.
 
     `first` and `last` are what the end stages carry besides, in layers' worth. Each stage gets one
     layer at least. Raises ConfigError when there are too few.
@@ -58,7 +58,7 @@ def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0
 
 
 def layers_by_stage(shape: ModelShape, stages: int) -> list[range]:
-    """The layers of each stage of a model, the head's work weighed against a layer's."""
+    """Return the layers of each stage of a model, the head's work weighed against a layer's."""
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     layer = attention + 3 * shape.hidden * shape.intermediate
     return split_layers(shape.layers, stages, last=shape.vocab * shape.hidden / layer)
@@ -109,11 +109,11 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         return f"{self._decoder_name}.{self._plan.embedding}"
 
     def get_input_embeddings(self) -> nn.Module | None:
-        """The embedding; None on all stages but the first."""
+        """Return the embedding; None on all stages but the first."""
         return self.get_submodule(self.embedding_name) if self.first else None
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head, a critic's value head too; None on all stages but the last."""
+        """Return the head, a critic's value head too; None on all stages but the last."""
         return self.get_submodule(self._head_name) if self.last else None
 
     def forward(
@@ -228,7 +228,7 @@ def _is_critic(model: nn.Module) -> bool:
 
 
 def _tied(model: Any, part: PipelineStage, names: tuple[str, str]) -> tuple[str, ...]:
-    """Names of this stage's copy of a matrix that embedding and head are, in two stages."""
+    """Return names of this stage's copy of a matrix that embedding and head are, in two stages."""
     if _is_critic(model) or part.stages == 1:
         return ()
     ends: tuple[object, object] = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -247,12 +247,12 @@ def _keep_adapters(model: nn.Module, part: PipelineStage) -> None:
 
 
 def tied_across_stages(stage: nn.Module) -> set[str]:
-    """Names of this stage's parameters of which another stage has a copy: none, or one."""
+    """Return names of this stage's parameters of which another stage has a copy: none, or one."""
     return set(stage.tied) if isinstance(stage, PipelineStage) else set()
 
 
 def tied_duplicates(stage: nn.Module) -> set[nn.Parameter]:
-    """Parameters that a global gradient norm finds in another stage already."""
+    """Return the parameters that a global gradient norm finds in another stage already."""
     if not isinstance(stage, PipelineStage) or stage.first:
         return set()
     return {stage.get_parameter(name) for name in stage.tied}
@@ -445,7 +445,7 @@ class _ScheduledStage(TorchPipelineStage):
         return hidden
 
     def _loss(self, hidden: Tensor, number: Tensor) -> Tensor:
-        """What to go backward from; of gradient 0 where the micro-batch has no loss."""
+        """Return the loss; its gradient is 0 where the micro-batch has none."""
         loss = self._on_hidden(int(number), hidden)
         if loss is None or not loss.requires_grad:
             return hidden.flatten()[:0].sum()
@@ -533,5 +533,5 @@ def _nothing(number: int, hidden: Tensor) -> None:
 
 
 def _cause(error: Exception) -> BaseException:
-    """The error itself, out of the library's RuntimeError about which chunk it was."""
+    """Return the error itself, out of the library's RuntimeError about which chunk it was."""
     return error.__cause__ if type(error) is RuntimeError and error.__cause__ else error

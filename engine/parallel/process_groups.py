@@ -71,11 +71,11 @@ class Ranks:
         return cls(layout, dist.get_rank(), mesh)
 
     def size(self, *axes: str) -> int:
-        """Number of ranks that differ from this one in `axes` only, itself included."""
+        """Return the number of ranks that differ from this one in `axes` only, itself included."""
         return math.prod(getattr(self.layout, axis) for axis in axes)
 
     def index(self, *axes: str) -> int:
-        """This rank's number among those, as `Layout.groups` lists them."""
+        """Return this rank's number among those, as `Layout.groups` lists them."""
         where, index = self.layout.coordinates(self.rank), 0
         for axis in AXES:
             if axis in axes:
@@ -83,7 +83,7 @@ class Ranks:
         return index
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The one-dimensional mesh of those ranks; `axes` in the order of AXES."""
+        """Return the one-dimensional mesh of those ranks; `axes` in the order of AXES."""
         assert self.mesh is not None, "a rank alone has no mesh"
         if len(axes) == 1:
             return self.mesh[axes[0]]
@@ -92,7 +92,7 @@ class Ranks:
         return flat
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group of those ranks; None where this rank is the only one."""
+        """Return the process group of those ranks; None where this rank is the only one."""
         used = [axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1]
         return self.submesh(*used).get_group() if used else None
 
@@ -106,7 +106,7 @@ class Ranks:
         return total
 
     def max_over(self, value: int, axes: Sequence[str]) -> int:
-        """The largest of those ranks' values."""
+        """Return the largest of those ranks' values."""
         group = self.group(*axes)
         if group is None:
             return value

@@ -158,7 +158,7 @@ def choose_senders(groups: Sequence[TransferGroup], world_size: int, hosts: Sequ
 def _assign_senders(
     transfer: Transfer, size: int, load: list[int], hosts: Sequence[str]
 ) -> RankArray:
-    """The sender of each receiver; adds `size` bytes for each to its sender's load."""
+    """Return the sender of each receiver; adds `size` bytes for each to its sender's load."""
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank in transfer.holders if hosts else ():
         by_host[hosts[rank]].append(rank)
@@ -212,7 +212,7 @@ class RankPlan:
     max_traffic: dict[torch.dtype, tuple[int, int]]
 
     def target_shapes(self) -> dict[str, Index]:
-        """Shapes of target tensors just large enough for what this rank wants, by storage name."""
+        """Return the smallest target shapes for what this rank wants, by storage name."""
         ends: dict[str, Index] = {}
         boxes = [(s.parameter, s.start, s.size) for s in self.receives]
         boxes += [(k.parameter, k.target, k.size) for k in self.local_copies]
@@ -258,7 +258,7 @@ class ReshardPlan:
         return sum(g.dtype.itemsize * math.prod(g.shape) * len(g.names) for g in self.groups)
 
     def for_rank(self, rank: int) -> RankPlan:
-        """Slices that `rank` sends, receives and copies."""
+        """Return the slices that `rank` sends, receives and copies."""
         sends: list[RemoteSlice] = []
         receives: list[RemoteSlice] = []
         local_copies: list[LocalCopy] = []
@@ -363,7 +363,7 @@ def _overlaps(sources: list[Shard], targets: list[Shard]) -> Iterator[tuple[Inde
 
 
 def _max_traffic(matrix: NDArray[np.int64]) -> tuple[int, int]:
-    """The most elements that a rank of a [from, to] matrix sends or gets, and the most peers."""
+    """Return the maxima over ranks of a [from, to] matrix: elements sent or got, and peers."""
     used = matrix > 0
     elements = max(matrix.sum(axis=0).max(), matrix.sum(axis=1).max())
     peers = max(used.sum(axis=0).max(), used.sum(axis=1).max())
@@ -437,7 +437,7 @@ class _PeerSlices:
     ends: Sequence[int]  # elements up to the end of each slice
 
     def cut(self, start: int, stop: int, offset: int) -> Iterator[BucketSlice]:
-        """The boxes of elements `start` to `stop`, laid out from `offset` on."""
+        """Yield the boxes of elements `start` to `stop`, laid out from `offset` on."""
         number = bisect_right(self.ends, start)
         while start < stop:
             piece, end = self.slices[number], self.ends[number]

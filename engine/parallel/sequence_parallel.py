@@ -60,7 +60,7 @@ def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
 
 
 def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """This rank's stretch of `ids` [B, L] and its positions, both [B, L' / sp] long.
+    """Return this rank's stretch of `ids` [B, L] and its positions, both [B, L' / sp] long.
 
     Rows start at column 0 and have their padding last: causal attention alone keeps padding out,
     so L is filled up, to the next multiple L' of `sp` · `tp`, with id 0: tensor parallelism may
@@ -75,7 +75,7 @@ def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
 
 
 def split_packed(ids: Tensor, positions: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """This rank's stretch of packed rows, and its positions, both [1, T / sp] long.
+    """Return this rank's stretch of packed rows, and its positions, both [1, T / sp] long.
 
     `ids` and `positions` are [1, T]; `sp` · `tp` divides T.
     """
@@ -159,7 +159,7 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention [B, L/sp, heads, d] of queries [B, heads, L/sp, d] to all tokens before them."""
+    """Attend from queries [B, heads, L/sp, d] to all tokens before them → [B, L/sp, heads, d]."""
     share: _Share = getattr(module, _SHARE)
     positions = options.pop("position_ids", None)
     if "segments" not in options:  # packed rows have positions of their own

@@ -42,7 +42,7 @@ class Box:
         return math.prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements of both; None if there are none."""
+        """Return the elements of both; None if there are none."""
         offset, size = [], []
         for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True):
             start = a if a > b else b
@@ -54,7 +54,7 @@ class Box:
         return Box(tuple(offset), tuple(size))
 
     def subtract(self, other: Box) -> list[Box]:
-        """The elements that are not in `other`, as boxes that don't overlap."""
+        """Return the elements that are not in `other`, as boxes that don't overlap."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.elements else []
@@ -83,7 +83,7 @@ class Box:
 
 
 def chunk(box: Box, dim: int | None, parts: int, index: int) -> Box:
-    """Part `index` of `box` along `dim`, cut as torch.chunk does: the last ones short or empty."""
+    """Take part `index` of `box` along `dim`, as torch.chunk does: the last are short or empty."""
     if dim is None or parts == 1 or not box.size:
         return box
     width = math.ceil(box.size[dim] / parts)
@@ -96,7 +96,7 @@ def chunk(box: Box, dim: int | None, parts: int, index: int) -> Box:
 
 
 def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
-    """The elements of `box` that none of `others` has, as boxes that don't overlap."""
+    """Return the elements of `box` that none of `others` has, as boxes that don't overlap."""
     remaining = [box] if box.elements else []
     for other in others:
         remaining = [piece for part in remaining for piece in part.subtract(other)]
@@ -137,7 +137,7 @@ def disjoint_boxes(
 
 
 def flat_range(size: Index, start: int, stop: int) -> list[Box]:
-    """The elements `start` to `stop` of a row-major walk through a box, as boxes in order.
+    """Return the elements `start` to `stop` of a row-major walk through a box, as boxes in order.
 
     >>> [(b.offset, b.size) for b in flat_range((3, 4), 2, 9)]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -226,7 +226,7 @@ def rollout_shard_map(
     stages: Stages | None = None,
     fused: bool = False,
 ) -> ShardMap:
-    """The shards that rollout ranks need: full layers of their stage, split by `layout.tp`.
+    """Return the shards that rollout ranks need: full layers of their stage, split by `layout.tp`.
 
     stages: each rollout stage's layers. fused: as vLLM stores them, with the rows of q, k and v in
     one tensor, those of gate and up in another, and the vocabulary rounded up to 64 above it is
@@ -286,7 +286,7 @@ def rollout_shard_map(
 
 
 def split_dim(name: str, shape: Index, tp: int) -> int | None:
-    """The dimension that tensor parallelism splits; None for what its ranks replicate."""
+    """Return the dimension that tensor parallelism splits; None for what its ranks replicate."""
     module = _module_name(name)
     if module in _ROWS:
         return 0
@@ -300,13 +300,13 @@ def split_dim(name: str, shape: Index, tp: int) -> int | None:
 
 
 def _module_name(name: str) -> str:
-    """The module's own name, e.g. "q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
+    """Return the module's own name, e.g. "q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
     parts = name.split(".")
     return parts[-2] if len(parts) > 1 else name
 
 
 def _parts_above(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
-    """Name and shape of each part that lies above a parameter in vLLM's fused tensor."""
+    """Return the name and shape of each part that lies above a parameter in vLLM's fused tensor."""
     module = _module_name(name)
     for parts in _FUSED.values():
         if module in parts:
@@ -326,7 +326,7 @@ def _fused_name(name: str) -> str:
 def _stages_by_name(
     shapes: Iterable[str], stages: Stages, tied: bool
 ) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter."""
+    """Return the stages that hold each parameter."""
     stage_by_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     last = len(stages) - 1
     stages_by_name: dict[str, tuple[int, ...]] = {}

@@ -41,7 +41,7 @@ TOKENS = Shard(1)  # of activations [B, L, H]
 
 
 def redistribute(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
-    """Local part of a tensor placed as `source` → its local part when placed as `target`.
+    """Return the local part of a tensor placed as `target`, from that placed as `source`.
 
     The backward pass moves gradients the other way: each term of a sum gets the full gradient, and
     the gradient of a `Replicate()` target must be the same on every rank.
@@ -55,13 +55,13 @@ def copy_to_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def gather_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Token shards `[B, L/tp, H]` → `[B, L, H]`, for computation that differs by rank."""
+    """Gather token shards `[B, L/tp, H]` → `[B, L, H]`, for computation that differs by rank."""
     full = DTensor.from_local(x, mesh, [TOKENS]).redistribute(placements=[Replicate()])
     return full.to_local(grad_placements=[Partial()])
 
 
 def shard_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Replicated `[B, L, H]` → this rank's shard of the padded tokens."""
+    """Take this rank's shard of the padded tokens, of replicated `[B, L, H]`."""
     return redistribute(pad_tokens(x, mesh), mesh, Replicate(), TOKENS)
 
 
@@ -118,7 +118,7 @@ class SelectedColumns(ShardedStyle):
         return F.linear(x, self._local_rows(module.weight), self._local_rows(module.bias))
 
     def _local_rows(self, parameter: Any) -> Any:
-        """The rows of a sharded parameter that this rank computes with."""
+        """Return the rows of a sharded parameter that this rank computes with."""
         if parameter is None:
             return None
         size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
@@ -166,18 +166,18 @@ class Replicated(ShardedStyle):
 def shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement
 ) -> nn.Parameter:
-    """This rank's part of a parameter that is the same on all ranks; no communication."""
+    """Return this rank's part of a parameter that is the same on all ranks; no communication."""
     sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 def _forward_on_local(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
-    """The forward pass of the module's class, on local parts of its parameters."""
+    """Run the forward pass of the module's class, on local parts of its parameters."""
     return _forward_with(module, False, args, kwargs)
 
 
 def _forward_on_copies(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
-    """The same; gradients of replicated parameters are summed over the ranks."""
+    """Run the same forward pass; sum gradients of replicated parameters over the ranks."""
     return _forward_with(module, True, args, kwargs)
 
 
@@ -307,7 +307,7 @@ class GatherOutput(ParallelStyle):
 
 
 def _length(kwargs: dict[str, Any]) -> int:
-    """Sequence length: with token shards, only the rotary embedding's cosines have it."""
+    """Return the sequence length, which with token shards only the rotary cosines have."""
     return int(kwargs["position_embeddings"][0].shape[1])
 
 
@@ -356,7 +356,7 @@ class _Split:
     tp: int
 
     def columns(self, name: str) -> ParallelStyle:
-        """The style of a layer's linear whose outputs are split."""
+        """Return the style of a layer's linear whose outputs are split."""
         shape, last = self.shape, name.rpartition(".")[2]
         keys = (shape.kv_heads * shape.head_dim, shape.kv_heads)
         if self.plan.computes_whole(name):
@@ -370,11 +370,11 @@ class _Split:
         return ColumnParallel()
 
     def rows(self, name: str, sequence_parallel: bool) -> ParallelStyle:
-        """The style of a layer's linear whose inputs are split."""
+        """Return the style of a layer's linear whose inputs are split."""
         return RowParallel(sequence_parallel, split_input=self.plan.computes_whole(name))
 
     def norm(self, name: str, sequence_parallel: bool) -> ParallelStyle:
-        """The style of a layer's other modules, which every rank has."""
+        """Return the style of a layer's other modules, which every rank has."""
         if name.partition(".")[0] in self.plan.blocks:  # on this rank's heads
             return Replicated(sum_gradients=not self.plan.computes_whole(name))
         return Replicated(sum_gradients=sequence_parallel)  # on its share of the tokens
@@ -388,7 +388,7 @@ class _Split:
 def _parameter_plan(
     model: nn.Module, split: _Split, sequence_parallel: bool
 ) -> dict[str, ParallelStyle]:
-    """The style of every module that has parameters of its own, by the module's name."""
+    """Return the style of every module that has parameters of its own, by the module's name."""
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         within, last = within_layer(name), name.rpartition(".")[2]
@@ -417,7 +417,7 @@ def _parameter_plan(
 def _activation_plan(
     model: nn.Module, split: _Split, sequence_parallel: bool
 ) -> Iterator[tuple[str, ParallelStyle]]:
-    """Names of modules, and what ranks communicate where activations enter and leave them."""
+    """Yield names of modules, and what ranks communicate where activations enter and leave them."""
     named = list(model.named_modules())
     layers = [name for name, _ in named if within_layer(name) == ""]
     enter = gather_tokens if sequence_parallel else copy_to_ranks
@@ -446,7 +446,7 @@ def _linear_names(name: str, module: nn.Module) -> tuple[str, list[str], list[st
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
-    """Module and name of each repeated parameter, and where it is first."""
+    """Return the module and name of each repeated parameter, and where it is first."""
     first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     tied = []
     for module in model.modules():
@@ -458,7 +458,7 @@ def tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, s
 
 
 def _check(model: nn.Module, tp: int) -> _Split:
-    """How to split the model; raises ConfigError for one without a plan, or that tp can't split."""
+    """Plan how to split the model; raise ConfigError for one that tp can't split."""
     configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
     plan = DecoderPlan.of(configs[0] if configs else model)
     shape = ModelShape.of(configs[0])

@@ -45,7 +45,7 @@ class VocabParallelStatistics:
 
     @classmethod
     def of(cls, vocabulary: int, mesh: DeviceMesh) -> Self:
-        """The shard of this rank of a one-dimensional `mesh`, as the parallel head is split."""
+        """Take this rank's shard in a one-dimensional `mesh`, as the parallel head is split."""
         start, stop = vocabulary_bounds(vocabulary, mesh.size(), mesh.get_local_rank())
         return cls(start, stop, mesh.get_group() if mesh.size() > 1 else None)
 
@@ -150,7 +150,7 @@ class _Statistics(torch.autograd.Function):
 
 
 def _tops(logits: Tensor, reference: Tensor | None, temperature: float) -> Tensor:
-    """The largest z of each token in this shard `[2, N]`: the policy's, the reference's."""
+    """Return the largest z of each token in this shard `[2, N]`: the policy's, the reference's."""
     tops = torch.zeros((2, logits.shape[0]), dtype=_wide(logits).dtype, device=logits.device)
     for row, tensor in enumerate((logits, reference)):
         if tensor is not None:
@@ -161,7 +161,9 @@ def _tops(logits: Tensor, reference: Tensor | None, temperature: float) -> Tenso
 def _sums(
     logits: Tensor, reference: Tensor | None, targets: Tensor, tops: Tensor, options: _Options
 ) -> Tensor:
-    """This shard's sums `[6, N]` over v, with u = exp(z − top) and ' for the reference:
+    """Return this shard's sums `[6, N]` over v.
+
+    With u = exp(z − top) and ' for the reference they are:
 
     Σu, (z − top) of the target, Σu(z − top), Σu², Σu', Σu((z − top) − (z − top)').
     Rows of statistics that were not requested are 0.
@@ -187,7 +189,7 @@ def _sums(
 
 
 def _local_columns(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns that are safe to index, and whether the target is truly there; both `[n]`."""
+    """Return columns that are safe to index, and whether the target is truly there; both `[n]`."""
     width = logits.shape[1]
     return targets.clamp(0, max(0, width - 1)), (targets >= 0) & (targets < width)
 

@@ -165,12 +165,12 @@ def check_engine_settings(config: RolloutConfig) -> None:
 
 
 def engine_capabilities(config: RolloutConfig) -> EngineCapabilities:
-    """What the configured engine can do, with these settings."""
+    """Return what the configured engine can do, with these settings."""
     return _registry.get(config.engine).capabilities(config)
 
 
 def engine_options(config: RolloutConfig) -> dict[str, object]:
-    """Keyword arguments of the configured engine besides `COMMON_OPTIONS`."""
+    """Return the keyword arguments of the configured engine besides `COMMON_OPTIONS`."""
     engine = _registry.get(config.engine)
     if engine.options is not None and config.options:
         has_section = config.engine in RolloutConfig.model_fields

@@ -24,7 +24,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def noise_keys(seed: int, prompt_index: Tensor, completion_index: Tensor) -> Tensor:
-    """Hash each completion's place in the request to a key `[N]`, int64.
+    """Hash each completion's index in the request to a key `[N]`, int64.
 
     `prompt_index` and `completion_index` are int64 `[N]`.
     """
@@ -106,7 +106,7 @@ def _sample_uncut(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Te
 
 
 def _sum_before(masses: Tensor, block: Tensor) -> Tensor:
-    """Sums `[R, 1]` of `masses` `[R, K]` before those at `block` `[R, 1]`."""
+    """Return the sums `[R, 1]` of `masses` `[R, K]` before those at `block` `[R, 1]`."""
     return masses.cumsum(-1).gather(1, block) - masses.gather(1, block)
 
 
@@ -178,7 +178,7 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's `>>` on int64 carries the sign."""
+    """Shift right logically; torch's `>>` on int64 carries the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -113,7 +113,7 @@ class RolloutStream(Protocol):
         ...
 
     def partials(self) -> list[PartialRequest]:
-        """Copies of all that is unfinished, the oldest request first; decoding is not affected."""
+        """Copy all that is unfinished, the oldest request first; decoding is not affected."""
         ...
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class Begun(Protocol):
         ...
 
     def tree(self) -> object:
-        """Tensors and plain values, for a checkpoint."""
+        """Return tensors and plain values, for a checkpoint."""
         ...
 
 
@@ -265,7 +265,7 @@ class PartialGroup:
         return PartialGroup(tuple(completions), tuple(reasons))
 
     def tree(self) -> PartialGroupTree:
-        """Tensors and plain values, for a checkpoint."""
+        """Return tensors and plain values, for a checkpoint."""
         parts = self.completions
         return {
             "ends": list(self.finish_reasons),
@@ -277,7 +277,7 @@ class PartialGroup:
 
     @staticmethod
     def from_tree(tree: PartialGroupTree) -> PartialGroup:
-        """The inverse of `tree`."""
+        """Return the inverse of `tree`."""
         edges = list(pairwise(accumulate(tree["lengths"], initial=0)))
         tensors = (tree["token_ids"], tree["log_probs"], tree["token_versions"])
         lists = [tensor.tolist() for tensor in tensors]

@@ -27,7 +27,7 @@ class CausalLM(Protocol):
 
 
 def embedding_weight(model: nn.Module) -> Tensor:
-    """The input embedding, `[V, hidden]`."""
+    """Return the input embedding, `[V, hidden]`."""
     return cast(CausalLM, model).get_input_embeddings().weight
 
 
@@ -75,13 +75,13 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapter_rank(model: nn.Module) -> int:
-    """Rank r of the adapters; 0 without any."""
+    """Return rank r of the adapters; 0 without any."""
     config = getattr(model, "peft_config", None)
     return int(config[_ADAPTER].r) if config else 0
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype that `model` computes in; its embedding's, as matrices may be quantised."""
+    """Return the dtype that `model` computes in; its embedding's, as matrices may be quantised."""
     return embedding_weight(model).dtype
 
 
@@ -131,7 +131,7 @@ def _base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' matrices A `[r, in]` and B `[out, r]`, by peft's names in a file."""
+    """Yield the adapters' matrices A `[r, in]` and B `[out, r]`, by peft's names in a file."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in _PARTS):
             yield (
@@ -154,7 +154,7 @@ def _model_type(model: nn.Module) -> str:
 
 
 def _dense(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
-    """The tensor that `module` computes with; packed matrices have a method `dense`."""
+    """Return the tensor that `module` computes with; packed matrices have a method `dense`."""
     unpack = getattr(module, "dense", None)
     if callable(unpack) and name.endswith(".weight"):
         dense: Tensor = unpack()

@@ -108,7 +108,7 @@ class _Message(BaseModel):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """Role and text."""
+        """Return the role and text."""
         text = self.content
         if not isinstance(text, str):
             text = "".join(part.text for part in text)
@@ -341,7 +341,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _body(request: Request) -> object:
-    """The request's JSON; RequestError for what is too large, too slow, or none."""
+    """Read the request's JSON; raise RequestError for what is too large, too slow, or none."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -357,7 +357,7 @@ async def _body(request: Request) -> object:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """An error as OpenAI's clients read it; uvicorn logs one that is not foreseen."""
+    """Describe an error as OpenAI's clients read it; uvicorn logs one that is not foreseen."""
     status, message = 500, "the server failed at this request; its log says why"
     if isinstance(error, HTTPException):
         status = error.status_code

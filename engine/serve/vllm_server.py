@@ -89,14 +89,14 @@ def vllm_server(
 
 
 def log_end(scratch: Path) -> str:
-    """The end of a server's log, in one line."""
+    """Return the end of a server's log, in one line."""
     log = scratch / "vllm.log"
     text = log.read_text(errors="replace") if log.is_file() else ""
     return " ".join(text[-LOG_END:].split())
 
 
 def check_port(host: str, port: int) -> int:
-    """The port, or a free one for 0; ConfigError where another process has it."""
+    """Return the port, or a free one for 0; ConfigError where another process has it."""
     with listen(host, port) as probe:
         free_port: int = probe.getsockname()[1]
         return free_port

@@ -56,14 +56,14 @@ class Decoder(Protocol):
         return False
 
     def free_prompts(self, running: Tensor) -> int:
-        """How many prompts' completions fit beside the sequences in the slots `running` `[k]`.
+        """Count the prompts whose completions fit beside the slots `running` `[k]`.
 
         `slots` where only slots bound them.
         """
         ...
 
     def session(self) -> AbstractContextManager[None]:
-        """The context that every call but `rebind` must be made in."""
+        """Return the context that every call but `rebind` must be made in."""
         ...
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
@@ -128,7 +128,7 @@ class RoutedExperts:
     """The choices of a model's routers in its latest forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ConfigError for a model without routers that are known here."""
+        """Find the routers; raise ConfigError for a model without routers that are known here."""
         self._routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
         self._chosen: dict[int, Tensor] = {}  # by layer, [rows · columns, k]
         if not self._routers:
@@ -194,7 +194,7 @@ class GenericDecoder(Decoder):
         self._slots = torch.empty(0, dtype=torch.long, device=device)  # of the batch's sequences
 
     def free_prompts(self, running: Tensor) -> int:
-        """How many prompts fit: as many as slots, each of which has its own."""
+        """Return how many prompts fit: as many as slots, each of which has its own."""
         return self.slots
 
     @contextmanager

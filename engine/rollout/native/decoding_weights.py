@@ -76,7 +76,7 @@ class TensorParallel:
         return sum(self._widths)
 
     def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
-        """Rows of the vocabulary's embedding for `ids`, `[…, hidden]`, from its shards `[v, H]`."""
+        """Embed `ids` to `[…, hidden]`, from the embedding's shards `[v, H]`."""
         local, rows = ids - self._start, embedding.shape[0]
         mine = (local >= 0) & (local < rows)
         if rows == 0:
@@ -355,7 +355,7 @@ class TPModelShard:
 
     @classmethod
     def from_dtensors(cls, model: nn.Module) -> TPModelShard:
-        """This rank's shard of a tensor-parallel trainer's model: the local parts of its DTensors.
+        """Take this rank's shard of a tensor-parallel trainer's model: its DTensors' local parts.
 
         They must be sharded over one mesh of one axis (no FSDP on top: reshard such a model into
         buffers first). Raises ModelError otherwise.
@@ -379,7 +379,7 @@ class TPModelShard:
         return cls(model.config, tensors, mesh.get_group())
 
     def weights(self) -> LlamaWeights:
-        """This rank's weights for the decoder, in the storage they were given in."""
+        """Return this rank's weights for the decoder, in the storage they were given in."""
         weights = bind(self._skeleton)
         return dataclasses.replace(
             weights,
@@ -389,11 +389,11 @@ class TPModelShard:
         )
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's tensors by name."""
+        """Yield this rank's tensors by name."""
         yield from self._tensors.items()
 
     def parameters(self) -> Iterator[Tensor]:
-        """This rank's tensors."""
+        """Yield this rank's tensors."""
         yield from self._tensors.values()
 
     def _fill(self, skeleton: nn.Module) -> None:

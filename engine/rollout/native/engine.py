@@ -116,7 +116,7 @@ class NativeEngine:
         return completions
 
     def _checked_model(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Model:
-        """The model, if this rank and those it decodes with can serve this request."""
+        """Return the model, if this rank and those it decodes with can serve this request."""
         tp, problem = self._handle.tp, None
         try:
             model = self._handle.get()

@@ -177,7 +177,7 @@ class KVCache:
         self._kv[:, :, slots[row], :, first[row] + column] = values
 
     def copy_slot(self, slot: int, columns: int) -> Tensor:
-        """Keys and values `[layers, 2, kv_heads, columns, d]` of a slot's first tokens."""
+        """Return keys and values `[layers, 2, kv_heads, columns, d]` of a slot's first tokens."""
         return self._kv[:, :, slot, :, :columns].clone()
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -225,7 +225,7 @@ class KVCache:
         return self.read(layer, q)
 
     def at(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values `[slots, kv_heads, T, d]`, and the columns `[L]` of this step's."""
+        """Return keys and values `[slots, kv_heads, T, d]`, and this step's columns `[L]`."""
         keys, values = self._kv[layer]
         return keys, values, self._columns
 
@@ -292,7 +292,7 @@ class SharedPromptCache:
         self._completions.reserve(columns)
 
     def prompt_count(self, slots: Tensor) -> int:
-        """How many prompts the sequences in `slots` `[k]` follow."""
+        """Return how many prompts the sequences in `slots` `[k]` follow."""
         return len(torch.unique(self._group[slots]))
 
     def extend(self, kv: Tensor, slots: Tensor) -> None:
@@ -340,7 +340,7 @@ class SharedPromptCache:
         return self.read(layer, q)
 
     def at(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of completions, and the columns `[L]` of this step's."""
+        """Return the keys and values of completions, and the columns `[L]` of this step's."""
         return self._completions.at(layer)
 
     def read(self, layer: int, q: Tensor) -> Tensor:
@@ -378,13 +378,13 @@ class SharedPromptCache:
         self._scratch_fits = True
 
     def _scratch_shape(self, last: int) -> tuple[int, ...]:
-        """Queries of all groups and members; one spare member a group is for finished slots."""
+        """Return the shape of all members' queries; each group has a spare for finished slots."""
         groups = self._prompts.shape[2]
         return groups, self.shape.kv_heads, self._n + 1, self.shape.queries_per_key, last
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched matrix product over two leading dimensions, through one `bmm`."""
+    """Multiply matrices batched over two leading dimensions, through one `bmm`."""
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
 
 

@@ -132,7 +132,7 @@ class LlamaDecoder:
     static_batches = False
     routed_experts: Tensor | None = None  # a dense model
 
-    _steps_counted = 0  # since `_most` was the largest position
+    _steps_counted = 0  # since `_longest_position` was counted
     _longest_position: int
     _fuses: bool  # a step's layers by kernels
     _captured_at: int  # the cache's reallocations when steps were captured; -1: none are
@@ -182,13 +182,13 @@ class LlamaDecoder:
         return isinstance(self._cache, SharedPromptCache)
 
     def free_prompts(self, running: Tensor) -> int:
-        """Prompts that may enter beside the sequences in the slots `running` `[k]`."""
+        """Return how many prompts may enter beside the sequences in the slots `running` `[k]`."""
         if self._most_prompts is None or not isinstance(self._cache, SharedPromptCache):
             return self.slots
         return self._most_prompts - self._cache.prompt_count(running)
 
     def session(self) -> AbstractContextManager[None]:
-        """Any context: modules are not called."""
+        """Return an empty context: modules are not called."""
         return nullcontext()
 
     def rebind(self, model: nn.Module) -> bool:
@@ -418,7 +418,7 @@ class LlamaDecoder:
         return (x * cos).addcmul_(x.roll(self._w.head_dim // 2, -1), sin)
 
     def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
-        """Output projection, residuals and the gated MLP, on x `[…, hidden]`."""
+        """Apply output projection, residuals and the gated MLP to x `[…, hidden]`."""
         w = self._w
         x = x + self._project_back(attended, layer.o)
         h = _rms_norm(x, layer.post_norm)
@@ -458,7 +458,7 @@ def _cache_shape(w: LlamaWeights) -> CacheShape:
 
 
 def _padded(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Token ids int64 `[B, T]`, padded on the right with 0."""
+    """Return token ids int64 `[B, T]`, padded on the right with 0."""
     ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.as_tensor(sequence)

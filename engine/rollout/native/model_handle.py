@@ -46,7 +46,7 @@ class ModelHandle:
         self._guard.check()
 
     def get(self) -> Model:
-        """The model; raises RolloutError unless its weights are complete."""
+        """Return the model; raises RolloutError unless its weights are complete."""
         self._guard.check()
         assert self._model is not None
         return self._model
@@ -80,14 +80,14 @@ class ModelHandle:
         self._model, self._parameters = None, []
 
     def vocab_size(self) -> int:
-        """Rows of the input embedding, on all ranks together."""
+        """Count the rows of the input embedding, on all ranks together."""
         model = self.get()
         if isinstance(model, TPModelShard):
             return int(model.config.vocab_size)
         return embedding_weight(model).shape[0]
 
     def kv_token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers, on this rank.
+        """Count the bytes of a token's keys and values in all layers, on this rank.
 
         Raises ConfigError for a model whose config does not name their sizes.
         """

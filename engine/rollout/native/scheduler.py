@@ -75,7 +75,7 @@ class Slots:
         return torch.cat((finished, unused))[:count]
 
     def running_slots(self) -> Tensor:
-        """Slots that are assigned to a sequence, ascending."""
+        """Return the slots that are assigned to a sequence, ascending."""
         return (self._row < self._table.capacity).nonzero()[:, 0]
 
     def assign(self, slots: Tensor, rows: Tensor) -> None:
@@ -240,7 +240,7 @@ class Scheduler:
         return self._ended.pop(number, None)
 
     def partials(self) -> list[PartialRequest]:
-        """Copies of all that is unfinished, the oldest request first."""
+        """Copy all that is unfinished, the oldest request first."""
         return [*self._table.partials(), *(request.partial() for request in self._queue)]
 
     def _is_worth_a_prefill(self, slots: Slots, decoder: Decoder) -> bool:
@@ -249,7 +249,7 @@ class Scheduler:
         return slots.free >= min(self.waiting, slots.count, max(self._params.n, slots.count // 16))
 
     def _next(self, slots: Slots, decoder: Decoder) -> Admitted:
-        """The completions at the queue's front that the free slots are enough for."""
+        """Return the completions at the queue's front that the free slots are enough for."""
         admitted: Admitted = []
         free, prompts = slots.free, decoder.free_prompts(slots.running_slots())
         for request in self._queue:

@@ -36,7 +36,7 @@ class Request:
     cut: bool = False  # its completions end with their next token
 
     def partial(self) -> PartialRequest:
-        """The completions that wait, for the caller to keep."""
+        """Return the completions that wait, for the caller to keep."""
         return PartialRequest(self.key, self.prompt_ids, self.waiting)
 
 
@@ -65,7 +65,7 @@ class SequenceTable:
         track_versions: bool,
         longest_prompt: int = 0,
     ) -> None:
-        """Sequences have at most `columns` sampled tokens, drawn from policy `version`.
+        """Hold sequences of at most `columns` sampled tokens, drawn from policy `version`.
 
         `track_versions`: keep the version of each token, as `version` may change meanwhile.
         `longest_prompt`: its tokens, where experts are recorded.
@@ -132,7 +132,7 @@ class SequenceTable:
         self._limits[index] = self._lengths[index] + 1
 
     def owner(self, row: int) -> Request:
-        """The request of a sequence."""
+        """Return the request of a sequence."""
         return self._owners[row][0]
 
     def record(self, rows: Tensor, column: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class SequenceTable:
         return [requests[number] for number in sorted(requests)]
 
     def partials(self) -> list[PartialRequest]:
-        """Copies of the sequences that have not ended, by request, the oldest first."""
+        """Copy the sequences that have not ended, by request, the oldest first."""
         rows = self._unended()
         by_request: dict[int, tuple[Request, list[PartialCompletion]]] = {}
         for row, part in zip(rows, self._read_rows(rows), strict=True):

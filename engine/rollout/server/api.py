@@ -57,7 +57,7 @@ class ServerAPI(Protocol):
         ...
 
     async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
-        """The server's samples, in the order of its own numbering; RolloutError if it can't."""
+        """Sample from the server, in the order of its own numbering; RolloutError if it can't."""
         ...
 
     def probe_prompt(self, vocabulary: int) -> list[int]:
@@ -66,7 +66,7 @@ class ServerAPI(Protocol):
 
 
 def field(answer: Any, *path: str | int) -> Any:
-    """The value at `path` of a JSON answer, or RolloutError naming what is missing."""
+    """Return the value at `path` of a JSON answer, or raise RolloutError that names the gap."""
     value = answer
     for step in path:
         try:
@@ -256,7 +256,7 @@ class TGIAPI:
         return ids
 
     async def _text(self, prompt: Sequence[int]) -> str:
-        """The text that TGI reads as `prompt`: with or without a BOS token that it adds itself."""
+        """Find the text that TGI reads as `prompt`, with or without a BOS token that it adds."""
         key = tuple(int(token) for token in prompt)
         if key in self._texts:
             return self._texts[key]

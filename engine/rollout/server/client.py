@@ -307,7 +307,7 @@ def _authorization(variable: str, section: str) -> dict[str, str]:
 
 
 def _shown(answer: httpx.Response) -> str:
-    """The server's own words, cut short."""
+    """Shorten the text of a server's answer for a message."""
     text = " ".join(answer.text.split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
 

@@ -165,7 +165,7 @@ _PARAMS = SamplingParams(temperature=0.7)  # other than 1, so that raw log-probs
 
 
 def probe_request(prompt: list[int], max_model_len: int) -> CompletionRequest:
-    """One completion of a short prompt."""
+    """Build a request for one completion of a short prompt."""
     prompt = prompt[: max_model_len - 1]
     return CompletionRequest(prompt, 1, min(_TOKENS, max_model_len - len(prompt)), 1, _PARAMS)
 
@@ -381,7 +381,7 @@ class ServerEngine:
     def stream_requests(
         self, number: int, prompt: Sequence[int], params: SamplingParams
     ) -> list[tuple[int, int, CompletionRequest]]:
-        """Requests for one prompt of a stream, whose noise is that of prompt `number`."""
+        """Build the requests for one prompt of a stream, whose noise is that of prompt `number`."""
         self._guard.check()
         check_request([prompt], params, self._max_model_len, self._vocabulary)
         return self._requests([prompt], [number], params)

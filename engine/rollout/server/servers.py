@@ -132,7 +132,7 @@ class Servers:
     async def sample(
         self, request: CompletionRequest, *, verify: bool = False
     ) -> tuple[Server, list[SampledCompletion]]:
-        """Completions by the server with least under way; of a lost one's, by another.
+        """Sample by the server with the fewest requests; by another if that one is lost.
 
         With `verify` it has to say afterwards that it serves the weights that were delivered.
         """
@@ -159,7 +159,7 @@ class Servers:
         _ = self.serving
 
     async def check_served(self, moment: str) -> None:
-        """Lose each server that doesn't say that it serves the weights that were delivered.
+        """Leave out each server that doesn't say that it serves the delivered weights.
 
         When a rollout begins, those that were left out and now do are back.
         """
@@ -186,7 +186,7 @@ class Servers:
         _ = self.serving
 
     async def _problem(self, server: Server, moment: str) -> RolloutError | None:
-        """What is wrong with the weights that a server says it serves."""
+        """Return what is wrong with the weights that a server says it serves."""
         if self.fixed:
             return None
         tag = await server.hook.served()

@@ -28,7 +28,7 @@ class WeightReceiver:
     _hybridflyte_serves = ""
 
     def hybridflyte_tag(self) -> dict[str, str]:
-        """The tag of the folder that was loaded last, empty for none."""
+        """Return the tag of the folder that was loaded last, empty for none."""
         return {"tag": self._hybridflyte_serves}
 
     def hybridflyte_load(self, folder: str) -> dict[str, str]:

@@ -327,7 +327,7 @@ class VllmEngine:
         return completions
 
     def failed(self, doing: str, error: Exception) -> RolloutError:
-        """The error to raise when vLLM itself failed: this engine ends.
+        """Return the error to raise when vLLM itself failed: this engine ends.
 
         It names a worker's death, if one died, else what vLLM says.
         """

@@ -65,7 +65,7 @@ _WORKER_SETTINGS = {
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """After the block restore environment, random states, threads, log levels and warnings."""
+    """Restore, after the block, environment, random states, threads, log levels and warnings."""
     environment = dict(os.environ)
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -125,7 +125,7 @@ def no_request_proxies() -> Iterator[None]:
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """No garbage collection, which would walk over vLLM's many imported objects."""
+    """Turn garbage collection off, which would walk over vLLM's many imported objects."""
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
@@ -287,7 +287,7 @@ def _launch(folder: str, options: VllmOptions) -> LLM:
 
 
 def _lora_rank_size(rank: int) -> int:
-    """The least of vLLM's sizes for adapters of `rank`."""
+    """Return the least of vLLM's sizes for adapters of `rank`."""
     sizes = (1, 8, 16, 32, 64, 128, 256, 320, 512)
     fitting = [size for size in sizes if size >= rank]
     if not fitting:
@@ -298,7 +298,7 @@ def _lora_rank_size(rank: int) -> int:
 
 
 def _start_failure(model: nn.Module, options: VllmOptions, error: Exception) -> str:
-    """One sentence: what was to start, why it didn't, and the settings to change."""
+    """Return one sentence: what was to start, why it didn't, and the settings to change."""
     cache, share = options.kv_cache_memory_mb, options.tuning.gpu_memory_utilization
     room = f"kv_cache_memory_mb={cache}" if cache else f"gpu_memory_utilization={share}"
     setting = "rollout.kv_cache_memory_mb" if cache else "rollout.vllm.gpu_memory_utilization"
@@ -310,7 +310,7 @@ def _start_failure(model: nn.Module, options: VllmOptions, error: Exception) -> 
 
 
 def _architecture(model: nn.Module) -> str:
-    """The name of `model`'s class, without FSDP2's subclass."""
+    """Return the name of `model`'s class, without FSDP2's subclass."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))

@@ -100,7 +100,7 @@ class SharedBuffer:
 
 
 def bucket_entry(name: str, tensor: Tensor, dtype: torch.dtype, start: int) -> BucketEntry:
-    """The entry of `tensor` from byte `start` on; floating-point tensors are cast to `dtype`."""
+    """Build the entry of `tensor` from byte `start` on; floating point is cast to `dtype`."""
     sent_dtype = dtype if tensor.is_floating_point() else tensor.dtype
     aligned = -(-start // _ALIGN) * _ALIGN
     return BucketEntry(name, tuple(tensor.shape), str(sent_dtype).removeprefix("torch."), aligned)

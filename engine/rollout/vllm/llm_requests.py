@@ -52,7 +52,7 @@ class LLMRequests:
         return ids
 
     def noise(self, seed: int, prompt: int, completions: Sequence[int]) -> list[int]:
-        """The seeds of completions of prompt number `prompt`."""
+        """Return the seeds of completions of prompt number `prompt`."""
         indices = torch.tensor(completions)
         return noise_keys(seed + self._seed, torch.full_like(indices, prompt), indices).tolist()
 
@@ -120,17 +120,17 @@ class LLMRequests:
         return outputs
 
     def kv_cache(self) -> tuple[int, int]:
-        """Tokens that the KV cache holds, at the longest context, and those of a block."""
+        """Return tokens that the KV cache holds, at the longest context, and those of a block."""
         cache = self._llm.llm_engine.vllm_config.cache_config
         return int(cache.kv_cache_size_tokens or 0), int(cache.block_size)
 
     def lengths(self) -> dict[str, int]:
-        """Tokens sampled so far for each request that hasn't ended, by id."""
+        """Return the tokens sampled so far for each request that hasn't ended, by id."""
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
 
     def unfinished(self) -> dict[str, UnfinishedRequest]:
-        """What vLLM has of each request that hasn't ended, by id."""
+        """Return what vLLM has of each request that hasn't ended, by id."""
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: _unfinished(state) for state in states}
 
@@ -141,7 +141,7 @@ class LLMRequests:
     def completion(
         self, index: int, output: RequestOutput, version: int, stats: RolloutStats
     ) -> Completion:
-        """The completion of prompt `index`; RolloutError for NaN logits or an abnormal end."""
+        """Build the completion of prompt `index`; RolloutError for NaN logits or a bad end."""
         answer = output.outputs[0]
         tokens, log_probs = list(answer.token_ids), list(answer.logprobs.logprobs)
         if any(map(math.isnan, log_probs)):
@@ -171,7 +171,7 @@ def _unfinished(state: RequestState) -> UnfinishedRequest:
 
 
 def token_versions(output: RequestOutput) -> list[int]:
-    """The policy version of each token, of an engine whose weights' version is set."""
+    """Return the policy version of each token, of an engine whose weights' version is set."""
     spans = output.outputs[0].weight_versions or []
     return [int(span.version) for span in spans for _ in range(span.start, span.end)]
 

@@ -123,7 +123,7 @@ def _check_speculation(value: object) -> None:
 
 
 def passed_through(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for vLLM: those that are null keep its default; a draft brings its weights."""
+    """Build vLLM's arguments: null ones keep its default; a draft brings its weights."""
     arguments = {name: value for name, value in engine_kwargs.items() if value is not None}
     draft = arguments.get("speculative_config")
     if draft is not None and draft.get("model") is not None:
@@ -135,7 +135,7 @@ def passed_through(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def argument_names() -> frozenset[str]:
-    """The names of vLLM's engine arguments, from its source; none where vLLM is not installed."""
+    """Read the names of vLLM's engine arguments from its source; none without vLLM."""
     spec = importlib.util.find_spec("vllm")
     folders = spec.submodule_search_locations if spec is not None else None
     source = Path(folders[0]) / "engine" / "arg_utils.py" if folders else None
@@ -221,7 +221,7 @@ class Tuning:
 
 
 def engine_arguments(options: VllmOptions) -> dict[str, object]:
-    """Keyword arguments of `vllm.LLM`, but for the model's folder and vLLM's own classes."""
+    """Return keyword arguments of `vllm.LLM`, but for the model's folder and vLLM's own classes."""
     tuning = options.tuning
     arguments: dict[str, object] = {
         "dtype": options.dtype,
@@ -287,7 +287,7 @@ class VllmOptions:
 
 
 def capabilities(config: RolloutConfig) -> EngineCapabilities:
-    """What vLLM can do with these settings, in this process."""
+    """Return what vLLM can do with these settings, in this process."""
     level = config.vllm.sleep
     return EngineCapabilities(
         streams=True,
@@ -309,7 +309,7 @@ def on_gpu() -> bool:
 
 
 def engine_options(config: RolloutConfig) -> dict[str, object]:
-    """The engine's arguments from `rollout.vllm`."""
+    """Return the engine's arguments from `rollout.vllm`."""
     settings = {name: value for name, value in dict(config.vllm).items() if name != "sleep"}
     settings["dtype"] = settings["dtype"] or None
     return settings | {"tensor_parallel_size": config.tensor_parallel_size}

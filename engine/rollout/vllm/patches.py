@@ -191,7 +191,7 @@ def skip_compilation() -> None:
 
 
 def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
-    """Rank of each token: entries of x `[B, V]` that are `values` `[B, 1]` or more, `[B]`."""
+    """Count the entries of x `[B, V]` that are `values` `[B, 1]` or more: each token's rank."""
     return (x >= values).sum(-1)
 
 

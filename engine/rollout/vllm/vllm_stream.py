@@ -71,7 +71,7 @@ class KvAdmission:
         self.sampled += tokens
 
     def count(self, running: Iterable[Row], waiting: Iterable[Row]) -> int:
-        """How many of `waiting`, from the first on, vLLM may be given beside `running`."""
+        """Return how many of `waiting`, from the first on, vLLM may be given beside `running`."""
         rows = list(running)
         expected = self._expected(rows)
         prompts: set[Hashable] = set()
@@ -85,13 +85,13 @@ class KvAdmission:
         return count
 
     def _expected(self, running: list[Row]) -> float:
-        """Mean length of a completion, in tokens; infinite before one has ended."""
+        """Return the mean length of a completion, in tokens; infinite before one has ended."""
         if not self.ended:
             return float("inf")
         return (self.sampled + sum(row.tokens for row in running)) / self.ended
 
     def _need(self, row: Row, expected: float, prompts: set[Hashable]) -> int:
-        """Tokens of cache for a completion, and for its prompt unless that is in `prompts`."""
+        """Count tokens of cache for a completion, and its prompt unless that is in `prompts`."""
         shared = row.prompt // self.block * self.block if self.shares_prompts else 0
         longest = min(row.limit, max(expected, row.tokens + self.block))
         unshared = row.prompt - shared + int(longest)
@@ -305,7 +305,7 @@ class VllmStream(RolloutStream):
         self._held.clear()
 
     def _unfinished(self) -> Iterator[_Open]:
-        """What vLLM has, then what is held, as it was submitted."""
+        """Yield the completions that vLLM has, then those held, in order of submission."""
         yield from self._open.values()
         yield from self._held
 

@@ -137,7 +137,7 @@ ADAPTER_ID = 1
 
 
 def lora_request() -> object:
-    """The argument of a vLLM request that is decoded with the adapter."""
+    """Return the argument of a vLLM request that is decoded with the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER_ID, "held in memory")
