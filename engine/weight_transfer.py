@@ -219,8 +219,9 @@ class WeightSender:
                 end = start + size
                 data[start:end] = tensor.contiguous().view(-1).view(torch.uint8)
                 if self._last is not None:
-                    width = min(tensor.element_size(), 8)
-                    old, new = (_integers(d[start:end], width) for d in (self._last.data, data))
+                    integer = f"<i{min(tensor.element_size(), 8)}"  # viewed at any alignment
+                    versions = (self._last.data, data)
+                    old, new = (version[start:end].numpy().view(integer) for version in versions)
                     chunks += encode(index, old, new, pool)
         if missing:
             raise WorkerError(f"the policy lacks its tensors {sorted(missing)}")
@@ -360,11 +361,6 @@ def _digest(header: bytes, tensors: Iterable[Tensor]) -> bytes:
 def _checksum(sent: Batch) -> bytes:
     fields = ("delta", "policy_version", "digest", "base_version", "base_digest")
     return _digest(b"", (sent[name] for name in fields))
-
-
-def _integers(row: Tensor, width: int) -> np.ndarray:
-    """View bytes as integers, at any alignment."""
-    return row.numpy().view(f"<i{width}")
 
 
 def _row(digest: bytes) -> Tensor:

@@ -219,7 +219,9 @@ def extract_stage(model: Any, stage: int, stages: int) -> PipelineStage:
     if part.last:
         part.add_module(names[1], model.get_submodule(names[1]))
     part.tied = _tied(model, part, names)
-    _keep_adapters(model, part)
+    if getattr(model, "peft_config", None):  # adapters are switched on the stage as on the model
+        part.peft_config = model.peft_config
+        part._hf_peft_config_loaded = True
     return part.train(model.training)
 
 
@@ -237,13 +239,6 @@ def _tied(model: Any, part: PipelineStage, names: tuple[str, str]) -> tuple[str,
     if part.first:
         return (f"{part.embedding_name}.weight",)
     return (f"{names[1]}.weight",) if part.last else ()
-
-
-def _keep_adapters(model: nn.Module, part: PipelineStage) -> None:
-    """Let the adapters that are in the layers be switched on the stage as on the model."""
-    if getattr(model, "peft_config", None):
-        part.peft_config = model.peft_config  # type: ignore[assignment]
-        part._hf_peft_config_loaded = True
 
 
 def tied_across_stages(stage: nn.Module) -> set[str]:

@@ -380,7 +380,7 @@ class _Split:
         return Replicated(sum_gradients=sequence_parallel)  # on its share of the tokens
 
     def changes_heads(self, block: str) -> bool:
-        """Whether attention must be told how many heads it has."""
+        """Whether attention needs its number of heads set."""
         packed = any(name.endswith("qkv_proj") for name in self.plan.packed)
         return not self.plan.computes_whole(block) and (packed or self.shape.kv_heads < self.tp)
 

@@ -1,7 +1,7 @@
 """The native rollout engine behind an HTTP server of OpenAI's API (Starlette on uvicorn).
 
 It listens before the model (and torch) is loaded; until then `/health` and requests answer 503.
-What is asked for and not offered is refused by name, never left out in silence.
+A field that the server does not offer is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def response(
 ) -> dict[str, object]:
     """Build the full answer to a request, choices in the order of `answers`.
 
-    `prompt_logprobs`: of each prompt, where they were asked for.
+    `prompt_logprobs`: of each prompt, if the request has them.
     """
     chat = isinstance(request, ChatRequest)
     generated = sum(answer.tokens for answer in answers)

@@ -95,7 +95,7 @@ class Batcher:
         while batch := self._next_batch():
             try:
                 self._decode(batch)
-            except Exception as error:  # its clients are told, and the next batch is tried
+            except Exception as error:  # goes to its clients; the next batch is tried
                 _log.exception("a batch of %d requests failed", len(batch))
                 for job in batch:
                     if not job.result.done():

@@ -68,7 +68,10 @@ class GraphedSteps:
             return self._step(tokens, positions, columns)
         captured = self._captured.get(shape)
         # A capture runs the step once more: its inputs must be this step's, which changes nothing.
-        buffers = (captured.tokens, captured.positions) if captured else _two_like(padded, tokens)
+        if captured is None:
+            buffers = tokens.new_empty(padded), tokens.new_empty(padded)
+        else:
+            buffers = captured.tokens, captured.positions
         for buffer, values in zip(buffers, (tokens, positions), strict=True):
             buffer[:rows] = values
             buffer[rows:] = 0
@@ -81,10 +84,6 @@ class GraphedSteps:
         """Drop all graphs: weights or keys have another address now."""
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._seen: Counter[tuple[int, int]] = Counter()
-
-
-def _two_like(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    return like.new_empty(length), like.new_empty(length)
 
 
 class CudaGraphs:

@@ -302,7 +302,7 @@ class TokenLogProbs:
 
 
 class PromptLogProbs:
-    """One server, asked for log-probs.
+    """A client of one server for log-probs of prompts.
 
     >>> server = PromptLogProbs(TeacherConfig(url="http://127.0.0.1:8000"), "teachers[0]")
     >>> server.read([[5, 6, 7]], [1], top_k=2)

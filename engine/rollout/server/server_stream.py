@@ -86,17 +86,17 @@ class ServerStream(RolloutStream):
 
     @property
     def in_flight(self) -> int:
-        """Completions that a server was asked for, and answered ones that `step` returns next."""
+        """Completions requested of a server, and answered ones that `step` returns next."""
         return sum(part.request.count for part in self._sent.values()) + len(self._answered)
 
     @property
     def waiting(self) -> int:
-        """Completions that no server was asked for yet."""
+        """Completions that were not requested of a server yet."""
         return sum(part.request.count for part in self._queue)
 
     @property
     def room(self) -> int:
-        """Completions that the servers can be asked for at once."""
+        """Completions that can be requested of the servers at once."""
         per_server = self._settings.concurrency * self._servers.all[0].api.max_per_request
         return per_server * len(self._servers.serving)
 
@@ -121,7 +121,7 @@ class ServerStream(RolloutStream):
         params = replace(self._params, max_new_tokens=limit)
         requests = self._engine.stream_requests(noise_index(key), prompt, params)
         for _, first, request in requests:
-            # A request is asked for as a whole: its completions have a single seed.
+            # A request is sent in full: its completions share one seed.
             unfinished = indices.intersection(range(first, first + request.count))
             if unfinished:
                 part = _Request(key, self._submitted, prompt, first, unfinished, request)

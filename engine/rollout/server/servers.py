@@ -1,7 +1,7 @@
 """One or more rollout servers: which is asked, which is left out, and which has the weights.
 
 A server that can't be reached, or that says it serves other weights than it was brought, is left
-out: what it was asked for goes to the others. It is back when it says that it serves the present
+out: its requests go to the others. It is back when it says that it serves the present
 weights, or takes the next ones. Of a single server every failure is the caller's.
 """
 
@@ -45,8 +45,8 @@ class Server:
     client: Client
     api: ServerAPI
     hook: WeightHook
-    busy: int = 0  # completions that it was asked for and has not given yet
-    out: str = ""  # why it is asked for nothing; empty: it is asked
+    busy: int = 0  # completions requested of it and not answered yet
+    out: str = ""  # why it gets no requests; empty: it gets them
     wrong: bool = False  # left out for what it serves, whatever it says: until the next weights
 
 

@@ -276,7 +276,7 @@ class VllmEngine:
         longest_prompt: int | None = None,
         keep_prefixes: bool = False,
     ) -> VllmStream:
-        """Open a stream; limits and prefix cache are the engine's own, whatever is asked for.
+        """Open a stream; limits and prefix cache are the engine's own, whatever the arguments.
 
         One at a time, and no `generate` while it has requests. Raises RolloutError.
         """

@@ -169,9 +169,9 @@ def weights_outside_pool() -> Iterator[None]:
 
 
 def inspect_in_this_process(architecture: str) -> None:
-    """Tell vLLM what its class for `architecture` can do, which it asks of a process of its own.
+    """Tell vLLM what its class for `architecture` can do; else it starts a process to find out.
 
-    That process is to keep CUDA out of this one.
+    vLLM 0.32 does so to keep CUDA out of this process.
     """
     from vllm import ModelRegistry
 
