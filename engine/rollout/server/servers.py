@@ -1,4 +1,4 @@
-"""One or more rollout servers: which is asked, which is left out, and which has the weights.
+"""One or more rollout servers: which get requests, which are left out, and which have the weights.
 
 A server that can't be reached, or that says it serves other weights than it was brought, is left
 out: its requests go to the others. It is back when it says that it serves the present
