@@ -48,7 +48,7 @@ class DeltaChunk:
 
 @cache
 def _zstd() -> Any:
-    """pyarrow's codec; higher levels cost time and gain nothing here."""
+    """Load pyarrow's codec; higher levels cost time and gain nothing here."""
     import pyarrow  # not in every worker process: 0.1 s, for deltas alone
 
     return pyarrow.Codec("zstd", compression_level=1)
@@ -60,21 +60,21 @@ def integer_view(tensor: Tensor) -> Tensor:
 
 
 def encode(tensor: int, old: np.ndarray, new: np.ndarray, pool: Executor) -> Iterator[DeltaChunk]:
-    """The chunks in which `new` differs from `old`, both integers `[n]`."""
+    """Yield the chunks in which `new` differs from `old`, both integers `[n]`."""
 
     def chunk(start: int) -> DeltaChunk | None:
-        before, after = old[start : start + CHUNK], new[start : start + CHUNK]
-        if np.array_equal(before, after):
+        old_chunk, new_chunk = old[start : start + CHUNK], new[start : start + CHUNK]
+        if np.array_equal(old_chunk, new_chunk):
             return None
-        content = _compressed(after, before)
-        return DeltaChunk(tensor, start, before.size, before.itemsize, content)
+        content = _compressed(new_chunk, old_chunk)
+        return DeltaChunk(tensor, start, old_chunk.size, old_chunk.itemsize, content)
 
     run = pool.map if old.size > CHUNK else map  # a thread costs more than a small tensor
-    return (found for found in run(chunk, range(0, old.size, CHUNK)) if found is not None)
+    return (delta for delta in run(chunk, range(0, old.size, CHUNK)) if delta is not None)
 
 
 def _compressed(new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """`new - old`, which wraps around, as uint8: all lowest bytes first, all highest bytes last.
+    """Encode `new - old`, which wraps around, as uint8: lowest bytes first, highest bytes last.
 
     Zigzag coding (0, -1, 1, -2 → 0, 1, 2, 3) makes the high bytes of small differences 0.
     """
@@ -194,7 +194,7 @@ class WeightSender:
         self._delta: Batch | None = None
 
     def send(self, named: Named, version: int) -> Batch:
-        """The full weights: `weights [1, bytes]` uint8 and `policy_version [1]`.
+        """Return the full weights: `weights [1, bytes]` uint8 and `policy_version [1]`.
 
         `named` yields each tensor once, with the same names, shapes and dtypes in every call. With
         deltas also `digest [1, 32]`; the next `delta` leads to these weights.
@@ -219,8 +219,9 @@ class WeightSender:
                 end = start + size
                 data[start:end] = tensor.contiguous().view(-1).view(torch.uint8)
                 if self._last is not None:
-                    width = min(tensor.element_size(), 8)
-                    old, new = (_integers(d[start:end], width) for d in (self._last.data, data))
+                    integer = f"<i{min(tensor.element_size(), 8)}"  # viewed at any alignment
+                    versions = (self._last.data, data)
+                    old, new = (version[start:end].numpy().view(integer) for version in versions)
                     chunks += encode(index, old, new, pool)
         if missing:
             raise WorkerError(f"the policy lacks its tensors {sorted(missing)}")
@@ -233,7 +234,7 @@ class WeightSender:
         return Batch(full | {"digest": _row(self._last.digest)})
 
     def delta(self) -> Batch:
-        """The delta of the last `send` to the one before it.
+        """Return the delta of the last `send` to the one before it.
 
         Each is returned once. Without one the batch has `no_delta [1]` and receivers reject it.
         """
@@ -360,11 +361,6 @@ def _digest(header: bytes, tensors: Iterable[Tensor]) -> bytes:
 def _checksum(sent: Batch) -> bytes:
     fields = ("delta", "policy_version", "digest", "base_version", "base_digest")
     return _digest(b"", (sent[name] for name in fields))
-
-
-def _integers(row: Tensor, width: int) -> np.ndarray:
-    """View bytes as integers, at any alignment."""
-    return row.numpy().view(f"<i{width}")
 
 
 def _row(digest: bytes) -> Tensor:

@@ -29,7 +29,7 @@ _COMPILER_S = 120.0
 
 
 def compiled(source: Path) -> ctypes.CDLL | None:
-    """`source` with the headers beside it, compiled; None where that can't be done or used.
+    """Compile `source` with the headers beside it; None where that can't be done or used.
 
     OpenMP's threads are those of PyTorch.
     """
@@ -37,8 +37,8 @@ def compiled(source: Path) -> ctypes.CDLL | None:
         return None
     compiler = shutil.which(os.environ.get("CC") or "cc")
     folders = (source.parent, _COMMON)
-    read = [path.read_bytes() for at in folders for path in sorted(at.glob("*.[ch]"))]
-    digest = hashlib.sha256(b"\0".join([" ".join(_FLAGS).encode(), *read])).hexdigest()
+    contents = [path.read_bytes() for at in folders for path in sorted(at.glob("*.[ch]"))]
+    digest = hashlib.sha256(b"\0".join([" ".join(_FLAGS).encode(), *contents])).hexdigest()
     name = f"{source.stem}-{digest[:20]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "hybridflyte")
     try:
@@ -46,19 +46,19 @@ def compiled(source: Path) -> ctypes.CDLL | None:
             return ctypes.CDLL(str(folder / name))
         if compiler is None:
             return None
-        with tempfile.TemporaryDirectory() as own:
-            built = Path(own) / name
+        with tempfile.TemporaryDirectory() as scratch:
+            built = Path(scratch) / name
             command = [compiler, *_FLAGS, f"-I{_COMMON}", "-o", str(built), str(source), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILER_S)
             loaded = ctypes.CDLL(str(built))  # stays usable once the file is gone
-            _keep(built, folder)
+            _copy_to_cache(built, folder)
             return loaded
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("%s can't be compiled, and runs slower without: %s", source.name, error)
         return None
 
 
-def _keep(built: Path, folder: Path) -> None:
+def _copy_to_cache(built: Path, folder: Path) -> None:
     """Copy the library to `folder`, whole or not at all; a folder that can't be written is left."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -31,11 +31,11 @@ Run = tuple[int, ...]
 tree), and of the segment: (0, 9, 9, 20)."""
 
 _LONGEST = 256  # tokens of a row, or of rows with their prompt
-_MASKED = 2.5  # times the scores that rows with one prompt need may be computed,
-_COPIED = 1.25  # or so many times where each has a copy of it
-_SCORES = 1 << 18  # of a batch, a head
-_LONGER = 1.2  # than the shortest row of a batch the longest may be,
-_NEAR = 8  # or by so many tokens
+_MASKED = 2.5  # most scores computed for each that is needed, where rows share one prompt
+_COPIED = 1.25  # the same where each row has a copy of its prompt
+_SCORES = 1 << 18  # most scores of a batch, for one head
+_LONGER = 1.2  # how many times longer than a batch's shortest row its longest may be,
+_NEAR = 8  # or by how many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class _Batch:
     """B rows of up to L tokens, padded on the right."""
 
     rows: int
-    index: Tensor  # [B · L] long; the token at each place; padding has any
-    real: Tensor  # [B · L, 1, 1]; 1 at a token, 0 at padding and at a prompt's copy
-    unseen: Tensor  # [1 or B, 1, 1, L, L]; 0 where a query sees a key, else -inf
+    index: Tensor  # [B · L] long; the token at each position; padding has any
+    is_token: Tensor  # [B · L, 1, 1]; 1 at a token, 0 at padding and at a prompt's copy
+    mask: Tensor  # [1 or B, 1, 1, L, L]; 0 where a query sees a key, else -inf
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     batches: list[_Batch]
-    places: Tensor  # [T] long; of each token among those of all batches
-    copies: Tensor  # [C] long; the places of copies of prompts
+    positions: Tensor  # [T] long; of each token among those of all batches
+    copies: Tensor  # [C] long; the positions of copies of prompts
     copied: Tensor  # [C] long; their tokens
 
 
@@ -83,22 +83,25 @@ class _Row:
         return prompt**2 + sum((b - a) * (b - a + prompt) for a, b in ends)
 
 
-def _rows_of(runs: Sequence[Run]) -> list[_Row]:
+def _group_rows(runs: Sequence[Run]) -> list[_Row]:
     rows = []
     for _, group in itertools.groupby(runs, lambda run: run[0] if run[0] < run[1] else run[2]):
-        first, *others = group
-        stop = others[-1][3] if others else first[3]
-        together = _Row(first[2], stop, tuple(run[2] for run in others))
-        if together.length <= _LONGEST and together.length**2 <= _MASKED * together.needed:
-            rows.append(together)
+        first, *rest = group
+        stop = rest[-1][3] if rest else first[3]
+        prompt_and_rows = _Row(first[2], stop, tuple(run[2] for run in rest))
+        if (
+            prompt_and_rows.length <= _LONGEST
+            and prompt_and_rows.length**2 <= _MASKED * prompt_and_rows.needed
+        ):
+            rows.append(prompt_and_rows)
             continue
-        rows.append(_Row(first[2], others[0][3]) if others else together)
-        rows += [_Row(run[2], run[3], prompt=(first[2], first[3])) for run in others[1:]]
+        rows.append(_Row(first[2], rest[0][3]) if rest else prompt_and_rows)
+        rows += [_Row(run[2], run[3], prompt=(first[2], first[3])) for run in rest[1:]]
     return rows
 
 
-def _unseen(rows: Sequence[_Row], longest: int) -> Tensor:
-    """The mask of a batch; padding sees what is there, and nothing sees it."""
+def _attention_mask(rows: Sequence[_Row], longest: int) -> Tensor:
+    """Return the mask of a batch; padding sees what is there, and nothing sees it."""
     behind = torch.ones(longest, longest, dtype=torch.bool).triu_(1)
     if any(row.cuts for row in rows):
         row_numbers = np.zeros((len(rows), longest), dtype=np.int64)  # 0: prompt; 1, 2, …: rows
@@ -114,38 +117,38 @@ def _unseen(rows: Sequence[_Row], longest: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _plan(runs: tuple[Run, ...], device: torch.device) -> _Plan:
-    places = np.empty(max(run[3] for run in runs), dtype=np.int64)
+    positions = np.empty(max(run[3] for run in runs), dtype=np.int64)
     batches, first = [], 0
     copies, copied = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    for rows in _similar(_rows_of(runs)):
+    for rows in _similar(_group_rows(runs)):
         longest = max(row.length for row in rows)
         index = np.zeros((len(rows), longest), dtype=np.int64)
-        real = np.zeros(index.shape, dtype=np.float32)
+        is_token = np.zeros(index.shape, dtype=np.float32)
         for at, row in enumerate(rows):
-            own, begin = np.arange(row.start, row.stop), first + at * longest
+            tokens, begin = np.arange(row.start, row.stop), first + at * longest
             index[at, : row.copied] = np.arange(*row.prompt)
-            index[at, row.copied : row.length] = own
-            real[at, row.copied : row.length] = 1.0
-            places[own] = begin + row.copied + np.arange(len(own))
+            index[at, row.copied : row.length] = tokens
+            is_token[at, row.copied : row.length] = 1.0
+            positions[tokens] = begin + row.copied + np.arange(len(tokens))
             copies.append(begin + np.arange(row.copied))
             copied.append(np.arange(*row.prompt))
         batches.append(
             _Batch(
                 len(rows),
                 torch.from_numpy(index.ravel()).to(device),
-                torch.from_numpy(real.reshape(-1, 1, 1)).to(device),
-                _unseen(rows, longest).to(device),
+                torch.from_numpy(is_token.reshape(-1, 1, 1)).to(device),
+                _attention_mask(rows, longest).to(device),
             )
         )
         first += index.size
-    index_arrays = (places, np.concatenate(copies), np.concatenate(copied))
-    return _Plan(batches, *(torch.from_numpy(each).to(device) for each in index_arrays))
+    index_arrays = (positions, np.concatenate(copies), np.concatenate(copied))
+    return _Plan(batches, *(torch.from_numpy(array).to(device) for array in index_arrays))
 
 
-def _similar(every: Sequence[_Row]) -> Iterator[list[_Row]]:
-    """The rows in batches of similar length."""
+def _similar(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+    """Yield the rows in batches of similar length."""
     batch: list[_Row] = []
-    for row in sorted(every, key=lambda row: row.length):
+    for row in sorted(rows, key=lambda row: row.length):
         length = row.length
         shortest = batch[0].length if batch else length
         too_many = (len(batch) + 1) * length**2 > _SCORES
@@ -162,14 +165,14 @@ def takes_rows(runs: tuple[Run, ...], device: torch.device) -> bool:
     """Whether `row_attention` computes these rows in less time than a pass over them would."""
     if device.type != "cpu" or is_tree(runs):
         return False
-    rows = _rows_of(runs)
+    rows = _group_rows(runs)
     if any(row.length > _LONGEST for row in rows):
         return False
     return _at_most(_MASKED, rows) and _at_most(_COPIED, [row for row in rows if row.copied])
 
 
 def _at_most(times: float, rows: Sequence[_Row]) -> bool:
-    """Whether `rows` compute at most so many times the scores that they need."""
+    """Whether `rows` compute at most `times` times the scores that they need."""
     return sum(row.length**2 for row in rows) <= times * sum(row.needed for row in rows)
 
 
@@ -187,7 +190,7 @@ def is_tree(runs: Sequence[Run]) -> bool:
 def row_attention(
     query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
 ) -> Tensor:
-    """Attention [1, T, heads, d] of queries [1, heads, T, d]; keys' heads may be fewer (GQA)."""
+    """Return attention [1, T, heads, d] of queries [1, heads, T, d]; GQA has fewer key heads."""
     out: Tensor = _Attention.apply(query, key, value, runs, scale)
     return out
 
@@ -195,7 +198,7 @@ def row_attention(
 class _Attention(torch.autograd.Function):
     """Keeps no padded tensors and no scores: the backward pass computes both again.
 
-    In float32 at least. The equations are those of `packed_attention`.
+    It computes in float32 at least. The equations are those of `packed_attention`.
     """
 
     @staticmethod
@@ -217,24 +220,27 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        grad: Tensor = gradients[0]
+        grad_output: Tensor = gradients[0]
         query, key, value, attended = ctx.saved_tensors
-        plan, (heads, kv_heads) = _plan(ctx.runs, grad.device), (query.shape[1], key.shape[1])
+        plan, (heads, kv_heads) = (
+            _plan(ctx.runs, grad_output.device),
+            (query.shape[1], key.shape[1]),
+        )
         parts: list[list[Tensor]] = [[], [], []]
-        with torch.autocast(grad.device.type, enabled=False):
-            above = at_least_float(grad)
-            sums = (at_least_float(attended) * above).sum(-1, keepdim=True)
+        with torch.autocast(grad_output.device.type, enabled=False):
+            wide_grad = at_least_float(grad_output)
+            sums = (at_least_float(attended) * wide_grad).sum(-1, keepdim=True)
             for batch in plan.batches:
                 q, k, v = (_rows(batch, t, kv_heads) for t in (query, key, value))
-                g = _rows(batch, above.transpose(1, 2), kv_heads, real=True)
-                of_sum = _rows(batch, sums.transpose(1, 2), kv_heads, real=True)
+                g = _rows(batch, wide_grad.transpose(1, 2), kv_heads, zero_padding=True)
+                grad_dot = _rows(batch, sums.transpose(1, 2), kv_heads, zero_padding=True)
                 weights = _weights(batch, q, k, ctx.scale)
                 scores = torch.bmm(g, v.transpose(1, 2))
-                scores.sub_(of_sum).mul_(weights).mul_(ctx.scale)
+                scores.sub_(grad_dot).mul_(weights).mul_(ctx.scale)
                 parts[0].append(_flat(batch, torch.bmm(scores, k), heads))
                 parts[1].append(_flat(batch, torch.bmm(scores.transpose(1, 2), q), kv_heads))
                 parts[2].append(_flat(batch, torch.bmm(weights.transpose(1, 2), g), kv_heads))
-            totals = [_tokens(plan, parts[0]), *(_of_keys(plan, part) for part in parts[1:])]
+            totals = [_tokens(plan, parts[0]), *(_key_gradients(plan, part) for part in parts[1:])]
         gradients_and_inputs = zip(totals, (query, key, value), strict=True)
         return (
             *(t.transpose(0, 1)[None].to(like.dtype) for t, like in gradients_and_inputs),
@@ -244,40 +250,37 @@ class _Attention(torch.autograd.Function):
 
 
 def _weights(batch: _Batch, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Probabilities [B · kv heads, g · L, L]."""
+    """Return the probabilities [B · kv heads, g · L, L]."""
     scores = torch.baddbmm(
         queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale
     )
     longest = keys.shape[1]
-    scores.view(batch.rows, len(keys) // batch.rows, -1, longest, longest).add_(batch.unseen)
+    scores.view(batch.rows, len(keys) // batch.rows, -1, longest, longest).add_(batch.mask)
     return torch.softmax(scores, -1)
 
 
-def _rows(batch: _Batch, tokens: Tensor, kv_heads: int, *, real: bool = False) -> Tensor:
-    """Of [1, g · kv heads, T, d] the rows [B · kv heads, g · L, d], float32 at least.
-
-    `real`: with 0 in place of padding.
-    """
+def _rows(batch: _Batch, tokens: Tensor, kv_heads: int, *, zero_padding: bool = False) -> Tensor:
+    """Take a batch's rows [B · kv heads, g · L, d] of [1, g · kv heads, T, d], float32 at least."""
     values = at_least_float(tokens[0].transpose(0, 1).index_select(0, batch.index))
-    if real:
-        values.mul_(batch.real)
+    if zero_padding:
+        values.mul_(batch.is_token)
     rows = values.view(batch.rows, -1, kv_heads, tokens.shape[1] // kv_heads, tokens.shape[3])
     return rows.permute(0, 2, 3, 1, 4).reshape(batch.rows * kv_heads, -1, tokens.shape[3])
 
 
 def _flat(batch: _Batch, rows: Tensor, heads: int) -> Tensor:
-    """[B · kv heads, g · L, d] as [B · L, heads, d]."""
+    """Reorder rows [B · kv heads, g · L, d] to [B · L, heads, d]."""
     by_head = rows.view(batch.rows, heads, -1, rows.shape[2])
     return by_head.transpose(1, 2).reshape(-1, heads, rows.shape[2])
 
 
 def _tokens(plan: _Plan, parts: Sequence[Tensor]) -> Tensor:
-    """[T, heads, d] of all batches' places."""
-    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).index_select(0, plan.places)
+    """Take the tokens [T, heads, d] from the positions of all batches."""
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).index_select(0, plan.positions)
 
 
-def _of_keys(plan: _Plan, parts: Sequence[Tensor]) -> Tensor:
-    """Gradients [T, heads, d] of keys or values: a prompt's are the sum over its copies."""
+def _key_gradients(plan: _Plan, parts: Sequence[Tensor]) -> Tensor:
+    """Sum the gradients [T, heads, d] of keys or values over the copies of a prompt."""
     total = _tokens(plan, parts)
     if len(plan.copies):
         flat = parts[0] if len(parts) == 1 else torch.cat(list(parts))
@@ -293,7 +296,7 @@ class _Heads(ctypes.Structure):
 
 
 _COUNTS = ("count", "longest", "heads", "kv_heads", "d", "threads")
-_TENSORS = ("q", "k", "v", "out", "of_q", "of_k", "of_v")
+_TENSORS = ("q", "k", "v", "out", "grad_q", "grad_k", "grad_v")
 
 
 class _Call(ctypes.Structure):
@@ -320,35 +323,35 @@ _recent: deque[tuple[tuple[Run, ...], _CompiledPlan | None]] = deque(maxlen=4)
 
 
 def _compiled_plan(runs: tuple[Run, ...]) -> _CompiledPlan | None:
-    """Of runs each of which begins with what is left of the path to the one before it; else None.
+    """Plan runs in tree order: each continues part of the path to the one before it; else None.
 
     All layers ask for the same ones, so that to compare them would take longer than to attend.
     """
-    for known, plan in tuple(_recent):
-        if known is runs:
+    for recent_runs, plan in tuple(_recent):
+        if recent_runs is runs:
             return plan
-    plan = _laid_out(runs)
+    plan = _build_compiled_plan(runs)
     _recent.append((runs, plan))
     return plan
 
 
-def _laid_out(runs: tuple[Run, ...]) -> _CompiledPlan | None:
+def _build_compiled_plan(runs: tuple[Run, ...]) -> _CompiledPlan | None:
     path: list[tuple[int, Run]] = []  # how many tokens there are up to the end of each run, which
     table: list[tuple[int, int, int]] = []
     for run in runs:
         *_, start, end = run
-        before = sum(run[1:-2:2]) - sum(run[:-2:2])
-        while path and path[-1][0] > before:
+        prefix_length = sum(run[1:-2:2]) - sum(run[:-2:2])
+        while path and path[-1][0] > prefix_length:
             path.pop()
         prefix = path[-1][1] if path else ()
-        if before and run[:-2] != prefix:
+        if prefix_length and run[:-2] != prefix:
             return None
         joined = prefix and prefix[-1] == start
         parts = (*prefix[:-1], end) if joined else (*prefix, start, end)
-        path.append((before + end - start, parts))
-        table.append((before, start, end))
-    trees = [at for at, (before, *_) in enumerate(table) if not before]
-    longest = max(before + end - start for before, start, end in table)
+        path.append((prefix_length + end - start, parts))
+        table.append((prefix_length, start, end))
+    trees = [at for at, (prefix_length, *_) in enumerate(table) if not prefix_length]
+    longest = max(prefix_length + end - start for prefix_length, start, end in table)
     return _CompiledPlan(torch.tensor(table), torch.tensor([*trees, len(table)]), longest)
 
 
@@ -370,7 +373,7 @@ def takes_runs(runs: tuple[Run, ...], kv_heads: int) -> bool:
 def compiled_attention(
     query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
 ) -> Tensor:
-    """Attention [1, T, heads, d] of queries [1, heads, T, d]; keys' heads may be fewer (GQA)."""
+    """Return attention [1, T, heads, d] of queries [1, heads, T, d]; GQA has fewer key heads."""
     out: Tensor = _CompiledAttention.apply(query, key, value, runs, scale)
     return out
 
@@ -378,7 +381,7 @@ def compiled_attention(
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `compiled_attention`, without a gradient; and what `attention_gradients` needs of it."""
+    """Compute `compiled_attention` without a gradient, and what `attention_gradients` needs."""
     out = _like(query)
     softmax = torch.empty(*out.shape[1:3], 2)
     _attend(runs, scale, softmax, [query, key, value, out.transpose(1, 2)])
@@ -388,14 +391,14 @@ def attention_forward(
 def attention_gradients(
     inputs: Sequence[Tensor],
     softmax: Tensor,
-    above: Tensor,
+    grad_output: Tensor,
     runs: tuple[Run, ...],
     scale: float,
 ) -> list[Tensor]:
-    """Of query, key and value, the `inputs`, by that of the output: [1, T, heads, d] each."""
+    """Return the gradients [1, T, heads, d] of query, key and value, which are the `inputs`."""
     gradients = [_like(tensor) for tensor in inputs]
-    turned = [tensor.transpose(1, 2) for tensor in (above, *gradients)]
-    _attend(runs, scale, softmax, [*inputs, *turned])
+    by_head = [tensor.transpose(1, 2) for tensor in (grad_output, *gradients)]
+    _attend(runs, scale, softmax, [*inputs, *by_head])
     return gradients
 
 
@@ -414,10 +417,10 @@ class _CompiledAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        [above], (*inputs, softmax) = gradients, ctx.saved_tensors
-        above = above if _in_words(above) else above.contiguous()
-        found = attention_gradients(inputs, softmax, above, ctx.runs, ctx.scale)
-        return *(tensor.transpose(1, 2) for tensor in found), None, None
+        [grad_output], (*inputs, softmax) = gradients, ctx.saved_tensors
+        grad_output = grad_output if _in_words(grad_output) else grad_output.contiguous()
+        input_gradients = attention_gradients(inputs, softmax, grad_output, ctx.runs, ctx.scale)
+        return *(tensor.transpose(1, 2) for tensor in input_gradients), None, None
 
 
 def _in_words(tensor: Tensor) -> bool:
@@ -426,16 +429,16 @@ def _in_words(tensor: Tensor) -> bool:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Room for [1, heads, T, d] as [1, T, heads, d]."""
+    """Allocate [1, T, heads, d] for a tensor [1, heads, T, d]."""
     return tensor.new_empty(1, tensor.shape[2], tensor.shape[1], tensor.shape[3])
 
 
 def _attend(
     runs: tuple[Run, ...], scale: float, softmax: Tensor, tensors: Sequence[Tensor]
 ) -> None:
-    """Forward of four tensors [1, heads, T, d], backward of seven."""
-    found, plan = library(), _compiled_plan(runs)
-    assert found is not None  # `takes_compiled` was asked
+    """Run the forward pass on four tensors [1, heads, T, d], the backward pass on seven."""
+    functions, plan = library(), _compiled_plan(runs)
+    assert functions is not None  # `takes_compiled` was asked
     assert plan is not None
     (_, heads, _, d), kv_heads = tensors[0].shape, tensors[1].shape[1]
     call = _Call(
@@ -444,5 +447,5 @@ def _attend(
         *(_Heads(t.data_ptr(), t.stride(2), t.stride(1)) for t in tensors),
         softmax=softmax.data_ptr(),
     )  # fmt: skip
-    if not found.packed_attention(ctypes.byref(call), len(tensors) > 4):
+    if not functions.packed_attention(ctypes.byref(call), len(tensors) > 4):
         raise MemoryError("no memory for attention: give micro-batches fewer tokens")

@@ -28,13 +28,13 @@ Affine = tuple[Tensor, Tensor | None]  # weight [out, in], bias [out]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight · x / √(mean(x²) + eps) over the last axis, of one dtype, normalised in float32."""
+    """Return weight · x / √(mean(x²) + eps) over the last axis; one dtype, float32 inside."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
 
 
 def add_norm(x: Tensor, plus: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """x + plus, and what the module `norm` makes of it.
+    """Return x + plus, and what the module `norm` makes of it.
 
     Where loops are compiled, the sum and its gradient are part of the norm's.
     """
@@ -53,7 +53,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def linears(x: Tensor, affines: Sequence[Affine]) -> tuple[Tensor, ...]:
-    """x [..., in] through several linear layers."""
+    """Apply several linear layers to x [..., in]."""
     flat = [tensor for affine in affines for tensor in affine]
     out: tuple[Tensor, ...] = _Linears.apply(x, None, *flat)
     return out
@@ -62,7 +62,7 @@ def linears(x: Tensor, affines: Sequence[Affine]) -> tuple[Tensor, ...]:
 def rotated_linears(
     x: Tensor, affines: Sequence[Affine], cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, ...]:
-    """x [B, L, in] through linear layers to [B, L, heads, d]; all but the last are then rotated."""
+    """Apply linear layers to x [B, L, in], to [B, L, heads, d]; rotate all but the last."""
     weights, biases = zip(*affines, strict=True)
     shape = (*x.shape[:-1], -1, cos.shape[-1])
     divisible = all(len(weight) % training_ops.STEP == 0 for weight in weights)
@@ -74,12 +74,12 @@ def rotated_linears(
         flat = [tensor for affine in affines for tensor in affine]
         rotary = training_ops.Rotary(cos, sin, len(affines) - 1)
         return tuple(out.view(shape) for out in _Linears.apply(x, rotary, *flat))
-    *turned, last = (out.view(shape) for out in linears(x, affines))
-    return *(rotate(out, cos, sin) for out in turned), last
+    *to_rotate, last = (out.view(shape) for out in linears(x, affines))
+    return *(rotate(out, cos, sin) for out in to_rotate), last
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
+    """Return silu(gate) · up."""
     out: Tensor = _SiluProduct.apply(gate, up)
     return out
 
@@ -87,13 +87,13 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 def gated_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor | None = None
 ) -> Tensor:
-    """residual + down(silu(gate(x)) · up(x)) of three matrices [out, in]."""
+    """Return residual + down(silu(gate(x)) · up(x)) of three matrices [out, in]."""
     out: Tensor = _GatedMLP.apply(x, gate, up, down, residual, torch.is_grad_enabled())
     return out
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With r = 1 / √(mean(x²) + eps): ∂x = r · (w ∂y − x · r² · mean(w ∂y x)), ∂w = Σ ∂y x r."""
+    """RMSNorm: r = 1 / √(mean(x²) + eps), ∂x = r (w ∂y − x r² mean(w ∂y x)), ∂w = Σ ∂y x r."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -123,25 +123,29 @@ class _RMSNorm(torch.autograd.Function):
         if training_ops.takes(x, weight):
             return *training_ops.norm_gradients(x, weight, scale, gradients[0].contiguous()), None
         width = x.shape[-1]
-        rows, above = x.reshape(-1, width), gradients[0].reshape(-1, width)
-        to_weight = ctx.needs_input_grad[1]
-        grad = torch.empty_like(rows)
+        rows, grad_output = x.reshape(-1, width), gradients[0].reshape(-1, width)
+        needs_weight_grad = ctx.needs_input_grad[1]
+        grad_x = torch.empty_like(rows)
         wide_weight = _wide(weight)
-        of_weight = torch.zeros_like(wide_weight)
+        grad_weight = torch.zeros_like(wide_weight)
         for at in _chunks(rows):
-            wide, top, r = _wide(rows[at]), _wide(above[at]), scale[at]
-            product = top * wide
-            if to_weight:
-                of_weight.addmv_(product.t(), r.squeeze(1))
+            wide, wide_grad, r = _wide(rows[at]), _wide(grad_output[at]), scale[at]
+            product = wide_grad * wide
+            if needs_weight_grad:
+                grad_weight.addmv_(product.t(), r.squeeze(1))
             dot = torch.mv(product, wide_weight)[:, None]
-            part = torch.mul(top, wide_weight, out=product).mul_(r)
+            part = torch.mul(wide_grad, wide_weight, out=product).mul_(r)
             part.addcmul_(wide, dot.mul_(r * r).mul_(r).div_(width), value=-1.0)
-            grad[at] = part
-        return grad.view(x.shape), of_weight.to(weight.dtype) if to_weight else None, None
+            grad_x[at] = part
+        return (
+            grad_x.view(x.shape),
+            grad_weight.to(weight.dtype) if needs_weight_grad else None,
+            None,
+        )
 
 
 class _AddNorm(torch.autograd.Function):
-    """As _RMSNorm, of a residual stream."""
+    """The RMSNorm of a residual stream, with what is added to the stream first."""
 
     @staticmethod
     def forward(
@@ -155,10 +159,10 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_total, of_out = (gradient.contiguous() for gradient in gradients)
+        grad_total, grad_out = (gradient.contiguous() for gradient in gradients)
         x, weight, scale = ctx.saved_tensors
-        of_x, of_weight = training_ops.norm_gradients(x, weight, scale, of_out, of_total)
-        return of_x, of_x if ctx.two else None, of_weight, None
+        grad_x, grad_weight = training_ops.norm_gradients(x, weight, scale, grad_out, grad_total)
+        return grad_x, grad_x if ctx.two else None, grad_weight, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -178,14 +182,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), above = ctx.saved_tensors, gradients[0]
-        if training_ops.takes(cos, sin) and above.dtype == torch.bfloat16:
-            return training_ops.rotate(above.contiguous(), cos, sin, back=True), None, None
-        half = above.shape[-1] // 2
-        out = torch.mul(above, cos, out=above.new_empty(above.shape))  # contiguous
-        out[..., :half].addcmul_(above[..., half:], sin[..., half:])
-        out[..., half:].addcmul_(above[..., :half], sin[..., :half], value=-1.0)
-        return out, None, None
+        (cos, sin), grad_output = ctx.saved_tensors, gradients[0]
+        if training_ops.takes(cos, sin) and grad_output.dtype == torch.bfloat16:
+            return training_ops.rotate(grad_output.contiguous(), cos, sin, back=True), None, None
+        half = grad_output.shape[-1] // 2
+        grad_x = torch.mul(
+            grad_output, cos, out=grad_output.new_empty(grad_output.shape)
+        )  # contiguous
+        grad_x[..., :half].addcmul_(grad_output[..., half:], sin[..., half:])
+        grad_x[..., half:].addcmul_(grad_output[..., :half], sin[..., :half], value=-1.0)
+        return grad_x, None, None
 
 
 class _Linears(torch.autograd.Function):
@@ -210,27 +216,27 @@ class _Linears(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
         if ctx.compiled:
-            to_x, _, *wanted = ctx.needs_input_grad
-            of_rows, found = training_ops.linear_gradients(
+            needs_grad_x, _, *needs_affine_grads = ctx.needs_input_grad
+            grad_rows, compiled_grads = training_ops.linear_gradients(
                 rows,
                 weights,
                 [gradient.contiguous() for gradient in gradients],
-                to_x=to_x,
-                to_weights=wanted[::2],
-                to_biases=wanted[1::2],
+                to_x=needs_grad_x,
+                to_weights=needs_affine_grads[::2],
+                to_biases=needs_affine_grads[1::2],
                 rotary=ctx.rotary,
             )
-            return None if of_rows is None else of_rows.view(x.shape), None, *found
-        of_x: Tensor | None = None
-        out: list[Tensor | None] = []
+            return None if grad_rows is None else grad_rows.view(x.shape), None, *compiled_grads
+        grad_x: Tensor | None = None
+        grad_affines: list[Tensor | None] = []
         for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-            above = gradient.reshape(-1, weight.shape[0])
+            grad_output = gradient.reshape(-1, weight.shape[0])
             if ctx.needs_input_grad[0]:
-                of_x = input_gradient(above, weight, of_x)
+                grad_x = input_gradient(grad_output, weight, grad_x)
             to_weight, to_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
-            out.append(weight_gradient(above, rows) if to_weight else None)
-            out.append(_column_sums(above) if to_bias else None)
-        return (None if of_x is None else of_x.view(x.shape), None, *out)
+            grad_affines.append(weight_gradient(grad_output, rows) if to_weight else None)
+            grad_affines.append(_column_sums(grad_output) if to_bias else None)
+        return (None if grad_x is None else grad_x.view(x.shape), None, *grad_affines)
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -245,12 +251,12 @@ class _SiluProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        above = gradients[0]
+        grad_output = gradients[0]
         if training_ops.takes(gate, up):
-            above = above.clone(memory_format=torch.contiguous_format)
-            return training_ops.silu_product_gradients(gate, up, above, product=False)[:2]
-        of_up = F.silu(gate).mul_(above)
-        return _silu_gradient(above * up, gate), of_up
+            grad_output = grad_output.clone(memory_format=torch.contiguous_format)
+            return training_ops.silu_product_gradients(gate, up, grad_output, product=False)[:2]
+        grad_up = F.silu(gate).mul_(grad_output)
+        return _silu_gradient(grad_output * up, gate), grad_up
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -269,8 +275,8 @@ class _GatedMLP(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         ctx.compiled = training_ops.takes_products(rows, [gate, up, down], [residual])
         if ctx.compiled:
-            out, *kept = training_ops.mlp(rows, gate, up, down, residual, keep=keep)
-            ctx.save_for_backward(x, gate, up, down, *kept)
+            out, *saved = training_ops.mlp(rows, gate, up, down, residual, keep=keep)
+            ctx.save_for_backward(x, gate, up, down, *saved)
             return out.view(x.shape)
         gated, raised = linear(rows, gate), linear(rows, up)
         ctx.save_for_backward(x, gate, up, down, gated, raised)
@@ -282,63 +288,67 @@ class _GatedMLP(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, gated, raised = ctx.saved_tensors
         to_x, to_gate, to_up, to_down, to_residual, _ = ctx.needs_input_grad
-        of_residual = gradients[0] if to_residual else None
+        grad_residual = gradients[0] if to_residual else None
         rows = x.reshape(-1, x.shape[-1])
-        above = gradients[0].reshape(-1, down.shape[0])
+        grad_output = gradients[0].reshape(-1, down.shape[0])
         if ctx.compiled:
-            of_rows, *found = training_ops.mlp_gradients(
+            grad_rows, *grad_matrices = training_ops.mlp_gradients(
                 [gate, up, down],
                 rows,
                 [gated, raised],
-                above.contiguous(),
+                grad_output.contiguous(),
                 to_x=to_x,
                 to_weights=to_gate or to_up or to_down,
             )
-            of_x = None if of_rows is None else of_rows.view(x.shape)
-            return of_x, *found, of_residual, None
-        of_product = input_gradient(above, down)
-        of_gated, of_raised, product = _gated_gradients(gated, raised, of_product, to_down)
-        of_down = None if product is None else weight_gradient(above, product)
-        of_x = None
+            grad_x = None if grad_rows is None else grad_rows.view(x.shape)
+            return grad_x, *grad_matrices, grad_residual, None
+        grad_product = input_gradient(grad_output, down)
+        grad_gated, grad_raised, product = _gated_gradients(gated, raised, grad_product, to_down)
+        grad_down = None if product is None else weight_gradient(grad_output, product)
+        grad_x = None
         if to_x:
-            of_x = input_gradient(of_raised, up, input_gradient(of_gated, gate)).view(x.shape)
+            grad_x = input_gradient(grad_raised, up, input_gradient(grad_gated, gate)).view(x.shape)
         return (
-            of_x,
-            weight_gradient(of_gated, rows) if to_gate else None,
-            weight_gradient(of_raised, rows) if to_up else None,
-            of_down,
-            of_residual,
+            grad_x,
+            weight_gradient(grad_gated, rows) if to_gate else None,
+            weight_gradient(grad_raised, rows) if to_up else None,
+            grad_down,
+            grad_residual,
             None,
         )
 
 
-def _column_sums(above: Tensor) -> Tensor:
-    return training_ops.column_sums(above) if training_ops.takes(above) else above.sum(0)
+def _column_sums(grad_output: Tensor) -> Tensor:
+    return (
+        training_ops.column_sums(grad_output)
+        if training_ops.takes(grad_output)
+        else grad_output.sum(0)
+    )
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
+    """Return silu(gate) · up."""
     if training_ops.takes(gate, up):
         return training_ops.silu_product(gate, up)
     return F.silu(gate).mul_(up)
 
 
 def _gated_gradients(
-    gate: Tensor, up: Tensor, above: Tensor, product: bool
+    gate: Tensor, up: Tensor, grad_output: Tensor, product: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of gate and up, in the memory of `above`; and, where asked for, silu(gate) · up."""
-    if training_ops.takes(gate, up, above):
-        return training_ops.silu_product_gradients(gate, up, above, product=product)
+    """Return the gradients of gate and up; and silu(gate) · up if `product`."""
+    if training_ops.takes(gate, up, grad_output):
+        return training_ops.silu_product_gradients(gate, up, grad_output, product=product)
     silu = F.silu(gate)
     out = silu * up if product else None
-    of_up = silu.mul_(above)
-    return _silu_gradient(above.mul_(up), gate), of_up, out
+    grad_up = silu.mul_(grad_output)
+    return _silu_gradient(grad_output.mul_(up), gate), grad_up, out
 
 
-def _silu_gradient(above: Tensor, gate: Tensor) -> Tensor:
-    """∂silu(gate), written over `above`."""
-    torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=above)
-    return above
+def _silu_gradient(grad_output: Tensor, gate: Tensor) -> Tensor:
+    """Return the gradient of silu(gate), written over `grad_output`."""
+    torch.ops.aten.silu_backward.grad_input(grad_output, gate, grad_input=grad_output)
+    return grad_output
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -388,7 +398,7 @@ def takes_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> bool:
 
 
 def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:
-    """The layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H].
+    """Return the layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H].
 
     All is bfloat16 on the CPU, as `takes_layer` has found; the gradient of a gradient is an error.
     """
@@ -441,42 +451,50 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         call: LayerCall = ctx.call
-        x, normed, scale, *rest = ctx.saved_tensors
-        q, k, v, softmax, attended, total, inner, last_scale, *rest = rest
-        gated, raised, norm, last_norm, gate, up, down, *matrices, last = rest
-        _, _, *wanted = ctx.needs_input_grad
-        to_mlp, to_affines = any(wanted[2:5]), wanted[5:]
-        above = gradients[0][0].contiguous()
-        of_inner, *of_mlp = training_ops.mlp_gradients(
-            [gate, up, down], inner, [gated, raised], above, to_x=True, to_weights=to_mlp
+        x, normed, scale, *saved = ctx.saved_tensors
+        q, k, v, softmax, attended, total, inner, last_scale, *saved = saved
+        gated, raised, norm, last_norm, gate, up, down, *matrices, last = saved
+        _, _, *needs_grads = ctx.needs_input_grad
+        to_mlp, to_affines = any(needs_grads[2:5]), needs_grads[5:]
+        grad_output = gradients[0][0].contiguous()
+        grad_inner, *grad_mlp = training_ops.mlp_gradients(
+            [gate, up, down], inner, [gated, raised], grad_output, to_x=True, to_weights=to_mlp
         )
-        assert of_inner is not None
-        plus, of_last_norm = training_ops.norm_gradients(
-            total, last_norm, last_scale, of_inner, above
+        assert grad_inner is not None
+        plus, grad_last_norm = training_ops.norm_gradients(
+            total, last_norm, last_scale, grad_inner, grad_output
         )
-        of_attended, of_last = training_ops.linear_gradients(
+        grad_attended, grad_last = training_ops.linear_gradients(
             attended, [last], [plus], to_x=True,
             to_weights=[to_affines[-2]], to_biases=[to_affines[-1]],
         )  # fmt: skip
-        assert of_attended is not None
+        assert grad_attended is not None
         if call.read is not None:
-            of_attended = call.read.scatter(of_attended, len(x))
+            grad_attended = call.read.scatter(grad_attended, len(x))
             plus = call.read.scatter(plus, len(x))
         d = call.rotary.cos.shape[-1]
-        of_heads = attention_gradients(
-            _heads([q, k, v], call), softmax, of_attended.view(1, len(x), -1, d),
+        grad_heads = attention_gradients(
+            _heads([q, k, v], call), softmax, grad_attended.view(1, len(x), -1, d),
             call.runs, call.scale,
         )  # fmt: skip
-        of_normed, of_projections = training_ops.linear_gradients(
-            normed, matrices, [of.view(len(x), -1) for of in of_heads], to_x=True,
+        grad_normed, grad_projections = training_ops.linear_gradients(
+            normed, matrices, [grad.view(len(x), -1) for grad in grad_heads], to_x=True,
             to_weights=to_affines[:-2:2], to_biases=to_affines[1:-2:2], rotary=call.rotary,
         )  # fmt: skip
-        assert of_normed is not None
-        of_x, of_norm = training_ops.norm_gradients(x, norm, scale, of_normed, plus)
-        return of_x[None], None, of_norm, of_last_norm, *of_mlp, *of_projections, *of_last
+        assert grad_normed is not None
+        grad_x, grad_norm = training_ops.norm_gradients(x, norm, scale, grad_normed, plus)
+        return (
+            grad_x[None],
+            None,
+            grad_norm,
+            grad_last_norm,
+            *grad_mlp,
+            *grad_projections,
+            *grad_last,
+        )
 
 
 def _heads(rows: Sequence[Tensor], call: LayerCall) -> list[Tensor]:
-    """Rows [T, heads · d] as [1, heads, T, d]."""
+    """View rows [T, heads · d] as [1, heads, T, d]."""
     d = call.rotary.cos.shape[-1]
-    return [each.view(1, len(each), -1, d).transpose(1, 2) for each in rows]
+    return [tensor.view(1, len(tensor), -1, d).transpose(1, 2) for tensor in rows]

@@ -70,7 +70,7 @@ class DecoderWeights:
 
 
 class LiveCache(NamedTuple):
-    """Where the keys and values of L slots are; the tensors of caches end in contiguous rows."""
+    """The keys and values of L slots; the tensors of caches end in contiguous rows."""
 
     completions: Tensor  # [layers, 2, slots, kv_heads, T, head_dim]
     prompts: Tensor | None = None  # [layers, 2, groups, kv_heads, P, head_dim]
@@ -80,7 +80,7 @@ class LiveCache(NamedTuple):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """`cpu/step.c`, compiled; None where that can't be done or used."""
+    """Compile `cpu/step.c`; None where that can't be done or used."""
     functions = compiled(Path(__file__).parent / "cpu" / "step.c")
     if functions is None:
         return None
@@ -175,7 +175,7 @@ class CpuStep:
     def __init__(
         self, library: ctypes.CDLL, weights: DecoderWeights, cos: Tensor, sin: Tensor
     ) -> None:
-        """`cos` and `sin` are `[columns, head_dim]`, `sin` with the first half's sign turned."""
+        """Bind weights, and `cos` and `sin` `[columns, head_dim]`, sin's first half negated."""
         w, self._library, self._columns = weights, library, len(cos)
         self._referenced = [*_tensors(w), cos, sin]  # C has their addresses
         self._layers = (_Layer * len(w.layers))(*map(_layer, w.layers))
@@ -203,8 +203,9 @@ class CpuStep:
         self._logits = w.embedding.new_empty(0, w.head.weight.shape[0], dtype=torch.float32)
 
     def run(self, tokens: Tensor, positions: Tensor, columns: Tensor, cache: LiveCache) -> Tensor:
-        """Feed one token to each of the first L slots: logits `[L, V]`, float32 numbers that
-        bfloat16 holds, to be read before the next call.
+        """Feed one token to each of the first L slots; return logits `[L, V]`.
+
+        They are float32 numbers that bfloat16 holds, and must be read before the next call.
 
         `tokens`, their `positions` in the sequence, 0 for a finished one's slot, and `columns` in
         the completions' cache are int64 `[L]`.
@@ -240,7 +241,7 @@ class CpuStep:
 
 
 def cpu_step(weights: DecoderWeights, cos: Tensor, sin: Tensor) -> CpuStep | None:
-    """Steps over `weights`, or None where `cpu/step.c` does not compute them."""
+    """Bind `weights`, or return None where `cpu/step.c` does not compute with them."""
     if weights.activation is not F.silu or weights.head_dim % 32:
         return None
     if len({norm.eps for norm in _norms(weights)}) > 1:
@@ -255,7 +256,7 @@ def cpu_step(weights: DecoderWeights, cos: Tensor, sin: Tensor) -> CpuStep | Non
 
 
 def _tensors(w: DecoderWeights) -> list[Tensor]:
-    """All parameters."""
+    """List all parameters, detached."""
     linears = [w.head, *(getattr(layer, name) for layer in w.layers for name in _LINEARS)]
     tensors = [w.embedding, *(norm.weight for norm in _norms(w))]
     tensors += [t for linear in linears for t in linear if t is not None]

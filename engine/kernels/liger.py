@@ -22,12 +22,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether Liger-Kernel is there."""
+    """Whether Liger-Kernel is installed."""
     return importlib.util.find_spec("liger_kernel") is not None
 
 
 def norm_forward(module: Any, plain: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
-    """Rounded where transformers' norm rounds."""
+    """Replace a norm's forward; it rounds where transformers' norm rounds."""
     if hidden_states.dtype != module.weight.dtype:
         return plain(hidden_states)
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -39,7 +39,7 @@ def norm_forward(module: Any, plain: Callable[..., Tensor], hidden_states: Tenso
 
 
 def mlp_forward(module: Any, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """The gradients of gate and up are written over them."""
+    """Replace an MLP's forward; the gradients of gate and up are written over them."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     product = LigerSiLUMulFunction.apply(module.gate_proj(x), module.up_proj(x))
@@ -56,7 +56,7 @@ def attention_forward(
     past_key_values: object = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """As the module's own, which decodes with a cache by itself."""
+    """Replace an attention module's forward; with a cache the module's own forward runs."""
     cos, sin = position_embeddings
     if past_key_values is not None or cos.shape[-1] != module.head_dim:
         return plain(

@@ -36,7 +36,7 @@ _NUMBERS_OF_TWO = 1 << 14  # from which more than one thread is worth waking
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """`cpu/train.c`, compiled; None where that can't be done or used."""
+    """Compile `cpu/train.c`; None where that can't be done or used."""
     functions = compiled(Path(__file__).parent / "cpu" / "train.c")
     if functions is None:
         return None
@@ -67,7 +67,7 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, plus: Tensor | None = None) -> tuple[Tensor, ...]:
-    """x [..., H] + plus, its RMSNorm, and float32 1 / √(mean(x²) + eps) a row."""
+    """Return x [..., H] + plus, its RMSNorm, and 1 / √(mean(x²) + eps) of each row in float32."""
     total = x if plus is None else torch.empty_like(x)
     out = torch.empty_like(x)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -80,16 +80,16 @@ def norm(x: Tensor, weight: Tensor, eps: float, plus: Tensor | None = None) -> t
 
 
 def norm_gradients(
-    x: Tensor, weight: Tensor, scale: Tensor, above: Tensor, plus: Tensor | None = None
+    x: Tensor, weight: Tensor, scale: Tensor, grad_output: Tensor, plus: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of x, added to `plus`, and of the weight in float32."""
-    grad, width, threads = torch.empty_like(x), x.shape[-1], torch.get_num_threads()
+    """Return the gradients of x, added to `plus`, and of the weight, in float32."""
+    grad_x, width, threads = torch.empty_like(x), x.shape[-1], torch.get_num_threads()
     shares = torch.empty(threads, width, dtype=torch.float32)
     _library().norm_backward(
-        x.data_ptr(), weight.data_ptr(), scale.data_ptr(), above.data_ptr(), _address(plus),
-        len(scale), width, threads, grad.data_ptr(), shares.data_ptr(),
+        x.data_ptr(), weight.data_ptr(), scale.data_ptr(), grad_output.data_ptr(), _address(plus),
+        len(scale), width, threads, grad_x.data_ptr(), shares.data_ptr(),
     )  # fmt: skip
-    return grad, shares.sum(0)
+    return grad_x, shares.sum(0)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
@@ -104,7 +104,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
+    """Return silu(gate) · up."""
     out = torch.empty_like(gate)
     _library().silu_product(
         gate.data_ptr(), up.data_ptr(), gate.numel(), torch.get_num_threads(), out.data_ptr()
@@ -113,20 +113,23 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def silu_product_gradients(
-    gate: Tensor, up: Tensor, above: Tensor, *, product: bool
+    gate: Tensor, up: Tensor, grad_output: Tensor, *, product: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of gate and up, the latter written over `above`; and, on request, silu(gate) · up."""
-    of_gate = torch.empty_like(gate)
-    out = torch.empty_like(gate) if product else None
+    """Return the gradients of gate and up, and silu(gate) · up if `product`.
+
+    That of up is written over `grad_output`.
+    """
+    grad_gate = torch.empty_like(gate)
+    products = torch.empty_like(gate) if product else None
     _library().silu_product_backward(
-        gate.data_ptr(), up.data_ptr(), above.data_ptr(), gate.numel(),
-        torch.get_num_threads(), of_gate.data_ptr(), above.data_ptr(), _address(out),
+        gate.data_ptr(), up.data_ptr(), grad_output.data_ptr(), gate.numel(),
+        torch.get_num_threads(), grad_gate.data_ptr(), grad_output.data_ptr(), _address(products),
     )  # fmt: skip
-    return of_gate, above, out
+    return grad_gate, grad_output, products
 
 
 def scatter_rows(x: Tensor, index: Tensor, tokens: int) -> Tensor:
-    """[T, W] with rows of x [N, W] at `index` [N] long, all different, and zeros elsewhere."""
+    """Write rows of x [N, W] at `index` [N] (long, all different) of [T, W] that is 0 elsewhere."""
     out = x.new_empty(tokens, x.shape[1])
     _library().scatter_rows(
         x.data_ptr(), index.data_ptr(), *x.shape, tokens, torch.get_num_threads(), out.data_ptr()
@@ -135,7 +138,7 @@ def scatter_rows(x: Tensor, index: Tensor, tokens: int) -> Tensor:
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Sums [W] over the rows of x [R, W], in float32."""
+    """Sum over the rows of x [R, W], to [W] in float32."""
     threads = torch.get_num_threads()
     shares = torch.empty(threads, x.shape[1], dtype=torch.float32)
     _library().column_sums(x.data_ptr(), *x.shape, threads, shares.data_ptr())
@@ -145,40 +148,48 @@ def column_sums(x: Tensor) -> Tensor:
 def head_statistics(
     logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool, squares: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Of softmax(logits [N, V] / temperature), float32 [N]: log-probs of `targets` [N], log of the
-    sum of exponentials; on request the entropy and Σ p²."""
+    """Return statistics of softmax(logits [N, V] / temperature), float32 [N] each.
+
+    They are the log-probs of `targets` [N], the log of the sum of exponentials, the entropy if
+    `entropy`, and Σ p² if `squares`.
+    """
     rows, size = logits.shape
     log_probs, sums = (torch.empty(rows, dtype=torch.float32) for _ in range(2))
-    entropies, found = (torch.empty_like(sums) if asked else None for asked in (entropy, squares))
+    entropies, sums_of_squares = (
+        torch.empty_like(sums) if needed else None for needed in (entropy, squares)
+    )
     _library().head_statistics(
         logits.data_ptr(), targets.data_ptr(), rows, size, 1 / temperature,
         torch.get_num_threads(), log_probs.data_ptr(), sums.data_ptr(),
-        _address(entropies), _address(found),
+        _address(entropies), _address(sums_of_squares),
     )  # fmt: skip
-    return log_probs, sums, entropies, found
+    return log_probs, sums, entropies, sums_of_squares
 
 
 def head_gradients(
     logits: Tensor,
     targets: Tensor,
     sums: Tensor,
-    of_log_probs: Tensor,
+    grad_log_probs: Tensor,
     temperature: float,
     entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Gradients of logits [N, V], by those of log-probs and of the `entropy`, which comes before
-    its own; of contiguous float32 [N]."""
-    (entropies, of_entropy), out = entropy or (None, None), torch.empty_like(logits)
+    """Return the gradients of logits [N, V].
+
+    `grad_log_probs` are the gradients of log-probs; `entropy` has entropies and their gradients:
+    contiguous float32 [N] each.
+    """
+    (entropies, grad_entropy), out = entropy or (None, None), torch.empty_like(logits)
     _library().head_gradients(
-        logits.data_ptr(), targets.data_ptr(), sums.data_ptr(), of_log_probs.data_ptr(),
-        _address(entropies), _address(of_entropy), *logits.shape, 1 / temperature,
+        logits.data_ptr(), targets.data_ptr(), sums.data_ptr(), grad_log_probs.data_ptr(),
+        _address(entropies), _address(grad_entropy), *logits.shape, 1 / temperature,
         torch.get_num_threads(), out.data_ptr(),
     )  # fmt: skip
     return out
 
 
 class AdamSettings(ctypes.Structure):
-    """Of a step of AdamW: `factor` of the gradients, and corrections 1 − beta^step."""
+    """The settings of a step of AdamW: `factor` is of the gradients, corrections 1 − beta^step."""
 
     _fields_ = [
         (name, c_double)
@@ -197,14 +208,16 @@ class _Trained(ctypes.Structure):
 
 
 def adamw(settings: AdamSettings, tensors: Sequence[tuple[Tensor, ...]]) -> None:
-    """Of each (gradient, master, m, v, working) update the float32 master, its moments, and its
-    bfloat16 weights: all contiguous."""
-    made = (_Trained * len(tensors))()
+    """Update float32 masters, their moments, and their bfloat16 weights, by a step of AdamW.
+
+    `tensors`: (gradient, master, m, v, working) of each, all contiguous.
+    """
+    records = (_Trained * len(tensors))()
     for index, parts in enumerate(tensors):
-        made[index] = _Trained(*(part.data_ptr() for part in parts), parts[0].numel())
+        records[index] = _Trained(*(part.data_ptr() for part in parts), parts[0].numel())
     count = sum(gradient.numel() for gradient, *_ in tensors)
     threads = torch.get_num_threads() if count >= _NUMBERS_OF_TWO else 1
-    _library().adamw(ctypes.byref(settings), made, len(made), threads)
+    _library().adamw(ctypes.byref(settings), records, len(records), threads)
 
 
 def _library() -> ctypes.CDLL:
@@ -221,10 +234,10 @@ STEP = 16  # widths of inputs are multiples of it; those of outputs that are rot
 _LARGEST = 1 << 19  # elements of a matrix; beyond, oneDNN's products are the faster ones
 
 _MLP = (
-    *("x", "gate", "up", "down", "gated", "raised", "out", "above"),
-    *("of_gate", "of_up", "of_down", "residual"),
+    *("x", "gate", "up", "down", "gated", "raised", "out", "grad_output"),
+    *("grad_gate", "grad_up", "grad_down", "residual"),
 )
-_AFFINE = ("weight", "bias", "out", "above", "of_weight", "of_bias")
+_AFFINE = ("weight", "bias", "out", "grad_output", "grad_weight", "grad_bias")
 
 
 class _Mlp(ctypes.Structure):
@@ -240,13 +253,13 @@ class _Affine(ctypes.Structure):
 
 class _Linears(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "of_x", "parts", "cos", "sin")),
+        *((name, c_void_p) for name in ("x", "grad_x", "parts", "cos", "sin")),
         *((name, c_int64) for name in ("count", "rows", "in", "threads", "period", "d")),
     ]
 
 
 class Rotary(NamedTuple):
-    """cos and sin [B or 1, L, 1, d] of positions, and how many outputs are rotated."""
+    """The cos and sin [B or 1, L, 1, d] of positions, and how many outputs are rotated."""
 
     cos: Tensor
     sin: Tensor
@@ -274,30 +287,35 @@ def mlp(
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """residual + down(silu(gate(x)) · up(x)) of rows x [n, H]; with `keep` also gate(x) and
-    up(x)."""
+    """Return residual + down(silu(gate(x)) · up(x)) of rows x [n, H].
+
+    With `keep` also gate(x) and up(x), else None for both.
+    """
     out = torch.empty_like(x)
     gated, raised = (x.new_empty(len(x), len(gate)) if keep else None for _ in range(2))
     tensors = (x, gate, up, down, gated, raised, out, None, None, None, None, residual)
-    _call("mlp_forward", _mlp_of(tensors))
+    _call("mlp_forward", _mlp_call(tensors))
     return out, gated, raised
 
 
 def mlp_gradients(
     matrices: Sequence[Tensor],
     x: Tensor,
-    kept: Sequence[Tensor],
-    above: Tensor,
+    activations: Sequence[Tensor],
+    grad_output: Tensor,
     *,
     to_x: bool,
     to_weights: bool,
 ) -> list[Tensor | None]:
-    """Gradients of x and, in float32, of the three `matrices`; `kept`: gate(x) and up(x)."""
-    of_x = torch.empty_like(x) if to_x else None
+    """Return the gradients of x and, in float32, of the three `matrices`.
+
+    `activations` are gate(x) and up(x).
+    """
+    grad_x = torch.empty_like(x) if to_x else None
     gradients = [torch.empty_like(m, dtype=torch.float32) if to_weights else None for m in matrices]
-    tensors = [x, *matrices, *kept, of_x, above, *gradients, None]
-    _call("mlp_backward", _mlp_of(tensors))
-    return [of_x, *gradients]
+    tensors = [x, *matrices, *activations, grad_x, grad_output, *gradients, None]
+    _call("mlp_backward", _mlp_call(tensors))
+    return [grad_x, *gradients]
 
 
 def linears(
@@ -306,70 +324,79 @@ def linears(
     biases: Sequence[Tensor | None],
     rotary: Rotary | None = None,
 ) -> tuple[Tensor, ...]:
-    """Rows x [n, in] through layers that share it; rotary positions on the first outputs."""
+    """Apply linear layers to rows x [n, in]; the first outputs get rotary positions."""
     outs = tuple(x.new_empty(len(x), len(weight)) for weight in weights)
     parts = [
         {"weight": weight, "bias": bias, "out": out}
         for weight, bias, out in zip(weights, biases, outs, strict=True)
     ]
-    given, _parts = _linears_of(x, None, parts, rotary)
-    _call("linears_forward", given)
+    call, _parts = _linears_call(x, None, parts, rotary)
+    _call("linears_forward", call)
     return outs
 
 
 def linear_gradients(
     x: Tensor,
     weights: Sequence[Tensor],
-    above: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor],
     *,
     to_x: bool,
     to_weights: Sequence[bool],
     to_biases: Sequence[bool],
     rotary: Rotary | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of x and, in float32, of each weight and bias in turn."""
-    of_x = torch.empty_like(x) if to_x else None
+    """Return the gradients of x and, in float32, of each weight and bias in turn."""
+    grad_x = torch.empty_like(x) if to_x else None
     parts: list[dict[str, Tensor | None]] = []
-    for weight, top, wanted, bias in zip(weights, above, to_weights, to_biases, strict=True):
-        of_weight = torch.empty_like(weight, dtype=torch.float32) if wanted else None
-        of_bias = weight.new_empty(len(weight), dtype=torch.float32) if bias else None
-        parts.append({"weight": weight, "above": top, "of_weight": of_weight, "of_bias": of_bias})
-    given, _parts = _linears_of(x, of_x, parts, rotary)
-    _call("linears_backward", given)
-    return of_x, [part[name] for part in parts for name in ("of_weight", "of_bias")]
+    for weight, grad_out, weight_needed, bias_needed in zip(
+        weights, grad_outputs, to_weights, to_biases, strict=True
+    ):
+        grad_weight = torch.empty_like(weight, dtype=torch.float32) if weight_needed else None
+        grad_bias = weight.new_empty(len(weight), dtype=torch.float32) if bias_needed else None
+        parts.append(
+            {
+                "weight": weight,
+                "grad_output": grad_out,
+                "grad_weight": grad_weight,
+                "grad_bias": grad_bias,
+            }
+        )
+    call, _parts = _linears_call(x, grad_x, parts, rotary)
+    _call("linears_backward", call)
+    return grad_x, [part[name] for part in parts for name in ("grad_weight", "grad_bias")]
 
 
-def _mlp_of(tensors: Sequence[Tensor | None]) -> _Mlp:
+def _mlp_call(tensors: Sequence[Tensor | None]) -> _Mlp:
     x, gate, *_ = tensors
     assert x is not None
     assert gate is not None
     return _Mlp(*map(_address, tensors), *x.shape, len(gate), torch.get_num_threads())
 
 
-def _linears_of(
+def _linears_call(
     x: Tensor,
-    of_x: Tensor | None,
+    grad_x: Tensor | None,
     parts: Sequence[dict[str, Tensor | None]],
     rotary: Rotary | None,
 ) -> tuple[_Linears, object]:
-    """And what must live as long."""
-    made = (_Affine * len(parts))()
-    for index, (part, affine) in enumerate(zip(parts, made, strict=True)):
+    """Build the call's arguments, and the object that must live as long as they do."""
+    affines = (_Affine * len(parts))()
+    for index, (part, affine) in enumerate(zip(parts, affines, strict=True)):
         for name, tensor in part.items():
             setattr(affine, name, _address(tensor))
         affine.width = len(part["weight"])  # type: ignore[arg-type]
         affine.rotated = rotary is not None and index < rotary.outputs
     cos, sin, d = (None, None, 1) if rotary is None else (*rotary[:2], rotary.cos.shape[-1])
     return _Linears(
-        _address(x), _address(of_x), ctypes.addressof(made), _address(cos), _address(sin),
-        len(made), *x.shape, torch.get_num_threads(), 1 if cos is None else cos.numel() // d, d,
-    ), made  # fmt: skip
+        _address(x), _address(grad_x), ctypes.addressof(affines), _address(cos), _address(sin),
+        len(affines), *x.shape, torch.get_num_threads(), 1 if cos is None else cos.numel() // d, d,
+    ), affines  # fmt: skip
 
 
-def _call(name: str, given: ctypes.Structure) -> None:
+def _call(name: str, argument: ctypes.Structure) -> None:
     functions = library()
     assert functions is not None  # `takes` was asked
-    if not getattr(functions, name)(ctypes.byref(given)):
+    if not getattr(functions, name)(ctypes.byref(argument)):
         raise MemoryError("no memory for a layer: give micro-batches fewer tokens")
 
 
@@ -377,35 +404,37 @@ _LARGEST_STEP = 8  # log2 of what is between two sizes
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] · weightᵀ [in, out] + bias [out]."""
+    """Return x [..., in] · weightᵀ [in, out] + bias [out]."""
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
     return onednn_linear(x, weight, bias)
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by oneDNN, on plain weights."""
+    """Compute `linear` by oneDNN, on weights that are not packed."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
-def input_gradient(above: Tensor, weight: Tensor, plus: Tensor | None = None) -> Tensor:
-    """above [n, out] · weight [out, in], added to `plus` [n, in], which it may write over."""
-    if not _by_onednn(above, weight):
-        return above @ weight if plus is None else plus.addmm_(above, weight)
+def input_gradient(grad_output: Tensor, weight: Tensor, plus: Tensor | None = None) -> Tensor:
+    """Return grad_output [n, out] · weight [out, in] + plus [n, in]; it may write over `plus`."""
+    if not _by_onednn(grad_output, weight):
+        return grad_output @ weight if plus is None else plus.addmm_(grad_output, weight)
     if plus is None:
-        return linear(above, weight.t())
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(above, plus, weight.t(), None, "add")
+        return linear(grad_output, weight.t())
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+        grad_output, plus, weight.t(), None, "add"
+    )
     return out
 
 
-def weight_gradient(above: Tensor, x: Tensor) -> Tensor:
-    """aboveᵀ [out, n] · x [n, in]."""
-    return linear(above.t(), x.t())
+def weight_gradient(grad_output: Tensor, x: Tensor) -> Tensor:
+    """Return grad_outputᵀ [out, n] · x [n, in]."""
+    return linear(grad_output.t(), x.t())
 
 
 def recurring_size(count: int) -> int:
-    """`count` rounded up by a few per cent, so that sizes that vary come again and again.
+    """Round `count` up by a few per cent, so that sizes that vary come again and again.
 
     oneDNN compiles a kernel for each new shape of a product: a millisecond, and up to a megabyte.
     """
@@ -414,8 +443,8 @@ def recurring_size(count: int) -> int:
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
-    same = left.dtype == right.dtype == torch.float32
-    return same and left.device.type == "cpu" and left.numel() > 0 and mkl_is_slow()
+    both_float32 = left.dtype == right.dtype == torch.float32
+    return both_float32 and left.device.type == "cpu" and left.numel() > 0 and mkl_is_slow()
 
 
 @cache
@@ -431,32 +460,32 @@ def mkl_is_slow() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowsRead:
-    """Which of a packed sequence's tokens are read: the others' outputs are left out."""
+    """The tokens of a packed sequence that are read; the others' outputs are left out."""
 
     index: Tensor  # [N] long; behind the first `count`, all of them different, any
     count: int
 
     @classmethod
     def at(cls, index: Tensor) -> RowsRead:
-        """Those at `index` [n], all different, and more up to a `recurring_size`."""
+        """Read the tokens at `index` [n], all different, and more up to a `recurring_size`."""
         missing = recurring_size(len(index)) - len(index)
         return cls(F.pad(index, (0, missing)), len(index))
 
     def of(self, x: Tensor) -> Tensor:
-        """Of x [1, T, H] those rows: [1, N, H]."""
+        """Take these rows of x [1, T, H]: [1, N, H]."""
         out: Tensor = _TakeRows.apply(x, self)
         return out
 
-    def scatter(self, above: Tensor, tokens: int) -> Tensor:
-        """Gradients [T, H] of all tokens by those [N, H] of what is read.
+    def scatter(self, grad_output: Tensor, tokens: int) -> Tensor:
+        """Return the gradients [T, H] of all tokens, from those [N, H] of the tokens read.
 
         No two rows are added up, where index_select's backward pass is made for that.
         """
-        index, above = self.index[: self.count], above[: self.count]
-        if takes(above):
-            return scatter_rows(above, index, tokens)
-        out = above.new_zeros(tokens, above.shape[1])
-        return out.index_copy_(0, index, above)
+        index, grad_output = self.index[: self.count], grad_output[: self.count]
+        if takes(grad_output):
+            return scatter_rows(grad_output, index, tokens)
+        out = grad_output.new_zeros(tokens, grad_output.shape[1])
+        return out.index_copy_(0, index, grad_output)
 
 
 class _TakeRows(torch.autograd.Function):
@@ -480,7 +509,7 @@ class CompiledAdamW(torch.optim.AdamW):
         working: Mapping[Tensor, nn.Parameter],
         **options: Any,
     ) -> None:
-        """`working`: the parameter of each master in `groups`; see `takes_masters`."""
+        """Update the masters in `groups`; `working` has the parameter of each (`takes_masters`)."""
         super().__init__(groups, **options)
         self._working = working
         self.factor = 1.0  # of the next step's gradients
@@ -497,11 +526,11 @@ class CompiledAdamW(torch.optim.AdamW):
         by_step = defaultdict[float, list[tuple[Tensor, ...]]](list)
         for master in masters:
             assert master.grad is not None
-            gradient, state = master.grad.float().contiguous(), self._state_of(master)
+            gradient, state = master.grad.float().contiguous(), self._optimizer_state(master)
             state["step"] += 1
             moments, working = (state["exp_avg"], state["exp_avg_sq"]), self._working[master]
-            every = (gradient, master, *moments, local_tensor(working))
-            by_step[float(state["step"])].append(every)
+            updated = (gradient, master, *moments, local_tensor(working))
+            by_step[float(state["step"])].append(updated)
         beta1, beta2 = group["betas"]
         for step, tensors in by_step.items():
             settings = AdamSettings(
@@ -511,7 +540,7 @@ class CompiledAdamW(torch.optim.AdamW):
             adamw(settings, tensors)
         increment_version([self._working[master] for master in masters])
 
-    def _state_of(self, master: Tensor) -> dict[str, Tensor]:
+    def _optimizer_state(self, master: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

@@ -1,14 +1,11 @@
 """Triton kernels for CUDA and ROCm: of the vocabulary head, of a decode step, and of sampling.
 
 `statistics` and `gradients` serve `chunked_head`: what torch computes in ten passes over logits
-[n, V], most of them in float32, is one pass over them as the matrix product left them.
-`add_norm`,
-`rotate_and_store` and `silu_product` are what a decode step of the native engine has beside
-matrix
+[n, V], most of them in float32, is one pass over them as the matrix product left them. `add_norm`,
+`rotate_and_store` and `silu_product` are what a decode step of the native engine has beside matrix
 products and attention, rounded where its torch operations round; `block_masses` is what sampling
 reads of logits. Triton comes with torch's CUDA and ROCm builds; TRITON_INTERPRET=1 runs the
-kernels
-on a CPU.
+kernels on a CPU.
 """
 
 from __future__ import annotations
@@ -38,14 +35,19 @@ def takes(tensor: Tensor) -> bool:
 def statistics(
     logits: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of softmax(logits / temperature) [n, V], float32 [n] each: log-probs of `targets` [n] int64,
-    logs of the sums of exponentials, entropies in nats, and Σ p²."""
+    """Return statistics of softmax(logits / temperature) [n, V], float32 [n] each.
+
+    They are the log-probs of `targets` [n] int64, the logs of the sums of exponentials, the
+    entropies in nats, and Σ p².
+    """
     logits = logits.contiguous()
     rows, size = logits.shape
-    found = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4)]
+    outputs = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4)]
     if rows:
-        _statistics[(rows,)](logits, targets.contiguous(), *found, size, temperature, BLOCK=_BLOCK)
-    log_probs, sums, entropies, squares = found
+        _statistics[(rows,)](
+            logits, targets.contiguous(), *outputs, size, temperature, BLOCK=_BLOCK
+        )
+    log_probs, sums, entropies, squares = outputs
     return log_probs, sums, entropies, squares
 
 
@@ -53,28 +55,28 @@ def gradients(
     logits: Tensor,
     targets: Tensor,
     sums: Tensor,
-    of_log_probs: Tensor,
+    grad_log_probs: Tensor,
     temperature: float,
     entropy: tuple[Tensor, Tensor] | None,
     out: Tensor,
 ) -> Tensor:
-    """Gradients [n, V] of the logits, in their dtype, written to `out`, which may be `logits`.
+    """Write the gradients [n, V] of the logits to `out`, which may be `logits`, in their dtype.
 
-    `sums` [n] are those of `statistics`, `of_log_probs` [n] the gradients of log-probs, `entropy`
+    `sums` [n] are those of `statistics`, `grad_log_probs` [n] the gradients of log-probs, `entropy`
     the entropies [n] and their gradients [n], where they have any.
     """
     rows, size = logits.shape
-    values, above = entropy or (sums, of_log_probs)
+    entropies, grad_entropies = entropy or (sums, grad_log_probs)
     if rows:
         _gradients[(rows, triton.cdiv(size, _BLOCK))](
-            logits, targets.contiguous(), sums, of_log_probs, values, above, out,
+            logits, targets.contiguous(), sums, grad_log_probs, entropies, grad_entropies, out,
             size, temperature, ENTROPY=entropy is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return out
 
 
 def add_norm(x: Tensor, plus: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + plus, and its RMSNorm: two tensors like x [..., H]."""
+    """Return x + plus, and its RMSNorm: two tensors like x [..., H]."""
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     total = rows if plus is None else torch.empty_like(rows)
@@ -97,9 +99,10 @@ def rotate_and_store(
     cache: tuple[Tensor, Tensor],
     columns: Tensor,
 ) -> Tensor:
-    """Rotate q [L, heads, d], in place where it is contiguous, and k [L, kv_heads, d]; write k and
-    v of row i to column `columns[i]` of slot i of a `cache` of keys and values
-    [slots, kv_heads, T, d]. Returns q.
+    """Rotate q [L, heads, d] and k [L, kv_heads, d], store k and v in the cache, and return q.
+
+    q is rotated in place where it is contiguous. k and v of row i go to column `columns[i]` of
+    slot i of a `cache` of keys and values [slots, kv_heads, T, d].
 
     `rotary` [columns, d] are cosines, and sines whose first half has its sign turned; `positions`
     and `columns` are int64 [L].
@@ -117,26 +120,28 @@ def rotate_and_store(
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, written over `gate`; both are contiguous."""
+    """Write silu(gate) · up over `gate`; both are contiguous."""
     _silu_product[(triton.cdiv(gate.numel(), _FLAT),)](gate, up, gate.numel(), BLOCK=_FLAT)
     return gate
 
 
 def block_masses(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of softmax(logits / temperature) [R, V] the sums of every `MASS_BLOCK` probabilities
-    [R, ⌈V / MASS_BLOCK⌉], and the largest logit / temperature and the sum of exp(logit /
-    temperature − largest), [R, 1] each; all float32."""
+    """Sum softmax(logits / temperature) [R, V] over blocks of `MASS_BLOCK` tokens.
+
+    Returns the sums [R, ⌈V / MASS_BLOCK⌉], the largest logit / temperature [R, 1], and the sum of
+    exp(logit / temperature − largest) [R, 1]; all float32.
+    """
     logits = logits.contiguous()
     rows, size = logits.shape
     parts, blocks = triton.cdiv(size, _BLOCK), triton.cdiv(size, MASS_BLOCK)
-    most = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(rows, parts, _BLOCK // MASS_BLOCK, dtype=torch.float32, device=most.device)
+    maxima = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(rows, parts, _BLOCK // MASS_BLOCK, dtype=torch.float32, device=maxima.device)
     _block_masses[(rows, parts)](
-        logits, most, sums, size, temperature, parts,
+        logits, maxima, sums, size, temperature, parts,
         BLOCKS=_BLOCK // MASS_BLOCK, WIDTH=MASS_BLOCK,
     )  # fmt: skip
-    largest = most.amax(1, keepdim=True)
-    sums *= (most - largest).exp()[..., None]
+    largest = maxima.amax(1, keepdim=True)
+    sums *= (maxima - largest).exp()[..., None]
     total = sums.sum((1, 2))[:, None]
     return sums.flatten(1)[:, :blocks] / total, largest, total
 
@@ -149,31 +154,31 @@ if _INTERPRETED or _COMPILED:
         size, temperature, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
-        most, total, weighted, squared = -float("inf"), 0.0, 0.0, 0.0
+        maximum, total, weighted, squared = -float("inf"), 0.0, 0.0, 0.0
         for start in range(0, size, BLOCK):
             at = start + tl.arange(0, BLOCK)
             inside = at < size
             z = tl.load(logits + row * size + at, mask=inside, other=-float("inf"))
             z = z.to(tl.float32) / temperature
-            highest = tl.maximum(most, tl.max(z, 0))
-            shift = tl.where(highest == -float("inf"), 0.0, highest)
+            new_maximum = tl.maximum(maximum, tl.max(z, 0))
+            shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
             # A NaN stays one: the comparison is false for it.
             p = tl.where(z == -float("inf"), 0.0, tl.exp(z - shift))
-            scale = tl.where(most == -float("inf"), 0.0, tl.exp(most - shift))
+            scale = tl.where(maximum == -float("inf"), 0.0, tl.exp(maximum - shift))
             total = total * scale + tl.sum(p, 0)
             weighted = weighted * scale + tl.sum(tl.where(p == 0.0, 0.0, p * z), 0)
             squared = squared * scale * scale + tl.sum(p * p, 0)
-            most = highest
-        of_sums = most + tl.log(total)
+            maximum = new_maximum
+        log_sum = maximum + tl.log(total)
         target = tl.load(logits + row * size + tl.load(targets + row)).to(tl.float32)
-        tl.store(log_probs + row, target / temperature - of_sums)
-        tl.store(sums + row, of_sums)
-        tl.store(entropies + row, of_sums - weighted / total)
+        tl.store(log_probs + row, target / temperature - log_sum)
+        tl.store(sums + row, log_sum)
+        tl.store(entropies + row, log_sum - weighted / total)
         tl.store(squares + row, squared / (total * total))
 
     @triton.jit
     def _gradients(
-        logits, targets, sums, of_log_probs, entropies, of_entropies, out,
+        logits, targets, sums, grad_log_probs, entropies, grad_entropies, out,
         size, temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
@@ -182,13 +187,13 @@ if _INTERPRETED or _COMPILED:
         z = tl.load(logits + row * size + at, mask=inside, other=-float("inf"))
         log_p = z.to(tl.float32) / temperature - tl.load(sums + row)
         p = tl.exp(log_p)
-        above = tl.load(of_log_probs + row)
-        slope = tl.where(at == tl.load(targets + row), above, 0.0) - above * p
+        grad_log_prob = tl.load(grad_log_probs + row)
+        grad_logits = tl.where(at == tl.load(targets + row), grad_log_prob, 0.0) - grad_log_prob * p
         if ENTROPY:
-            known = tl.where(p == 0.0, 0.0, p * (log_p + tl.load(entropies + row)))
-            slope -= tl.load(of_entropies + row) * known
-        slope = slope / temperature
-        tl.store(out + row * size + at, slope.to(out.dtype.element_ty), mask=inside)
+            entropy_term = tl.where(p == 0.0, 0.0, p * (log_p + tl.load(entropies + row)))
+            grad_logits -= tl.load(grad_entropies + row) * entropy_term
+        grad_logits = grad_logits / temperature
+        tl.store(out + row * size + at, grad_logits.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _add_norm(
@@ -199,8 +204,8 @@ if _INTERPRETED or _COMPILED:
         inside = at < size
         value = tl.load(x + row * size + at, mask=inside, other=0.0)
         if ADD:
-            other = tl.load(plus + row * size + at, mask=inside, other=0.0)
-            value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+            addend = tl.load(plus + row * size + at, mask=inside, other=0.0)
+            value = (value.to(tl.float32) + addend.to(tl.float32)).to(value.dtype)
             tl.store(total + row * size + at, value, mask=inside)
         wide = value.to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / size + eps)
@@ -211,7 +216,8 @@ if _INTERPRETED or _COMPILED:
     @triton.jit
     def _rotate_and_store(
         q, k, v, cos, sin, positions, keys, values, columns,
-        of_slot, of_head, of_column, heads, kv_heads, HALF: tl.constexpr, BLOCK: tl.constexpr,
+        slot_stride, head_stride, column_stride, heads, kv_heads,
+        HALF: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
         at = tl.arange(0, BLOCK)
@@ -221,11 +227,11 @@ if _INTERPRETED or _COMPILED:
         cos_2 = tl.load(cos + position + HALF + at, mask=inside, other=0.0).to(tl.float32)
         sin_1 = tl.load(sin + position + at, mask=inside, other=0.0).to(tl.float32)
         sin_2 = tl.load(sin + position + HALF + at, mask=inside, other=0.0).to(tl.float32)
-        is_query, own = head < heads, head - heads
+        is_query, kv_head = head < heads, head - heads
         query = q + (row * heads + head) * 2 * HALF
-        key = k + (row * kv_heads + own) * 2 * HALF
-        value = v + (row * kv_heads + own) * 2 * HALF
-        place = row * of_slot + own * of_head + tl.load(columns + row) * of_column
+        key = k + (row * kv_heads + kv_head) * 2 * HALF
+        value = v + (row * kv_heads + kv_head) * 2 * HALF
+        offset = row * slot_stride + kv_head * head_stride + tl.load(columns + row) * column_stride
         as_query, as_key = at < tl.where(is_query, HALF, 0), at < tl.where(is_query, 0, HALF)
         first = tl.load(query + at, mask=as_query, other=0.0)
         second = tl.load(query + HALF + at, mask=as_query, other=0.0)
@@ -233,14 +239,14 @@ if _INTERPRETED or _COMPILED:
         first = tl.where(is_query, first, tl.load(key + at, mask=as_key, other=0.0))
         second = tl.where(is_query, second, tl.load(key + HALF + at, mask=as_key, other=0.0))
         first, second = first.to(tl.float32), second.to(tl.float32)
-        turned_1 = ((first * cos_1).to(dtype).to(tl.float32) + second * sin_1).to(dtype)
-        turned_2 = ((second * cos_2).to(dtype).to(tl.float32) + first * sin_2).to(dtype)
-        tl.store(query + at, turned_1, mask=as_query)
-        tl.store(query + HALF + at, turned_2, mask=as_query)
-        tl.store(keys + place + at, turned_1, mask=as_key)
-        tl.store(keys + place + HALF + at, turned_2, mask=as_key)
-        tl.store(values + place + at, tl.load(value + at, mask=as_key), mask=as_key)
-        tl.store(values + place + HALF + at, tl.load(value + HALF + at, mask=as_key), mask=as_key)
+        rotated_1 = ((first * cos_1).to(dtype).to(tl.float32) + second * sin_1).to(dtype)
+        rotated_2 = ((second * cos_2).to(dtype).to(tl.float32) + first * sin_2).to(dtype)
+        tl.store(query + at, rotated_1, mask=as_query)
+        tl.store(query + HALF + at, rotated_2, mask=as_query)
+        tl.store(keys + offset + at, rotated_1, mask=as_key)
+        tl.store(keys + offset + HALF + at, rotated_2, mask=as_key)
+        tl.store(values + offset + at, tl.load(value + at, mask=as_key), mask=as_key)
+        tl.store(values + offset + HALF + at, tl.load(value + HALF + at, mask=as_key), mask=as_key)
 
     @triton.jit
     def _silu_product(gate, up, count, BLOCK: tl.constexpr):
@@ -249,12 +255,12 @@ if _INTERPRETED or _COMPILED:
         value = tl.load(gate + at, mask=inside, other=0.0)
         wide = value.to(tl.float32)
         silu = (wide / (1.0 + tl.exp(-wide))).to(value.dtype).to(tl.float32)
-        other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(gate + at, (silu * other).to(value.dtype), mask=inside)
+        factor = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(gate + at, (silu * factor).to(value.dtype), mask=inside)
 
     @triton.jit
     def _block_masses(
-        logits, most, sums, size, temperature, parts, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
+        logits, maxima, sums, size, temperature, parts, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
     ):  # fmt: skip
         row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         at = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -264,6 +270,6 @@ if _INTERPRETED or _COMPILED:
         largest = tl.max(tl.max(z, 1), 0)
         shift = tl.where(largest == -float("inf"), 0.0, largest)
         mass = tl.sum(tl.exp(z - shift), 1)
-        place = row * parts + part
-        tl.store(most + place, largest)
-        tl.store(sums + place * BLOCKS + tl.arange(0, BLOCKS), mass)
+        index = row * parts + part
+        tl.store(maxima + index, largest)
+        tl.store(sums + index * BLOCKS + tl.arange(0, BLOCKS), mass)

@@ -29,35 +29,35 @@ class DecoderPlan:
     columns: frozenset[str]  # linears whose outputs are split, e.g. "self_attn.q_proj"
     packed: frozenset[str]  # of those: queries, keys and values, or gate and up, in one matrix
     rows: frozenset[str]  # linears whose inputs are split, e.g. "mlp.down_proj"
-    whole: frozenset[str]  # blocks of which each rank computes all, e.g. "self_attn"
+    replicated: frozenset[str]  # blocks of which each rank computes all, e.g. "self_attn"
     before: tuple[str, ...]  # what makes hidden states of token ids, e.g. ("embed_tokens",)
     after: tuple[str, ...]  # what follows the layers, e.g. ("norm",)
 
     @classmethod
     def of(cls, config: object) -> Self:
-        """The plan of a transformers configuration; raises ConfigError where it has none."""
+        """Return the plan of a transformers configuration; raises ConfigError where it has none."""
         styles, parts = _styles(config), list(getattr(config, "base_model_pp_plan", None) or ())
         if not styles or "layers" not in parts:
             raise _no_plan(config, "transformers has no plan for it")
-        found: dict[str, set[str]] = {style: set() for style in set(styles.values())}
+        by_style: dict[str, set[str]] = {style: set() for style in set(styles.values())}
         for name, style in styles.items():
-            found[style].add(name)
-        gathered = found.pop("colwise_gather_output", set())
+            by_style[style].add(name)
+        gathered = by_style.pop("colwise_gather_output", set())
         packed = {name for name in gathered if name.endswith(_PACKED)}
-        columns, rows = found.pop("colwise", set()) | gathered, found.pop("rowwise", set())
-        rows |= found.pop("rowwise_split_input", set())
-        found.pop("replicated_with_grad_allreduce", None)  # the norms of single heads
-        if found:
-            raise _no_plan(config, f"its plan has {sorted(found)[0]!r}")
-        at = parts.index("layers")
-        whole = {_block(name) for name in gathered - packed}
+        columns, rows = by_style.pop("colwise", set()) | gathered, by_style.pop("rowwise", set())
+        rows |= by_style.pop("rowwise_split_input", set())
+        by_style.pop("replicated_with_grad_allreduce", None)  # the norms of single heads
+        if by_style:
+            raise _no_plan(config, f"its plan has {sorted(by_style)[0]!r}")
+        layers_index = parts.index("layers")
+        replicated = {_block(name) for name in gathered - packed}
         return cls(
             columns=frozenset(columns),
             packed=frozenset(packed),
             rows=frozenset(rows),
-            whole=frozenset(whole),
-            before=tuple(parts[:at]),
-            after=tuple(parts[at + 1 :]),
+            replicated=frozenset(replicated),
+            before=tuple(parts[:layers_index]),
+            after=tuple(parts[layers_index + 1 :]),
         )
 
     @property
@@ -76,24 +76,24 @@ class DecoderPlan:
 
     def computes_whole(self, name: str) -> bool:
         """Whether each rank computes all of the block that a layer's module `name` is in."""
-        return _block(name) in self.whole
+        return _block(name) in self.replicated
 
 
 def within_layer(name: str) -> str | None:
-    """A module's name in its layer; None for one that is in no layer, "" for a layer.
+    """Return a module's name in its layer; None outside of the layers, "" for a layer itself.
 
     >>> within_layer("model.layers.3.mlp.up_proj"), within_layer("model.norm")
     ('mlp.up_proj', None)
     """
     words = name.split(".")
-    for at, word in enumerate(words[:-1]):
-        if word == "layers" and words[at + 1].isdecimal():
-            return ".".join(words[at + 2 :])
+    for index, word in enumerate(words[:-1]):
+        if word == "layers" and words[index + 1].isdecimal():
+            return ".".join(words[index + 2 :])
     return None
 
 
 def _styles(config: object) -> dict[str, str]:
-    """transformers' style of each planned module of a layer."""
+    """Read transformers' style of each planned module of a layer."""
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     return {n.removeprefix(_LAYER): style for n, style in plan.items() if n.startswith(_LAYER)}
 
@@ -103,8 +103,8 @@ def _block(name: str) -> str:
 
 
 def _no_plan(config: object, why: str) -> ConfigError:
-    kind = getattr(config, "model_type", type(config).__name__)
+    model_type = getattr(config, "model_type", type(config).__name__)
     return ConfigError(
-        f"a model of type {kind!r} has no tensor-parallel plan ({why}; there are plans for "
+        f"a model of type {model_type!r} has no tensor-parallel plan ({why}; there are plans for "
         f"{', '.join(FAMILIES)}); set tp=1 and shard it by fsdp"
     )

@@ -106,38 +106,44 @@ class Exchange:
         incoming = self._buffer(r.receive.elements * r.dtype.itemsize for r in self._all_to_alls)
         sent = received = 0
         for step in self._all_to_alls:
-            out, into = _bucket(outgoing, step, step.send), _bucket(incoming, step, step.receive)
+            sent_view, received_view = (
+                _bucket(outgoing, step, step.send),
+                _bucket(incoming, step, step.receive),
+            )
             for part in step.send.slices:
                 source = self._source[part.parameter]
-                _bucket_view(out, part).copy_(view(source, part.start, part.size))
-            self._all_to_all(step, out, into)
+                _bucket_view(sent_view, part).copy_(view(source, part.start, part.size))
+            self._all_to_all(step, sent_view, received_view)
             for part in step.receive.slices:
                 target = self._target[self._plan.storages[part.parameter]]
-                view(target, part.start, part.size).copy_(_bucket_view(into, part))
-            sent, received = sent + out.nbytes, received + into.nbytes
+                view(target, part.start, part.size).copy_(_bucket_view(received_view, part))
+            sent, received = sent + sent_view.nbytes, received + received_view.nbytes
         buffers = outgoing.nbytes + incoming.nbytes
         return ExchangeStats(sent, received, copied, shared, len(self._all_to_alls), buffers)
 
     def _barrier(self) -> None:
         """Wait until all ranks have their slices: ranks decode together, so all fail with one."""
         if self._plan.world_size > 1:
-            done = torch.zeros(1, device=self._device)
-            dist.all_reduce(done, group=self._group)
-            done.item()  # waits for the device
+            signal = torch.zeros(1, device=self._device)
+            dist.all_reduce(signal, group=self._group)
+            signal.item()  # waits for the device
 
     def _copy_local(self) -> tuple[int, int]:
         """Copy what this rank has; return bytes copied, and bytes that needed no copy."""
         copied = shared = 0
         for local in self._plan.local_copies:
-            have = view(self._source[local.parameter], local.source, local.size)
+            source = view(self._source[local.parameter], local.source, local.size)
             target = self._target[self._plan.storages[local.parameter]]
-            want = view(target, local.target, local.size)
-            same_layout = (have.dtype, have.stride()) == (want.dtype, want.stride())
-            if have.data_ptr() == want.data_ptr() and same_layout:
-                shared += want.nbytes
+            target_view = view(target, local.target, local.size)
+            same_layout = (source.dtype, source.stride()) == (
+                target_view.dtype,
+                target_view.stride(),
+            )
+            if source.data_ptr() == target_view.data_ptr() and same_layout:
+                shared += target_view.nbytes
             else:
-                want.copy_(have)
-                copied += want.nbytes
+                target_view.copy_(source)
+                copied += target_view.nbytes
         return copied, shared
 
     def _buffer(self, sizes: Iterable[int]) -> Tensor:
@@ -145,12 +151,12 @@ class Exchange:
         assert size <= self._bucket_bytes, f"a bucket of {size} bytes, not {self._bucket_bytes}"
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _all_to_all(self, step: AllToAll, out: Tensor, into: Tensor) -> None:
-        """Raw bytes travel, so that every backend carries every dtype."""
+    def _all_to_all(self, step: AllToAll, sent: Tensor, received: Tensor) -> None:
+        """Exchange raw bytes, so that every backend carries every dtype."""
         size = step.dtype.itemsize
         dist.all_to_all_single(
-            into.view(torch.uint8),
-            out.view(torch.uint8),
+            received.view(torch.uint8),
+            sent.view(torch.uint8),
             [count * size for count in step.receive.counts],
             [count * size for count in step.send.counts],
             group=self._group,
@@ -166,14 +172,14 @@ def _bucket_view(buffer: Tensor, part: BucketSlice) -> Tensor:
 
 
 def view(tensor: Tensor, start: Index, size: Index) -> Tensor:
-    """The box of `size` elements that begins at index `start`."""
+    """Return the box of `size` elements that begins at index `start`."""
     return tensor[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
 
 
 def _check_group(plan: RankPlan, group: dist.ProcessGroup | None) -> None:
-    together = dist.is_initialized()
-    size = dist.get_world_size(group) if together else 1
-    rank = dist.get_rank(group) if together else 0
+    initialized = dist.is_initialized()
+    size = dist.get_world_size(group) if initialized else 1
+    rank = dist.get_rank(group) if initialized else 0
     if (size, rank) != (plan.world_size, plan.rank):
         raise ConfigError(
             f"a plan for rank {plan.rank} of {plan.world_size} can't run as rank {rank} of {size}; "
@@ -201,13 +207,13 @@ def _check_target(plan: RankPlan, target: Mapping[str, Tensor]) -> None:
             )
 
 
-def _check_fit(tensor: Tensor | None, whose: str, name: str, start: Index, size: Index) -> Tensor:
+def _check_fit(tensor: Tensor | None, owner: str, name: str, start: Index, size: Index) -> Tensor:
     end = tuple(a + n for a, n in zip(start, size, strict=True))
     shape = () if tensor is None else tuple(tensor.shape)
     if tensor is None or len(shape) != len(end) or any(map(int.__lt__, shape, end)):
-        there = "has no such tensor" if tensor is None else f"has one of {list(shape)}"
+        problem = "has no such tensor" if tensor is None else f"has one of {list(shape)}"
         raise ModelError(
-            f"the plan wants the {whose}'s {name!r} up to {list(end)} on this rank, which {there}; "
-            "plan for the layout that this rank has"
+            f"the plan wants the {owner}'s {name!r} up to {list(end)} on this rank, which "
+            f"{problem}; plan for the layout that this rank has"
         )
     return tensor

@@ -131,7 +131,7 @@ def _run(model: nn.Module, function: Callable[[], T]) -> T:
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:
-    """The ranks that shard the weights; with replicas, two-dimensional: (dp, shards)."""
+    """Return the ranks that shard the weights; with replicas, two-dimensional: (dp, shards)."""
     axes = [axis for axis in SHARD_AXES if ranks.size(axis) > 1]
     shards = ranks.submesh(*axes)
     if ranks.size("dp") == 1:

@@ -83,7 +83,7 @@ def global_grad_norm(
     ranks: Ranks,
     tied_duplicates: Collection[nn.Parameter] = frozenset(),
 ) -> float:
-    """The 2-norm of the whole layout's gradient: the same number on every rank.
+    """Return the 2-norm of the whole layout's gradient: the same number on every rank.
 
     Every element counts once, however many ranks hold it; those of `tied_duplicates` (an end of
     a tied embedding whose other end is on another stage) not at all. All ranks must call it.
@@ -96,9 +96,9 @@ def global_grad_norm(
     squares = _sum_of_squares([local_tensor(p.grad) for p in counted if p.grad is not None])
     if ranks.mesh is None:
         return math.sqrt(squares)
-    own = torch.tensor([squares], dtype=torch.float64, device=ranks.mesh.device_type)
-    everyone = [torch.empty_like(own) for _ in range(ranks.layout.world_size)]
-    dist.all_gather(everyone, own)
+    local_squares = torch.tensor([squares], dtype=torch.float64, device=ranks.mesh.device_type)
+    everyone = [torch.empty_like(local_squares) for _ in range(ranks.layout.world_size)]
+    dist.all_gather(everyone, local_squares)
     return math.sqrt(math.fsum(torch.cat(everyone).tolist()))  # fsum: no order, no rounding
 
 
@@ -132,8 +132,8 @@ def _counts_here(parameter: nn.Parameter, ranks: Ranks) -> bool:
             assert axes <= set(AXES), f"a mesh dimension is named {name!r}"
             if not placement.is_replicate():  # is_shard() is False for FSDP's _StridedShard
                 holders -= axes
-    where = ranks.layout.coordinates(ranks.rank)
-    return all(where[axis] == 0 for axis in holders)
+    coordinates = ranks.layout.coordinates(ranks.rank)
+    return all(coordinates[axis] == 0 for axis in holders)
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> float:
@@ -145,7 +145,7 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> float:
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Tensors of one device and dtype together, as foreach kernels want them."""
+    """Yield tensors of one device and dtype together, as foreach kernels want them."""
 
     def kind(tensor: Tensor) -> str:
         return f"{tensor.device} {tensor.dtype}"
@@ -167,7 +167,7 @@ def _fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
 
 
 def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Flat views of all elements, in runs of at most `limit`; a large tensor is cut."""
+    """Yield flat views of all elements, in runs of at most `limit`; a large tensor is cut."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -25,7 +25,7 @@ DATA_AXES = ("dp", "fsdp")  # training ranks with rows of their own
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a mixture's layers."""
+    """The experts of an MoE model's layers."""
 
     count: int  # a layer's, e.g. 128
     chosen: int  # of them, for a token, e.g. 8
@@ -122,24 +122,24 @@ class RankGrid(ABC):
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of `rank` on each axis."""
-        where: dict[str, int] = {}
+        """Return the index of `rank` on each axis."""
+        coordinates: dict[str, int] = {}
         for axis, size in reversed(self.sizes.items()):
-            rank, where[axis] = divmod(rank, size)
-        return {axis: where[axis] for axis in self.sizes}
+            rank, coordinates[axis] = divmod(rank, size)
+        return {axis: coordinates[axis] for axis in self.sizes}
 
     def data_shard(self, rank: int) -> DataShard:
-        """The part of a batch's rows that `rank` gets.
+        """Return the part of a batch's rows that `rank` gets.
 
         Ranks that differ in other axes than `data_axes` get the same part, and the one whose other
         coordinates are 0 returns the result.
         """
-        split, where = self.data_axes, self.coordinates(rank)
+        split, coordinates = self.data_axes, self.coordinates(rank)
         index, count = 0, 1
         for axis, size in self.sizes.items():
             if axis in split:
-                index, count = index * size + where[axis], count * size
-        collects = not any(at for axis, at in where.items() if axis not in split)
+                index, count = index * size + coordinates[axis], count * size
+        collects = not any(at for axis, at in coordinates.items() if axis not in split)
         return DataShard(index, count, collects)
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ class Layout(RankGrid):
 
     @classmethod
     def of(cls, config: ParallelConfig) -> Self:
-        """The layout that a configuration asks for."""
+        """Return the layout that a configuration asks for."""
         return cls(**{axis: getattr(config, axis) for axis in AXES})
 
     @property
@@ -182,25 +182,25 @@ class Layout(RankGrid):
         """Groups of ranks that get rows of their own."""
         return self.dp * self.fsdp
 
-    def rank(self, **where: int) -> int:
-        """The rank at these coordinates; axes not named count as 0."""
+    def rank(self, **coordinates: int) -> int:
+        """Return the rank at these coordinates; axes not named count as 0."""
         rank = 0
         for axis in AXES:
-            rank = rank * getattr(self, axis) + where.get(axis, 0)
+            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ in `axes` only, group by group; a rank is in exactly one.
+        """Return the ranks that differ in `axes` only, group by group; a rank is in exactly one.
 
         >>> Layout(fsdp=2, tp=2).groups("tp")
         [[0, 1], [2, 3]]
         """
-        found: dict[tuple[int, ...], list[int]] = {}
+        by_coordinates: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            where = self.coordinates(rank)
-            key = tuple(where[axis] for axis in AXES if axis not in axes)
-            found.setdefault(key, []).append(rank)
-        return list(found.values())
+            coordinates = self.coordinates(rank)
+            key = tuple(coordinates[axis] for axis in AXES if axis not in axes)
+            by_coordinates.setdefault(key, []).append(rank)
+        return list(by_coordinates.values())
 
 
 def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = None) -> None:
@@ -283,37 +283,37 @@ class RolloutLayout(RankGrid):
         return self._count(self.data_axes)
 
     def place(self, rank: int) -> Place:
-        """Rollout coordinates of a training rank."""
-        where = self.coordinates(rank)
+        """Return the rollout coordinates of a training rank."""
+        coordinates = self.coordinates(rank)
         return Place(
-            pp=self._number(where, self.pp_axes),
-            tp=self._number(where, self.tp_axes),
-            data=self._number(where, self.data_axes),
+            pp=self._number(coordinates, self.pp_axes),
+            tp=self._number(coordinates, self.tp_axes),
+            data=self._number(coordinates, self.data_axes),
         )
 
     def tp_groups(self) -> list[list[int]]:
-        """Ranks that share matrices, each group in the order of the tp coordinate."""
+        """Return the ranks that share matrices, each group in the order of the tp coordinate."""
         return self._groups("data", "pp")
 
     def replicas(self) -> list[list[int]]:
-        """Ranks of each copy of the model, by stage and then by tp coordinate."""
+        """Return the ranks of each copy of the model, by stage and then by tp coordinate."""
         return self._groups("data")
 
     def _groups(self, *fields: str) -> list[list[int]]:
-        """Ranks with the same values of `fields`, each group by stage and then tp coordinate."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        """Group ranks with the same values of `fields`, each by stage and then tp coordinate."""
+        by_fields: dict[tuple[int, ...], list[int]] = {}
         for rank in sorted(range(self.world_size), key=self.place):
             place = self.place(rank)
-            found.setdefault(tuple(getattr(place, name) for name in fields), []).append(rank)
-        return [found[key] for key in sorted(found)]
+            by_fields.setdefault(tuple(getattr(place, name) for name in fields), []).append(rank)
+        return [by_fields[key] for key in sorted(by_fields)]
 
     def _count(self, names: tuple[str, ...]) -> int:
         return math.prod(size for name, size in self.axes if name in names)
 
-    def _number(self, where: dict[str, int], names: tuple[str, ...]) -> int:
+    def _number(self, coordinates: dict[str, int], names: tuple[str, ...]) -> int:
         sizes, number = dict(self.axes), 0
         for name in names:
-            number = number * sizes[name] + where[name]
+            number = number * sizes[name] + coordinates[name]
         return number
 
 
@@ -330,10 +330,10 @@ def rollout_layout(layout: Layout, pp: int = 1, tp: int = 1) -> RolloutLayout:
             f"a rollout of pp={pp} stages can't be made of the trainer's {layout.pp}; choose a "
             "divisor of the trainer's pp"
         )
-    shards, more = layout.fsdp * layout.sp, max(1, tp // layout.tp)
-    of_shards = math.gcd(more, shards)
-    of_copies = more // of_shards
-    if max(layout.tp, tp) % min(layout.tp, tp) or layout.dp % of_copies:
+    shards, tp_factor = layout.fsdp * layout.sp, max(1, tp // layout.tp)
+    tp_of_shards = math.gcd(tp_factor, shards)
+    tp_of_copies = tp_factor // tp_of_shards
+    if max(layout.tp, tp) % min(layout.tp, tp) or layout.dp % tp_of_copies:
         raise ConfigError(
             f"a rollout with tp={tp} can't be made of the trainer's {layout}; choose a divisor of "
             f"its tp={layout.tp}, or that times a divisor of dp · fsdp · sp = {shards * layout.dp}"
@@ -341,10 +341,10 @@ def rollout_layout(layout: Layout, pp: int = 1, tp: int = 1) -> RolloutLayout:
     axes = (
         ("pp", pp),
         ("micro_pp", layout.pp // pp),
-        ("dp", layout.dp // of_copies),
-        ("tp_dp", of_copies),
-        ("tp_shard", of_shards),
-        ("shard", shards // of_shards),
+        ("dp", layout.dp // tp_of_copies),
+        ("tp_dp", tp_of_copies),
+        ("tp_shard", tp_of_shards),
+        ("shard", shards // tp_of_shards),
         ("tp", min(tp, layout.tp)),
         ("micro_tp", max(1, layout.tp // tp)),
     )

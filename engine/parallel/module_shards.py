@@ -31,7 +31,7 @@ Rename = Callable[[str], str | None]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank stores: its own storage, without a graph."""
+    """Return the part of `tensor` that this rank stores: its own storage, without a graph."""
     part = tensor.detach()
     if isinstance(part, DTensor):
         part = part.to_local()
@@ -39,22 +39,22 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_tensors(model: nn.Module, rename: Rename | None = None) -> dict[str, Tensor]:
-    """This rank's part of each parameter, without copies: what an Exchange sends from."""
+    """Return this rank's part of each parameter, without copies: what an Exchange sends from."""
     return {name: local_tensor(parameter) for name, parameter in named_parameters(model, rename)}
 
 
 def named_parameters(model: nn.Module, rename: Rename | None) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by their names in the whole model."""
+    """Yield the parameters by their names in the whole model."""
     for name, parameter in model.named_parameters():
-        known = rename(name) if rename else name
-        if known is not None:
-            yield known, parameter
+        full_name = rename(name) if rename else name
+        if full_name is not None:
+            yield full_name, parameter
 
 
 def gather_shard_map(
     model: nn.Module, group: dist.ProcessGroup | None = None, rename: Rename | None = None
 ) -> ShardMap:
-    """The shards of all ranks of `group`, which must all call it; this rank's alone without ranks.
+    """Gather the shards of all ranks of `group`, which must all call it; alone, this rank's.
 
     Ranks are numbered as in `group`. Raises ConfigError where ranks disagree about a parameter.
     """
@@ -67,14 +67,14 @@ def gather_shard_map(
         everyone *= dist.get_world_size(group)
         dist.all_gather_object(everyone, everyone[0], group=group)
     boxes: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
-    known: dict[str, tuple[Index, torch.dtype, int]] = {}
-    for rank, (_, theirs) in enumerate(everyone):
-        for name, (shape, dtype, box) in theirs.items():
-            before = known.setdefault(name, (shape, dtype, rank))
-            if before[:2] != (shape, dtype):
+    seen: dict[str, tuple[Index, torch.dtype, int]] = {}
+    for rank, (_, tensors) in enumerate(everyone):
+        for name, (shape, dtype, box) in tensors.items():
+            earlier = seen.setdefault(name, (shape, dtype, rank))
+            if earlier[:2] != (shape, dtype):
                 raise ConfigError(
-                    f"rank {rank} holds {name!r} as {list(shape)} {dtype}, rank {before[2]} as "
-                    f"{list(before[0])} {before[1]}; load the same model on all ranks"
+                    f"rank {rank} holds {name!r} as {list(shape)} {dtype}, rank {earlier[2]} as "
+                    f"{list(earlier[0])} {earlier[1]}; load the same model on all ranks"
                 )
             if box.elements:
                 boxes[name][box].append(rank)
@@ -84,14 +84,14 @@ def gather_shard_map(
             name,
             tuple(Shard(b, (0,) * len(shape), tuple(r)) for b, r in boxes[name].items()),
         )
-        for name, (shape, _, _) in known.items()
+        for name, (shape, _, _) in seen.items()
     }
-    dtypes = {name: dtype for name, (_, dtype, _) in known.items()}
+    dtypes = {name: dtype for name, (_, dtype, _) in seen.items()}
     return ShardMap(len(everyone), parameters, dtypes, tuple(host for host, _ in everyone))
 
 
 def local_box(parameter: Tensor) -> Box:
-    """The part of a parameter that this rank stores; its size has a 0 where the rank stores none.
+    """Find the part of a parameter that this rank stores; its size has a 0 where it stores none.
 
     FSDP2 cuts what tensor parallelism left, though its axis comes first in the mesh: DTensor writes
     that as a strided shard. So strided shards are applied last, and every cut is torch.chunk's.
@@ -102,17 +102,17 @@ def local_box(parameter: Tensor) -> Box:
         return box
     mesh, coordinates = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert coordinates is not None, "this rank has no part in the parameter's mesh"
-    cuts = [(d, p) for d, p in enumerate(parameter.placements) if not p.is_replicate()]
-    cuts.sort(key=lambda cut: hasattr(cut[1], "split_factor"))
-    for mesh_dim, placement in cuts:
+    splits = [(d, p) for d, p in enumerate(parameter.placements) if not p.is_replicate()]
+    splits.sort(key=lambda split: hasattr(split[1], "split_factor"))
+    for mesh_dim, placement in splits:
         dim = getattr(placement, "dim", None)
         box = chunk(box, dim, mesh.size(mesh_dim), coordinates[mesh_dim])
-    local = tuple(parameter.to_local().shape)
-    if local != box.size:
+    local_shape = tuple(parameter.to_local().shape)
+    if local_shape != box.size:
         raise ConfigError(
             f"a parameter {list(parameter.shape)} placed as {parameter.placements} has "
-            f"{list(local)} on this rank, not {list(box.size)}: this way of sharding can't be "
-            "resharded; use FSDP2 (fully_shard) and tensor parallel Shard placements"
+            f"{list(local_shape)} on this rank, not {list(box.size)}: this way of sharding can't "
+            "be resharded; use FSDP2 (fully_shard) and tensor parallel Shard placements"
         )
     return box
 
@@ -128,11 +128,11 @@ class _TensorInfo:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's parameters and persistent buffers by name; tied ones once."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    """Return this rank's parameters and persistent buffers by name; tied ones once."""
+    by_identity: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
+        by_identity.setdefault(id(tensor), (name, tensor))
+    return dict(by_identity.values())
 
 
 @torch.no_grad()
@@ -140,30 +140,30 @@ def gather_full_tensors(
     model: nn.Module,
     ranks: Ranks,
     copies: Mapping[str, str] | None = None,
-    wanted: Callable[[str], bool] | None = None,
+    include: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and persistent buffer, in full, in its own dtype, on the ranks' device.
+    """Yield every parameter and persistent buffer, in full, in its own dtype, on the ranks' device.
 
     All ranks must iterate to the end together: each step is a collective, yields the same name and
     tensor on all of them, and needs memory for that tensor. A tensor may be the model's own
     storage: read it, or copy. `copies` maps this rank's tensors that repeat one of another stage (a
-    tied head) to the name of that one; they are left out. `wanted`: of which names; None: of all.
+    tied head) to the name of that one; they are left out. `include`: which names; None: all.
     """
     fsdp.reshard(model)
-    own = {
+    local = {
         name: tensor
         for name, tensor in named_tensors(model).items()
-        if name not in (copies or {}) and (wanted is None or wanted(name))
+        if name not in (copies or {}) and (include is None or include(name))
     }
     stages = ranks.group("pp")
-    for entry in _tensor_infos(own, ranks):
+    for entry in _tensor_infos(local, ranks):
         if entry.stage == ranks.index("pp"):
-            whole = _full_tensor(own[entry.name])
+            full = _full_tensor(local[entry.name])
         else:
-            whole = torch.empty(entry.shape, dtype=entry.dtype, device=_device(ranks))
+            full = torch.empty(entry.shape, dtype=entry.dtype, device=_device(ranks))
         if stages is not None:
-            dist.broadcast(whole, group_src=entry.stage, group=stages)
-        yield entry.name, whole
+            dist.broadcast(full, group_src=entry.stage, group=stages)
+        yield entry.name, full
 
 
 @torch.no_grad()
@@ -180,22 +180,22 @@ def load_full_tensors(
     a wrong shape.
     """
     fsdp.reshard(model)
-    own = named_tensors(model)
-    sources = {name: (copies or {}).get(name, name) for name in own}
-    for name, tensor in own.items():
-        given = tensors.get(sources[name])
-        if given is None or given.shape != tensor.shape:
-            there = "missing" if given is None else f"of shape {list(given.shape)}"
+    local = named_tensors(model)
+    sources = {name: (copies or {}).get(name, name) for name in local}
+    for name, tensor in local.items():
+        source = tensors.get(sources[name])
+        if source is None or source.shape != tensor.shape:
+            problem = "missing" if source is None else f"of shape {list(source.shape)}"
             raise CheckpointError(
-                f"the weights are of another model: {sources[name]!r} is {there}, this model wants "
-                f"{list(tensor.shape)}; load those of the same configuration"
+                f"the weights are of another model: {sources[name]!r} is {problem}, this model "
+                f"wants {list(tensor.shape)}; load those of the same configuration"
             )
-    for name, tensor in own.items():
+    for name, tensor in local.items():
         local_tensor(tensor).copy_(shard_like(tensors[sources[name]], tensor))
 
 
-def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """The shard of `whole`, a view, that this rank stores of a parameter `like` it.
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """Return the shard of `full`, a view, that this rank stores of a parameter `like` it.
 
     Raises ValueError for placements other than those of FSDP and tensor parallelism.
     """
@@ -203,11 +203,11 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
         if not isinstance(placement, DTensorShard | _StridedShard | Replicate):
             raise ValueError(f"a parameter can't be loaded into the placement {placement}")
     box = local_box(like)
-    return whole[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
+    return full[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor, by collectives of the ranks that share it."""
+    """Return the full tensor, by collectives of the ranks that share it."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     part: Any = tensor.detach().to(tensor.device_mesh.device_type)  # it may be offloaded
@@ -218,18 +218,18 @@ def _full_tensor(tensor: Tensor) -> Tensor:
     return local_tensor(part)
 
 
-def _tensor_infos(own: Mapping[str, Tensor], ranks: Ranks) -> list[_TensorInfo]:
-    """What `gather_full_tensors` yields: the first stage's tensors in order, then the next's."""
+def _tensor_infos(local: Mapping[str, Tensor], ranks: Ranks) -> list[_TensorInfo]:
+    """List what `gather_full_tensors` yields: tensors in order, stage by stage."""
     stage, group = ranks.index("pp"), ranks.group("pp")
-    mine = [_TensorInfo(name, tuple(t.shape), t.dtype, stage) for name, t in own.items()]
+    infos = [_TensorInfo(name, tuple(t.shape), t.dtype, stage) for name, t in local.items()]
     if group is None:
-        return mine
+        return infos
     stages: list[list[_TensorInfo]] = [[] for _ in range(ranks.size("pp"))]
-    dist.all_gather_object(stages, mine, group=group)
-    found: dict[str, _TensorInfo] = {}
+    dist.all_gather_object(stages, infos, group=group)
+    by_name: dict[str, _TensorInfo] = {}
     for entry in (entry for entries in stages for entry in entries):
-        found.setdefault(entry.name, entry)  # a buffer may be on all stages
-    return list(found.values())
+        by_name.setdefault(entry.name, entry)  # a buffer may be on all stages
+    return list(by_name.values())
 
 
 def _device(ranks: Ranks) -> torch.device:

@@ -33,7 +33,7 @@ from engine.parallel.process_groups import Ranks
 
 
 def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Deal `layers` to `stages` in order, to minimise the heaviest stage.
+    """Assign `layers` to `stages` in order, to minimise the heaviest stage.
 
     `first` and `last` are what the end stages carry besides, in layers' worth. Each stage gets one
     layer at least. Raises ConfigError when there are too few.
@@ -58,7 +58,7 @@ def split_layers(layers: int, stages: int, first: float = 0.0, last: float = 0.0
 
 
 def layers_by_stage(shape: ModelShape, stages: int) -> list[range]:
-    """The layers of each stage of a model, the head's work weighed against a layer's."""
+    """Return the layers of each stage of a model, the head's work weighed against a layer's."""
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     layer = attention + 3 * shape.hidden * shape.intermediate
     return split_layers(shape.layers, stages, last=shape.vocab * shape.hidden / layer)
@@ -109,11 +109,11 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         return f"{self._decoder_name}.{self._plan.embedding}"
 
     def get_input_embeddings(self) -> nn.Module | None:
-        """The embedding; None on all stages but the first."""
+        """Return the embedding; None on all stages but the first."""
         return self.get_submodule(self.embedding_name) if self.first else None
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head, a critic's value head too; None on all stages but the last."""
+        """Return the head, a critic's value head too; None on all stages but the last."""
         return self.get_submodule(self._head_name) if self.last else None
 
     def forward(
@@ -128,11 +128,11 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         masks = self._masks(hidden.dtype, inputs, segments is not None)
         packed = {} if segments is None else {"segments": segments}
         for number, layer in zip(self.layer_numbers, self.layers, strict=True):
-            kind = self._kind(number)
+            layer_type = self._layer_type(number)
             hidden = layer(
                 hidden,
-                attention_mask=masks[kind],
-                position_embeddings=rotary[kind],
+                attention_mask=masks[layer_type],
+                position_embeddings=rotary[layer_type],
                 position_ids=position_ids,
                 past_key_values=None,
                 use_cache=False,
@@ -145,7 +145,7 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         return hidden
 
     def _embed(self, decoder: nn.Module, ids: Tensor) -> Tensor:
-        """What the first layer reads; Granite scales it, StarCoder2 has dropout of its own."""
+        """Embed token ids; Granite scales the embeddings, StarCoder2 drops some out."""
         hidden = ids
         for name in self._plan.before:
             hidden = decoder.get_submodule(name)(hidden)
@@ -154,26 +154,28 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         return nn.functional.dropout(hidden, dropout, self.training)
 
     def _rotary(self, hidden: Tensor, position_ids: Tensor) -> dict[str, object]:
-        """Cosines and sines by kind of layer; only Gemma 3's differ."""
-        kinds = {self._kind(number) for number in self.layer_numbers}
+        """Compute cosines and sines by type of layer; only Gemma 3's differ."""
+        layer_types = {self._layer_type(number) for number in self.layer_numbers}
         rotary = self.rotary_emb
         if hasattr(rotary, "layer_types"):
-            return {kind: rotary(hidden, position_ids, kind) for kind in kinds}
-        return dict.fromkeys(kinds, rotary(hidden, position_ids))
+            return {
+                layer_type: rotary(hidden, position_ids, layer_type) for layer_type in layer_types
+            }
+        return dict.fromkeys(layer_types, rotary(hidden, position_ids))
 
-    def _kind(self, number: int) -> str:
-        """What a layer attends to, as its configuration has it."""
-        kinds = getattr(self.config, "layer_types", None)
-        if kinds is not None:
-            return str(kinds[number])
+    def _layer_type(self, number: int) -> str:
+        """Return the type of a layer's attention, from the configuration."""
+        layer_types = getattr(self.config, "layer_types", None)
+        if layer_types is not None:
+            return str(layer_types[number])
         window = getattr(self.config, "sliding_window", None)
         return "full_attention" if window is None else "sliding_attention"
 
     def _masks(self, dtype: torch.dtype, inputs: Tensor, packed: bool) -> dict[str, object]:
-        """Attention masks by kind; None where the attention kernel is causal by itself."""
-        kinds = {self._kind(number) for number in self.layer_numbers}
+        """Make attention masks by type of layer; None where the kernel is causal by itself."""
+        layer_types = {self._layer_type(number) for number in self.layer_numbers}
         if packed:  # attention over segments reads none
-            return dict.fromkeys(kinds, inputs.new_zeros(1, 1, 1, 1))
+            return dict.fromkeys(layer_types, inputs.new_zeros(1, 1, 1, 1))
         make = {
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
@@ -181,10 +183,10 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         shape = (*inputs.shape[:2], 1)  # only dtype and the first two sizes are read
         like = torch.empty(1, dtype=dtype, device=inputs.device).expand(shape)
         return {
-            kind: make[kind](
+            layer_type: make[layer_type](
                 config=self.config, inputs_embeds=like, attention_mask=None, past_key_values=None
             )
-            for kind in kinds
+            for layer_type in layer_types
         }
 
 
@@ -196,8 +198,8 @@ def extract_stage(model: Any, stage: int, stages: int) -> PipelineStage:
     embedding's and the head's name. Raises ConfigError for a model that is not of `FAMILIES`.
     """
     critic = _is_critic(model)
-    whole: Any = model.backbone if critic else model.base_model
-    config = whole.config
+    base: Any = model.backbone if critic else model.base_model
+    config = base.config
     if config.model_type not in FAMILIES:
         raise ConfigError(
             f"a model of type {config.model_type!r} can't be cut into pp={stages} stages, only "
@@ -205,52 +207,47 @@ def extract_stage(model: Any, stage: int, stages: int) -> PipelineStage:
         )
     layers = layers_by_stage(ModelShape.of(config), stages)[stage]
     names = ("backbone", "head") if critic else (model.base_model_prefix, "lm_head")
-    cut = PipelineStage(config, stage, stages, *names)
+    part = PipelineStage(config, stage, stages, *names)
     plan, decoder = DecoderPlan.of(config), nn.Module()
-    for name in plan.before if cut.first else ():
-        decoder.add_module(name, whole.get_submodule(name))
-    decoder.layers = nn.ModuleDict({str(number): whole.layers[number] for number in layers})
-    for name in plan.after if cut.last else ():
-        decoder.add_module(name, whole.get_submodule(name))
-    decoder.rotary_emb = whole.rotary_emb
-    cut.add_module(names[0], decoder)
-    if cut.last:
-        cut.add_module(names[1], model.get_submodule(names[1]))
-    cut.tied = _tied(model, cut, names)
-    _keep_adapters(model, cut)
-    return cut.train(model.training)
+    for name in plan.before if part.first else ():
+        decoder.add_module(name, base.get_submodule(name))
+    decoder.layers = nn.ModuleDict({str(number): base.layers[number] for number in layers})
+    for name in plan.after if part.last else ():
+        decoder.add_module(name, base.get_submodule(name))
+    decoder.rotary_emb = base.rotary_emb
+    part.add_module(names[0], decoder)
+    if part.last:
+        part.add_module(names[1], model.get_submodule(names[1]))
+    part.tied = _tied(model, part, names)
+    if getattr(model, "peft_config", None):  # adapters are switched on the stage as on the model
+        part.peft_config = model.peft_config
+        part._hf_peft_config_loaded = True
+    return part.train(model.training)
 
 
 def _is_critic(model: nn.Module) -> bool:
     return hasattr(model, "backbone")
 
 
-def _tied(model: Any, cut: PipelineStage, names: tuple[str, str]) -> tuple[str, ...]:
-    """Names of this stage's copy of a matrix that embedding and head are, in two stages."""
-    if _is_critic(model) or cut.stages == 1:
+def _tied(model: Any, part: PipelineStage, names: tuple[str, str]) -> tuple[str, ...]:
+    """Return names of this stage's copy of a matrix that embedding and head are, in two stages."""
+    if _is_critic(model) or part.stages == 1:
         return ()
     ends: tuple[object, object] = (model.get_input_embeddings(), model.get_output_embeddings())
     if getattr(ends[0], "weight", None) is not getattr(ends[1], "weight", None):
         return ()
-    if cut.first:
-        return (f"{cut.embedding_name}.weight",)
-    return (f"{names[1]}.weight",) if cut.last else ()
-
-
-def _keep_adapters(model: nn.Module, cut: PipelineStage) -> None:
-    """Let the adapters that are in the layers be switched on the stage as on the model."""
-    if getattr(model, "peft_config", None):
-        cut.peft_config = model.peft_config  # type: ignore[assignment]
-        cut._hf_peft_config_loaded = True
+    if part.first:
+        return (f"{part.embedding_name}.weight",)
+    return (f"{names[1]}.weight",) if part.last else ()
 
 
 def tied_across_stages(stage: nn.Module) -> set[str]:
-    """Names of this stage's parameters of which another stage has a copy: none, or one."""
+    """Return names of this stage's parameters of which another stage has a copy: none, or one."""
     return set(stage.tied) if isinstance(stage, PipelineStage) else set()
 
 
 def tied_duplicates(stage: nn.Module) -> set[nn.Parameter]:
-    """Parameters that a global gradient norm finds in another stage already."""
+    """Return the parameters that a global gradient norm finds in another stage already."""
     if not isinstance(stage, PipelineStage) or stage.first:
         return set()
     return {stage.get_parameter(name) for name in stage.tied}
@@ -292,10 +289,10 @@ def _require_alike(gradient: Tensor, local: Tensor, name: str, ranks: Ranks) -> 
 
 def _swap(tensor: Tensor, ranks: Ranks) -> Tensor:
     """Send `tensor` to the pipeline's other end; return what comes from there."""
-    group, other = ranks.group("pp"), ranks.size("pp") - 1 - ranks.index("pp")
+    group, other_end = ranks.group("pp"), ranks.size("pp") - 1 - ranks.index("pp")
     tensor, received = tensor.contiguous(), torch.empty_like(tensor).contiguous()
-    sends = dist.P2POp(dist.isend, tensor, group=group, group_peer=other)
-    receives = dist.P2POp(dist.irecv, received, group=group, group_peer=other)
+    sends = dist.P2POp(dist.isend, tensor, group=group, group_peer=other_end)
+    receives = dist.P2POp(dist.irecv, received, group=group, group_peer=other_end)
     for work in dist.batch_isend_irecv([sends, receives]):
         work.wait()
     return received
@@ -327,7 +324,7 @@ class Pipeline:
     def run(
         self,
         inputs: Sequence[Tensor],
-        read: OnHidden,
+        on_hidden: OnHidden,
         *,
         backward: bool,
         positions: Sequence[Tensor] | None = None,
@@ -338,9 +335,9 @@ class Pipeline:
         Every rank of the pipeline gets the same shapes; the first one's ids are read, and
         `positions` [b_i, L_i] on all, if rows don't start at position 0; `segments` are those of
         packed rows, None for a micro-batch of padded ones. On the last stage
-        `read(i, hidden)` is called once a micro-batch, in order. With `backward` it returns the
-        scalar loss, or None where there is none, and the gradients of all losses' SUM are added to
-        the parameters'; they are never averaged. Without, nothing is recorded for gradients.
+        `on_hidden(i, hidden)` is called once a micro-batch, in order. With `backward` it returns
+        the scalar loss, or None where there is none, and the gradients of all losses' SUM are added
+        to the parameters'; they are never averaged. Without, nothing is recorded for gradients.
 
         Ranks that share weights (FSDP) must come with equally many micro-batches: fill up with one
         token, `torch.zeros(1, 1)`, whose loss is None. With FSDP gathered weights and whole
@@ -358,7 +355,7 @@ class Pipeline:
                 parts = self._stage, self._ranks, self._like, self._device
                 scheduled = _ScheduledStage(*parts, *key)
             with torch.set_grad_enabled(backward):
-                scheduled.run(inputs, read, positions, segments)
+                scheduled.run(inputs, on_hidden, positions, segments)
         except Exception as error:
             cause = _cause(error)
             index, stages = self._ranks.index("pp"), self._ranks.size("pp")
@@ -403,23 +400,23 @@ class _ScheduledStage(TorchPipelineStage):
         self._inputs: Sequence[Tensor] = ()
         self._positions: Sequence[Tensor] | None = None
         self._segments: Sequence[object] | None = None
-        self._read: OnHidden = _nothing
-        kind = Schedule1F1B if count >= self.num_stages else ScheduleGPipe
-        self._schedule = kind(self, count, self._loss if backward else None, scale_grads=False)
+        self._on_hidden: OnHidden = _nothing
+        schedule = Schedule1F1B if count >= self.num_stages else ScheduleGPipe
+        self._schedule = schedule(self, count, self._loss if backward else None, scale_grads=False)
 
     def run(
         self,
         inputs: Sequence[Tensor],
-        read: OnHidden,
+        on_hidden: OnHidden,
         positions: Sequence[Tensor] | None,
         segments: Sequence[object] | None,
     ) -> None:
         """Run all micro-batches; see `Pipeline.run`."""
-        self._inputs, self._read = inputs, read
+        self._inputs, self._on_hidden = inputs, on_hidden
         self._positions, self._segments = positions, segments
         self._schedule.step(target=torch.arange(self._count), return_outputs=False)
         self.clear_runtime_states()
-        self._inputs, self._read = (), _nothing
+        self._inputs, self._on_hidden = (), _nothing
         self._positions = self._segments = None
 
     def forward_one_chunk(
@@ -439,12 +436,12 @@ class _ScheduledStage(TorchPipelineStage):
         if not self.is_last:
             self._check(hidden, fwd_chunk_id)
         elif not self.has_backward:
-            self._read(fwd_chunk_id, hidden)
+            self._on_hidden(fwd_chunk_id, hidden)
         return hidden
 
     def _loss(self, hidden: Tensor, number: Tensor) -> Tensor:
-        """What to go backward from; of gradient 0 where the micro-batch has no loss."""
-        loss = self._read(int(number), hidden)
+        """Return the loss; its gradient is 0 where the micro-batch has none."""
+        loss = self._on_hidden(int(number), hidden)
         if loss is None or not loss.requires_grad:
             return hidden.flatten()[:0].sum()
         return loss.clone()  # not a view, so that it can be detached
@@ -531,5 +528,5 @@ def _nothing(number: int, hidden: Tensor) -> None:
 
 
 def _cause(error: Exception) -> BaseException:
-    """The error itself, out of the library's RuntimeError about which chunk it was."""
+    """Return the error itself, out of the library's RuntimeError about which chunk it was."""
     return error.__cause__ if type(error) is RuntimeError and error.__cause__ else error

@@ -60,22 +60,22 @@ class Ranks:
         if layout.world_size == 1:
             return cls(layout)
         if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
-            there = dist.get_world_size() if dist.is_initialized() else 1
+            world_size = dist.get_world_size() if dist.is_initialized() else 1
             raise WorkerError(
-                f"the layout {layout} needs {layout.world_size} ranks, {there} have met; start one "
-                "process a rank"
+                f"the layout {layout} needs {layout.world_size} ranks, {world_size} have met; "
+                "start one process a rank"
             )
         mesh = init_device_mesh(device_type, tuple(layout.sizes.values()), mesh_dim_names=AXES)
         for axis in AXES:
-            _hurry(mesh[axis].get_group())
+            _set_timeout(mesh[axis].get_group())
         return cls(layout, dist.get_rank(), mesh)
 
     def size(self, *axes: str) -> int:
-        """Number of ranks that differ from this one in `axes` only, itself included."""
+        """Return the number of ranks that differ from this one in `axes` only, itself included."""
         return math.prod(getattr(self.layout, axis) for axis in axes)
 
     def index(self, *axes: str) -> int:
-        """This rank's number among those, as `Layout.groups` lists them."""
+        """Return this rank's number among those, as `Layout.groups` lists them."""
         where, index = self.layout.coordinates(self.rank), 0
         for axis in AXES:
             if axis in axes:
@@ -83,21 +83,21 @@ class Ranks:
         return index
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The one-dimensional mesh of those ranks; `axes` in the order of AXES."""
+        """Return the one-dimensional mesh of those ranks; `axes` in the order of AXES."""
         assert self.mesh is not None, "a rank alone has no mesh"
         if len(axes) == 1:
             return self.mesh[axes[0]]
         flat = self.mesh[axes]._flatten("_".join(axes))
-        _hurry(flat.get_group())
+        _set_timeout(flat.get_group())
         return flat
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group of those ranks; None where this rank is the only one."""
+        """Return the process group of those ranks; None where this rank is the only one."""
         used = [axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1]
         return self.submesh(*used).get_group() if used else None
 
     def sum_over(self, value: Tensor, axes: Sequence[str]) -> Tensor:
-        """`value` summed over those ranks; `value` itself stays as it is."""
+        """Sum `value` over those ranks; `value` itself stays as it is."""
         group = self.group(*axes)
         if group is None:
             return value
@@ -106,7 +106,7 @@ class Ranks:
         return total
 
     def max_over(self, value: int, axes: Sequence[str]) -> int:
-        """The largest of those ranks' values."""
+        """Return the largest of those ranks' values."""
         group = self.group(*axes)
         if group is None:
             return value
@@ -116,9 +116,9 @@ class Ranks:
         return int(largest)
 
 
-def _hurry(group: dist.ProcessGroup) -> None:
+def _set_timeout(group: dist.ProcessGroup) -> None:
     """Give a group of a mesh the deadline that the ranks joined with: it has torch's 30 minutes."""
-    whole = dist.distributed_c10d._get_default_group()
-    device = "cpu" if "gloo" in str(dist.get_backend_config(whole)) else "cuda"
-    backend = whole._get_backend(torch.device(device))
+    default_group = dist.distributed_c10d._get_default_group()
+    device = "cpu" if "gloo" in str(dist.get_backend_config(default_group)) else "cuda"
+    backend = default_group._get_backend(torch.device(device))
     dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)

@@ -61,12 +61,12 @@ class TransferGroup:
 
 
 def shards_by_rank(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
-    """Each rank's shards."""
-    found: dict[int, list[Shard]] = defaultdict(list)
-    for one in shards:
-        for rank in one.ranks:
-            found[rank].append(one)
-    return dict(found)
+    """Sort shards by the ranks that store them."""
+    by_rank: dict[int, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        for rank in shard.ranks:
+            by_rank[rank].append(shard)
+    return dict(by_rank)
 
 
 def make_transfer_groups(source: ShardMap, target: ShardMap) -> list[TransferGroup]:
@@ -84,18 +84,18 @@ def make_transfer_groups(source: ShardMap, target: ShardMap) -> list[TransferGro
         return seen[id(shards)]
 
     groups: dict[object, TransferGroup] = {}
-    for name, wanted in target.parameters.items():
-        there = source.parameters.get(name)
-        if there is None or there.shape != wanted.shape:
-            what = f"holds {list(there.shape)}" if there else "has no such parameter"
+    for name, parameter in target.parameters.items():
+        held = source.parameters.get(name)
+        if held is None or held.shape != parameter.shape:
+            problem = f"holds {list(held.shape)}" if held else "has no such parameter"
             raise ModelError(
-                f"rollout wants {name!r} {list(wanted.shape)}, but the trainer {what}; use the "
-                "same model on both sides, and its names in the whole model"
+                f"rollout wants {name!r} {list(parameter.shape)}, but the trainer {problem}; use "
+                "the same model on both sides, and its names in the whole model"
             )
         dtype = target.dtypes[name]
-        key = (number(there.shards), number(wanted.shards), wanted.shape, dtype)
+        key = (number(held.shards), number(parameter.shards), parameter.shape, dtype)
         group = groups.setdefault(
-            key, TransferGroup([], wanted.shape, dtype, there.shards, wanted.shards)
+            key, TransferGroup([], parameter.shape, dtype, held.shards, parameter.shards)
         )
         group.names.append(name)
     for group in groups.values():
@@ -104,35 +104,35 @@ def make_transfer_groups(source: ShardMap, target: ShardMap) -> list[TransferGro
 
 
 def _find_transfers(group: TransferGroup) -> Iterable[Transfer]:
-    """What ranks lack of a group's target, in boxes with the same holders."""
+    """Find what ranks lack of a group's target, in boxes with the same holders."""
     _check_disjoint(group)
-    receivers_of: dict[Box, set[int]] = defaultdict(set)
+    receivers_by_box: dict[Box, set[int]] = defaultdict(set)
     for shard in group.target:
-        receivers_of[shard.box].update(shard.ranks)
+        receivers_by_box[shard.box].update(shard.ranks)
     available = disjoint_boxes((shard.box, shard.ranks) for shard in group.source)
-    for wanted, ranks in receivers_of.items():
+    for wanted_box, ranks in receivers_by_box.items():
         covered = 0
         for tile, holders in available:
-            box = wanted.intersect(tile)
+            box = wanted_box.intersect(tile)
             if box is None:
                 continue
             covered += box.elements
             receivers = sorted(ranks.difference(holders))
             if receivers:
                 yield Transfer(box, holders, np.array(receivers, np.int32))
-        if covered != wanted.elements:
+        if covered != wanted_box.elements:
             raise ModelError(
-                f"no rank holds {wanted.elements - covered} of the {wanted.elements} elements of "
-                f"{group.names[0]!r} that rollout rank {min(ranks)} wants; the trainer's ranks "
-                "must hold the whole model together"
+                f"no rank holds {wanted_box.elements - covered} of the {wanted_box.elements} "
+                f"elements of {group.names[0]!r} that rollout rank {min(ranks)} wants; the "
+                "trainer's ranks must hold the whole model together"
             )
 
 
 def _check_disjoint(group: TransferGroup) -> None:
     """Raise ConfigError for a target that wants an element twice on one rank."""
     for rank, shards in shards_by_rank(group.target).items():
-        for i, one in enumerate(shards):
-            if any(one.box.intersect(other.box) for other in shards[:i]):
+        for i, shard in enumerate(shards):
+            if any(shard.box.intersect(earlier.box) for earlier in shards[:i]):
                 raise ConfigError(
                     f"rank {rank} wants elements of {group.names[0]!r} in two places; share one "
                     "storage between them"
@@ -158,19 +158,19 @@ def choose_senders(groups: Sequence[TransferGroup], world_size: int, hosts: Sequ
 def _assign_senders(
     transfer: Transfer, size: int, load: list[int], hosts: Sequence[str]
 ) -> RankArray:
-    """The sender of each receiver; adds `size` bytes for each to its sender's load."""
-    near: dict[str, list[int]] = defaultdict(list)
+    """Return the sender of each receiver; adds `size` bytes for each to its sender's load."""
+    by_host: dict[str, list[int]] = defaultdict(list)
     for rank in transfer.holders if hosts else ():
-        near[hosts[rank]].append(rank)
+        by_host[hosts[rank]].append(rank)
     queues: dict[str, list[tuple[int, int]]] = {}
     senders = np.empty(len(transfer.receivers), np.int32)
     for i, receiver in enumerate(transfer.receivers.tolist()):
-        host = hosts[receiver] if hosts and hosts[receiver] in near else ""
+        host = hosts[receiver] if hosts and hosts[receiver] in by_host else ""
         if host not in queues:
-            queues[host] = [(load[rank], rank) for rank in near.get(host, transfer.holders)]
+            queues[host] = [(load[rank], rank) for rank in by_host.get(host, transfer.holders)]
             heapq.heapify(queues[host])
-        before, sender = queues[host][0]
-        heapq.heapreplace(queues[host], (before + size, sender))
+        bytes_sent, sender = queues[host][0]
+        heapq.heapreplace(queues[host], (bytes_sent + size, sender))
         load[sender] += size
         senders[i] = sender
     return senders
@@ -212,20 +212,20 @@ class RankPlan:
     max_traffic: dict[torch.dtype, tuple[int, int]]
 
     def target_shapes(self) -> dict[str, Index]:
-        """Shapes of target tensors just large enough for what this rank wants, by storage name."""
+        """Return the smallest target shapes for what this rank wants, by storage name."""
         ends: dict[str, Index] = {}
-        taken = [(s.parameter, s.start, s.size) for s in self.receives]
-        taken += [(k.parameter, k.target, k.size) for k in self.local_copies]
-        for name, start, size in taken:
+        boxes = [(s.parameter, s.start, s.size) for s in self.receives]
+        boxes += [(k.parameter, k.target, k.size) for k in self.local_copies]
+        for name, start, size in boxes:
             end = tuple(a + n for a, n in zip(start, size, strict=True))
-            before = ends.get(self.storages[name], end)
-            ends[self.storages[name]] = tuple(map(max, before, end))
+            known_end = ends.get(self.storages[name], end)
+            ends[self.storages[name]] = tuple(map(max, known_end, end))
         return ends
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """All ranks' parts. `for_rank` writes one out; the totals need none of them."""
+    """The parts of all ranks. `for_rank` writes one out; the totals need none of them."""
 
     source: ShardMap
     target: ShardMap
@@ -245,12 +245,12 @@ class ReshardPlan:
     @property
     def lower_bound(self) -> ByteCounts:
         """Bytes that each rank wants and lacks, [W]: from the shard maps alone."""
-        return self._wanted(lacking=True)
+        return self._target_bytes(lacking=True)
 
     @property
     def kept(self) -> ByteCounts:
         """Bytes that each rank wants and has already, [W]."""
-        return self._wanted() - self._wanted(lacking=True)
+        return self._target_bytes() - self._target_bytes(lacking=True)
 
     @property
     def model_bytes(self) -> int:
@@ -258,16 +258,16 @@ class ReshardPlan:
         return sum(g.dtype.itemsize * math.prod(g.shape) * len(g.names) for g in self.groups)
 
     def for_rank(self, rank: int) -> RankPlan:
-        """Slices that `rank` sends, receives and copies."""
+        """Return the slices that `rank` sends, receives and copies."""
         sends: list[RemoteSlice] = []
         receives: list[RemoteSlice] = []
         local_copies: list[LocalCopy] = []
         storages: dict[str, str] = {}
         for group in self.groups:
-            own = shards_by_rank(group.source).get(rank, [])
-            wanted = shards_by_rank(group.target).get(rank, [])
-            routes = list(_routes(group, rank, own, wanted))
-            overlaps = list(_overlaps(own, wanted))
+            sources = shards_by_rank(group.source).get(rank, [])
+            targets = shards_by_rank(group.target).get(rank, [])
+            routes = list(_routes(group, rank, sources, targets))
+            overlaps = list(_overlaps(sources, targets))
             for turn, name in enumerate(group.names):
                 for start, size, peers, outgoing in routes:
                     slices = [
@@ -275,7 +275,7 @@ class ReshardPlan:
                     ]
                     (sends if outgoing else receives).extend(slices)
                 local_copies.extend(LocalCopy(name, *overlap) for overlap in overlaps)
-                if wanted:
+                if targets:
                     storages[name] = self.target.parameters[name].storage
         return RankPlan(
             rank=rank,
@@ -296,14 +296,14 @@ class ReshardPlan:
             total += dtype.itemsize * matrix.sum(axis=axis)
         return total
 
-    def _wanted(self, lacking: bool = False) -> ByteCounts:
+    def _target_bytes(self, lacking: bool = False) -> ByteCounts:
         total = np.zeros(self.target.world_size, np.int64)
         for group in self.groups:
-            own = shards_by_rank(group.source) if lacking else {}
+            sources = shards_by_rank(group.source) if lacking else {}
             size = group.dtype.itemsize * len(group.names)
             for shard in group.target:
                 for rank in shard.ranks:
-                    parts = subtract_all(shard.box, (one.box for one in own.get(rank, ())))
+                    parts = subtract_all(shard.box, (held.box for held in sources.get(rank, ())))
                     total[rank] += size * sum(part.elements for part in parts)
         return total
 
@@ -333,41 +333,41 @@ def plan_reshard(source: ShardMap, target: ShardMap) -> ReshardPlan:
 
 
 def _routes(
-    group: TransferGroup, rank: int, own: list[Shard], wanted: list[Shard]
+    group: TransferGroup, rank: int, sources: list[Shard], targets: list[Shard]
 ) -> Iterator[tuple[Index, Index, list[list[int]], bool]]:
     """Start and size of each box that `rank` sends or gets, its peers by turn, whether it sends."""
     for transfer in group.transfers:
         incoming = [row[transfer.receivers == rank].tolist() for row in transfer.senders]
         if any(incoming):
-            yield _start(transfer.box, wanted), transfer.box.size, incoming, False
+            yield _start(transfer.box, targets), transfer.box.size, incoming, False
         outgoing = [transfer.receivers[row == rank].tolist() for row in transfer.senders]
         if any(outgoing):
-            yield _start(transfer.box, own), transfer.box.size, outgoing, True
+            yield _start(transfer.box, sources), transfer.box.size, outgoing, True
 
 
-def _start(box: Box, among: list[Shard]) -> Index:
-    """Where `box` begins in the storage of the shard that has all of it."""
-    shard = next(one for one in among if one.box.intersect(box) == box)
+def _start(box: Box, shards: list[Shard]) -> Index:
+    """Find where `box` begins in the storage of the shard that has all of it."""
+    shard = next(shard for shard in shards if shard.box.intersect(box) == box)
     return box.start_in(shard.box, shard.start)
 
 
-def _overlaps(own: list[Shard], wanted: list[Shard]) -> Iterator[tuple[Index, Index, Index]]:
-    """Starts in source and target, and size, of what is in both; each element once."""
-    for want in wanted:
-        left = [want.box]
-        for have in own:
-            for common in filter(None, (part.intersect(have.box) for part in left)):
-                source = common.start_in(have.box, have.start)
-                yield source, common.start_in(want.box, want.start), common.size
-            left = [rest for part in left for rest in part.subtract(have.box)]
+def _overlaps(sources: list[Shard], targets: list[Shard]) -> Iterator[tuple[Index, Index, Index]]:
+    """Yield starts in source and target, and size, of what is in both; each element once."""
+    for target in targets:
+        missing = [target.box]
+        for held in sources:
+            for common in filter(None, (part.intersect(held.box) for part in missing)):
+                source = common.start_in(held.box, held.start)
+                yield source, common.start_in(target.box, target.start), common.size
+            missing = [piece for part in missing for piece in part.subtract(held.box)]
 
 
 def _max_traffic(matrix: NDArray[np.int64]) -> tuple[int, int]:
-    """The most elements that a rank of a [from, to] matrix sends or gets, and the most peers."""
+    """Return the maxima over ranks of a [from, to] matrix: elements sent or got, and peers."""
     used = matrix > 0
-    most = max(matrix.sum(axis=0).max(), matrix.sum(axis=1).max())
+    elements = max(matrix.sum(axis=0).max(), matrix.sum(axis=1).max())
     peers = max(used.sum(axis=0).max(), used.sum(axis=1).max())
-    return int(most), int(peers)
+    return int(elements), int(peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,14 +411,14 @@ def make_all_to_alls(plan: RankPlan, bucket_bytes: int) -> Iterator[AllToAll]:
     element of each peer.
     """
     for dtype in sorted(plan.max_traffic, key=str):
-        most, peers = plan.max_traffic[dtype]
+        elements, peers = plan.max_traffic[dtype]
         room = bucket_bytes // dtype.itemsize - peers  # a part may be one element above the mean
-        if most and room < 1:
+        if elements and room < 1:
             raise ConfigError(
                 f"buckets of {bucket_bytes} bytes are too small for {peers} peers; raise "
                 "bucket_bytes"
             )
-        count = math.ceil(most / room) if most else 0
+        count = math.ceil(elements / room) if elements else 0
         outgoing = _by_peer(s for s in plan.sends if plan.dtypes[s.parameter] == dtype)
         incoming = _by_peer(s for s in plan.receives if plan.dtypes[s.parameter] == dtype)
         for number in range(count):
@@ -431,37 +431,37 @@ def make_all_to_alls(plan: RankPlan, bucket_bytes: int) -> Iterator[AllToAll]:
 
 @dataclass(frozen=True, slots=True)
 class _PeerSlices:
-    """All slices from or to one peer, end to end."""
+    """The slices from or to one peer, end to end."""
 
     slices: Sequence[RemoteSlice]
     ends: Sequence[int]  # elements up to the end of each slice
 
     def cut(self, start: int, stop: int, offset: int) -> Iterator[BucketSlice]:
-        """The boxes of elements `start` to `stop`, laid out from `offset` on."""
+        """Yield the boxes of elements `start` to `stop`, laid out from `offset` on."""
         number = bisect_right(self.ends, start)
         while start < stop:
-            one, end = self.slices[number], self.ends[number]
-            before = end - math.prod(one.size)
-            until = min(stop, end)
-            for box in flat_range(one.size, start - before, until - before):
-                at = tuple(a + b for a, b in zip(one.start, box.offset, strict=True))
-                yield BucketSlice(one.parameter, at, box.size, offset, box.elements)
+            piece, end = self.slices[number], self.ends[number]
+            slice_start = end - math.prod(piece.size)
+            slice_stop = min(stop, end)
+            for box in flat_range(piece.size, start - slice_start, slice_stop - slice_start):
+                at = tuple(a + b for a, b in zip(piece.start, box.offset, strict=True))
+                yield BucketSlice(piece.parameter, at, box.size, offset, box.elements)
                 offset += box.elements
-            start, number = until, number + 1
+            start, number = slice_stop, number + 1
 
 
 def _by_peer(slices: Iterable[RemoteSlice]) -> dict[int, _PeerSlices]:
-    found: dict[int, list[RemoteSlice]] = defaultdict(list)
-    for one in slices:
-        found[one.peer].append(one)
+    by_peer: dict[int, list[RemoteSlice]] = defaultdict(list)
+    for piece in slices:
+        by_peer[piece.peer].append(piece)
     return {
-        peer: _PeerSlices(some, list(accumulate(math.prod(one.size) for one in some)))
-        for peer, some in found.items()
+        peer: _PeerSlices(pieces, list(accumulate(math.prod(piece.size) for piece in pieces)))
+        for peer, pieces in by_peer.items()
     }
 
 
 def _bucket(by_peer: dict[int, _PeerSlices], world_size: int, number: int, count: int) -> Bucket:
-    """Part `number` of `count` of each slices_of_peer."""
+    """Take part `number` of `count` of the slices of each peer."""
     slices: list[BucketSlice] = []
     counts, offset = [0] * world_size, 0
     for peer in sorted(by_peer):

@@ -49,18 +49,18 @@ def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
     group = ranks.group("sp")
     if group is None:
         return
-    found = [m for m in model.modules() if all(hasattr(m, name) for name in _ATTENTION)]
-    _check_model(model, found, ranks)
+    attentions = [m for m in model.modules() if all(hasattr(m, name) for name in _ATTENTION)]
+    _check_model(model, attentions, ranks)
     share = _Share(group, ranks.size("sp"), ranks.index("sp"))
-    for attention in found:  # the model itself keeps its configuration: no mask is made differently
-        own: Any = attention.config
-        ours = copy.copy(own)
-        ours._attn_implementation = _NAME
-        attention.__dict__ |= {"config": ours, _SHARE: share, _LOCAL: own}
+    for attention in attentions:  # the model keeps its configuration: its masks don't change
+        local_config: Any = attention.config
+        config = copy.copy(local_config)
+        config._attn_implementation = _NAME
+        attention.__dict__ |= {"config": config, _SHARE: share, _LOCAL: local_config}
 
 
 def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """This rank's stretch of `ids` [B, L] and its positions, both [B, L' / sp] long.
+    """Return this rank's stretch of `ids` [B, L] and its positions, both [B, L' / sp] long.
 
     Rows start at column 0 and have their padding last: causal attention alone keeps padding out,
     so L is filled up, to the next multiple L' of `sp` · `tp`, with id 0: tensor parallelism may
@@ -75,7 +75,7 @@ def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
 
 
 def split_packed(ids: Tensor, positions: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """This rank's stretch of packed rows, and its positions, both [1, T / sp] long.
+    """Return this rank's stretch of packed rows, and its positions, both [1, T / sp] long.
 
     `ids` and `positions` are [1, T]; `sp` · `tp` divides T.
     """
@@ -85,7 +85,9 @@ def split_packed(ids: Tensor, positions: Tensor, ranks: Ranks) -> tuple[Tensor, 
 
 
 def local_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Which of the tokens at whole-row columns `positions` [N] lie on this rank, of `length` each.
+    """Find the tokens on this rank, of those at columns `positions` [N] of whole rows.
+
+    Each rank has `length` columns.
 
     Returns their indices in `positions` [M] and their columns in this rank's stretch [M]; every
     token is one rank's, and M may be 0.
@@ -96,7 +98,7 @@ def local_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, 
 
 
 def sum_tokens(values: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over `sp` of `values`, of any shape; a rank's are 0 where a token isn't its own.
+    """Sum `values`, of any shape, over `sp`; a rank's are 0 where a token isn't its own.
 
     >>> mine, columns = local_tokens(positions, hidden.shape[1], ranks)       # doctest: +SKIP
     >>> picked = log_probs_of(head(hidden[rows[mine], columns]), targets[mine])
@@ -112,7 +114,7 @@ def sum_tokens(values: Tensor, ranks: Ranks) -> Tensor:
 
 
 class _Share:
-    """What an attention module must know of its ranks. Copies of a module have it in common."""
+    """What an attention module must know of its ranks. Copies of a module share it."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
         self.group, self.size, self.index = group, size, index
@@ -130,11 +132,11 @@ class _Share:
             )
         if positions is None or (self._seen is not None and self._seen() is positions):
             return
-        first, wanted = int(positions[0, 0]), self.index * query.shape[2]
-        if first != wanted:
+        first, expected = int(positions[0, 0]), self.index * query.shape[2]
+        if first != expected:
             raise WorkerError(
                 f"rank {self.index} of sp={self.size} got tokens from position {first}, its own "
-                f"start at {wanted}; pass on both results of split_tokens"
+                f"start at {expected}; pass on both results of split_tokens"
             )
         self._seen = weakref.ref(positions)  # once a pass: reading it waits for the device
 
@@ -157,7 +159,7 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention [B, L/sp, heads, d] of queries [B, heads, L/sp, d] to all tokens before them."""
+    """Attend from queries [B, heads, L/sp, d] to all tokens before them → [B, L/sp, heads, d]."""
     share: _Share = getattr(module, _SHARE)
     positions = options.pop("position_ids", None)
     if "segments" not in options:  # packed rows have positions of their own
@@ -169,23 +171,23 @@ def _attention(
     heads, kv_heads = query.shape[1] // size, key.shape[1] // size
     parts = [t.unflatten(1, (size, -1)) for t in (query, key, value)]  # [B, sp, h, L/sp, d] each
     sent = torch.cat(parts, 2).movedim(1, 0).contiguous()
-    got = _Exchange.apply(sent, share.group)  # [sp, B, h, L/sp, d]; 0: whose tokens
-    whole = got.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, h, L, d]
-    query, key, value = whole.split([heads, kv_heads, kv_heads], 1)
+    received = _Exchange.apply(sent, share.group)  # [sp, B, h, L/sp, d]; 0: whose tokens
+    all_tokens = received.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, h, L, d]
+    query, key, value = all_tokens.split([heads, kv_heads, kv_heads], 1)
     config = getattr(module, _LOCAL)
     kernel = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
     local = _LocalHeads(module, config, heads // kv_heads)
     out: Tensor = kernel(local, query, key, value, None, **options)[0]  # [B, L, h, d]
     sent = out.unflatten(1, (size, -1)).movedim(1, 0).contiguous()  # [sp, B, L/sp, h, d]
-    got = _Exchange.apply(sent, share.group)  # 0: whose heads
-    return got.permute(1, 2, 0, 3, 4).flatten(2, 3), None
+    received = _Exchange.apply(sent, share.group)  # 0: whose heads
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3), None
 
 
 AttentionInterface.register(_NAME, _attention)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of equal parts along dimension 0: part i of the result is rank i's part for me."""
+    """All-to-all of equal parts along dimension 0: result i is what rank i has for this one."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -198,9 +200,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    got = torch.empty_like(parts)
-    dist.all_to_all_single(got, parts, group=group)
-    return got
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
 
 
 class _Merge(torch.autograd.Function):
@@ -222,7 +224,7 @@ def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:
     config = model.config.get_text_config()
     sp, across = ranks.size("sp"), ranks.size("sp", "tp")
     name = f"{config.model_type} (sp={sp})"
-    kind = config._attn_implementation
+    implementation = config._attn_implementation
     if config.num_attention_heads % across:
         raise ConfigError(
             f"sp · tp = {across} does not divide the {config.num_attention_heads} attention heads "
@@ -237,12 +239,12 @@ def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:
         )
     default = getattr(config, "sliding_window", None)  # Mistral's layers have it from there
     windows = any(getattr(module, "sliding_window", default) for module in attentions)
-    if kind != "sdpa" and not kind.startswith("flash"):
+    if implementation != "sdpa" and not implementation.startswith("flash"):
         raise ConfigError(
-            f"the model {name} was loaded with attn_implementation={kind!r}, which needs a mask of "
-            "all tokens; use 'sdpa'"
+            f"the model {name} was loaded with attn_implementation={implementation!r}, which needs "
+            "a mask of all tokens; use 'sdpa'"
         )
-    if windows and kind == "sdpa":
+    if windows and implementation == "sdpa":
         raise ConfigError(
             f"the model {name} has sliding-window attention, for which sdpa needs a mask of all "
             "tokens; use attn_implementation='flash_attention_2', or sp=1"

@@ -33,7 +33,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor of this shape."""
+        """Return the box of all elements of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -42,7 +42,7 @@ class Box:
         return math.prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements of both; None if there are none."""
+        """Return the elements of both; None if there are none."""
         offset, size = [], []
         for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True):
             start = a if a > b else b
@@ -54,11 +54,11 @@ class Box:
         return Box(tuple(offset), tuple(size))
 
     def subtract(self, other: Box) -> list[Box]:
-        """The elements that are not in `other`, as boxes that don't overlap."""
+        """Return the elements that are not in `other`, as boxes that don't overlap."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.elements else []
-        rest = []
+        pieces = []
         offset, size = list(self.offset), list(self.size)
         for d in range(len(size)):
             before = common.offset[d] - offset[d]
@@ -68,22 +68,22 @@ class Box:
                 (common.offset[d] + common.size[d], after),
             ):
                 if length:
-                    rest.append(
+                    pieces.append(
                         Box(
                             (*offset[:d], start, *offset[d + 1 :]),
                             (*size[:d], length, *size[d + 1 :]),
                         )
                     )
             offset[d], size[d] = common.offset[d], common.size[d]
-        return rest
+        return pieces
 
     def start_in(self, outer: Box, at: Index) -> Index:
-        """Where this box begins in a storage that has `outer`'s first element at index `at`."""
+        """Find where this box begins in a storage that has `outer`'s first element at `at`."""
         return tuple(s + a - b for s, a, b in zip(at, self.offset, outer.offset, strict=True))
 
 
 def chunk(box: Box, dim: int | None, parts: int, index: int) -> Box:
-    """Part `index` of `box` along `dim`, cut as torch.chunk does: the last ones short or empty."""
+    """Take part `index` of `box` along `dim`, as torch.chunk does: the last are short or empty."""
     if dim is None or parts == 1 or not box.size:
         return box
     width = math.ceil(box.size[dim] / parts)
@@ -96,11 +96,11 @@ def chunk(box: Box, dim: int | None, parts: int, index: int) -> Box:
 
 
 def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
-    """The elements of `box` that none of `others` has, as boxes that don't overlap."""
-    left = [box] if box.elements else []
+    """Return the elements of `box` that none of `others` has, as boxes that don't overlap."""
+    remaining = [box] if box.elements else []
     for other in others:
-        left = [rest for part in left for rest in part.subtract(other)]
-    return left
+        remaining = [piece for part in remaining for piece in part.subtract(other)]
+    return remaining
 
 
 def disjoint_boxes(
@@ -115,29 +115,29 @@ def disjoint_boxes(
     for box, ranks in holders:
         if box.elements:
             same.setdefault(box, set()).update(ranks)
-    done: list[tuple[Box, set[int]]] = []
+    finished: list[tuple[Box, set[int]]] = []
     active: list[tuple[Box, set[int]]] = []  # those that a later box, sorted by offset, may overlap
     for box in sorted(same, key=lambda b: (b.offset, b.size)):
-        ranks, met, fresh = same[box], [], [box]
+        ranks, updated, uncovered = same[box], [], [box]
         for tile, holding in active:
             common = tile.intersect(box)
             if common is None:
-                met.append((tile, holding))
+                updated.append((tile, holding))
                 continue
-            met.append((common, holding | ranks))
-            met.extend((part, holding) for part in tile.subtract(box))
-            fresh = [rest for part in fresh for rest in part.subtract(common)]
-        met.extend((part, ranks) for part in fresh)
+            updated.append((common, holding | ranks))
+            updated.extend((part, holding) for part in tile.subtract(box))
+            uncovered = [piece for part in uncovered for piece in part.subtract(common)]
+        updated.extend((part, ranks) for part in uncovered)
         active = []
-        for tile, holding in met:
+        for tile, holding in updated:
             ended = bool(tile.size) and tile.offset[0] + tile.size[0] <= box.offset[0]
-            (done if ended else active).append((tile, holding))
-    ordered = sorted(done + active, key=lambda pair: (pair[0].offset, pair[0].size))
+            (finished if ended else active).append((tile, holding))
+    ordered = sorted(finished + active, key=lambda pair: (pair[0].offset, pair[0].size))
     return [(tile, tuple(sorted(holding))) for tile, holding in ordered]
 
 
 def flat_range(size: Index, start: int, stop: int) -> list[Box]:
-    """The elements `start` to `stop` of a row-major walk through a box, as boxes in order.
+    """Return the elements `start` to `stop` of a row-major walk through a box, as boxes in order.
 
     >>> [(b.offset, b.size) for b in flat_range((3, 4), 2, 9)]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -182,7 +182,7 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """All parameters over all ranks, by the parameters' names in the whole model."""
+    """The parameters over all ranks, by their names in the whole model."""
 
     world_size: int
     parameters: Mapping[str, ShardedParameter]
@@ -190,7 +190,7 @@ class ShardMap:
     hosts: tuple[str, ...] = ()  # the machine of each rank, where it is known
 
     def __post_init__(self) -> None:
-        shards = (shard for one in self.parameters.values() for shard in one.shards)
+        shards = (shard for parameter in self.parameters.values() for shard in parameter.shards)
         last = max((rank for shard in shards for rank in shard.ranks), default=0)
         if last >= self.world_size:
             raise ConfigError(
@@ -200,7 +200,7 @@ class ShardMap:
 
     @property
     def shapes(self) -> dict[str, Index]:
-        """Whole parameters' shapes."""
+        """The shapes of the full parameters, by name."""
         return {name: parameter.shape for name, parameter in self.parameters.items()}
 
 
@@ -226,7 +226,7 @@ def rollout_shard_map(
     stages: Stages | None = None,
     fused: bool = False,
 ) -> ShardMap:
-    """The shards that rollout ranks need: full layers of their stage, split by `layout.tp`.
+    """Return the shards that rollout ranks need: full layers of their stage, split by `layout.tp`.
 
     stages: each rollout stage's layers. fused: as vLLM stores them, with the rows of q, k and v in
     one tensor, those of gate and up in another, and the vocabulary rounded up to 64 above it is
@@ -240,51 +240,53 @@ def rollout_shard_map(
             f"stages {[list(stage) for stage in stages]} are not {model.layers} layers over "
             f"{layout.pp} stages; give each layer to one stage"
         )
-    stage_of = _stage_of(shapes, stages, model.tied)
-    places = [layout.place(rank) for rank in range(layout.world_size)]
-    known: dict[tuple[object, ...], tuple[Shard, ...]] = {}
+    stages_by_name = _stages_by_name(shapes, stages, model.tied)
+    coordinates = [layout.place(rank) for rank in range(layout.world_size)]
+    cache: dict[tuple[object, ...], tuple[Shard, ...]] = {}
 
     def local_part(module: str, shape: Index, dim: int | None, tp: int) -> Box:
-        whole = Box.whole(shape)
+        full = Box.whole(shape)
         if module in _VOCABULARY:
             unit = _VLLM_PADDING if fused else 1
             width = math.ceil(math.ceil(shape[0] / unit) * unit / layout.tp)
             start = min(tp * width, shape[0])
             size = min(width, shape[0] - start)
-            return Box((start, *whole.offset[1:]), (size, *shape[1:]))
+            return Box((start, *full.offset[1:]), (size, *shape[1:]))
         if module in ("k_proj", "v_proj") and layout.tp > model.kv_heads:
-            return chunk(whole, 0, model.kv_heads, tp * model.kv_heads // layout.tp)
-        return chunk(whole, dim, layout.tp, tp)
+            return chunk(full, 0, model.kv_heads, tp * model.kv_heads // layout.tp)
+        return chunk(full, dim, layout.tp, tp)
 
-    def shards_of(name: str, shape: Index) -> tuple[Shard, ...]:
+    def find_shards(name: str, shape: Index) -> tuple[Shard, ...]:
         module, dim = _module_name(name), split_dim(name, shape, layout.tp)
-        above = _above(name, shapes) if fused else ()
-        key = (module, shape, dim, above, stage_of[name])
-        if key not in known:
-            found: dict[tuple[Box, int], list[int]] = defaultdict(list)
-            for rank, place in enumerate(places):
-                if place.pp not in stage_of[name]:
+        parts_above = _parts_above(name, shapes) if fused else ()
+        key = (module, shape, dim, parts_above, stages_by_name[name])
+        if key not in cache:
+            ranks_by_box: dict[tuple[Box, int], list[int]] = defaultdict(list)
+            for rank, coordinate in enumerate(coordinates):
+                if coordinate.pp not in stages_by_name[name]:
                     continue
-                box = local_part(module, shape, dim, place.tp)
-                rows_above = [local_part(m, s, 0, place.tp).size[0] for m, s in above]
+                box = local_part(module, shape, dim, coordinate.tp)
+                rows_above = [local_part(m, s, 0, coordinate.tp).size[0] for m, s in parts_above]
                 if box.elements:
-                    found[box, sum(rows_above)].append(rank)
-            rest = (0,) * (len(shape) - 1)
-            known[key] = tuple(
-                Shard(box, (row, *rest) if shape else (), tuple(r))
-                for (box, row), r in found.items()
+                    ranks_by_box[box, sum(rows_above)].append(rank)
+            zeros = (0,) * (len(shape) - 1)
+            cache[key] = tuple(
+                Shard(box, (row, *zeros) if shape else (), tuple(r))
+                for (box, row), r in ranks_by_box.items()
             )
-        return known[key]
+        return cache[key]
 
     parameters = {
-        name: ShardedParameter(shape, _fused_name(name) if fused else name, shards_of(name, shape))
+        name: ShardedParameter(
+            shape, _fused_name(name) if fused else name, find_shards(name, shape)
+        )
         for name, shape in shapes.items()
     }
     return ShardMap(layout.world_size, parameters, dict.fromkeys(shapes, dtype))
 
 
 def split_dim(name: str, shape: Index, tp: int) -> int | None:
-    """The dimension that tensor parallelism splits; None for what its ranks replicate."""
+    """Return the dimension that tensor parallelism splits; None for what its ranks replicate."""
     module = _module_name(name)
     if module in _ROWS:
         return 0
@@ -298,13 +300,13 @@ def split_dim(name: str, shape: Index, tp: int) -> int | None:
 
 
 def _module_name(name: str) -> str:
-    """The module's own name, e.g. "q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
+    """Return the module's own name, e.g. "q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
     parts = name.split(".")
     return parts[-2] if len(parts) > 1 else name
 
 
-def _above(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
-    """Name and shape of each part that lies above a parameter in vLLM's fused tensor."""
+def _parts_above(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
+    """Return the name and shape of each part that lies above a parameter in vLLM's fused tensor."""
     module = _module_name(name)
     for parts in _FUSED.values():
         if module in parts:
@@ -315,30 +317,34 @@ def _above(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
 
 def _fused_name(name: str) -> str:
     module = _module_name(name)
-    for whole, parts in _FUSED.items():
+    for fused, parts in _FUSED.items():
         if module in parts:
-            return name.replace(module, whole)
+            return name.replace(module, fused)
     return name
 
 
-def _stage_of(shapes: Iterable[str], stages: Stages, tied: bool) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter."""
-    of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+def _stages_by_name(
+    shapes: Iterable[str], stages: Stages, tied: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold each parameter."""
+    stage_by_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     last = len(stages) - 1
-    found: dict[str, tuple[int, ...]] = {}
+    stages_by_name: dict[str, tuple[int, ...]] = {}
     for name in shapes:
         layer = _LAYER.search(name)
         if layer is None:
             first = _module_name(name) == "embed_tokens"
-            found[name] = (0,) if first and not (tied and last) else (0, last) if first else (last,)
-        elif int(layer[1]) in of_layer:
-            found[name] = (of_layer[int(layer[1])],)
+            stages_by_name[name] = (
+                (0,) if first and not (tied and last) else (0, last) if first else (last,)
+            )
+        elif int(layer[1]) in stage_by_layer:
+            stages_by_name[name] = (stage_by_layer[int(layer[1])],)
         else:
             raise ConfigError(
-                f"parameter {name!r} is of layer {layer[1]}, but the stages have {len(of_layer)} "
-                "layers; give the model's own configuration"
+                f"parameter {name!r} is of layer {layer[1]}, but the stages have "
+                f"{len(stage_by_layer)} layers; give the model's own configuration"
             )
-    return found
+    return stages_by_name
 
 
 def _check_rollout(layout: RolloutLayout, model: ModelShape) -> None:

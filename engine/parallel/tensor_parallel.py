@@ -41,7 +41,7 @@ TOKENS = Shard(1)  # of activations [B, L, H]
 
 
 def redistribute(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
-    """Local part of a tensor placed as `source` → its local part when placed as `target`.
+    """Return the local part of a tensor placed as `target`, from that placed as `source`.
 
     The backward pass moves gradients the other way: each term of a sum gets the full gradient, and
     the gradient of a `Replicate()` target must be the same on every rank.
@@ -55,13 +55,13 @@ def copy_to_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def gather_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Token shards `[B, L/tp, H]` → `[B, L, H]`, for computation that differs by rank."""
+    """Gather token shards `[B, L/tp, H]` → `[B, L, H]`, for computation that differs by rank."""
     full = DTensor.from_local(x, mesh, [TOKENS]).redistribute(placements=[Replicate()])
     return full.to_local(grad_placements=[Partial()])
 
 
 def shard_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Replicated `[B, L, H]` → this rank's shard of the padded tokens."""
+    """Take this rank's shard of the padded tokens, of replicated `[B, L, H]`."""
     return redistribute(pad_tokens(x, mesh), mesh, Replicate(), TOKENS)
 
 
@@ -75,7 +75,7 @@ class ShardedStyle(ParallelStyle):
     """Shards a module's parameters; its forward pass then computes on their local parts."""
 
     def __init__(self, placements: Mapping[str, Placement], forward: Callable[..., Tensor]) -> None:
-        """placements: by parameter name; others are replicated. forward: called with the module."""
+        """Set `placements` by parameter name (others are replicated) and the module's `forward`."""
         self.placements, self.forward = placements, forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -110,34 +110,34 @@ class SelectedColumns(ShardedStyle):
     """
 
     def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
-        """parts: rows and heads of each, e.g. [(1024, 8), (256, 2), (256, 2)]."""
+        """Set the rows and heads of each part, e.g. [(1024, 8), (256, 2), (256, 2)]."""
         super().__init__({"weight": Shard(0), "bias": Shard(0)}, self._select)
         self._parts = parts
 
     def _select(self, module: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, self._own(module.weight), self._own(module.bias))
+        return F.linear(x, self._local_rows(module.weight), self._local_rows(module.bias))
 
-    def _own(self, parameter: Any) -> Any:
-        """The rows of a sharded parameter that this rank computes with."""
+    def _local_rows(self, parameter: Any) -> Any:
+        """Return the rows of a sharded parameter that this rank computes with."""
         if parameter is None:
             return None
         size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
-        whole = parameter.redistribute(placements=[Replicate()])
-        whole = whole.to_local(grad_placements=[Partial()])
-        own = []
+        full = parameter.redistribute(placements=[Replicate()])
+        full = full.to_local(grad_placements=[Partial()])
+        local_rows = []
         for part, (_, heads) in zip(
-            whole.split([n for n, _ in self._parts]), self._parts, strict=True
+            full.split([n for n, _ in self._parts]), self._parts, strict=True
         ):
             shares = min(size, heads)
-            own.append(part.chunk(shares)[index * shares // size])
-        return torch.cat(own)
+            local_rows.append(part.chunk(shares)[index * shares // size])
+        return torch.cat(local_rows)
 
 
 class RowParallel(ShardedStyle):
-    """y = Σ_ranks x_local W_localᵀ + b; the weight's columns, and `x [B, L, in/tp]`, are sharded.
+    """A linear whose weight's columns, and inputs `x [B, L, in/tp]`, are sharded.
 
-    y is replicated, or, with `shard_tokens`, this rank's shard of the padded tokens. With
-    `split_input` x is whole on every rank, and each takes its part.
+    y = Σ_ranks x_local W_localᵀ + b is replicated, or, with `shard_tokens`, this rank's shard of
+    the padded tokens. With `split_input` each rank has all of x and takes its part.
     """
 
     def __init__(self, shard_tokens: bool, split_input: bool = False) -> None:
@@ -166,18 +166,18 @@ class Replicated(ShardedStyle):
 def shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement
 ) -> nn.Parameter:
-    """This rank's part of a parameter that is the same on all ranks; no communication."""
+    """Return this rank's part of a parameter that is the same on all ranks; no communication."""
     sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 def _forward_on_local(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
-    """The forward pass of the module's class, on local parts of its parameters."""
+    """Run the forward pass of the module's class, on local parts of its parameters."""
     return _forward_with(module, False, args, kwargs)
 
 
 def _forward_on_copies(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
-    """The same; gradients of replicated parameters are summed over the ranks."""
+    """Run the same forward pass; sum gradients of replicated parameters over the ranks."""
     return _forward_with(module, True, args, kwargs)
 
 
@@ -202,11 +202,11 @@ def _gathered_forward(module: nn.Linear, x: Tensor) -> Tensor:
 def _split(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A linear's forward pass, of this rank's part of an input that all ranks have."""
 
-    def of_part(module: nn.Linear, x: Tensor) -> Tensor:
+    def forward_on_part(module: nn.Linear, x: Tensor) -> Tensor:
         weight: Any = module.weight
         return forward(module, redistribute(x, weight.device_mesh, Replicate(), Shard(x.dim() - 1)))
 
-    return of_part
+    return forward_on_part
 
 
 def _row_forward(module: nn.Linear, x: Tensor) -> Tensor:
@@ -231,10 +231,12 @@ def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
     padding = module.padding_idx  # its row gets no gradient
     if padding is not None:
         padding = padding - start if start <= padding < stop else None
-    found = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
-    found = redistribute(found.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate())
+    embedded = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
+    embedded = redistribute(
+        embedded.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate()
+    )
     scale: Tensor | None = getattr(module, "embed_scale", None)  # Gemma's
-    return found if scale is None else found * scale.to(found.dtype)
+    return embedded if scale is None else embedded * scale.to(embedded.dtype)
 
 
 def _local(parameter: Any, sum_gradients: bool) -> Any:
@@ -264,8 +266,8 @@ class BlockInput(InputStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepare(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            given: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            hidden = self.change(given, device_mesh)
+            states: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            hidden = self.change(states, device_mesh)
             if "position_embeddings" in kwargs:
                 hidden = hidden[:, : _length(kwargs)]
             if "hidden_states" in kwargs:
@@ -280,15 +282,15 @@ class LocalHeads(ParallelStyle):
     """Lets attention count this rank's heads, where it reads their number off its configuration."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own: Any = module
-        config, size = copy.copy(own.config), device_mesh.size()
+        attention: Any = module
+        config, size = copy.copy(attention.config), device_mesh.size()
         key_heads = max(1, config.num_key_value_heads // size)
         config.num_attention_heads //= size
         config.num_key_value_heads = key_heads
-        own.config = config
-        own.num_key_value_groups = config.num_attention_heads // key_heads
-        if hasattr(own, "num_key_value_heads"):
-            own.num_key_value_heads = key_heads
+        attention.config = config
+        attention.num_key_value_groups = config.num_attention_heads // key_heads
+        if hasattr(attention, "num_key_value_heads"):
+            attention.num_key_value_heads = key_heads
         return module
 
 
@@ -305,7 +307,7 @@ class GatherOutput(ParallelStyle):
 
 
 def _length(kwargs: dict[str, Any]) -> int:
-    """Sequence length: with token shards, only the rotary embedding's cosines have it."""
+    """Return the sequence length, which with token shards only the rotary cosines have."""
     return int(kwargs["position_embeddings"][0].shape[1])
 
 
@@ -354,7 +356,7 @@ class _Split:
     tp: int
 
     def columns(self, name: str) -> ParallelStyle:
-        """The style of a layer's linear whose outputs are split."""
+        """Return the style of a layer's linear whose outputs are split."""
         shape, last = self.shape, name.rpartition(".")[2]
         keys = (shape.kv_heads * shape.head_dim, shape.kv_heads)
         if self.plan.computes_whole(name):
@@ -368,17 +370,17 @@ class _Split:
         return ColumnParallel()
 
     def rows(self, name: str, sequence_parallel: bool) -> ParallelStyle:
-        """The style of a layer's linear whose inputs are split."""
+        """Return the style of a layer's linear whose inputs are split."""
         return RowParallel(sequence_parallel, split_input=self.plan.computes_whole(name))
 
     def norm(self, name: str, sequence_parallel: bool) -> ParallelStyle:
-        """The style of a layer's other modules, which every rank has."""
+        """Return the style of a layer's other modules, which every rank has."""
         if name.partition(".")[0] in self.plan.blocks:  # on this rank's heads
             return Replicated(sum_gradients=not self.plan.computes_whole(name))
         return Replicated(sum_gradients=sequence_parallel)  # on its share of the tokens
 
     def changes_heads(self, block: str) -> bool:
-        """Whether attention must be told how many heads it has."""
+        """Whether attention needs its number of heads set."""
         packed = any(name.endswith("qkv_proj") for name in self.plan.packed)
         return not self.plan.computes_whole(block) and (packed or self.shape.kv_heads < self.tp)
 
@@ -386,7 +388,7 @@ class _Split:
 def _parameter_plan(
     model: nn.Module, split: _Split, sequence_parallel: bool
 ) -> dict[str, ParallelStyle]:
-    """The style of every module that has parameters of its own, by the module's name."""
+    """Return the style of every module that has parameters of its own, by the module's name."""
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         within, last = within_layer(name), name.rpartition(".")[2]
@@ -415,7 +417,7 @@ def _parameter_plan(
 def _activation_plan(
     model: nn.Module, split: _Split, sequence_parallel: bool
 ) -> Iterator[tuple[str, ParallelStyle]]:
-    """Names of modules, and what ranks communicate where activations enter and leave them."""
+    """Yield names of modules, and what ranks communicate where activations enter and leave them."""
     named = list(model.named_modules())
     layers = [name for name, _ in named if within_layer(name) == ""]
     enter = gather_tokens if sequence_parallel else copy_to_ranks
@@ -444,7 +446,7 @@ def _linear_names(name: str, module: nn.Module) -> tuple[str, list[str], list[st
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
-    """Module and name of each repeated parameter, and where it is first."""
+    """Return the module and name of each repeated parameter, and where it is first."""
     first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     tied = []
     for module in model.modules():
@@ -456,7 +458,7 @@ def tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, s
 
 
 def _check(model: nn.Module, tp: int) -> _Split:
-    """How to split the model; raises ConfigError for one without a plan, or that tp can't split."""
+    """Plan how to split the model; raise ConfigError for one that tp can't split."""
     configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
     plan = DecoderPlan.of(configs[0] if configs else model)
     shape = ModelShape.of(configs[0])

@@ -20,7 +20,7 @@ _CHUNK_TOKENS = 512  # float32 copies of logits exist for so many tokens at a ti
 
 
 def vocabulary_bounds(vocabulary: int, shards: int, index: int) -> tuple[int, int]:
-    """First entry of shard `index` and the one after its last: DTensor's chunks.
+    """Return the first entry of shard `index` and the one after its last: DTensor's chunks.
 
     >>> [vocabulary_bounds(97, 4, index) for index in range(4)]
     [(0, 25), (25, 50), (50, 75), (75, 97)]
@@ -45,7 +45,7 @@ class VocabParallelStatistics:
 
     @classmethod
     def of(cls, vocabulary: int, mesh: DeviceMesh) -> Self:
-        """The shard of this rank of a one-dimensional `mesh`, as the parallel head is split."""
+        """Take this rank's shard in a one-dimensional `mesh`, as the parallel head is split."""
         start, stop = vocabulary_bounds(vocabulary, mesh.size(), mesh.get_local_rank())
         return cls(start, stop, mesh.get_group() if mesh.size() > 1 else None)
 
@@ -60,7 +60,7 @@ class VocabParallelStatistics:
         sum_pi_squared: bool = False,
         reference_logits: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """`log_probs` and, where asked for, `entropy`, `sum_pi_squared`, `full_kl`: `[N]`.
+        """Compute `log_probs`, and `entropy`, `sum_pi_squared`, `full_kl` if requested: `[N]`.
 
         Computed in float32 whatever the logits are (float64 for float64), with softmax(logits /
         temperature). No gradient flows to Σπ², to the reference, or, without `entropy_gradient`, to
@@ -74,12 +74,12 @@ class VocabParallelStatistics:
             _Options(temperature, self.group, entropy, entropy_gradient, sum_pi_squared),
         )
         named = {"entropy": entropies, "sum_pi_squared": squared, "full_kl": kl}
-        asked = {
+        requested = {
             "entropy": entropy,
             "sum_pi_squared": sum_pi_squared,
             "full_kl": reference_logits is not None,
         }
-        return {"log_probs": log_probs} | {k: v for k, v in named.items() if asked[k]}
+        return {"log_probs": log_probs} | {k: v for k, v in named.items() if requested[k]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _Options:
 
 
 class _Statistics(torch.autograd.Function):
-    """All statistics in one pass over the logits, and their gradient in another.
+    """Computes all statistics in one pass over the logits, and their gradient in another.
 
     With z = logits / T, p = softmax(z) over all shards, q the reference's softmax, H the entropy
     and K the KL:
@@ -128,29 +128,29 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         logits, reference, targets, normalisers, entropy, kl = ctx.saved_tensors
-        of_log_probs, of_entropy, _, of_kl = gradients
+        grad_log_probs, grad_entropy, _, grad_kl = gradients
         temperature = ctx.options.temperature
-        out = torch.empty_like(logits)
+        grad_logits = torch.empty_like(logits)
         for at in _chunks(logits):
             log_p = _wide(logits[at]) / temperature - normalisers[0, at, None]
             p = log_p.exp()
-            slope = -of_log_probs[at, None] * p
+            grad_z = -grad_log_probs[at, None] * p
             if ctx.options.entropy_gradient:
                 terms = torch.where(log_p > -torch.inf, log_p, 0.0) + entropy[at, None]
-                slope -= of_entropy[at, None] * p * terms
+                grad_z -= grad_entropy[at, None] * p * terms
             if reference is not None:
                 log_q = _wide(reference[at]) / temperature - normalisers[1, at, None]
                 terms = torch.where(log_p > -torch.inf, log_p - log_q, 0.0) - kl[at, None]
-                slope += of_kl[at, None] * p * terms
-            columns, here = _own(targets[at], logits)
+                grad_z += grad_kl[at, None] * p * terms
+            columns, is_local = _local_columns(targets[at], logits)
             if logits.shape[1]:
-                slope.scatter_add_(1, columns[:, None], (of_log_probs[at] * here)[:, None])
-            out[at] = slope / temperature
-        return out, None, None, None
+                grad_z.scatter_add_(1, columns[:, None], (grad_log_probs[at] * is_local)[:, None])
+            grad_logits[at] = grad_z / temperature
+        return grad_logits, None, None, None
 
 
 def _tops(logits: Tensor, reference: Tensor | None, temperature: float) -> Tensor:
-    """The largest z of each token in this shard `[2, N]`: the policy's, the reference's."""
+    """Return the largest z of each token in this shard `[2, N]`: the policy's, the reference's."""
     tops = torch.zeros((2, logits.shape[0]), dtype=_wide(logits).dtype, device=logits.device)
     for row, tensor in enumerate((logits, reference)):
         if tensor is not None:
@@ -161,33 +161,35 @@ def _tops(logits: Tensor, reference: Tensor | None, temperature: float) -> Tenso
 def _sums(
     logits: Tensor, reference: Tensor | None, targets: Tensor, tops: Tensor, options: _Options
 ) -> Tensor:
-    """This shard's sums `[6, N]` over v, with u = exp(z − top) and ' for the reference:
+    """Return this shard's sums `[6, N]` over v.
+
+    With u = exp(z − top) and ' for the reference they are:
 
     Σu, (z − top) of the target, Σu(z − top), Σu², Σu', Σu((z − top) − (z − top)').
-    Rows that nobody asked for are 0.
+    Rows of statistics that were not requested are 0.
     """
     sums = tops.new_zeros((6, logits.shape[0]))
     for at in _chunks(logits):
         z = _wide(logits[at]) / options.temperature - tops[0, at, None]
         u = z.exp()
         sums[0, at] = u.sum(-1)
-        columns, here = _own(targets[at], logits)
+        columns, is_local = _local_columns(targets[at], logits)
         if logits.shape[1]:
-            sums[1, at] = torch.where(here, z.gather(1, columns[:, None])[:, 0], 0.0)
+            sums[1, at] = torch.where(is_local, z.gather(1, columns[:, None])[:, 0], 0.0)
         # Entries that can't be sampled (logit −inf) add 0, not NaN.
         if options.entropy:
             sums[2, at] = (u * torch.where(z > -torch.inf, z, 0.0)).sum(-1)
         if options.sum_pi_squared:
             sums[3, at] = u.square().sum(-1)
         if reference is not None:
-            theirs = _wide(reference[at]) / options.temperature - tops[1, at, None]
-            sums[4, at] = theirs.exp().sum(-1)
-            sums[5, at] = (u * torch.where(z > -torch.inf, z - theirs, 0.0)).sum(-1)
+            reference_z = _wide(reference[at]) / options.temperature - tops[1, at, None]
+            sums[4, at] = reference_z.exp().sum(-1)
+            sums[5, at] = (u * torch.where(z > -torch.inf, z - reference_z, 0.0)).sum(-1)
     return sums
 
 
-def _own(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns that are safe to index, and whether the target is truly there; both `[n]`."""
+def _local_columns(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return columns that are safe to index, and whether the target is truly there; both `[n]`."""
     width = logits.shape[1]
     return targets.clamp(0, max(0, width - 1)), (targets >= 0) & (targets < width)
 

@@ -141,11 +141,11 @@ def register_engine(
     settings too. `check` raises ConfigError for settings that contradict each other.
     """
 
-    def capabilities_of(config: RolloutConfig) -> EngineCapabilities:
+    def find_capabilities(config: RolloutConfig) -> EngineCapabilities:
         return capabilities(config) if callable(capabilities) else capabilities
 
     def add(factory: _F) -> _F:
-        _registry.add(name, _Engine(factory, capabilities_of, options, check), factory)
+        _registry.add(name, _Engine(factory, find_capabilities, options, check), factory)
         return factory
 
     return add
@@ -165,12 +165,12 @@ def check_engine_settings(config: RolloutConfig) -> None:
 
 
 def engine_capabilities(config: RolloutConfig) -> EngineCapabilities:
-    """What the configured engine can do, with these settings."""
+    """Return what the configured engine can do, with these settings."""
     return _registry.get(config.engine).capabilities(config)
 
 
 def engine_options(config: RolloutConfig) -> dict[str, object]:
-    """Keyword arguments of the configured engine besides `COMMON_OPTIONS`."""
+    """Return the keyword arguments of the configured engine besides `COMMON_OPTIONS`."""
     engine = _registry.get(config.engine)
     if engine.options is not None and config.options:
         has_section = config.engine in RolloutConfig.model_fields
@@ -217,7 +217,7 @@ class RolloutStats:
 
 
 class WeightGuard:
-    """Which policy version the weights are, and whether they may be served.
+    """The policy version of an engine's weights, and whether they may be served.
 
     >>> guard = WeightGuard("native")
     >>> with guard.updating(3):
@@ -255,7 +255,7 @@ class WeightGuard:
         self._broken = reason
 
     def check(self) -> None:
-        """Raise RolloutError unless the weights are whole."""
+        """Raise RolloutError unless the weights are complete."""
         if self._broken is not None:
             raise RolloutError(
                 f"rollout engine {self._engine!r} can't serve: {self._broken}; call "
@@ -263,22 +263,24 @@ class WeightGuard:
             )
 
 
-def resolve_max_model_len(asked: int | None, context: int | None) -> int:
+def resolve_max_model_len(requested: int | None, context: int | None) -> int:
     """Return the longest prompt plus completion, or raise ConfigError if the model has less."""
-    if asked is None:
+    if requested is None:
         if context is None:
             raise ConfigError(
                 "the model's config names no max_position_embeddings; pass max_model_len"
             )
         return context
-    if asked < 2:
-        raise ConfigError(f"max_model_len={asked} holds no prompt and completion; use 2 or more")
-    if context is not None and asked > context:
+    if requested < 2:
         raise ConfigError(
-            f"max_model_len={asked} exceeds the model's context of {context} tokens; lower it, or "
-            f"raise max_position_embeddings"
+            f"max_model_len={requested} holds no prompt and completion; use 2 or more"
         )
-    return asked
+    if context is not None and requested > context:
+        raise ConfigError(
+            f"max_model_len={requested} exceeds the model's context of {context} tokens; lower it, "
+            f"or raise max_position_embeddings"
+        )
+    return requested
 
 
 def check_request(

@@ -24,7 +24,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def noise_keys(seed: int, prompt_index: Tensor, completion_index: Tensor) -> Tensor:
-    """Hash each completion's place in the request to a key `[N]`, int64.
+    """Hash each completion's index in the request to a key `[N]`, int64.
 
     `prompt_index` and `completion_index` are int64 `[N]`.
     """
@@ -92,26 +92,26 @@ def sample(logits: Tensor, noise: Tensor | None, params: SamplingParams) -> tupl
 
 
 def _sample_uncut(logits: Tensor, noise: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """`_invert_blocks` of softmax(logits / temperature), off logits that are read once."""
+    """Sample as `_invert_blocks` of softmax(logits / temperature), reading logits once."""
     masses, largest, total = triton_kernels.block_masses(logits, temperature)
     block, _ = _invert(masses, noise)  # [R, 1]
     mass = masses.gather(1, block)
     inside = (noise[:, None] * masses.sum(-1, keepdim=True) - _sum_before(masses, block)) / mass
     columns = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
-    there = columns < logits.shape[-1]
+    in_vocabulary = columns < logits.shape[-1]
     chosen = logits.gather(1, columns.clamp(max=logits.shape[-1] - 1)).float()
-    probs = (chosen / temperature - largest).exp_().masked_fill_(~there, 0.0).div_(total)
+    probs = (chosen / temperature - largest).exp_().masked_fill_(~in_vocabulary, 0.0).div_(total)
     index, log_probs = _invert(probs, inside[:, 0].clamp_(0, 1))
     return (block * _BLOCK + index)[:, 0], log_probs
 
 
 def _sum_before(masses: Tensor, block: Tensor) -> Tensor:
-    """Sums `[R, 1]` of `masses` `[R, K]` before those at `block` `[R, 1]`."""
+    """Return the sums `[R, 1]` of `masses` `[R, K]` before those at `block` `[R, 1]`."""
     return masses.cumsum(-1).gather(1, block) - masses.gather(1, block)
 
 
 def _most_likely(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The largest of `probs` `[R, V]`, sorted, as many as hold mass `top_p`, and their tokens.
+    """Sort the largest of `probs` `[R, V]`, as many as hold mass `top_p`; return their tokens too.
 
     Few hold it, as a rule, so that the vocabulary needn't be sorted.
     """
@@ -128,8 +128,8 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Keep the shortest prefix of sorted `probs` `[R, K]` with mass `top_p`, renormalised."""
     if top_p >= 1:
         return probs
-    before = probs.cumsum(-1) - probs
-    drop = before >= top_p
+    mass_before = probs.cumsum(-1) - probs
+    drop = mass_before >= top_p
     drop[:, 0] = False  # rounding or a tiny top_p must not empty the set
     probs = probs.masked_fill(drop, 0.0)
     return probs / probs.sum(-1, keepdim=True)
@@ -156,15 +156,15 @@ def _invert(probs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _invert_blocks(probs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """`_invert` of a large vocabulary: first the block of tokens, then the token in it.
+    """Invert over a large vocabulary: first the block of tokens, then the token in it.
 
     Sums of blocks are several times as fast as the running sum over all tokens.
     """
     blocks = F.pad(probs, (0, -probs.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     mass = blocks.sum(-1)  # [R, K / _BLOCK]
     block, _ = _invert(mass, noise)
-    before = _sum_before(mass, block)
-    inside = (noise * mass.sum(-1) - before[:, 0]) / mass.gather(1, block)[:, 0]
+    mass_before = _sum_before(mass, block)
+    inside = (noise * mass.sum(-1) - mass_before[:, 0]) / mass.gather(1, block)[:, 0]
     chosen = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0]
     index, log_probs = _invert(chosen, inside.clamp_(0, 1))
     return block * _BLOCK + index, log_probs
@@ -178,7 +178,7 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's `>>` on int64 carries the sign."""
+    """Shift right logically; torch's `>>` on int64 carries the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -94,7 +94,7 @@ class RolloutStream(Protocol):
         ...
 
     def forget(self, key: Hashable) -> None:
-        """No request goes on from that of `key`, which has ended: it needn't be kept."""
+        """Drop what is kept of the ended request `key`: no other request continues it."""
         return
 
     def cut(self, key: Hashable) -> None:
@@ -113,7 +113,7 @@ class RolloutStream(Protocol):
         ...
 
     def partials(self) -> list[PartialRequest]:
-        """Copies of all that is unfinished, the oldest request first; decoding is not affected."""
+        """Copy all that is unfinished, the oldest request first; decoding is not affected."""
         ...
 
     def close(self) -> None:
@@ -146,15 +146,15 @@ def open_stream(engine: RolloutEngine, params: SamplingParams, **options: object
     return opened
 
 
-def request_limit(max_new_tokens: int | None, most: int, key: Hashable) -> int:
-    """The longest completion of a request: its own limit, `most` at most; RolloutError below 1."""
+def request_limit(max_new_tokens: int | None, limit: int, key: Hashable) -> int:
+    """Return a request's own limit, or the stream's if that is lower; RolloutError below 1."""
     if max_new_tokens is None:
-        return most
+        return limit
     if max_new_tokens < 1:
         raise RolloutError(
             f"request {key!r} has max_new_tokens={max_new_tokens}; give it 1 or more, or none"
         )
-    return min(max_new_tokens, most)
+    return min(max_new_tokens, limit)
 
 
 def noise_index(key: Hashable) -> int:
@@ -215,11 +215,11 @@ def check_partial(
             raise RolloutError(f"{name} holds a stop token, so it has ended; don't resume it")
 
 
-PARTIAL_GROUP = "partial_group"  # a column of prompts: what was begun of each, or None
+PARTIAL_GROUP = "partial_group"  # a column of prompts: the unfinished work on each, or None
 
 
 class Begun(Protocol):
-    """What was begun of a prompt: a `PartialGroup`, or `engine.agents.PartialEpisodes`."""
+    """Unfinished work on a prompt: a `PartialGroup`, or `engine.agents.PartialEpisodes`."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -227,7 +227,7 @@ class Begun(Protocol):
         ...
 
     def tree(self) -> object:
-        """Tensors and plain values, for a checkpoint."""
+        """Return tensors and plain values, for a checkpoint."""
         ...
 
 
@@ -265,7 +265,7 @@ class PartialGroup:
         return PartialGroup(tuple(completions), tuple(reasons))
 
     def tree(self) -> PartialGroupTree:
-        """Tensors and plain values, for a checkpoint."""
+        """Return tensors and plain values, for a checkpoint."""
         parts = self.completions
         return {
             "ends": list(self.finish_reasons),
@@ -277,7 +277,7 @@ class PartialGroup:
 
     @staticmethod
     def from_tree(tree: PartialGroupTree) -> PartialGroup:
-        """The inverse of `tree`."""
+        """Return the inverse of `tree`."""
         edges = list(pairwise(accumulate(tree["lengths"], initial=0)))
         tensors = (tree["token_ids"], tree["log_probs"], tree["token_versions"])
         lists = [tensor.tolist() for tensor in tensors]
@@ -289,7 +289,7 @@ class PartialGroup:
 
 
 def with_partial_groups(prompts: Batch, groups: Iterable[Begun | None]) -> Batch:
-    """`prompts` with a column of their partial groups."""
+    """Add a column of their partial groups to `prompts`."""
     return Batch(prompts.as_dict(), {**prompts.columns, PARTIAL_GROUP: list(groups)})
 
 

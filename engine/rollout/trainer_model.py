@@ -27,7 +27,7 @@ class CausalLM(Protocol):
 
 
 def embedding_weight(model: nn.Module) -> Tensor:
-    """The input embedding, `[V, hidden]`."""
+    """Return the input embedding, `[V, hidden]`."""
     return cast(CausalLM, model).get_input_embeddings().weight
 
 
@@ -75,28 +75,28 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapter_rank(model: nn.Module) -> int:
-    """Rank r of the adapters; 0 without any."""
+    """Return rank r of the adapters; 0 without any."""
     config = getattr(model, "peft_config", None)
     return int(config[_ADAPTER].r) if config else 0
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype that `model` computes in; its embedding's, as matrices may be quantised."""
+    """Return the dtype that `model` computes in; its embedding's, as matrices may be quantised."""
     return embedding_weight(model).dtype
 
 
 def can_be_shared(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether all parameters are plain tensors of `dtype` on the device that vLLM would use."""
     accelerator = torch.accelerator.current_accelerator()
-    kind = accelerator.type if accelerator is not None else "cpu"
+    device_type = accelerator.type if accelerator is not None else "cpu"
     return not has_adapters(model) and all(
-        type(p.data) is Tensor and p.dtype == dtype and p.device.type == kind
+        type(p.data) is Tensor and p.dtype == dtype and p.device.type == device_type
         for p in model.parameters()
     )
 
 
 def merged_weights(model: nn.Module, changed_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Each weight as the model's files have it, whole, adapters merged; tied parameters once.
+    """Yield each full weight as the model's files have it, adapters merged; tied ones once.
 
     `changed_only` leaves out all that no adapter changes (nothing, for a model without adapters).
     """
@@ -106,19 +106,19 @@ def merged_weights(model: nn.Module, changed_only: bool = False) -> Iterator[tup
 def _merged_parameters(model: nn.Module, changed_only: bool) -> Iterator[tuple[str, Tensor]]:
     modules: dict[str, Any] = dict(model.named_modules())
     for name, parameter in model.named_parameters():
-        owner, adapted, rest = name.partition(".base_layer.")
-        if ".lora_" in name or (changed_only and not (adapted and rest == "weight")):
+        owner, adapted, suffix = name.partition(".base_layer.")
+        if ".lora_" in name or (changed_only and not (adapted and suffix == "weight")):
             continue
         tensor = _dense(modules[name.rpartition(".")[0]], name, parameter)
-        if adapted and rest == "weight":
+        if adapted and suffix == "weight":
             with torch.no_grad():
                 delta = modules[owner].get_delta_weight(_ADAPTER)
-                tensor = (tensor + _whole(delta)).to(tensor.dtype)
-        yield (f"{owner}.{rest}" if adapted else name), tensor
+                tensor = (tensor + _full_tensor(delta)).to(tensor.dtype)
+        yield (f"{owner}.{suffix}" if adapted else name), tensor
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each weight as the model's files have it, whole, without what the adapters add."""
+    """Yield each full weight as the model's files have it, without what the adapters add."""
     return file_tensors(_model_type(model), _base_parameters(model))
 
 
@@ -131,14 +131,17 @@ def _base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' matrices A `[r, in]` and B `[out, r]`, by peft's names in a file."""
+    """Yield the adapters' matrices A `[r, in]` and B `[out, r]`, by peft's names in a file."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in _PARTS):
-            yield f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}", _whole(parameter.data)
+            yield (
+                f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}",
+                _full_tensor(parameter.data),
+            )
 
 
 def adapter_config(model: nn.Module) -> dict[str, object]:
-    """peft's configuration of the adapters, in plain values."""
+    """Return peft's configuration of the adapters, in plain values."""
     config: Any = model.peft_config
     return {
         key: list(value) if isinstance(value, set) else value
@@ -151,15 +154,15 @@ def _model_type(model: nn.Module) -> str:
 
 
 def _dense(module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
-    """The tensor that `module` computes with; packed matrices have a method `dense`."""
+    """Return the tensor that `module` computes with; packed matrices have a method `dense`."""
     unpack = getattr(module, "dense", None)
     if callable(unpack) and name.endswith(".weight"):
         dense: Tensor = unpack()
         return dense
-    return _whole(parameter.data)
+    return _full_tensor(parameter.data)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor (all its ranks must call); others are returned as they are."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor

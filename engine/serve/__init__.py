@@ -1,7 +1,8 @@
 """A checked model behind an OpenAI-compatible endpoint: `python -m engine.serve MODEL`.
 
-Here: which model is served, and the middleware by which vLLM's `/health` says so. `vllm_server`
-starts vLLM's server, `native_server` is a small one over the native engine.
+This module finds the model that is served, and has the middleware by which vLLM's `/health` names
+it. `vllm_server` starts vLLM's server; `api_server` is a small one, and `native_backend` the native
+engine behind it.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ async def identify(request: Request, call_next: RequestResponseEndpoint) -> Resp
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What `/health` says of a model."""
+    """The description of a model that `/health` gives."""
 
     name: str  # its id in the API, e.g. "hybridflyte-policy"
-    reference: str  # as it was asked for, e.g. "models:/hybridflyte-policy@champion"
+    reference: str  # as the user named it, e.g. "models:/hybridflyte-policy@champion"
     version: str  # in the registry, e.g. "3"; empty for a folder
     digest: str  # SHA-256 of its content, as the registry and its manifest have it
     manifest_digest: str  # of its manifest.json; empty where it has none
 
     def to_dict(self) -> dict[str, str]:
-        """As JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
@@ -67,7 +68,7 @@ def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identi
         version = tracker.model_version(reference)
         folder = intact_copy(tracker, version, scratch)
         tags = version.tags
-        known = Identity(
+        identity = Identity(
             name or version.name,
             reference,
             version.version,
@@ -75,16 +76,16 @@ def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identi
             tags.get(MANIFEST_TAG, ""),
         )
     else:
-        folder, own = local_path(reference), ""
+        folder, manifest_digest = local_path(reference), ""
         _require_model(folder, reference)
         if (folder / MANIFEST).is_file():
             manifest = verify(folder)
-            digest, own = manifest.digest, manifest.own_digest
+            digest, manifest_digest = manifest.digest, manifest.own_digest
         else:
             digest = tree_digest(folder)
-        known = Identity(name or folder.name, reference, "", digest, own)
+        identity = Identity(name or folder.name, reference, "", digest, manifest_digest)
     _require_model(folder, reference)
-    return folder, known
+    return folder, identity
 
 
 def _require_model(folder: Path, reference: str) -> None:

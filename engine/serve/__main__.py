@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words[:split])
     options.vllm = words[split + 1 :]
     quiet()
-    before = signal.signal(signal.SIGTERM, _terminate)
+    previous_handler = signal.signal(signal.SIGTERM, _terminate)
     try:
         with tempfile.TemporaryDirectory(
             prefix="hybridflyte-serve-", ignore_cleanup_errors=True
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("terminated; the server has stopped", error=True)
         return TERMINATED
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _serve(options: argparse.Namespace, scratch: Path) -> NoReturn:
@@ -101,9 +101,10 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
 
     started, port = time.monotonic(), check_port(options.host, options.port)
     folder, identity = _interruptible(lambda: resolve(options.model, scratch, options.name))
-    more = [] if options.max_model_len is None else [f"--max-model-len={options.max_model_len}"]
+    length = [] if options.max_model_len is None else [f"--max-model-len={options.max_model_len}"]
+    vllm_options = [*length, *options.vllm]
     with vllm_server(
-        folder, identity, options.host, port, [*more, *options.vllm], scratch, options.start_timeout
+        folder, identity, options.host, port, vllm_options, scratch, options.start_timeout
     ) as (process, url):
         _say_ready(identity, "vLLM", url, started)
         while process.poll() is None:
@@ -112,7 +113,7 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
 
 
 def _interruptible(work: Callable[[], T]) -> T:
-    """Do it in a thread: a signal that is raised where PyTorch is being imported aborts it."""
+    """Do `work` in a thread: a signal raised while PyTorch is being imported aborts the import."""
     loading = ThreadPoolExecutor(1, thread_name_prefix="load").submit(work)
     while wait([loading], _SIGNALS_S).not_done:
         pass

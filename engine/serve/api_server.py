@@ -1,7 +1,7 @@
 """The native rollout engine behind an HTTP server of OpenAI's API (Starlette on uvicorn).
 
 It listens before the model (and torch) is loaded; until then `/health` and requests answer 503.
-What is asked for and not offered is refused by name, never left out in silence.
+A field that the server does not offer is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class _Request(BaseModel):
 
 
 class CompletionRequest(_Request):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt: str | list[str] | Tokens | list[Tokens]
     prompt_logprobs: int | None = Field(None, ge=0, le=1000)
 
     @property
     def prompts(self) -> list[str] | list[Tokens]:
-        """All prompts, as texts or as tokens."""
+        """The prompts, as texts or as tokens."""
         prompt: Any = self.prompt
         single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
         return [prompt] if single else prompt
@@ -108,7 +108,7 @@ class _Message(BaseModel):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """Role and text."""
+        """Return the role and text."""
         text = self.content
         if not isinstance(text, str):
             text = "".join(part.text for part in text)
@@ -116,7 +116,7 @@ class _Message(BaseModel):
 
 
 class ChatRequest(_Request):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -136,13 +136,13 @@ class Answer:
     finish_reason: str  # "stop" or "length"
 
 
-def parse(kind: type[_R], values: object, served: str) -> _R:
+def parse(request_class: type[_R], values: object, served: str) -> _R:
     """Read a request of one kind; RequestError for what is wrong or not offered.
 
     `served` is the one model's name.
     """
     try:
-        request = kind.model_validate(values)
+        request = request_class.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the request"
@@ -152,8 +152,7 @@ def parse(kind: type[_R], values: object, served: str) -> _R:
     if request.stream and getattr(request, "prompt_logprobs", None) is not None:
         raise RequestError("prompt_logprobs can't be streamed; leave one of the two out")
     for name, value in (request.model_extra or {}).items():
-        asks = value is not None and name in NOT_OFFERED and value not in NOT_OFFERED[name]
-        if asks:
+        if value is not None and name in NOT_OFFERED and value not in NOT_OFFERED[name]:
             raise RequestError(
                 f"{name}={value!r} is not offered by the native server; leave it out, or serve "
                 "the model with --engine vllm"
@@ -168,9 +167,9 @@ def response(
     model: str,
     prompt_logprobs: Sequence[object] = (),
 ) -> dict[str, object]:
-    """The whole answer to a request, choices in the order of `answers`.
+    """Build the full answer to a request, choices in the order of `answers`.
 
-    `prompt_logprobs`: of each prompt, where they were asked for.
+    `prompt_logprobs`: of each prompt, if the request has them.
     """
     chat = isinstance(request, ChatRequest)
     generated = sum(answer.tokens for answer in answers)
@@ -198,12 +197,12 @@ def response(
     }
 
 
-def chunks(whole: Mapping[str, Any]) -> Iterator[dict[str, object]]:
-    """The same answer as the events of a stream: each choice in one piece, when it is whole."""
-    chat = whole["object"] == "chat.completion"
-    head = {key: whole[key] for key in ("id", "created", "model")}
+def chunks(answer: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+    """Split an answer into the events of a stream, each choice in one piece."""
+    chat = answer["object"] == "chat.completion"
+    head = {key: answer[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if chat else "text_completion"
-    for choice in whole["choices"]:
+    for choice in answer["choices"]:
         pieces: list[tuple[str | None, dict[str, object]]] = [
             (None, {"delta": choice["message"]} if chat else {"text": choice["text"]}),
             (choice["finish_reason"], {"delta": {}} if chat else {"text": ""}),
@@ -229,7 +228,7 @@ class Backend(Protocol):
     context: int  # longest prompt plus completion, in tokens
 
     async def complete(self, request: Completions) -> tuple[list[Answer], int, list[object]]:
-        """All answers to a request in order, its prompts' tokens, and log-probs where asked for.
+        """Return all answers to a request in order, its prompts' tokens, and any log-probs.
 
         Raises RequestError for a prompt that can't be completed. Where it is cancelled, so are
         those of its prompts that still wait.
@@ -256,7 +255,7 @@ class ApiServer:
         routes += [Route(path, self._complete, methods=["POST"]) for path in KINDS]
         refused = dict.fromkeys((EngineError, HTTPException, Exception), _refuse)
         app = Starlette(routes=routes, exception_handlers=refused)
-        # What clients ask is theirs: no line a request.
+        # Requests are private: no access log.
         config = uvicorn.Config(
             app,
             loop="asyncio",
@@ -328,21 +327,21 @@ class ApiServer:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there, on a free port for 0; ConfigError says why it can't."""
+    """Open a socket that listens there, on a free port for 0; raise ConfigError if it can't."""
     try:
         return socket.create_server((host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            what = "is in use by another process; stop that, or choose another with --port"
+            problem = "is in use by another process; stop that, or choose another with --port"
         elif error.errno == errno.EACCES:
-            what = "may not be used by this user; choose one above 1023 with --port"
+            problem = "may not be used by this user; choose one above 1023 with --port"
         else:
-            what = f"can't be listened on: {error.strerror or error}; check --host and --port"
-        raise ConfigError(f"port {port} of {host} {what} (0: any that is free)") from error
+            problem = f"can't be listened on: {error.strerror or error}; check --host and --port"
+        raise ConfigError(f"port {port} of {host} {problem} (0: any that is free)") from error
 
 
 async def _body(request: Request) -> object:
-    """The request's JSON; RequestError for what is too large, too slow, or none."""
+    """Read the request's JSON; raise RequestError for what is too large, too slow, or none."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -358,15 +357,15 @@ async def _body(request: Request) -> object:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """An error as OpenAI's clients read it; uvicorn logs one that is not foreseen."""
+    """Describe an error as OpenAI's clients read it; uvicorn logs one that is not foreseen."""
     status, message = 500, "the server failed at this request; its log says why"
     if isinstance(error, HTTPException):
         status = error.status_code
         message = f"there is no {request.method} {request.url.path}; POST to {' or '.join(KINDS)}"
     elif isinstance(error, EngineError):
         status, message = getattr(error, "status", 500), str(error)
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    body = {"message": message, "type": kind, "param": None, "code": status}
+    error_type = "server_error" if status >= 500 else "invalid_request_error"
+    body = {"message": message, "type": error_type, "param": None, "code": status}
     return _json({"error": body}, status)
 
 

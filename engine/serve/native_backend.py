@@ -70,7 +70,7 @@ class Batcher:
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._later: list[Job] = []  # taken from the queue, of another kind than what is decoded
+        self._taken: list[Job] = []  # taken from the queue, of another kind than what is decoded
         self._random = random.Random()
         self.failed = ""  # why it decodes nothing any more
         threading.Thread(target=self._run, name="decode", daemon=True).start()
@@ -95,12 +95,12 @@ class Batcher:
         while batch := self._next_batch():
             try:
                 self._decode(batch)
-            except Exception as error:  # its clients are told, and the next batch is tried
+            except Exception as error:  # goes to its clients; the next batch is tried
                 _log.exception("a batch of %d requests failed", len(batch))
                 for job in batch:
                     if not job.result.done():
                         job.result.set_exception(error)
-        for job in self._later:
+        for job in self._taken:
             job.result.cancel()
 
     def _next_batch(self) -> list[Job]:
@@ -109,35 +109,35 @@ class Batcher:
         while not batch:
             if not self._take():
                 break
-            first, rest, size = self._later[0].batch_key, [], 0
-            for job in self._later:
+            first, not_in_batch, size = self._taken[0].batch_key, [], 0
+            for job in self._taken:
                 if job.batch_key != first or (batch and size + job.params.n > BATCH):
-                    rest.append(job)
+                    not_in_batch.append(job)
                 elif job.result.set_running_or_notify_cancel():  # else its client has gone
                     batch.append(job)
                     size += job.params.n
-            self._later = rest
+            self._taken = not_in_batch
         return batch
 
     def _take(self) -> bool:
-        """Move what waits to `_later`, one at least; False when closed."""
+        """Move what waits to `_taken`, one at least; False when closed."""
         while True:
             try:
-                job = self._waiting.get(block=not self._later)
+                job = self._waiting.get(block=not self._taken)
             except queue.Empty:
                 return True
             if job is None:
                 return False
-            self._later.append(job)
+            self._taken.append(job)
 
     def _decode(self, batch: list[Job]) -> None:
         first = batch[0].params
         seed = first.seed if batch[0].has_seed else self._random.getrandbits(62)
         longest = max(job.params.max_new_tokens for job in batch)
         params = replace(first, max_new_tokens=longest, seed=seed)
-        done = self._engine.generate([job.prompt for job in batch], params)
+        completions = self._engine.generate([job.prompt for job in batch], params)
         for i, job in enumerate(batch):
-            group = done[i * params.n : (i + 1) * params.n]
+            group = completions[i * params.n : (i + 1) * params.n]
             job.result.set_result([_shortened(c, job.params.max_new_tokens) for c in group])
 
 
@@ -161,7 +161,7 @@ class NativeBackend:
         vocabulary: int,
         model: Any = None,
     ) -> None:
-        """`model` is the engine's, for log-probs of prompts."""
+        """Serve `engine`; `model` is the engine's, for log-probs of prompts."""
         self.context, self._model = context, model
         self._tokenizer, self._stops, self._vocabulary = tokenizer, stops, vocabulary
         self._texts = ThreadPoolExecutor(1)  # a tokenizer is not safe for use by two threads
@@ -185,7 +185,7 @@ class NativeBackend:
         return NativeBackend(engine, tokenizer, stops, context, int(shape.vocab_size), model)
 
     async def complete(self, request: Completions) -> tuple[list[Answer], int, list[object]]:
-        """As in `Backend`."""
+        """Complete a request; see `Backend`."""
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._texts, self._encode, request)
         temperature = 1.0 if request.temperature is None else request.temperature
@@ -258,20 +258,25 @@ LogProbs = dict[str, dict[str, float]]
 def prompt_log_probs(
     model: PreTrainedModel, ids: Sequence[int], top_k: int
 ) -> list[LogProbs | None]:
-    """For each token: None for the first; then the likeliest tokens' ids, and its own, each with
-    `logprob` (at temperature 1) and `rank` (from 1, of equals the highest)."""
+    """Return the log-probs of each token of a prompt; None for the first.
+
+    An entry has the ids of the likeliest tokens, and the token's own, each with `logprob` (at
+    temperature 1) and `rank` (from 1, of equals the highest).
+    """
     tokens = torch.tensor(ids, device=model.device)
     logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
     log_probs = logits.log_softmax(-1)
-    of_tokens = log_probs.gather(1, tokens[1:, None])
-    ranks = (log_probs > of_tokens).sum(1) + 1
+    token_log_probs = log_probs.gather(1, tokens[1:, None])
+    ranks = (log_probs > token_log_probs).sum(1) + 1
     top_log_probs, likeliest = log_probs.topk(min(top_k, log_probs.shape[1]))
     rows: list[LogProbs | None] = [None]
-    columns = (x.tolist() for x in (tokens[1:], of_tokens[:, 0], ranks, likeliest, top_log_probs))
+    columns = (
+        x.tolist() for x in (tokens[1:], token_log_probs[:, 0], ranks, likeliest, top_log_probs)
+    )
     for token, log_prob, rank, top, values in zip(*columns, strict=True):
         row = {
-            str(other): {"logprob": value, "rank": place}
-            for place, (other, value) in enumerate(zip(top, values, strict=True), 1)
+            str(top_token): {"logprob": value, "rank": top_rank}
+            for top_rank, (top_token, value) in enumerate(zip(top, values, strict=True), 1)
         }
         rows.append(row | {str(token): {"logprob": log_prob, "rank": rank}})
     return rows

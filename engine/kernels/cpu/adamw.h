@@ -25,7 +25,7 @@ static void adamw_one(const Adam *a, const Trained *one) {
     const __m512 beta1 = _mm512_set1_ps((float)a->beta1), beta2 = _mm512_set1_ps((float)a->beta2);
     const __m512 new1 = _mm512_set1_ps((float)(1.0 - a->beta1));
     const __m512 new2 = _mm512_set1_ps((float)(1.0 - a->beta2));
-    const __m512 kept = _mm512_set1_ps((float)(1.0 - a->rate * a->decay));
+    const __m512 decay_factor = _mm512_set1_ps((float)(1.0 - a->rate * a->decay));
     const __m512 size = _mm512_set1_ps((float)(a->rate / a->correction1));
     const __m512 root = _mm512_set1_ps((float)(1.0 / sqrt(a->correction2)));
     int64_t from, to;
@@ -42,7 +42,7 @@ static void adamw_one(const Adam *a, const Trained *one) {
         x = _mm512_fmadd_ps(g, new1, x);
         y = _mm512_fmadd_ps(_mm512_mul_ps(g, g), new2, y);
         __m512 below = _mm512_fmadd_ps(_mm512_sqrt_ps(y), root, eps);
-        __m512 w = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, master + i), kept);
+        __m512 w = _mm512_mul_ps(_mm512_maskz_loadu_ps(here, master + i), decay_factor);
         w = _mm512_fnmadd_ps(size, _mm512_div_ps(x, below), w);
         _mm512_mask_storeu_ps(m + i, here, x);
         _mm512_mask_storeu_ps(v + i, here, y);

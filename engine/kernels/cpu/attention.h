@@ -27,7 +27,7 @@ typedef struct {
     int64_t heads, kv_heads, d, threads;
     double scale;
     Heads q, k, v, out;      // backward: `out` is its gradient
-    Heads of_q, of_k, of_v;  // backward alone
+    Heads grad_q, grad_k, grad_v;  // backward alone
     float *softmax;          // [T, heads, 2]; the highest score, 1 / sum of exponentials
 } Attention;
 
@@ -35,11 +35,11 @@ typedef struct {  // of a thread; widths are multiples of 16
     int64_t d, keys;        // numbers in a row of the keys, and of the scores
     word *kt, *vt;          // [d / 2, keys]; columns of keys and values
     word *below;            // [longest / 2 + 1, d]; values, or backward keys, one below the other
-    float *of_k, *of_v;     // [longest, d]
-    float *s, *of_p;        // [BLOCK, keys]; scores, and gradients of probabilities
+    float *grad_k, *grad_v; // [longest, d]
+    float *s, *grad_p;      // [BLOCK, keys]; scores, and gradients of probabilities
     bf16 *rounded;          // [BLOCK, keys]; exponentials, or backward gradients of scores
     word *p2, *s2;          // [BLOCK / 2, keys]; probabilities and those, one below the other
-    word *q2, *above2;      // [BLOCK / 2, d]; as are queries, and gradients of outputs
+    word *q2, *grad_out2;      // [BLOCK / 2, d]; as are queries, and gradients of outputs
     float *o;               // [BLOCK, d]
     const Run **path;       // [longest]; runs whose keys are there, in order
 } Room;
@@ -90,32 +90,32 @@ static void transpose(Heads from, int64_t head, int64_t token, int64_t count, in
 }
 
 // e^(scale · (score − highest)) of a row of scores: of the first `seen`, zeros up to `end`.
-static void exponentials(const float *s, int64_t seen, int64_t end, float scale, float *found,
+static void exponentials(const float *s, int64_t seen, int64_t end, float scale, float *stats,
                          bf16 *to) {
     __m512 high = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int64_t c = 0; c < seen; c += 16)
         high = _mm512_mask_max_ps(high, lanes(c, seen), high, _mm512_loadu_ps(s + c));
-    found[0] = scale * _mm512_reduce_max_ps(high);
-    high = _mm512_set1_ps(found[0]);
+    stats[0] = scale * _mm512_reduce_max_ps(high);
+    high = _mm512_set1_ps(stats[0]);
     for (int64_t c = 0; c < end; c += 16) {
         __m512 e = _mm512_fmsub_ps(_mm512_loadu_ps(s + c), _mm512_set1_ps(scale), high);
         e = _mm512_maskz_mov_ps(lanes_if_any(c, seen), exp16(e));
         sum = _mm512_add_ps(sum, e);
         store16(to + c, e);
     }
-    found[1] = 1.0f / _mm512_reduce_add_ps(sum);
+    stats[1] = 1.0f / _mm512_reduce_add_ps(sum);
 }
 
 // Of a query that sees `seen` keys: probabilities over scores, and Σ p ∂p.
-static float probabilities(float *s, const float *of_p, int64_t seen, float scale,
-                           const float *found) {
-    __m512 high = _mm512_set1_ps(found[0]), by = _mm512_set1_ps(found[1]);
+static float probabilities(float *s, const float *grad_p, int64_t seen, float scale,
+                           const float *stats) {
+    __m512 high = _mm512_set1_ps(stats[0]), by = _mm512_set1_ps(stats[1]);
     __m512 sum = _mm512_setzero_ps();
     for (int64_t c = 0; c < seen; c += 16) {
         __mmask16 m = lanes(c, seen);
         __m512 p = _mm512_fmsub_ps(_mm512_loadu_ps(s + c), _mm512_set1_ps(scale), high);
         p = _mm512_maskz_mul_ps(m, exp16(p), by);
-        sum = _mm512_mask3_fmadd_ps(p, _mm512_loadu_ps(of_p + c), sum, m);
+        sum = _mm512_mask3_fmadd_ps(p, _mm512_loadu_ps(grad_p + c), sum, m);
         _mm512_storeu_ps(s + c, p);
     }
     return _mm512_reduce_add_ps(sum);
@@ -124,18 +124,18 @@ static float probabilities(float *s, const float *of_p, int64_t seen, float scal
 // Of queries i and i + 1, the first of which sees `seen` keys: p, and p · (∂p − Σ p ∂p), the
 // gradients of scaled scores; zeros up to `end`, and for a query behind the last.
 static void softmax_backward(const Room *r, int64_t i, int64_t count, int64_t seen, int64_t end,
-                             float scale, const float *found, int64_t step) {
+                             float scale, const float *stats, int64_t step) {
     float means[2];
     for (int64_t k = 0; k < 2 && i + k < count; k++)
-        means[k] = probabilities(r->s + (i + k) * r->keys, r->of_p + (i + k) * r->keys, seen + k,
-                                 scale, found + k * step);
+        means[k] = probabilities(r->s + (i + k) * r->keys, r->grad_p + (i + k) * r->keys, seen + k,
+                                 scale, stats + k * step);
     for (int64_t c = 0; c < end; c += 16) {
         __m256i p[2] = {{0}}, slope[2] = {{0}};
         for (int64_t k = 0; k < 2 && i + k < count; k++) {
             int64_t at = (i + k) * r->keys + c;
             __mmask16 m = lanes_if_any(c, seen + k);
             __m512 e = _mm512_maskz_loadu_ps(m, r->s + at);
-            __m512 of = _mm512_sub_ps(_mm512_loadu_ps(r->of_p + at), _mm512_set1_ps(means[k]));
+            __m512 of = _mm512_sub_ps(_mm512_loadu_ps(r->grad_p + at), _mm512_set1_ps(means[k]));
             p[k] = narrowed(e);
             slope[k] = narrowed(_mm512_maskz_mul_ps(m, e, of));
             _mm256_storeu_si256((__m256i *)(r->rounded + at), slope[k]);
@@ -174,16 +174,17 @@ static void block_backward(const Attention *a, const Room *r, int64_t head, int6
     int64_t all = seen + count - 1, end = upto(all, 16), step = 2 * a->heads, two = (count + 1) / 2;
     const float scale = (float)a->scale, *softmax = a->softmax + token * step + 2 * head;
     scores(a->q, head, token, count, a->d, r->kt, r->keys, end, r->s);
-    scores(a->out, head, token, count, a->d, r->vt, r->keys, end, r->of_p);
+    scores(a->out, head, token, count, a->d, r->vt, r->keys, end, r->grad_p);
     for (int64_t i = 0; i < count; i += 2)
         softmax_backward(r, i, count, seen + i, end, scale, softmax + i * step, step);
     pair_tokens(a->q, head, token, count, a->d, r->d, 0, r->q2);
-    pair_tokens(a->out, head, token, count, a->d, r->d, 0, r->above2);
-    words_product(r->of_v, r->d, r->p2, 1, r->keys, r->above2, r->d, PANEL, all, r->d, two, 1);
-    words_product(r->of_k, r->d, r->s2, 1, r->keys, r->q2, r->d, PANEL, all, r->d, two, 1);
+    pair_tokens(a->out, head, token, count, a->d, r->d, 0, r->grad_out2);
+    words_product(r->grad_v, r->d, r->p2, 1, r->keys, r->grad_out2, r->d, PANEL, all, r->d, two,
+                  1);
+    words_product(r->grad_k, r->d, r->s2, 1, r->keys, r->q2, r->d, PANEL, all, r->d, two, 1);
     words_product(r->o, r->d, (const word *)r->rounded, r->keys / 2, 1, r->below, r->d, PANEL, count,
                   r->d, (all + 1) / 2, 0);
-    scatter(r->o, r->d, count, a->d, &scale, 0, a->of_q, head, token);
+    scatter(r->o, r->d, count, a->d, &scale, 0, a->grad_q, head, token);
 }
 
 // The run's own keys and values, behind the `before` that are there.
@@ -194,16 +195,16 @@ static void take_keys(const Attention *a, const Room *r, const Run *run, int64_t
                 r->below + run->before / 2 * r->d);
     if (!backward) return;
     transpose(a->v, kv, run->start, count, a->d, r->vt + run->before, r->keys);
-    memset(r->of_k + at, 0, count * r->d * sizeof(float));
-    memset(r->of_v + at, 0, count * r->d * sizeof(float));
+    memset(r->grad_k + at, 0, count * r->d * sizeof(float));
+    memset(r->grad_v + at, 0, count * r->d * sizeof(float));
 }
 
 // Their gradients, once no run that follows has them.
 static void give_gradients(const Attention *a, const Room *r, const Run *run, int64_t kv) {
     int64_t count = run->end - run->start, at = run->before * r->d;
     const float scale = (float)a->scale, one = 1.0f;
-    scatter(r->of_k + at, r->d, count, a->d, &scale, 0, a->of_k, kv, run->start);
-    scatter(r->of_v + at, r->d, count, a->d, &one, 0, a->of_v, kv, run->start);
+    scatter(r->grad_k + at, r->d, count, a->d, &scale, 0, a->grad_k, kv, run->start);
+    scatter(r->grad_v + at, r->d, count, a->d, &one, 0, a->grad_v, kv, run->start);
 }
 
 // The runs of a tree by key head `kv`, in an order in which each follows what is left of the path.
@@ -245,13 +246,13 @@ static word *make_room(const Attention *a, int backward, Room *r) {
     r->o = (float *)at, at += queries;
     if (backward) {
         r->vt = at, at += columns;
-        r->of_k = (float *)at, at += rows;
-        r->of_v = (float *)at, at += rows;
-        r->of_p = (float *)at, at += scores;
+        r->grad_k = (float *)at, at += rows;
+        r->grad_v = (float *)at, at += rows;
+        r->grad_p = (float *)at, at += scores;
         r->p2 = at, at += scores / 2;
         r->s2 = at, at += scores / 2;
         r->q2 = at, at += queries / 2;
-        r->above2 = at;
+        r->grad_out2 = at;
     }
     return room;
 }

@@ -77,12 +77,13 @@ INLINE void score(const bf16 *q, Run run, int64_t d, __m512 scaling, float *out)
 
 // e^(score - highest), in place; returns 1 / their sum. Up to 15 numbers behind them are written too.
 INLINE float softmax(float *scores, int64_t count) {
-    int64_t whole = (count + 15) & ~15LL;
-    for (int64_t t = count; t < whole; t++) scores[t] = -INFINITY;
+    int64_t padded = (count + 15) & ~15LL;
+    for (int64_t t = count; t < padded; t++) scores[t] = -INFINITY;
     __m512 high = _mm512_loadu_ps(scores), sum = _mm512_setzero_ps();
-    for (int64_t t = 16; t < whole; t += 16) high = _mm512_max_ps(high, _mm512_loadu_ps(scores + t));
+    for (int64_t t = 16; t < padded; t += 16)
+        high = _mm512_max_ps(high, _mm512_loadu_ps(scores + t));
     high = _mm512_set1_ps(_mm512_reduce_max_ps(high));
-    for (int64_t t = 0; t < whole; t += 16) {
+    for (int64_t t = 0; t < padded; t += 16) {
         __m512 e = exp16(_mm512_sub_ps(_mm512_loadu_ps(scores + t), high));
         sum = _mm512_add_ps(sum, e);
         _mm512_storeu_ps(scores + t, e);
@@ -162,14 +163,14 @@ static void attention(const Model *m, const Step *s, const Scratch *t, int64_t l
         for (int64_t h = 0; h < m->kv_heads; h++) {
             Run runs[2] = {{0, 0, 0, 0}, run_of(&s->completions, layer, row, h, column + 1)};
             if (prompt) runs[0] = run_of(&s->prompts, layer, group, h, prompt);
-            int64_t of_key = (r * m->kv_heads + h) * d, of_query = of_key * queries;
-            rope(m, t->k + of_key, l->k_norm, position, runs[1].keys + column * runs[1].stride);
-            memcpy(runs[1].values + column * runs[1].stride, t->v + of_key, d * sizeof(bf16));
+            int64_t key_offset = (r * m->kv_heads + h) * d, query_offset = key_offset * queries;
+            rope(m, t->k + key_offset, l->k_norm, position, runs[1].keys + column * runs[1].stride);
+            memcpy(runs[1].values + column * runs[1].stride, t->v + key_offset, d * sizeof(bf16));
             for (int64_t i = 0; i < queries; i++) {
-                bf16 *q = t->q + of_query + i * d;
+                bf16 *q = t->q + query_offset + i * d;
                 rope(m, q, l->q_norm, position, q);
             }
-            attend_head(m, t->q + of_query, runs, scores, t->score_stride, t->a + of_query);
+            attend_head(m, t->q + query_offset, runs, scores, t->score_stride, t->a + query_offset);
         }
     }
 }

@@ -50,9 +50,9 @@ void norm_forward(const bf16 *x, const bf16 *plus, const bf16 *w, int64_t rows, 
     }
 }
 
-// grad = plus + r · (w ∂y − x · r² · mean(w ∂y x)); of_weight = Σ ∂y x r, a row of `shares`
+// grad = plus + r · (w ∂y − x · r² · mean(w ∂y x)); grad_weight = Σ ∂y x r, a row of `shares`
 // [threads, width] for each thread.
-void norm_backward(const bf16 *x, const bf16 *w, const float *scale, const bf16 *above,
+void norm_backward(const bf16 *x, const bf16 *w, const float *scale, const bf16 *grad_out,
                    const bf16 *plus, int64_t rows, int64_t width, int64_t threads, bf16 *grad,
                    float *shares) {
 #pragma omp parallel num_threads(threads)
@@ -62,7 +62,7 @@ void norm_backward(const bf16 *x, const bf16 *w, const float *scale, const bf16 
         float *share = shares + omp_get_thread_num() * width;
         memset(share, 0, width * sizeof(float));
         for (int64_t r = from; r < to; r++) {
-            const bf16 *row = x + r * width, *top = above + r * width;
+            const bf16 *row = x + r * width, *top = grad_out + r * width;
             __m512 by = _mm512_set1_ps(scale[r]), dot = _mm512_setzero_ps();
             for (int64_t c = 0; c < width; c += 16) {
                 __mmask16 m = lanes(c, width);
@@ -74,12 +74,12 @@ void norm_backward(const bf16 *x, const bf16 *w, const float *scale, const bf16 
                 dot = _mm512_fmadd_ps(product, load_lanes(m, w + c), dot);
             }
             float mean = _mm512_reduce_add_ps(dot) / (float)width;
-            __m512 of_x = _mm512_set1_ps(mean * scale[r] * scale[r] * scale[r]);
+            __m512 grad_x = _mm512_set1_ps(mean * scale[r] * scale[r] * scale[r]);
             for (int64_t c = 0; c < width; c += 16) {
                 __mmask16 m = lanes(c, width);
                 __m512 g = _mm512_mul_ps(load_lanes(m, top + c), load_lanes(m, w + c));
                 g = _mm512_mul_ps(g, by);
-                g = _mm512_fnmadd_ps(load_lanes(m, row + c), of_x, g);
+                g = _mm512_fnmadd_ps(load_lanes(m, row + c), grad_x, g);
                 if (plus) g = _mm512_add_ps(g, load_lanes(m, plus + r * width + c));
                 store_lanes(grad + r * width + c, m, g);
             }
@@ -96,12 +96,12 @@ INLINE void rotate_token(const bf16 *x, const bf16 *cos, const bf16 *sin, int64_
         __mmask16 m = lanes(c, half);
         __m512 cos0 = load_lanes(m, cos + c), cos1 = load_lanes(m, cos + half + c);
         __m512 sin0 = load_lanes(m, sin + c), sin1 = load_lanes(m, sin + half + c);
-        __m512 of_b = back ? sin1 : _mm512_sub_ps(_mm512_setzero_ps(), sin0);
-        __m512 of_a = back ? _mm512_sub_ps(_mm512_setzero_ps(), sin0) : sin1;
+        __m512 sin_b = back ? sin1 : _mm512_sub_ps(_mm512_setzero_ps(), sin0);
+        __m512 sin_a = back ? _mm512_sub_ps(_mm512_setzero_ps(), sin0) : sin1;
         for (int64_t at = c; at < heads * d; at += d) {
             __m512 a = load_lanes(m, x + at), b = load_lanes(m, x + at + half);
-            __m512 first = _mm512_fmadd_ps(b, of_b, _mm512_mul_ps(a, cos0));
-            __m512 second = _mm512_fmadd_ps(a, of_a, _mm512_mul_ps(b, cos1));
+            __m512 first = _mm512_fmadd_ps(b, sin_b, _mm512_mul_ps(a, cos0));
+            __m512 second = _mm512_fmadd_ps(a, sin_a, _mm512_mul_ps(b, cos1));
             store_lanes(out + at, m, first);
             store_lanes(out + at + half, m, second);
         }
@@ -168,10 +168,10 @@ void silu_product(const bf16 *gate, const bf16 *up, int64_t count, int64_t threa
     }
 }
 
-// With ∂out in `above`: ∂gate, ∂up and, where there is room for it, silu(gate) · up again. ∂up may
-// be written over `above`.
-void silu_product_backward(const bf16 *gate, const bf16 *up, const bf16 *above, int64_t count,
-                           int64_t threads, bf16 *of_gate, bf16 *of_up, bf16 *out) {
+// With ∂out in `grad_out`: ∂gate, ∂up and, where there is room for it, silu(gate) · up again. ∂up
+// may be written over `grad_out`.
+void silu_product_backward(const bf16 *gate, const bf16 *up, const bf16 *grad_out, int64_t count,
+                           int64_t threads, bf16 *grad_gate, bf16 *grad_up, bf16 *out) {
     const __m512 one = _mm512_set1_ps(1.0f);
 #pragma omp parallel num_threads(threads)
     {
@@ -179,15 +179,15 @@ void silu_product_backward(const bf16 *gate, const bf16 *up, const bf16 *above, 
         own_share(count, 512, &from, &to);
         for (int64_t i = from; i < to; i += 16) {
             __mmask16 m = lanes(i, to);
-            fetch(gate + i + AHEAD), fetch(up + i + AHEAD), fetch(above + i + AHEAD);
+            fetch(gate + i + AHEAD), fetch(up + i + AHEAD), fetch(grad_out + i + AHEAD);
             __m512 g = load_lanes(m, gate + i), u = load_lanes(m, up + i);
-            __m512 top = load_lanes(m, above + i), s = sigmoid(g);
+            __m512 top = load_lanes(m, grad_out + i), s = sigmoid(g);
             __m512 silu = _mm512_mul_ps(g, s);
             // silu' = s · (1 + g · (1 − s)) = s + silu · (1 − s)
             __m512 slope = _mm512_fmadd_ps(silu, _mm512_sub_ps(one, s), s);
             silu = rounded(silu);
-            store_lanes(of_gate + i, m, _mm512_mul_ps(_mm512_mul_ps(top, u), slope));
-            store_lanes(of_up + i, m, _mm512_mul_ps(top, silu));
+            store_lanes(grad_gate + i, m, _mm512_mul_ps(_mm512_mul_ps(top, u), slope));
+            store_lanes(grad_up + i, m, _mm512_mul_ps(top, silu));
             if (out) store_lanes(out + i, m, _mm512_mul_ps(silu, u));
         }
     }

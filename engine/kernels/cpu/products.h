@@ -173,8 +173,8 @@ typedef struct {
     const bf16 *x, *gate, *up, *down;  // [rows, hidden], [inner, hidden] twice, [hidden, inner]
     bf16 *gated, *raised;              // [rows, inner]; outputs of gate and up, or NULL
     bf16 *out;                         // [rows, hidden]; backward: gradient of x, or NULL
-    const bf16 *above;                 // backward alone, as what follows: of `out`
-    float *of_gate, *of_up, *of_down;  // all or none
+    const bf16 *grad_out;                 // backward alone, as what follows: of `out`
+    float *grad_gate, *grad_up, *grad_down;  // all or none
     const bf16 *residual;              // forward alone: what `out` is added to, or NULL
     int64_t rows, hidden, inner, threads;
 } Mlp;
@@ -242,10 +242,10 @@ int64_t mlp_forward(const Mlp *m) {
 }
 
 typedef struct {  // of a thread
-    word *x, *above, *g, *u, *p;       // a row below the next: [BLOCK_ROWS / 2, .. + PAD]
+    word *x, *grad_out, *g, *u, *p;       // a row below the next: [BLOCK_ROWS / 2, .. + PAD]
     bf16 *gates, *ups;                 // gradients [BLOCK_ROWS, INNER]
-    float *some, *of_x;                // [SOME, INNER], [BLOCK_ROWS, hidden]
-    float *of_gate, *of_up, *of_down;  // sums
+    float *some, *grad_x;                // [SOME, INNER], [BLOCK_ROWS, hidden]
+    float *grad_gate, *grad_up, *grad_down;  // sums
 } MlpRoom;
 
 // Gradients of a part of the inside, of rows [r, r + count) of a block, by those of the product.
@@ -254,7 +254,7 @@ static void gate_part_backward(const Mlp *m, const MlpRoom *t, int64_t first, in
     const __m512 one = _mm512_set1_ps(1.0f);
     for (int64_t i = 0; i < count; i += 2)
         for (int64_t c = 0; c < width; c += 16) {
-            __m256i of_g[2] = {{0}}, of_u[2] = {{0}}, product[2] = {{0}};
+            __m256i grad_g[2] = {{0}}, grad_u[2] = {{0}}, product[2] = {{0}};
             for (int64_t k = 0; k < 2 && i + k < count; k++) {
                 int64_t at = (first + r + i + k) * m->inner + c0 + c, own = (r + i + k) * INNER + c;
                 int64_t soon = ahead + (i + k) * m->inner + c;
@@ -264,15 +264,15 @@ static void gate_part_backward(const Mlp *m, const MlpRoom *t, int64_t first, in
                 __m512 silu = _mm512_mul_ps(g, s);
                 __m512 slope = _mm512_fmadd_ps(silu, _mm512_sub_ps(one, s), s);
                 silu = rounded(silu);
-                of_g[k] = narrowed(_mm512_mul_ps(_mm512_mul_ps(top, u), slope));
-                of_u[k] = narrowed(_mm512_mul_ps(top, silu));
+                grad_g[k] = narrowed(_mm512_mul_ps(_mm512_mul_ps(top, u), slope));
+                grad_u[k] = narrowed(_mm512_mul_ps(top, silu));
                 product[k] = narrowed(_mm512_mul_ps(silu, u));
-                _mm256_store_si256((__m256i *)(t->gates + own), of_g[k]);
-                _mm256_store_si256((__m256i *)(t->ups + own), of_u[k]);
+                _mm256_store_si256((__m256i *)(t->gates + own), grad_g[k]);
+                _mm256_store_si256((__m256i *)(t->ups + own), grad_u[k]);
             }
             int64_t at = (r + i) / 2 * (INNER + PAD) + c;
-            _mm512_store_si512(t->g + at, below(of_g[0], of_g[1]));
-            _mm512_store_si512(t->u + at, below(of_u[0], of_u[1]));
+            _mm512_store_si512(t->g + at, below(grad_g[0], grad_g[1]));
+            _mm512_store_si512(t->u + at, below(grad_u[0], grad_u[1]));
             _mm512_store_si512(t->p + at, below(product[0], product[1]));
         }
 }
@@ -282,45 +282,46 @@ static void mlp_block(const Mlp *m, const MlpRoom *t, const word *gate, const wo
                       const word *down, int64_t first, int64_t count, int add) {
     int64_t h = m->hidden, n = m->inner, ld = h + PAD, in = INNER + PAD, pairs = (count + 1) / 2;
     pair_rows(m->x, h, first, first + count, t->x);
-    pair_rows(m->above, h, first, first + count, t->above);
+    pair_rows(m->grad_out, h, first, first + count, t->grad_out);
     for (int64_t c = 0; c < n; c += INNER) {
         int64_t width = least(INNER, n - c);
         for (int64_t r = 0; r < count; r += SOME) {
             int64_t some = least(SOME, count - r);
-            words_product(t->some, INNER, (const word *)(m->above + (first + r) * h), h / 2, 1,
+            words_product(t->some, INNER, (const word *)(m->grad_out + (first + r) * h), h / 2, 1,
                           down + c * (h / 2), PANEL, PANEL * (h / 2), some, width, h / 2, 0);
             int64_t ahead = r + SOME < count ? (first + r + SOME) * n + c : first * n + c + INNER;
             gate_part_backward(m, t, first, r, some, c, width, ahead);
         }
         if (m->out) {
             int64_t at = c / 2 * PANEL, next = PANEL * (n / 2);
-            words_product(t->of_x, h, (word *)t->gates, INNER / 2, 1, gate + at, PANEL, next, count,
-                          h, width / 2, c > 0);
-            words_product(t->of_x, h, (word *)t->ups, INNER / 2, 1, up + at, PANEL, next, count, h,
-                          width / 2, 1);
+            words_product(t->grad_x, h, (word *)t->gates, INNER / 2, 1, gate + at, PANEL, next,
+                          count, h, width / 2, c > 0);
+            words_product(t->grad_x, h, (word *)t->ups, INNER / 2, 1, up + at, PANEL, next, count,
+                          h, width / 2, 1);
         }
-        if (!m->of_gate) continue;
-        words_product(t->of_gate + c * h, h, t->g, 1, in, t->x, ld, PANEL, width, h, pairs, add);
-        words_product(t->of_up + c * h, h, t->u, 1, in, t->x, ld, PANEL, width, h, pairs, add);
-        words_product(t->of_down + c, n, t->above, 1, ld, t->p, in, PANEL, h, width, pairs, add);
+        if (!m->grad_gate) continue;
+        words_product(t->grad_gate + c * h, h, t->g, 1, in, t->x, ld, PANEL, width, h, pairs, add);
+        words_product(t->grad_up + c * h, h, t->u, 1, in, t->x, ld, PANEL, width, h, pairs, add);
+        words_product(t->grad_down + c, n, t->grad_out, 1, ld, t->p, in, PANEL, h, width, pairs,
+                      add);
     }
-    if (m->out) store_rows(t->of_x, count, h, m->out + first * h);
+    if (m->out) store_rows(t->grad_x, count, h, m->out + first * h);
 }
 
 static float *make_mlp_room(const Mlp *m, MlpRoom *t) {
     int64_t h = m->hidden, pairs = BLOCK_ROWS / 2, inside = pairs * (INNER + PAD);
     int64_t rows = pairs * (h + PAD);
     float *room = room_for(2 * rows + 3 * inside + BLOCK_ROWS * (INNER + h) + SOME * INNER);
-    t->x = (word *)room, t->above = t->x + rows;
-    t->g = t->above + rows, t->u = t->g + inside, t->p = t->u + inside;
+    t->x = (word *)room, t->grad_out = t->x + rows;
+    t->g = t->grad_out + rows, t->u = t->g + inside, t->p = t->u + inside;
     t->gates = (bf16 *)(t->p + inside), t->ups = t->gates + BLOCK_ROWS * INNER;
-    t->some = (float *)(t->ups + BLOCK_ROWS * INNER), t->of_x = t->some + SOME * INNER;
+    t->some = (float *)(t->ups + BLOCK_ROWS * INNER), t->grad_x = t->some + SOME * INNER;
     return room;
 }
 
 int64_t mlp_backward(const Mlp *m) {
     int64_t h = m->hidden, n = m->inner, outer = panels(n, h / 2), last = panels(h, n / 2);
-    int64_t size = m->of_gate ? h * n : 0;
+    int64_t size = m->grad_gate ? h * n : 0;
     word *down = room_for(outer + 2 * last), *gate = down + outer, *up = gate + last;
     float *shares = room_for(3 * size * m->threads);
     int64_t failed = !down || !shares;
@@ -330,7 +331,7 @@ int64_t mlp_backward(const Mlp *m) {
             MlpRoom t;
             float *room = make_mlp_room(m, &t), *own = shares + 3 * size * omp_get_thread_num();
             int64_t from, to;
-            t.of_gate = own, t.of_up = own + size, t.of_down = own + 2 * size;
+            t.grad_gate = own, t.grad_up = own + size, t.grad_down = own + 2 * size;
             panels_of_rows(m->down, n, h, down);
             panels_of_rows(m->gate, h, n, gate);
             panels_of_rows(m->up, h, n, up);
@@ -341,9 +342,9 @@ int64_t mlp_backward(const Mlp *m) {
             for (int64_t r = from; r < to; r += BLOCK_ROWS)
                 mlp_block(m, &t, gate, up, down, r, least(BLOCK_ROWS, to - r), r > from);
 #pragma omp barrier
-            sum_shares(shares, 3 * size, size, m->of_gate);
-            sum_shares(shares + size, 3 * size, size, m->of_up);
-            sum_shares(shares + 2 * size, 3 * size, size, m->of_down);
+            sum_shares(shares, 3 * size, size, m->grad_gate);
+            sum_shares(shares + size, 3 * size, size, m->grad_up);
+            sum_shares(shares + 2 * size, 3 * size, size, m->grad_down);
             free(room);
         }
     }
@@ -354,14 +355,14 @@ int64_t mlp_backward(const Mlp *m) {
 typedef struct {  // a layer that shares its input with others
     const bf16 *weight, *bias;  // [width, in], [width] or NULL
     bf16 *out;                  // [rows, width]
-    const bf16 *above;          // backward: its gradient
-    float *of_weight, *of_bias; // NULL where not wanted
+    const bf16 *grad_out;          // backward: its gradient
+    float *grad_weight, *grad_bias; // NULL where not wanted
     int64_t width, rotated;     // whether `out` has rotary positions
 } Affine;
 
 typedef struct {
     const bf16 *x;  // [rows, in]
-    bf16 *of_x;     // backward; NULL where not wanted
+    bf16 *grad_x;     // backward; NULL where not wanted
     const Affine *parts;
     const bf16 *cos, *sin;  // [period, d], row r by row r mod period
     int64_t count, rows, in, threads, period, d;
@@ -448,27 +449,27 @@ static void pad_rows(const bf16 *rows, int64_t count, int64_t width, bf16 *to) {
 static void linears_block(const Linears *l, const word *weights, float *sums, word *room,
                           int64_t widest, int64_t first, int64_t count, int add) {
     int64_t pairs = (count + 1) / 2, ld = l->in + PAD;
-    float *of_x = (float *)room;
+    float *grad_x = (float *)room;
     word *x = room + BLOCK_ROWS * l->in, *top = x + BLOCK_ROWS / 2 * ld;
     bf16 *turned = (bf16 *)(top + BLOCK_ROWS / 2 * (widest + PAD));
     pair_rows(l->x, l->in, first, first + count, x);
     for (int64_t k = 0; k < l->count; k++) {
         const Affine *p = l->parts + k;
-        const bf16 *above = p->above + first * p->width;
+        const bf16 *grad_out = p->grad_out + first * p->width;
         int64_t even = upto(p->width, 16), depth = even / 2, wide = even + PAD;
-        if (p->rotated) rotate_part(l, above, first, count, p->width, 1, turned);
-        else if (even != p->width) pad_rows(above, count, p->width, turned);
-        if (p->rotated || even != p->width) above = turned;
-        pair_rows(above, even, 0, count, top);
-        if (l->of_x)
-            words_product(of_x, l->in, (const word *)above, depth, 1, weights, PANEL,
+        if (p->rotated) rotate_part(l, grad_out, first, count, p->width, 1, turned);
+        else if (even != p->width) pad_rows(grad_out, count, p->width, turned);
+        if (p->rotated || even != p->width) grad_out = turned;
+        pair_rows(grad_out, even, 0, count, top);
+        if (l->grad_x)
+            words_product(grad_x, l->in, (const word *)grad_out, depth, 1, weights, PANEL,
                           PANEL * depth, count, l->in, depth, k > 0);
-        if (p->of_weight)
+        if (p->grad_weight)
             words_product(sums, l->in, top, 1, wide, x, ld, PANEL, p->width, l->in, pairs, add);
-        if (p->of_bias) add_rows(above, even, count, p->width, sums + p->width * l->in, add);
+        if (p->grad_bias) add_rows(grad_out, even, count, p->width, sums + p->width * l->in, add);
         weights += panels(l->in, depth), sums += p->width * (l->in + 1);
     }
-    if (l->of_x) store_rows(of_x, count, l->in, l->of_x + first * l->in);
+    if (l->grad_x) store_rows(grad_x, count, l->in, l->grad_x + first * l->in);
 }
 
 int64_t linears_backward(const Linears *l) {
@@ -501,13 +502,13 @@ int64_t linears_backward(const Linears *l) {
                 linears_block(l, weights, sums, room, widest, r, least(BLOCK_ROWS, to - r),
                               r > from);
 #pragma omp barrier
-            const float *found = shares;
+            const float *share = shares;
             for (int64_t k = 0; k < l->count; k++) {
                 const Affine *p = l->parts + k;
-                if (p->of_weight) sum_shares(found, size, p->width * l->in, p->of_weight);
-                found += p->width * l->in;
-                if (p->of_bias) sum_shares(found, size, p->width, p->of_bias);
-                found += p->width;
+                if (p->grad_weight) sum_shares(share, size, p->width * l->in, p->grad_weight);
+                share += p->width * l->in;
+                if (p->grad_bias) sum_shares(share, size, p->width, p->grad_bias);
+                share += p->width;
             }
             free(room);
         }

@@ -43,18 +43,18 @@ INLINE float block_sum(const float *row, int64_t at, int64_t end, __m512 tempera
 // last token that has a probability.
 INLINE int64_t token_in_block(const float *row, int64_t at, int64_t end, __m512 temperature,
                               __m512 high, double inside) {
-    int64_t found = at;
+    int64_t index = at;
     double sum = 0;
     for (int64_t c = at; c < least(at + BLOCK, end); c += 16) {
         float e[16];
         _mm512_storeu_ps(e, exp16(_mm512_sub_ps(scaled(row, c, end, temperature), high)));
         for (int i = 0; i < 16 && c + i < end; i++) {
             sum += e[i];
-            if (e[i] > 0) found = c + i;
-            if (sum > inside) return found;
+            if (e[i] > 0) index = c + i;
+            if (sum > inside) return index;
         }
     }
-    return found;
+    return index;
 }
 
 // A row with a NaN gives some token and the log-prob NaN.

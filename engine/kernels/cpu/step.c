@@ -11,33 +11,33 @@
 #include "linear.h"
 #include "sample.h"
 
-static char *taken(char **at, int64_t bytes) {
+static char *take(char **at, int64_t bytes) {
     char *here = *at;
     *at += (bytes + 63) & ~63LL;
     return here;
 }
 
 // Lay the scratch memory out from `at` on; returns its end.
-static char *carve(const Model *m, int64_t rows, int64_t columns, int64_t threads, char *at,
+static char *lay_out(const Model *m, int64_t rows, int64_t columns, int64_t threads, char *at,
                    Scratch *t) {
-    int64_t of_queries = 2 * rows * m->heads * m->head_dim;
-    int64_t of_keys = 2 * rows * m->kv_heads * m->head_dim;
-    t->x = (bf16 *)taken(&at, 2 * rows * m->hidden);
-    t->h = (bf16 *)taken(&at, 2 * rows * m->hidden);
-    t->q = (bf16 *)taken(&at, of_queries);
-    t->a = (bf16 *)taken(&at, of_queries);
-    t->k = (bf16 *)taken(&at, of_keys);
-    t->v = (bf16 *)taken(&at, of_keys);
-    t->gated = (bf16 *)taken(&at, 2 * rows * m->inner);
-    t->row = (int64_t *)taken(&at, 8 * rows);
+    int64_t query_bytes = 2 * rows * m->heads * m->head_dim;
+    int64_t key_bytes = 2 * rows * m->kv_heads * m->head_dim;
+    t->x = (bf16 *)take(&at, 2 * rows * m->hidden);
+    t->h = (bf16 *)take(&at, 2 * rows * m->hidden);
+    t->q = (bf16 *)take(&at, query_bytes);
+    t->a = (bf16 *)take(&at, query_bytes);
+    t->k = (bf16 *)take(&at, key_bytes);
+    t->v = (bf16 *)take(&at, key_bytes);
+    t->gated = (bf16 *)take(&at, 2 * rows * m->inner);
+    t->row = (int64_t *)take(&at, 8 * rows);
     t->score_stride = (columns + 63) & ~15LL;
-    t->scores = (float *)taken(&at, 4 * threads * 2 * t->score_stride);
+    t->scores = (float *)take(&at, 4 * threads * 2 * t->score_stride);
     return at;
 }
 
 int64_t scratch_bytes(const Model *m, int64_t rows, int64_t columns, int64_t threads) {
     Scratch t;
-    return carve(m, rows, columns, threads, (char *)0, &t) - (char *)0;
+    return lay_out(m, rows, columns, threads, (char *)0, &t) - (char *)0;
 }
 
 INLINE Span share(int64_t count, int64_t unit, int64_t part, int64_t parts) {
@@ -87,7 +87,7 @@ static void run(const Model *m, const Step *s, const Scratch *t, int64_t live, i
 // Feed one token to each live row; the logits of finished rows are 0.
 void decode_step(const Model *m, const Step *s, int64_t columns) {
     Scratch t;
-    carve(m, s->rows, columns, s->threads, s->scratch, &t);
+    lay_out(m, s->rows, columns, s->threads, s->scratch, &t);
     int64_t live = 0;
     for (int64_t r = 0; r < s->rows; r++) {
         if (s->positions[r] > 0) t.row[live++] = r;

@@ -34,7 +34,7 @@ class Prefilled:
     routed_experts: Tensor | None = None  # [B, P, layers · k] int16, prompts on the right
 
     def last(self) -> Prefilled:
-        """The last prompt of a `LlamaDecoder`'s alone, in storage of its own."""
+        """Copy the last prompt alone, of a `LlamaDecoder`'s."""
         kv = self.state[:, :, -1:].clone()
         return Prefilled(self.logits[-1:].clone(), self.lengths[-1:].clone(), kv)
 
@@ -49,17 +49,21 @@ class Decoder(Protocol):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether completions of a prompt share its keys and values, so that a resumed one is
-        inserted by `insert` (its prompt) and `extend` (its own tokens)."""
+        """Whether completions of a prompt share its keys and values.
+
+        A resumed one is then inserted by `insert` (its prompt) and `extend` (its own tokens).
+        """
         return False
 
     def free_prompts(self, running: Tensor) -> int:
-        """Prompts whose completions may be inserted beside the sequences in the slots `running`
-        `[k]`; `slots` where only slots bound them."""
+        """Count the prompts whose completions fit beside the slots `running` `[k]`.
+
+        `slots` where only slots bound them.
+        """
         ...
 
     def session(self) -> AbstractContextManager[None]:
-        """The context that every call but `rebind` must be made in."""
+        """Return the context that every call but `rebind` must be made in."""
         ...
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
@@ -84,13 +88,13 @@ class Decoder(Protocol):
         raise AssertionError("completions share no prompt here")
 
     def keep(self, slot: int, length: int) -> Tensor | None:
-        """A copy of what `resume` needs of a slot's first `length` tokens; None if it can't."""
+        """Copy what `resume` needs of a slot's first `length` tokens; None if it can't."""
         return None
 
     def resume(
-        self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
+        self, prefixes: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> Tensor:
-        """Give k kept sequences, followed by their lists of `tokens`, to `slots` `[k]`.
+        """Give k kept `prefixes`, followed by their lists of `tokens`, to `slots` `[k]`.
 
         Returns the logits `[k, V]` after the last token of each. Called only if `keep` kept them.
         """
@@ -124,7 +128,7 @@ class RoutedExperts:
     """The choices of a model's routers in its latest forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ConfigError for a model without routers that are known here."""
+        """Find the routers; raise ConfigError for a model without routers that are known here."""
         self._routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
         self._chosen: dict[int, Tensor] = {}  # by layer, [rows · columns, k]
         if not self._routers:
@@ -135,7 +139,7 @@ class RoutedExperts:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Forward passes in this block are recorded."""
+        """Record the forward passes in this block."""
         handles = [
             router.register_forward_hook(self._hook(layer))
             for layer, router in enumerate(self._routers)
@@ -147,7 +151,7 @@ class RoutedExperts:
                 handle.remove()
 
     def latest(self, rows: int) -> Tensor:
-        """Of the latest pass over so many `rows`: int16 `[rows, columns, layers · k]`."""
+        """Return experts of the latest pass over `rows`: int16 `[rows, columns, layers · k]`."""
         layers = [self._chosen[layer] for layer in range(len(self._routers))]
         return torch.cat(layers, 1).to(torch.int16).unflatten(0, (rows, -1))
 
@@ -190,12 +194,12 @@ class GenericDecoder(Decoder):
         self._slots = torch.empty(0, dtype=torch.long, device=device)  # of the batch's sequences
 
     def free_prompts(self, running: Tensor) -> int:
-        """Each slot has its own."""
+        """Return how many prompts fit: as many as slots, each of which has its own."""
         return self.slots
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Dropout is off; experts are recorded."""
+        """Turn dropout off, and record experts."""
         recording = nullcontext() if self._routed is None else self._routed.recording()
         with eval_mode(self._model), recording:
             yield

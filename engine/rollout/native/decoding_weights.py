@@ -39,20 +39,20 @@ from engine.rollout.trainer_model import LinearFunction, linear_function
 
 
 class TensorParallel:
-    """This rank's place in a group, and the collectives of decoding.
+    """This rank's index in a tensor-parallel group, and the collectives of decoding.
 
     A rank that dies or falls out of step makes the others raise RolloutError within the group's
     timeout; from then on nothing is decoded with it.
     """
 
     def __init__(self, group: dist.ProcessGroup, index: int, device: torch.device) -> None:
-        """`index`: which of the shards are this rank's; not always its rank in `group`.
+        """Join `group` as the rank of shard `index`, which need not be its rank in `group`.
 
         Collective: all ranks of the group must call it.
         """
         self._group, self.index, self._device = group, index, device
         self.size = group.size()
-        self._lost: str | None = None
+        self._failure: str | None = None
         indices = self._gather(torch.tensor([index]))[:, 0].tolist()
         if sorted(indices) != list(range(self.size)):
             raise RolloutError(
@@ -76,7 +76,7 @@ class TensorParallel:
         return sum(self._widths)
 
     def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
-        """Rows of the vocabulary's embedding for `ids`, `[…, hidden]`, from its shards `[v, H]`."""
+        """Embed `ids` to `[…, hidden]`, from the embedding's shards `[v, H]`."""
         local, rows = ids - self._start, embedding.shape[0]
         mine = (local >= 0) & (local < rows)
         if rows == 0:
@@ -87,13 +87,13 @@ class TensorParallel:
         return self.all_reduce(rows_of_ids)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum of the ranks' `partial` tensors, in place."""
+        """Sum the ranks' `partial` tensors in place."""
         with self._collective():
             dist.all_reduce(partial, group=self._group)
         return partial
 
     def gather_logits(self, local: Tensor) -> Tensor:
-        """All ranks' logits side by side: `[R, v]` each → `[R, V]`."""
+        """Concatenate the ranks' logits: `[R, v]` each → `[R, V]`."""
         widest = max(self._widths)
         padded = F.pad(local, (0, widest - local.shape[1])).contiguous()
         gathered = padded.new_empty(self.size, *padded.shape)
@@ -148,26 +148,26 @@ class TensorParallel:
                 "parameters; give every rank of the group the same request"
             )
 
-    def _gather(self, mine: Tensor) -> Tensor:
-        """All ranks' `mine` `[k]` (int64), `[size, k]` by group rank, on the CPU."""
-        mine = mine.to(self._device)
-        gathered = mine.new_empty(self.size * len(mine))
+    def _gather(self, values: Tensor) -> Tensor:
+        """Gather the ranks' `values` `[k]` (int64) to `[size, k]` by group rank, on the CPU."""
+        values = values.to(self._device)
+        gathered = values.new_empty(self.size * len(values))
         with self._collective():
-            dist.all_gather_into_tensor(gathered, mine, group=self._group)
+            dist.all_gather_into_tensor(gathered, values, group=self._group)
         return gathered.view(self.size, -1).cpu()
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        if self._lost is not None:
-            raise RolloutError(self._lost)
+        if self._failure is not None:
+            raise RolloutError(self._failure)
         try:
             yield
         except RuntimeError as error:
-            self._lost = (
+            self._failure = (
                 f"a rank of the tensor-parallel group of {self.size} was lost or fell out of step: "
                 f"{error}; start the group's ranks again"
             )
-            raise RolloutError(self._lost) from error
+            raise RolloutError(self._failure) from error
 
 
 _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -225,10 +225,12 @@ def _refuse_variants(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
             raise UnsupportedModel(f"its module {name!r} has forward hooks")
-        for own, parameter in module._parameters.items():
+        for parameter_name, parameter in module._parameters.items():
             if parameter is not None and type(parameter.data) is not Tensor:
-                kind = type(parameter.data).__name__
-                raise UnsupportedModel(f"its parameter {f'{name}.{own}'!r} is a {kind}")
+                type_name = type(parameter.data).__name__
+                raise UnsupportedModel(
+                    f"its parameter {f'{name}.{parameter_name}'!r} is a {type_name}"
+                )
 
 
 def _layer(layer: Any) -> LayerWeights:
@@ -353,7 +355,7 @@ class TPModelShard:
 
     @classmethod
     def from_dtensors(cls, model: nn.Module) -> TPModelShard:
-        """This rank's shard of a tensor-parallel trainer's model: the local parts of its DTensors.
+        """Take this rank's shard of a tensor-parallel trainer's model: its DTensors' local parts.
 
         They must be sharded over one mesh of one axis (no FSDP on top: reshard such a model into
         buffers first). Raises ModelError otherwise.
@@ -377,7 +379,7 @@ class TPModelShard:
         return cls(model.config, tensors, mesh.get_group())
 
     def weights(self) -> LlamaWeights:
-        """This rank's weights for the decoder, in the storage they were given in."""
+        """Return this rank's weights for the decoder, in the storage they were given in."""
         weights = bind(self._skeleton)
         return dataclasses.replace(
             weights,
@@ -387,19 +389,19 @@ class TPModelShard:
         )
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's tensors by name."""
+        """Yield this rank's tensors by name."""
         yield from self._tensors.items()
 
     def parameters(self) -> Iterator[Tensor]:
-        """This rank's tensors."""
+        """Yield this rank's tensors."""
         yield from self._tensors.values()
 
     def _fill(self, skeleton: nn.Module) -> None:
         """Put this rank's tensors in place of `skeleton`'s parameters."""
-        left = dict(self._tensors)
-        like = next(iter(left.values()), torch.empty(0))
-        for name, whole in list(skeleton.named_parameters()):
-            tensor = left.pop(name, None)
+        remaining = dict(self._tensors)
+        like = next(iter(remaining.values()), torch.empty(0))
+        for name, full in list(skeleton.named_parameters()):
+            tensor = remaining.pop(name, None)
             if tensor is None:
                 raise ModelError(f"{name!r} is missing")
             if (tensor.dtype, tensor.device) != (like.dtype, like.device):
@@ -407,7 +409,7 @@ class TPModelShard:
                     f"{name!r} is {tensor.dtype} on {tensor.device}, others are {like.dtype} on "
                     f"{like.device}"
                 )
-            expected = self._local_shape(name, tuple(whole.shape), tensor)
+            expected = self._local_shape(name, tuple(full.shape), tensor)
             if tuple(tensor.shape) != expected:
                 raise ModelError(
                     f"{name!r} is {tuple(tensor.shape)}, and shard {self.tp.index} of "
@@ -416,35 +418,37 @@ class TPModelShard:
             _set(skeleton, name, tensor)
         tied = self.config.tie_word_embeddings
         if tied:
-            left.pop("lm_head.weight", None)
+            remaining.pop("lm_head.weight", None)
             _set(skeleton, "lm_head.weight", self._tensors["model.embed_tokens.weight"])
-        if left:
-            raise ModelError(f"{sorted(left)[0]!r} is no parameter of a {type(skeleton).__name__}")
+        if remaining:
+            raise ModelError(
+                f"{sorted(remaining)[0]!r} is no parameter of a {type(skeleton).__name__}"
+            )
 
-    def _local_shape(self, name: str, whole: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
-        """The shape that shard `index` of a parameter of shape `whole` must have."""
+    def _local_shape(self, name: str, shape: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape of this rank's shard of a parameter of the full `shape`."""
         module, size = name.split(".")[-2], self.tp.size
         if module in _VOCABULARY:  # any number of rows, but the head's are the embedding's
             rows = self._tensors["model.embed_tokens.weight"].shape[0]
-            return (rows, *whole[1:])
+            return (rows, *shape[1:])
         if module in ("k_proj", "v_proj") and self.config.num_key_value_heads < size:
             kv_heads = self.config.num_key_value_heads
             if size % kv_heads:
                 raise ModelError(f"{size} ranks can't share {kv_heads} key heads evenly")
-            return (whole[0] // kv_heads, *whole[1:])
+            return (shape[0] // kv_heads, *shape[1:])
         heads = self.config.num_attention_heads
         if heads % size:
             raise ModelError(f"{size} ranks can't share {heads} attention heads evenly")
         axis = 0 if module in _ROWS else 1
-        if module not in _ROWS and (module not in _COLUMNS or len(whole) == 1):
-            return whole
-        if whole[axis] % size:
-            raise ModelError(f"{size} ranks can't share the {whole[axis]} of {name!r} evenly")
-        return tuple(n // size if i == axis else n for i, n in enumerate(whole))
+        if module not in _ROWS and (module not in _COLUMNS or len(shape) == 1):
+            return shape
+        if shape[axis] % size:
+            raise ModelError(f"{size} ranks can't share the {shape[axis]} of {name!r} evenly")
+        return tuple(n // size if i == axis else n for i, n in enumerate(shape))
 
 
 def _skeleton(config: PretrainedConfig, device: torch.device) -> nn.Module:
-    """The model without storage, but for the tables that its rotary embedding computes."""
+    """Build the model without storage, but for the tables that its rotary embedding computes."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if not hasattr(getattr(skeleton, "model", None), "rotary_emb"):

@@ -103,7 +103,7 @@ class NativeEngine:
         """Return `n` completions a prompt, in order; `on_progress` gets the number finished so far.
 
         A completion ends at a stop token, at `max_new_tokens`, or at `max_model_len`. Raises
-        RolloutError for a bad request, NaN logits, and weights that are not whole.
+        RolloutError for a bad request, NaN logits, and incomplete weights.
         """
         model = self._checked_model(prompts, params)
         self.stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
@@ -116,7 +116,7 @@ class NativeEngine:
         return completions
 
     def _checked_model(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Model:
-        """The model, if this rank and those it decodes with can serve this request."""
+        """Return the model, if this rank and those it decodes with can serve this request."""
         tp, problem = self._handle.tp, None
         try:
             model = self._handle.get()
@@ -183,8 +183,8 @@ class NativeEngine:
                 scheduler.step()
                 if on_progress is not None and table.finished > finished:
                     on_progress(table.finished)
-        done = sorted(table.take_finished(), key=lambda one: (one.request.number, one[1]))
-        completions = [one.completion for one in done]
+        sequences = sorted(table.take_finished(), key=lambda s: (s.request.number, s[1]))
+        completions = [sequence.completion for sequence in sequences]
         self.stats.generated_tokens = sum(len(c.token_ids) for c in completions)
         return completions
 

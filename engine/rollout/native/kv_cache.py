@@ -54,23 +54,23 @@ class KvBudget:
     def room(
         self, slots: int, n: int, longest_prompt: int, max_new_tokens: int, max_model_len: int
     ) -> KvRoom:
-        """At most `slots` sequences, `n` a prompt; one of the longest must fit (`check`)."""
+        """Find room for at most `slots` sequences, `n` a prompt; one must fit (`check`)."""
         columns = min(longest_prompt + max_new_tokens, max_model_len)
-        alone = KvRoom(min(slots, self.tokens // columns), columns)
+        unshared = KvRoom(min(slots, self.tokens // columns), columns)
         if n == 1:
-            return alone
+            return unshared
         group = longest_prompt + n * max_new_tokens
-        whole, rest = divmod(self.tokens, group)
-        part = max(0, (rest - longest_prompt) // max_new_tokens)  # of one more group
-        shared = min(slots, whole * n + part)
+        groups, rest_tokens = divmod(self.tokens, group)
+        part_group = max(0, (rest_tokens - longest_prompt) // max_new_tokens)  # of one more group
+        shared = min(slots, groups * n + part_group)
         if not shared:
-            return alone
-        left = self.tokens - shared * max_new_tokens
-        return KvRoom(shared, columns, min(shared, left // longest_prompt))
+            return unshared
+        prompt_tokens = self.tokens - shared * max_new_tokens
+        return KvRoom(shared, columns, min(shared, prompt_tokens // longest_prompt))
 
 
 class Prefix(NamedTuple):
-    """What k sequences of T tokens follow."""
+    """The prefixes that k sequences of T tokens follow."""
 
     kv: Tensor  # [layers, 2, B, kv_heads, P, head_dim]
     which: Tensor  # [k], int64: sequence i follows prefix number which[i]
@@ -78,11 +78,11 @@ class Prefix(NamedTuple):
 
     @staticmethod
     def of(kv: Tensor, which: Tensor, lengths: Tensor, width: int) -> Prefix:
-        """The first `lengths` `[k]` tokens of prefixes `which` `[k]`, before `width` others."""
+        """Take `lengths` `[k]` tokens of prefixes `which` `[k]`, before `width` others."""
         columns = torch.arange(kv.shape[4], device=lengths.device)
-        before = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
+        prefix_mask = (columns < lengths[:, None])[:, None].expand(-1, width, -1)
         causal = torch.ones(width, width, dtype=torch.bool, device=lengths.device).tril()
-        mask = torch.cat((before, causal.expand(len(lengths), -1, -1)), dim=-1)[:, None]
+        mask = torch.cat((prefix_mask, causal.expand(len(lengths), -1, -1)), dim=-1)[:, None]
         return Prefix(kv, which, mask)
 
 
@@ -95,27 +95,27 @@ class KeptPrefix:
 
 
 class KeptPrefixes:
-    """Prefixes by the key of their request, at most `most_tokens` tokens of them.
+    """Prefixes by the key of their request, at most `max_tokens` tokens of them.
 
     The oldest are dropped first: their next turn computes its whole prompt.
     """
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.tokens = 0
-        self._most = most_tokens
-        self._kept: dict[Hashable, KeptPrefix] = {}  # the oldest first
+        self._max_tokens = max_tokens
+        self._prefixes: dict[Hashable, KeptPrefix] = {}  # the oldest first
 
     def add(self, key: Hashable, prefix: KeptPrefix) -> None:
         """Keep the sequence that the request `key` ended with."""
         self.drop(key)
-        self._kept[key] = prefix
+        self._prefixes[key] = prefix
         self.tokens += len(prefix.ids)
-        while self.tokens > self._most:
-            self.drop(next(iter(self._kept)))
+        while self.tokens > self._max_tokens:
+            self.drop(next(iter(self._prefixes)))
 
     def take(self, key: Hashable, prompt_ids: Sequence[int]) -> KeptPrefix | None:
-        """The prefix of a request, which is kept no longer; None if `prompt_ids` differ from it."""
-        prefix = self._kept.get(key)
+        """Take out the prefix of a request; None if `prompt_ids` differ from it."""
+        prefix = self._prefixes.get(key)
         self.drop(key)
         if prefix is None or len(prompt_ids) <= len(prefix.ids):
             return None
@@ -123,12 +123,12 @@ class KeptPrefixes:
 
     def drop(self, key: Hashable) -> None:
         """Forget a request's sequence, if it is kept."""
-        prefix = self._kept.pop(key, None)
+        prefix = self._prefixes.pop(key, None)
         self.tokens -= 0 if prefix is None else len(prefix.ids)
 
     def clear(self) -> None:
         """Forget all: the weights that made them are gone."""
-        self._kept.clear()
+        self._prefixes.clear()
         self.tokens = 0
 
 
@@ -166,8 +166,10 @@ class KVCache:
         self._kv[:, :, slots, :, :width] = kv[:, :, which]
 
     def append(self, kv: Tensor, first: Tensor, counts: Tensor, slots: Tensor) -> None:
-        """Write `counts` `[k]` tokens of `kv` `[layers, 2, k, kv_heads, T, d]` to `slots` `[k]`,
-        from the columns `first` `[k]` on."""
+        """Write `counts` `[k]` tokens of `kv` `[layers, 2, k, kv_heads, T, d]` to `slots` `[k]`.
+
+        They begin at the columns `first` `[k]`.
+        """
         columns = torch.arange(kv.shape[4], device=kv.device)
         self.reserve(int((first + counts).max()))
         row, column = (columns < counts[:, None]).nonzero(as_tuple=True)
@@ -175,7 +177,7 @@ class KVCache:
         self._kv[:, :, slots[row], :, first[row] + column] = values
 
     def copy_slot(self, slot: int, columns: int) -> Tensor:
-        """Keys and values `[layers, 2, kv_heads, columns, d]` of a slot's first tokens."""
+        """Return keys and values `[layers, 2, kv_heads, columns, d]` of a slot's first tokens."""
         return self._kv[:, :, slot, :, :columns].clone()
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -208,7 +210,7 @@ class KVCache:
         values[self._used_slots, :, self._columns] = v
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values `[L, kv_heads, T, d]` of the slots in use."""
+        """Return the keys and values `[L, kv_heads, T, d]` of the slots in use."""
         keys, values = self._kv[layer]
         used = len(self._used_slots)
         return keys[:used, :, : self.width], values[:used, :, : self.width]
@@ -223,12 +225,12 @@ class KVCache:
         return self.read(layer, q)
 
     def at(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values `[slots, kv_heads, T, d]`, and the columns `[L]` of this step's."""
+        """Return keys and values `[slots, kv_heads, T, d]`, and this step's columns `[L]`."""
         keys, values = self._kv[layer]
         return keys, values, self._columns
 
     def read(self, layer: int, q: Tensor) -> Tensor:
-        """`attend` where this step's keys and values have been stored."""
+        """Attend, with this step's keys and values stored already."""
         s, rows = self.shape, q.shape[0]
         keys, values = self.stored(layer)
         folded = q.view(rows, s.kv_heads, s.queries_per_key, s.head_dim)
@@ -243,9 +245,9 @@ class KVCache:
     def reserve(self, columns: int) -> None:
         """Make room for `columns` tokens a slot, keeping what is there."""
         self._used = max(self._used, columns)
-        have = self._kv.shape[4]
-        if columns > have:
-            room = min(self._max_columns, max(columns + _COLUMN_STEP, have + have // 2))
+        capacity = self._kv.shape[4]
+        if columns > capacity:
+            room = min(self._max_columns, max(columns + _COLUMN_STEP, capacity + capacity // 2))
             self._kv = _widened(self._kv, room)
             self.reallocations += 1
 
@@ -275,12 +277,12 @@ class SharedPromptCache:
         already here only those of the slots `running` are still needed.
         """
         self._drop_groups(running)
-        taken, inverse, counts = torch.unique(which, return_inverse=True, return_counts=True)
-        here, width = self._prompts.shape[2], max(kv.shape[4], self._prompts.shape[4])
-        old, new = _widened(self._prompts, width), _widened(kv[:, :, taken], width)
+        new_prompts, inverse, counts = torch.unique(which, return_inverse=True, return_counts=True)
+        group_count, width = self._prompts.shape[2], max(kv.shape[4], self._prompts.shape[4])
+        old, new = _widened(self._prompts, width), _widened(kv[:, :, new_prompts], width)
         self._prompts = torch.cat((old, new), dim=2)
-        self._lengths = torch.cat((self._lengths, lengths[taken]))
-        self._group[slots] = here + inverse
+        self._lengths = torch.cat((self._lengths, lengths[new_prompts]))
+        self._group[slots] = group_count + inverse
         first = counts.cumsum(0) - counts
         self._member[slots] = torch.arange(len(which), device=which.device) - first[inverse]
         self._scratch_fits = False
@@ -289,8 +291,8 @@ class SharedPromptCache:
         """Make room for `columns` tokens of each completion."""
         self._completions.reserve(columns)
 
-    def prompts_of(self, slots: Tensor) -> int:
-        """How many prompts the sequences in `slots` `[k]` follow."""
+    def prompt_count(self, slots: Tensor) -> int:
+        """Return how many prompts the sequences in `slots` `[k]` follow."""
         return len(torch.unique(self._group[slots]))
 
     def extend(self, kv: Tensor, slots: Tensor) -> None:
@@ -338,11 +340,11 @@ class SharedPromptCache:
         return self.read(layer, q)
 
     def at(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As the other cache's, of completions."""
+        """Return the keys and values of completions, and the columns `[L]` of this step's."""
         return self._completions.at(layer)
 
     def read(self, layer: int, q: Tensor) -> Tensor:
-        """`attend` where this step's keys and values have been stored."""
+        """Attend, with this step's keys and values stored already."""
         s, rows = self.shape, q.shape[0]
         keys, values = self._completions.stored(layer)
         prompt_keys, prompt_values = self._prompts[layer]  # each [groups, kv_heads, P, d]
@@ -376,13 +378,13 @@ class SharedPromptCache:
         self._scratch_fits = True
 
     def _scratch_shape(self, last: int) -> tuple[int, ...]:
-        """Queries of all groups and members; one spare member a group is for finished slots."""
+        """Return the shape of all members' queries; each group has a spare for finished slots."""
         groups = self._prompts.shape[2]
         return groups, self.shape.kv_heads, self._n + 1, self.shape.queries_per_key, last
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched matrix product over two leading dimensions, through one `bmm`."""
+    """Multiply matrices batched over two leading dimensions, through one `bmm`."""
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
 
 

@@ -49,17 +49,17 @@ class GraphedSteps:
     """
 
     def __init__(self, step: Step, slots: int, columns: int, capture: Capture) -> None:
-        """`columns`: most that a sequence has."""
+        """Wrap `step`; a sequence has at most `columns` columns."""
         self._step, self._slots, self._max_columns = step, slots, columns
         self._capture = capture
         self.clear()
 
     def padded_columns(self, used: int) -> int:
-        """Columns that a step runs over whose sequences use at most `used`."""
+        """Round `used`, the columns that sequences use, up to those that a step runs over."""
         return min(-(-used // _COLUMNS) * _COLUMNS, self._max_columns)
 
     def run(self, tokens: Tensor, positions: Tensor, columns: int) -> Tensor:
-        """Logits `[R, V]` for `tokens` and `positions` `[R]`; read them before the next call."""
+        """Return logits `[R, V]` for `tokens` and `positions` `[R]`, valid until the next call."""
         rows = len(tokens)
         padded = min(1 << (rows - 1).bit_length(), self._slots)
         shape = padded, columns
@@ -68,23 +68,22 @@ class GraphedSteps:
             return self._step(tokens, positions, columns)
         captured = self._captured.get(shape)
         # A capture runs the step once more: its inputs must be this step's, which changes nothing.
-        into = (captured.tokens, captured.positions) if captured else _two_like(padded, tokens)
-        for buffer, values in zip(into, (tokens, positions), strict=True):
+        if captured is None:
+            buffers = tokens.new_empty(padded), tokens.new_empty(padded)
+        else:
+            buffers = captured.tokens, captured.positions
+        for buffer, values in zip(buffers, (tokens, positions), strict=True):
             buffer[:rows] = values
             buffer[rows:] = 0
         if captured is None:
-            replay = self._capture(lambda: self._step(*into, columns))
-            captured = self._captured[shape] = _Captured(*into, replay)
+            replay = self._capture(lambda: self._step(*buffers, columns))
+            captured = self._captured[shape] = _Captured(*buffers, replay)
         return captured.replay()[:rows]
 
     def clear(self) -> None:
         """Drop all graphs: weights or keys have another address now."""
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._seen: Counter[tuple[int, int]] = Counter()
-
-
-def _two_like(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    return like.new_empty(length), like.new_empty(length)
 
 
 class CudaGraphs:
@@ -109,11 +108,11 @@ class CudaGraphs:
         return replay
 
     def _captured(self, function: Replay) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        current, capture_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        capture_stream.wait_stream(current)
+        with torch.cuda.stream(capture_stream):
             function()  # libraries make their handles and workspaces now, not in the capture
-        current.wait_stream(side)
+        current.wait_stream(capture_stream)
         graph = torch.cuda.CUDAGraph()
         if not self._alive:  # a pool whose graphs are all gone can't be captured into
             self._pool = torch.cuda.graph_pool_handle()
@@ -132,8 +131,8 @@ class LlamaDecoder:
     static_batches = False
     routed_experts: Tensor | None = None  # a dense model
 
-    _steps_counted = 0  # since `_most` was the largest position
-    _most: int
+    _steps_counted = 0  # since `_longest_position` was counted
+    _longest_position: int
     _fuses: bool  # a step's layers by kernels
     _captured_at: int  # the cache's reallocations when steps were captured; -1: none are
     _w: LlamaWeights
@@ -182,13 +181,13 @@ class LlamaDecoder:
         return isinstance(self._cache, SharedPromptCache)
 
     def free_prompts(self, running: Tensor) -> int:
-        """Prompts that may enter beside the sequences in the slots `running` `[k]`."""
+        """Return how many prompts may enter beside the sequences in the slots `running` `[k]`."""
         if self._most_prompts is None or not isinstance(self._cache, SharedPromptCache):
             return self.slots
-        return self._most_prompts - self._cache.prompts_of(running)
+        return self._most_prompts - self._cache.prompt_count(running)
 
     def session(self) -> AbstractContextManager[None]:
-        """Any context: modules are not called."""
+        """Return an empty context: modules are not called."""
         return nullcontext()
 
     def rebind(self, model: nn.Module) -> bool:
@@ -227,25 +226,29 @@ class LlamaDecoder:
         self._cache.extend(kv, slots)
 
     def keep(self, slot: int, length: int) -> Tensor | None:
-        """A copy of the keys and values of a slot's first `length` tokens; None where completions
-        share their prompt's."""
+        """Copy the keys and values of a slot's first `length` tokens.
+
+        None where completions share their prompt's.
+        """
         cache = self._cache
         return cache.copy_slot(slot, length) if isinstance(cache, KVCache) else None
 
     def resume(
-        self, kept: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
+        self, prefixes: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> Tensor:
-        """Put k kept sequences and the `tokens` that follow them in `slots` `[k]`; return the
-        logits `[k, V]` after each."""
+        """Put k kept `prefixes` and the `tokens` that follow them in `slots` `[k]`.
+
+        Returns the logits `[k, V]` after each.
+        """
         assert isinstance(self._cache, KVCache)
         self._steps_counted = 0
         device = slots.device
-        lengths = torch.tensor([kv.shape[3] for kv in kept], device=device)
-        counts = torch.tensor([len(one) for one in tokens], device=device)
-        rows = torch.arange(len(kept), device=device)
-        layers, two, heads, _, size = kept[0].shape
-        state = kept[0].new_zeros(layers, two, len(kept), heads, int(lengths.max()), size)
-        for row, kv in enumerate(kept):
+        lengths = torch.tensor([kv.shape[3] for kv in prefixes], device=device)
+        counts = torch.tensor([len(row_tokens) for row_tokens in tokens], device=device)
+        rows = torch.arange(len(prefixes), device=device)
+        layers, two, heads, _, size = prefixes[0].shape
+        state = prefixes[0].new_zeros(layers, two, len(prefixes), heads, int(lengths.max()), size)
+        for row, kv in enumerate(prefixes):
             state[:, :, row, :, : kv.shape[3]] = kv
         x, new = self._run_after(state, rows, lengths, tokens)
         self._cache.insert(state, rows, slots)
@@ -288,26 +291,27 @@ class LlamaDecoder:
         return self._graphed.run(tokens, positions, width)
 
     def _longest(self, positions: Tensor) -> int:
-        """No less than the largest of `positions`, which the host rarely waits for.
+        """Bound the largest of `positions` from above, rarely waiting for the device.
 
-        Sequences grow by a token a step; others' entry, and `_RECOUNT` steps, have it counted.
+        Sequences grow by a token a step; it is counted when sequences enter and after `_RECOUNT`
+        steps.
         """
         if self._steps_counted % _RECOUNT == 0:
-            self._most = int(positions.max())
+            self._longest_position = int(positions.max())
             self._steps_counted = 0
         else:
-            self._most = min(self._most + 1, self._columns - 1)
+            self._longest_position = min(self._longest_position + 1, self._columns - 1)
         self._steps_counted += 1
-        return self._most
+        return self._longest_position
 
     def _step(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
-        """One step over `width` columns, with nothing in it that a graph can't hold."""
+        """Run a step over `width` columns, with nothing in it that a graph can't hold."""
         assert isinstance(self._cache, KVCache)
         self._cache.begin(positions, width)
         return self._layers(tokens, positions)
 
     def _layers(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits `[L, V]` of one token a slot, over a cache whose step was started."""
+        """Return logits `[L, V]` of one token a slot, over a cache whose step was started."""
         w = self._w
         x = self._embed(tokens)
         if self._fuses:
@@ -319,7 +323,7 @@ class LlamaDecoder:
         return self._logits(x)
 
     def _fused_layers(self, x: Tensor, positions: Tensor) -> Tensor:
-        """`_layers` of x `[L, hidden]` with kernels for all but products and attention."""
+        """Run the layers on x `[L, hidden]` with kernels for all but products and attention."""
         w, rotary = self._w, (self._cos, self._sin)
         plus: Tensor | None = None  # the last MLP's output, which is not in x yet
         for index, layer in enumerate(w.layers):
@@ -346,7 +350,7 @@ class LlamaDecoder:
         positions = torch.arange(self._columns, device=w.embedding.device)
         cos, sin = w.rotary(w.embedding, positions[None])
         self._cos = cos[0]  # [columns, head_dim]
-        # rotate_half(x) * sin == roll(x, head_dim / 2) * sin with the first half's sign turned
+        # rotate_half(x) * sin == roll(x, head_dim / 2) * sin with the first half negated
         half = w.head_dim // 2
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         self._cpu_step = cpu_step(w, self._cos, self._sin) if w.tp is None else None
@@ -356,8 +360,10 @@ class LlamaDecoder:
     def _run_after(
         self, state: Tensor, which: Tensor, lengths: Tensor, tokens: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
-        """`_run` k lists of `tokens` behind the first `lengths` `[k]` tokens of `state`'s prompts
-        `which` `[k]`."""
+        """Run k lists of `tokens` that follow prompts.
+
+        List i follows the first `lengths[i]` tokens of `state`'s prompt `which[i]`.
+        """
         ids = _padded(tokens).to(lengths.device)
         width = ids.shape[1]
         positions = lengths[:, None] + torch.arange(width, device=lengths.device)
@@ -411,7 +417,7 @@ class LlamaDecoder:
         return (x * cos).addcmul_(x.roll(self._w.head_dim // 2, -1), sin)
 
     def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
-        """Output projection, residuals and the gated MLP, on x `[…, hidden]`."""
+        """Apply output projection, residuals and the gated MLP to x `[…, hidden]`."""
         w = self._w
         x = x + self._project_back(attended, layer.o)
         h = _rms_norm(x, layer.post_norm)
@@ -451,7 +457,7 @@ def _cache_shape(w: LlamaWeights) -> CacheShape:
 
 
 def _padded(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Token ids int64 `[B, T]`, padded on the right with 0."""
+    """Return token ids int64 `[B, T]`, padded on the right with 0."""
     ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.as_tensor(sequence)

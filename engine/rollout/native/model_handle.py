@@ -42,11 +42,11 @@ class ModelHandle:
         return self._guard.version
 
     def check(self) -> None:
-        """Raise RolloutError unless the weights are whole."""
+        """Raise RolloutError unless the weights are complete."""
         self._guard.check()
 
     def get(self) -> Model:
-        """The model; raises RolloutError unless its weights are whole."""
+        """Return the model; raises RolloutError unless its weights are complete."""
         self._guard.check()
         assert self._model is not None
         return self._model
@@ -80,14 +80,14 @@ class ModelHandle:
         self._model, self._parameters = None, []
 
     def vocab_size(self) -> int:
-        """Rows of the input embedding, on all ranks together."""
+        """Count the rows of the input embedding, on all ranks together."""
         model = self.get()
         if isinstance(model, TPModelShard):
             return int(model.config.vocab_size)
         return embedding_weight(model).shape[0]
 
     def kv_token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers, on this rank.
+        """Count the bytes of a token's keys and values in all layers, on this rank.
 
         Raises ConfigError for a model whose config does not name their sizes.
         """
@@ -110,7 +110,7 @@ class ModelHandle:
         return 2 * layers * kv_heads * width * next(iter(model.parameters())).element_size()
 
     def fingerprint(self) -> tuple[int, int, int]:
-        """A value that differs once another model is served or a weight was written in place.
+        """Return a value that changes with the served model and with in-place writes to it.
 
         It counts what autograd counts, so a write through `parameter.data`, and one by a fused
         optimizer, goes unseen.
@@ -120,7 +120,7 @@ class ModelHandle:
 
 
 def whole_model(model: Model) -> nn.Module:
-    """`model`, which is no shard: streams are not opened over shards."""
+    """Return `model`, which is no shard: streams are not opened over shards."""
     assert isinstance(model, nn.Module)
     return model
 
@@ -143,7 +143,7 @@ def create_decoder(
     static_batches: bool,
     routed_experts: bool = False,
 ) -> Decoder:
-    """The fastest decoder for `model`, with `slots` sequences, `n` a prompt.
+    """Create the fastest decoder for `model`, with `slots` sequences, `n` a prompt.
 
     With a `budget` they are as many as fit it, at least one of which must.
 
@@ -159,10 +159,10 @@ def create_decoder(
         if budget is not None:
             slots, columns, _ = budget.room(slots, 1, *sizes, max_model_len)
         device: torch.device = next(model.parameters()).device
-        whole = whole_model(model)
-        routed = RoutedExperts(whole) if routed_experts else None
+        unsharded = whole_model(model)
+        routed = RoutedExperts(unsharded) if routed_experts else None
         return GenericDecoder(
-            whole, slots, columns, device, static_batches=static_batches, routed=routed
+            unsharded, slots, columns, device, static_batches=static_batches, routed=routed
         )
     graphed = cuda_graphs and can_graph(weights)
     room = None

@@ -121,16 +121,16 @@ class NativeStream(RolloutStream):
             version=handle.version,
             track_versions=True,
         )
-        self._kept: KeptPrefixes | None = None
+        self._prefixes: KeptPrefixes | None = None
         if keep_prefixes and params.n == 1 and budget is None:
-            self._kept = KeptPrefixes(limits.max_num_seqs * limits.max_model_len)
+            self._prefixes = KeptPrefixes(limits.max_num_seqs * limits.max_model_len)
         self._scheduler = Scheduler(
             self._table,
             params,
             limits.max_num_seqs,
             self.stats,
             split_requests=False,
-            kept=self._kept,
+            prefixes=self._prefixes,
         )
         self._fingerprint = handle.fingerprint()  # of the weights of the running sequences
         self._open: dict[Hashable, Request] = {}  # all that is unfinished
@@ -188,8 +188,8 @@ class NativeStream(RolloutStream):
         self._scheduler.add(request)
 
     def forget(self, key: Hashable) -> None:
-        if self._kept is not None:
-            self._kept.drop(key)
+        if self._prefixes is not None:
+            self._prefixes.drop(key)
 
     def cut(self, key: Hashable) -> None:
         request = self._open.get(key)
@@ -201,7 +201,7 @@ class NativeStream(RolloutStream):
         """Admit waiting completions where slots are free, then decode one token of every sequence.
 
         Returns the completions that ended; with nothing to do, [] at once. Raises RolloutError for
-        NaN logits and for weights that are not whole or were changed without `update_weights`; all
+        NaN logits and for incomplete weights or were changed without `update_weights`; all
         unfinished completions then wait in the queue, to continue after an update. What ended in a
         step that failed comes from the next call.
         """
@@ -240,7 +240,7 @@ class NativeStream(RolloutStream):
         self._fingerprint = self._handle.fingerprint()
 
     def partials(self) -> list[PartialRequest]:
-        """As in `RolloutStream`; works while the stream can't serve, too."""
+        """Copy what is unfinished, also while the stream can't serve."""
         self._check_open()
         return self._scheduler.partials()
 
@@ -272,8 +272,8 @@ class NativeStream(RolloutStream):
         decoder = self._scheduler.decoder
         if decoder is not None and self._keeps_kv and decoder.rebind(model):
             return
-        if self._kept is not None:
-            self._kept.clear()
+        if self._prefixes is not None:
+            self._prefixes.clear()
         if decoder is None:
             return
         preempted = self._scheduler.preempt()
@@ -291,9 +291,9 @@ class NativeStream(RolloutStream):
         for request, index, completion in self._table.take_finished():
             self.stats.generated_tokens += len(completion.token_ids)
             kv = self._scheduler.take_kept(request.number)
-            if self._kept is not None and kv is not None:
+            if self._prefixes is not None and kv is not None:
                 ids = request.prompt_ids + completion.token_ids[:-1]
-                self._kept.add(request.key, KeptPrefix(ids, kv))
+                self._prefixes.add(request.key, KeptPrefix(ids, kv))
             finished.append(StreamedCompletion(request.key, index, completion))
             if not request.unfinished:
                 self._open.pop(request.key, None)  # two may have ended at once

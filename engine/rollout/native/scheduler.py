@@ -45,7 +45,7 @@ class Slots:
         stats: RolloutStats,
         on_end: OnEnd | None = None,
     ) -> None:
-        """`on_end` is called while what ended still lies in its slots."""
+        """Decode with `decoder`; `on_end` is called while what ended is still in its slots."""
         self._decoder, self._table, self._params = decoder, table, params
         self._on_end = on_end
         self.count, self._stats = count, stats
@@ -75,7 +75,7 @@ class Slots:
         return torch.cat((finished, unused))[:count]
 
     def running_slots(self) -> Tensor:
-        """Slots that are assigned to a sequence, ascending."""
+        """Return the slots that are assigned to a sequence, ascending."""
         return (self._row < self._table.capacity).nonzero()[:, 0]
 
     def assign(self, slots: Tensor, rows: Tensor) -> None:
@@ -106,42 +106,47 @@ class Slots:
         row, column = self._row[slots], self._column[slots]
         token, log_prob = draw(logits, table.keys[row], column, self._params)
         self._decoder.sync_samples(token, log_prob)
-        before = table.finished
-        done = table.record(row, column, token, log_prob)
-        real = row < table.capacity
-        position = self._position[slots] + real
-        column = column + real
-        ended = table.finished - before
+        finished_before = table.finished
+        ended_mask = table.record(row, column, token, log_prob)
+        is_sequence = row < table.capacity
+        position = self._position[slots] + is_sequence
+        column = column + is_sequence
+        ended = table.finished - finished_before
         if ended:
             if self._on_end is not None:
-                where = torch.arange(self.count, device=row.device)[slots][done]
-                self._on_end(row[done], where, self._position[slots][done] + 1)
-            self._row[slots] = row.masked_fill(done, table.capacity)
-            column, position = column.masked_fill(done, 0), position.masked_fill(done, 0)
+                ended_slots = torch.arange(self.count, device=row.device)[slots][ended_mask]
+                self._on_end(row[ended_mask], ended_slots, self._position[slots][ended_mask] + 1)
+            self._row[slots] = row.masked_fill(ended_mask, table.capacity)
+            column, position = (
+                column.masked_fill(ended_mask, 0),
+                position.masked_fill(ended_mask, 0),
+            )
             self._finished += ended
         self._token[slots], self._column[slots], self._position[slots] = token, column, position
 
     def compact(self) -> None:
         """Close the gaps that finished sequences leave, once they are worth the copying."""
         running = self.running
-        left = _slots_for(running)
-        if left >= self._used:
+        slots_needed = _slots_for(running)
+        if slots_needed >= self._used:
             return
         finished = self._finished_slots()
-        tail = (self._row[left : self._used] < self._table.capacity).nonzero()[:, 0] + left
+        tail = (self._row[slots_needed : self._used] < self._table.capacity).nonzero()[
+            :, 0
+        ] + slots_needed
         gaps = finished[: len(tail)]
-        self._decoder.move(tail, gaps, left)
+        self._decoder.move(tail, gaps, slots_needed)
         for state in (self._row, self._column, self._position, self._token):
             state[gaps] = state[tail]
-        self._row[left:] = self._table.capacity
-        self._used, self._finished = left, left - running
+        self._row[slots_needed:] = self._table.capacity
+        self._used, self._finished = slots_needed, slots_needed - running
 
     def _finished_slots(self) -> Tensor:
         return (self._row[: self._used] == self._table.capacity).nonzero()[:, 0]
 
 
 def _slots_for(running: int) -> int:
-    """Slots that so many sequences are decoded in: one of eight numbers an octave, at least."""
+    """Round `running` up to a number of slots: one of eight an octave, at least."""
     step = 1 << max(2, running.bit_length() - 4)
     return -(-running // step) * step
 
@@ -157,32 +162,32 @@ class Scheduler:
         stats: RolloutStats,
         *,
         split_requests: bool,
-        kept: KeptPrefixes | None = None,
+        prefixes: KeptPrefixes | None = None,
     ) -> None:
         """Decode at most `max_num_seqs` sequences at once.
 
         With `split_requests` completions of one request may be admitted at different times, so that
         no slot stays free. Without, only those of a request that needs more than all slots are.
-        With `kept`, for n=1, what ended is kept (`take_kept`) and requests go on from it.
+        With `prefixes`, for n=1, what ended is kept (`take_kept`) and requests continue from it.
         """
         self._table, self._params, self._stats = table, params, stats
         self._max_num_seqs, self._split_requests = max_num_seqs, split_requests
         self._queue: deque[Request] = deque()
         self._batch: tuple[Slots, Decoder] | None = None
         self._carried: tuple[Request, Prefilled] | None = None  # a split request, its prompt
-        self._kept = kept
+        self._prefixes = prefixes
         self._ended: dict[int, Tensor] = {}  # keys and values by number of their request
         self.waiting = 0  # completions in the queue
 
     @property
     def decoder(self) -> Decoder | None:
-        """What sequences are decoded with; None from the start, and from `preempt`, to `bind`."""
+        """The decoder of the sequences; None from the start, and from `preempt`, to `bind`."""
         return None if self._batch is None else self._batch[1]
 
     def bind(self, decoder: Decoder) -> None:
         """Decode with `decoder`, in which no slot is used; nothing may be running."""
         count = min(self._max_num_seqs, decoder.slots)
-        on_end = None if self._kept is None else self._keep
+        on_end = None if self._prefixes is None else self._keep
         slots = Slots(decoder, self._table, self._params, count, self._stats, on_end)
         self._batch = slots, decoder
 
@@ -202,7 +207,7 @@ class Scheduler:
             slots.step()
 
     def admit_first(self, count: int) -> None:
-        """Admit of the first `count` requests of the queue those that slots are free for."""
+        """Admit those of the first `count` requests of the queue that slots are free for."""
         assert self._batch is not None
         self._admit(self._next(*self._batch)[:count], *self._batch)
 
@@ -211,9 +216,9 @@ class Scheduler:
 
         The decoder is dropped too: its caches may hold NaN, which would outlast a mask.
         """
-        before = set(map(id, self._queue))
+        queued = set(map(id, self._queue))
         requests = self._table.preempt()
-        self._queue.extendleft(r for r in reversed(requests) if id(r) not in before)
+        self._queue.extendleft(r for r in reversed(requests) if id(r) not in queued)
         self.waiting = sum(len(request.waiting) for request in self._queue)
         self._batch = self._carried = None
         return len(requests)
@@ -224,16 +229,18 @@ class Scheduler:
         self.waiting = 0
         self._batch = self._carried = None
         self._ended.clear()
-        if self._kept is not None:
-            self._kept.clear()
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def take_kept(self, number: int) -> Tensor | None:
-        """Keys and values of the sequence that request `number` ended with, all but its last
-        token's; None where none are kept."""
+        """Take the keys and values of the sequence that request `number` ended with.
+
+        They are those of all tokens but the last; None where none are kept.
+        """
         return self._ended.pop(number, None)
 
     def partials(self) -> list[PartialRequest]:
-        """Copies of all that is unfinished, the oldest request first."""
+        """Copy all that is unfinished, the oldest request first."""
         return [*self._table.partials(), *(request.partial() for request in self._queue)]
 
     def _is_worth_a_prefill(self, slots: Slots, decoder: Decoder) -> bool:
@@ -242,7 +249,7 @@ class Scheduler:
         return slots.free >= min(self.waiting, slots.count, max(self._params.n, slots.count // 16))
 
     def _next(self, slots: Slots, decoder: Decoder) -> Admitted:
-        """The completions at the queue's front that the free slots are enough for."""
+        """Return the completions at the queue's front that the free slots are enough for."""
         admitted: Admitted = []
         free, prompts = slots.free, decoder.free_prompts(slots.running_slots())
         for request in self._queue:
@@ -264,7 +271,7 @@ class Scheduler:
             request.waiting = request.waiting[len(parts) :]
             if not request.waiting:
                 self._queue.popleft()
-        if self._kept is not None:  # n=1: a member is a request
+        if self._prefixes is not None:  # n=1: a member is a request
             admitted, rows = self._admit_kept(admitted, rows, slots, decoder)
         if admitted:
             self._admit_whole(admitted, rows, slots, decoder)
@@ -272,28 +279,30 @@ class Scheduler:
     def _admit_kept(
         self, admitted: Admitted, rows: list[int], slots: Slots, decoder: Decoder
     ) -> tuple[Admitted, list[int]]:
-        """Go on from what is kept; return the requests, and their rows, that it has nothing for."""
-        assert self._kept is not None
-        left: Admitted = []
-        left_rows, found = [], list[tuple[int, KeptPrefix, list[int]]]()
+        """Continue from kept prefixes; return the requests without one, and their rows."""
+        assert self._prefixes is not None
+        without_prefix: Admitted = []
+        rows_without_prefix, with_prefix = [], list[tuple[int, KeptPrefix, list[int]]]()
         for (request, parts), row in zip(admitted, rows, strict=True):
             prefix = None
             if request.after is not None and not parts[0].token_ids:
-                prefix = self._kept.take(request.after, request.prompt_ids)
+                prefix = self._prefixes.take(request.after, request.prompt_ids)
             if prefix is None:
-                left.append((request, parts))
-                left_rows.append(row)
+                without_prefix.append((request, parts))
+                rows_without_prefix.append(row)
             else:
-                found.append((row, prefix, request.prompt_ids))
-        for low, high in prefill_spans([prompt for _, _, prompt in found]):
-            run = found[low:high]
-            taken = slots.allocate(len(run))
+                with_prefix.append((row, prefix, request.prompt_ids))
+        for low, high in prefill_spans([prompt for _, _, prompt in with_prefix]):
+            run = with_prefix[low:high]
+            new_slots = slots.allocate(len(run))
             tails = [prompt[len(prefix.ids) :] for _, prefix, prompt in run]
-            logits = decoder.resume([prefix.kv for _, prefix, _ in run], tails, taken)
-            slots.assign(taken, torch.tensor([row for row, _, _ in run], device=taken.device))
+            logits = decoder.resume([prefix.kv for _, prefix, _ in run], tails, new_slots)
+            slots.assign(
+                new_slots, torch.tensor([row for row, _, _ in run], device=new_slots.device)
+            )
             self._stats.prefill_tokens += sum(map(len, tails))
-            slots.sample(logits, taken)
-        return left, left_rows
+            slots.sample(logits, new_slots)
+        return without_prefix, rows_without_prefix
 
     def _keep(self, rows: Tensor, slots: Tensor, lengths: Tensor) -> None:
         """Keep what ended in `slots` `[k]`, of which `lengths` `[k]` tokens were fed."""
@@ -308,20 +317,20 @@ class Scheduler:
     ) -> None:
         """Compute whole prompts, and what resumed completions have."""
         plan = plan_prefill(admitted, decoder.shares_prompts)
-        taken = slots.allocate(len(rows))
-        row = torch.tensor(rows, device=taken.device)
-        last = admitted[-1][0]
+        new_slots = slots.allocate(len(rows))
+        row = torch.tensor(rows, device=new_slots.device)
+        last_request = admitted[-1][0]
         for low, high, prefilled in self._prefill(plan, decoder):
             run = slice(bisect_left(plan.which, low), bisect_left(plan.which, high))
-            which = torch.tensor(plan.which[run], device=taken.device) - low
-            self._insert(plan, run, row[run], which, taken[run], prefilled)
+            which = torch.tensor(plan.which[run], device=new_slots.device) - low
+            self._insert(plan, run, row[run], which, new_slots[run], prefilled)
             self._carried = None
-            split = last.waiting and plan.prompts[-1] is last.prompt_ids
+            split = last_request.waiting and plan.prompts[-1] is last_request.prompt_ids
             if split and high == len(plan.prompts) and not decoder.static_batches:
-                self._carried = last, prefilled.last()
+                self._carried = last_request, prefilled.last()
 
     def _prefill(self, plan: PrefillPlan, decoder: Decoder) -> Iterator[tuple[int, int, Prefilled]]:
-        """Runs (low, high, computed) that cover the plan's prompts."""
+        """Yield runs (low, high, computed) that cover the plan's prompts."""
         start = 0
         if self._carried is not None and plan.prompts[0] is self._carried[0].prompt_ids:
             start = 1
@@ -338,25 +347,25 @@ class Scheduler:
         run: slice,
         rows: Tensor,
         which: Tensor,
-        taken: Tensor,
+        new_slots: Tensor,
         prefilled: Prefilled,
     ) -> None:
-        """Put the sequences `run` of `plan` in slots `taken` `[k]`."""
+        """Put the sequences `run` of `plan` in `new_slots` `[k]`."""
         assert self._batch is not None
         slots, decoder = self._batch
-        decoder.insert(prefilled, which, taken, slots.running_slots())
-        slots.assign(taken, rows)
+        decoder.insert(prefilled, which, new_slots, slots.running_slots())
+        slots.assign(new_slots, rows)
         if prefilled.routed_experts is not None:
             self._table.record_prompt_experts(rows, prefilled.routed_experts[which])
-        counts = torch.tensor(plan.sampled[run], device=taken.device)
+        counts = torch.tensor(plan.sampled[run], device=new_slots.device)
         if any(plan.sampled[run]):
             resumed = counts.nonzero()[:, 0]
-            latest = torch.tensor(plan.latest[run], device=taken.device)
-            slots.resume(taken[resumed], counts[resumed], latest[resumed])
-            self._extend(prefilled, which, plan.tails[run], taken, decoder)
+            latest = torch.tensor(plan.latest[run], device=new_slots.device)
+            slots.resume(new_slots[resumed], counts[resumed], latest[resumed])
+            self._extend(prefilled, which, plan.tails[run], new_slots, decoder)
         fresh = (counts == 0).nonzero()[:, 0]
         if len(fresh):
-            slots.sample(prefilled.logits[which[fresh]], taken[fresh])
+            slots.sample(prefilled.logits[which[fresh]], new_slots[fresh])
 
     def _extend(
         self,

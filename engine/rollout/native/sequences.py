@@ -36,7 +36,7 @@ class Request:
     cut: bool = False  # its completions end with their next token
 
     def partial(self) -> PartialRequest:
-        """The completions that wait, for the caller to keep."""
+        """Return the completions that wait, for the caller to keep."""
         return PartialRequest(self.key, self.prompt_ids, self.waiting)
 
 
@@ -65,7 +65,7 @@ class SequenceTable:
         track_versions: bool,
         longest_prompt: int = 0,
     ) -> None:
-        """Sequences have at most `columns` sampled tokens, drawn from policy `version`.
+        """Hold sequences of at most `columns` sampled tokens, drawn from policy `version`.
 
         `track_versions`: keep the version of each token, as `version` may change meanwhile.
         `longest_prompt`: its tokens, where experts are recorded.
@@ -114,12 +114,12 @@ class SequenceTable:
         self._lengths[index] = column([len(part.token_ids) for _, part in members])
         self._stopped[index] = False
         for row, (_, part) in zip(rows, members, strict=True):
-            if have := len(part.token_ids):
-                self._tokens[row, :have] = torch.tensor(part.token_ids)
-                self._log_probs[row, :have] = torch.tensor(part.log_probs)
+            if count := len(part.token_ids):
+                self._tokens[row, :count] = torch.tensor(part.token_ids)
+                self._log_probs[row, :count] = torch.tensor(part.log_probs)
                 if self._versions is not None:
                     versions = torch.tensor(part.token_versions, dtype=torch.int32)
-                    self._versions[row, :have] = versions
+                    self._versions[row, :count] = versions
         for row, (request, part) in zip(rows, members, strict=True):
             self._owners[row] = request, part.completion_index
         del self._free[-len(members) :]
@@ -132,7 +132,7 @@ class SequenceTable:
         self._limits[index] = self._lengths[index] + 1
 
     def owner(self, row: int) -> Request:
-        """The request of a sequence."""
+        """Return the request of a sequence."""
         return self._owners[row][0]
 
     def record(self, rows: Tensor, column: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
@@ -142,15 +142,15 @@ class SequenceTable:
         """
         self._tokens[rows, column] = token
         self._log_probs[rows, column] = log_prob
-        real = rows < self.capacity
-        done = column + 1 >= self._limits[rows]
+        is_sequence = rows < self.capacity
+        ended_mask = column + 1 >= self._limits[rows]
         stop = None
         if len(self._stop):
             stop = token == self._stop if len(self._stop) == 1 else torch.isin(token, self._stop)
-            stop &= real
-            done |= stop
-        bad = log_prob.isnan() & real
-        ended, wrong = torch.stack((done.sum(), bad.sum())).tolist()
+            stop &= is_sequence
+            ended_mask |= stop
+        bad = log_prob.isnan() & is_sequence
+        ended, wrong = torch.stack((ended_mask.sum(), bad.sum())).tolist()
         if wrong:
             request, index = self._owners[int(rows[bad][0])]
             raise DivergedRolloutError(
@@ -163,11 +163,11 @@ class SequenceTable:
         self._lengths[rows] = column + 1
         if ended:
             self.finished += ended
-            ended_rows = rows[done]
+            ended_rows = rows[ended_mask]
             self._ended += ended_rows.tolist()
             if stop is not None:
-                self._stopped[ended_rows] = stop[done]
-        return done
+                self._stopped[ended_rows] = stop[ended_mask]
+        return ended_mask
 
     def record_prompt_experts(self, rows: Tensor, chosen: Tensor) -> None:
         """Store the experts `[R, P, K]` of the prompts of `rows`, which end at P."""
@@ -186,8 +186,8 @@ class SequenceTable:
         assert self._experts is not None, "prompts come first"
         self._experts[rows, positions] = chosen
 
-    def _experts_of(self, row: int, sampled: int) -> Tensor | None:
-        """Of prompt and completion but the last token, which was never fed."""
+    def _routed_experts(self, row: int, sampled: int) -> Tensor | None:
+        """Return the experts of prompt and completion but the last token, which was never fed."""
         if self._experts is None:
             return None
         count = int(self.prompt_lengths[row]) + sampled - 1
@@ -211,7 +211,7 @@ class SequenceTable:
                 finish_reason="stop" if stop else "length",
                 policy_version=min(versions, default=self.version),
                 token_versions=versions or None,
-                routed_experts=self._experts_of(row, len(part.token_ids)),
+                routed_experts=self._routed_experts(row, len(part.token_ids)),
             )
             finished.append(FinishedSequence(request, index, completion))
         return finished
@@ -229,10 +229,10 @@ class SequenceTable:
         return [requests[number] for number in sorted(requests)]
 
     def partials(self) -> list[PartialRequest]:
-        """Copies of the sequences that have not ended, by request, the oldest first."""
+        """Copy the sequences that have not ended, by request, the oldest first."""
         rows = self._unended()
         by_request: dict[int, tuple[Request, list[PartialCompletion]]] = {}
-        for row, part in zip(rows, self._read(rows), strict=True):
+        for row, part in zip(rows, self._read_rows(rows), strict=True):
             request, _ = self._owners[row]
             by_request.setdefault(request.number, (request, []))[1].append(part)
         return [
@@ -246,11 +246,11 @@ class SequenceTable:
 
     def _take(self, rows: list[int]) -> list[PartialCompletion]:
         """Read `rows` and free them."""
-        parts = self._read(rows)
+        parts = self._read_rows(rows)
         self._free += rows
         return parts
 
-    def _read(self, rows: list[int]) -> list[PartialCompletion]:
+    def _read_rows(self, rows: list[int]) -> list[PartialCompletion]:
         if not rows:
             return []
         index = torch.tensor(rows, device=self.device)

@@ -57,7 +57,7 @@ class ServerAPI(Protocol):
         ...
 
     async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
-        """The server's samples, in the order of its own numbering; RolloutError if it can't."""
+        """Sample from the server, in the order of its own numbering; RolloutError if it can't."""
         ...
 
     def probe_prompt(self, vocabulary: int) -> list[int]:
@@ -66,7 +66,7 @@ class ServerAPI(Protocol):
 
 
 def field(answer: Any, *path: str | int) -> Any:
-    """The value at `path` of a JSON answer, or RolloutError naming what is missing."""
+    """Return the value at `path` of a JSON answer, or raise RolloutError that names the gap."""
     value = answer
     for step in path:
         try:
@@ -104,7 +104,7 @@ class OpenAIAPI:
 
     def __init__(self, client: Client, settings: ServerConfig) -> None:
         self.max_per_request = settings.completions_per_request
-        self._client, self._asked = client, settings.served_model
+        self._client, self._configured_name = client, settings.served_model
         self._name = settings.served_model
 
     @property
@@ -118,12 +118,12 @@ class OpenAIAPI:
         names = [str(field(model, "id")) for model in models]
         if not names:
             raise RolloutError(f"{self._client.url} serves no model; start it with one")
-        if self._asked and self._asked not in names:
+        if self._configured_name and self._configured_name not in names:
             raise RolloutError(
-                f"{self._client.section}.served_model={self._asked!r} is not served by "
+                f"{self._client.section}.served_model={self._configured_name!r} is not served by "
                 f"{self._client.url}; it has {', '.join(names)}"
             )
-        self._name = self._asked or names[0]
+        self._name = self._configured_name or names[0]
         longest = models[names.index(self._name)].get("max_model_len")
         return None if longest is None else int(longest)
 
@@ -256,23 +256,23 @@ class TGIAPI:
         return ids
 
     async def _text(self, prompt: Sequence[int]) -> str:
-        """The text that TGI reads as `prompt`: with or without a BOS token that it adds itself."""
+        """Find the text that TGI reads as `prompt`, with or without a BOS token that it adds."""
         key = tuple(int(token) for token in prompt)
         if key in self._texts:
             return self._texts[key]
-        read: list[int] = []
+        tokens: list[int] = []
         for ids in (key[1:], key) if key[0] == self._tokenizer.bos_token_id else (key,):
             text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             answer = await self._client.post("/tokenize", {"inputs": text})
-            read = [int(field(token, "id")) for token in answer]
-            if tuple(read) == key:
+            tokens = [int(field(token, "id")) for token in answer]
+            if tuple(tokens) == key:
                 if len(self._texts) >= _REMEMBERED:
                     self._texts.clear()
                 self._texts[key] = text
                 return text
         raise RolloutError(
             f"TGI reads the text of a prompt of {len(key)} tokens ({list(key)[:12]} …) as other "
-            f"tokens ({read[:12]} …), so its completions would not be the policy's; use "
+            f"tokens ({tokens[:12]} …), so its completions would not be the policy's; use "
             f"rollout.server.api=openai, which takes token ids, or the server's own tokenizer"
         )
 
@@ -295,14 +295,14 @@ def _parameters(request: CompletionRequest) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProbs:
-    """What the model says at one place of a prompt."""
+    """The model's log-probs at one position of a prompt."""
 
     log_prob: float  # of the token that stands there
     top: tuple[tuple[int, float], ...]  # the likeliest tokens and their log-probs, falling
 
 
 class PromptLogProbs:
-    """One server, asked for log-probs.
+    """A client of one server for log-probs of prompts.
 
     >>> server = PromptLogProbs(TeacherConfig(url="http://127.0.0.1:8000"), "teachers[0]")
     >>> server.read([[5, 6, 7]], [1], top_k=2)
@@ -310,11 +310,13 @@ class PromptLogProbs:
     """
 
     def __init__(self, config: TeacherConfig, section: str) -> None:
-        """Ask for the model's name; RolloutError where no server answers. `section` has `config`'s
-        settings, for messages."""
-        read = ["url", "served_model", "api_key_env", "concurrency"]
-        read += ["timeout_s", "request_timeout_s", "max_retries"]
-        settings = ServerConfig(**{name: getattr(config, name) for name in read})
+        """Ask for the model's name; raise RolloutError where no server answers.
+
+        `section` has `config`'s settings, for messages.
+        """
+        fields = ["url", "served_model", "api_key_env", "concurrency"]
+        fields += ["timeout_s", "request_timeout_s", "max_retries"]
+        settings = ServerConfig(**{name: getattr(config, name) for name in fields})
         self._section, self._concurrency = section, config.concurrency
         self._client = Client(settings, section=section)
         self._api = OpenAIAPI(self._client, settings)
@@ -327,7 +329,7 @@ class PromptLogProbs:
     def read(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
     ) -> list[list[TokenLogProbs]]:
-        """For each row of token ids, what is said at its places from `starts` on (at least 1).
+        """Return the log-probs of each row of token ids, from its position in `starts` (≥ 1) on.
 
         `top_k`: of how many tokens; 0: the row's own alone. Raises RolloutError for a row that is
         longer than the server's context, and for an answer of another form.
@@ -352,11 +354,11 @@ class PromptLogProbs:
     ) -> list[list[TokenLogProbs]]:
         turn = asyncio.Semaphore(self._concurrency)
 
-        async def one(ids: Sequence[int], start: int) -> list[TokenLogProbs]:
+        async def read_row(ids: Sequence[int], start: int) -> list[TokenLogProbs]:
             async with turn:
                 return await self._read_row(ids, start, top_k)
 
-        tasks = [asyncio.ensure_future(one(*row)) for row in zip(rows, starts, strict=True)]
+        tasks = [asyncio.ensure_future(read_row(*row)) for row in zip(rows, starts, strict=True)]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -386,16 +388,16 @@ class PromptLogProbs:
                 f"{self._section}.url needs a server that knows prompt_logprobs, as vLLM's and "
                 "engine.serve do"
             )
-        places = zip(entries[start:], ids[start:], strict=True)
-        return [self._place(entry, int(token), top_k) for entry, token in places]
+        pairs = zip(entries[start:], ids[start:], strict=True)
+        return [self._token_log_probs(entry, int(token), top_k) for entry, token in pairs]
 
-    def _place(self, entry: object, token: int, top_k: int) -> TokenLogProbs:
+    def _token_log_probs(self, entry: object, token: int, top_k: int) -> TokenLogProbs:
         if not isinstance(entry, Mapping) or str(token) not in entry or len(entry) < top_k:
             raise RolloutError(
                 f"{self._client.url} gave {str(entry)[:200]!r} as log-probs where token {token} "
                 f"and {top_k} tokens were asked for; it serves another vocabulary, or is no such "
                 "server"
             )
-        log_probs = {int(name): number(field(one, "logprob")) for name, one in entry.items()}
+        log_probs = {int(name): number(field(value, "logprob")) for name, value in entry.items()}
         best = sorted(log_probs.items(), key=lambda item: -item[1])[:top_k]
         return TokenLogProbs(log_probs[token], tuple(best))

@@ -52,7 +52,7 @@ _SHOWN = 300  # characters of a server's answer that a message repeats
 
 
 class Refused(RolloutError):
-    """A request that the server called wrong; `answer` is what it said."""
+    """A request that the server refused; `answer` is the body of its answer."""
 
     def __init__(self, message: str, answer: str) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class Refused(RolloutError):
 
 
 class Unreachable(RolloutError):
-    """A server that gave no answer, however often it was asked."""
+    """A server that gave no answer to any attempt."""
 
 
 class Client:
@@ -78,8 +78,11 @@ class Client:
         beside: Client | None = None,
         section: str = "rollout.server",
     ) -> None:
-        """`url`: of the settings' addresses, their first by default. `beside`: a client whose loop
-        this one shares; it is closed after this one. `section` is where the settings stand."""
+        """Connect to `url`, one of the settings' addresses, their first by default.
+
+        `beside`: a client whose loop this one shares; it is closed after this one. `section` is
+        where the settings stand.
+        """
         self.section = section
         self.url = (url or settings.addresses[0]).rstrip("/")
         self.name = self.url  # in the messages of `run`
@@ -107,11 +110,11 @@ class Client:
     def start(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Run `work` on the loop, without a deadline; its result comes later."""
 
-        async def alone() -> T:
+        async def run() -> T:
             _LAST_FAILURE.set(_Last())
             return await work
 
-        return self._submit(alone())
+        return self._submit(run())
 
     async def is_up(self) -> bool:
         """Whether the server gives any answer now; asked once, and waited for a moment."""
@@ -123,16 +126,16 @@ class Client:
         return True
 
     async def _open(self) -> httpx.AsyncClient:
-        most = httpx.Limits(
+        limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=self._settings.concurrency
         )
         # Deadlines are asyncio's: httpx's own restart with every byte that a slow server sends.
         return httpx.AsyncClient(
-            base_url=self.url, headers=self._headers, timeout=None, limits=most, trust_env=False
+            base_url=self.url, headers=self._headers, timeout=None, limits=limits, trust_env=False
         )
 
     def address(self, name: str, value: str) -> str:
-        """The whole URL that the setting `name` means: a path of this server, or one elsewhere.
+        """Return the full URL that the setting `name` means: a path of this server, or an address.
 
         Raises ConfigError for what is none.
         """
@@ -178,21 +181,21 @@ class Client:
             raise
 
     async def get(self, path: str) -> Any:
-        """The JSON that GET `path` answers."""
+        """Return the JSON that GET `path` answers."""
         return await self._ask("GET", path, None, httpx.Response.json)
 
     async def post(self, path: str, body: object = None) -> Any:
-        """The JSON that POST `path` answers."""
+        """Return the JSON that POST `path` answers."""
         return await self._ask("POST", path, body, httpx.Response.json)
 
     async def text(self, method: str, path: str, body: object = None) -> str:
-        """What a request is answered, as text. `path` may be a whole URL of another server."""
+        """Return the answer to a request, as text. `path` may be a whole URL of another server."""
         return await self._ask(method, path, body, lambda answer: answer.text)
 
     async def _ask(
-        self, method: str, path: str, body: object, read: Callable[[httpx.Response], T]
+        self, method: str, path: str, body: object, parse: Callable[[httpx.Response], T]
     ) -> T:
-        """What `read` finds in the answer to a request, which is tried again as the module says.
+        """Return what `parse` makes of the answer; try again as the module docstring says.
 
         Raises Refused for an answer that is final, ConfigError for what is no address, and
         RolloutError when the last try fails.
@@ -205,7 +208,7 @@ class Client:
                 async with asyncio.timeout(self._settings.request_timeout_s):
                     answer = await self._http.request(method, path, json=body)
                 if answer.is_success:
-                    return read(answer)
+                    return parse(answer)
                 last.cause = f"status {answer.status_code}: {_shown(answer)}"
                 if answer.status_code != 429 and answer.status_code < 500:
                     text = f"{name} refused: {last.cause}{_hint(answer, self.section)}"
@@ -239,9 +242,11 @@ class Client:
         try:
             closing.result(_CLOSING_S)
         except TimeoutError:
-            self._left(f"its connections were not closed within {_CLOSING_S:g} s")
+            self._log_unfinished(f"its connections were not closed within {_CLOSING_S:g} s")
         except Exception as error:
-            self._left(f"its connections were not closed: {type(error).__name__}: {error}")
+            self._log_unfinished(
+                f"its connections were not closed: {type(error).__name__}: {error}"
+            )
         finally:
             closing.cancel()
             self._end()
@@ -252,19 +257,19 @@ class Client:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSING_S)
         if self._thread.is_alive():
-            self._left(
+            self._log_unfinished(
                 f"its thread did not end within {_CLOSING_S:g} s, as a callback such as "
                 f"on_progress holds it"
             )
 
-    def _left(self, what: str) -> None:
+    def _log_unfinished(self, what: str) -> None:
         _log.warning("%s: %s; it is left to the end of this process", self.url, what)
 
     def _submit(self, work: Coroutine[object, object, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _pause(self, attempt: int, answer: httpx.Response | None) -> float:
-        """Seconds: what the server asks for, or exponential backoff with full jitter."""
+        """Return seconds: what the server asks for, or exponential backoff with full jitter."""
         retry_after = "" if answer is None else answer.headers.get("retry-after", "")
         if retry_after.isdecimal():  # it may also be a date
             return min(float(retry_after), _LONGEST_PAUSE_S)
@@ -302,7 +307,7 @@ def _authorization(variable: str, section: str) -> dict[str, str]:
 
 
 def _shown(answer: httpx.Response) -> str:
-    """The server's own words, cut short."""
+    """Shorten the text of a server's answer for a message."""
     text = " ".join(answer.text.split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
 

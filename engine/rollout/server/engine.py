@@ -91,12 +91,12 @@ def check_settings(settings: ServerConfig) -> None:
             "rollout.server.weights=folder needs rollout.server.reload_url, which has to load "
             "a folder; or set weights=vllm, or none"
         )
-    for name, read in (("reload_url", "folder"), ("allow_fixed_policy", "none")):
+    for name, weights in (("reload_url", "folder"), ("allow_fixed_policy", "none")):
         value = getattr(settings, name)
-        if value and settings.weights != read:
+        if value and settings.weights != weights:
             raise ConfigError(
                 f"rollout.server.{name}={value} has no effect with weights={settings.weights}; "
-                f"remove it, or set rollout.server.weights={read}"
+                f"remove it, or set rollout.server.weights={weights}"
             )
 
 
@@ -109,16 +109,16 @@ def split_requests(
     size: int,
     max_model_len: int,
 ) -> list[tuple[int, int, CompletionRequest]]:
-    """Requests of at most `size` completions, each with its prompt's index and its first
-    completion's, in order.
+    """Split a rollout into requests of at most `size` completions, in order.
 
-    A request's seed depends on its prompt's number (`numbers`) and its place there alone.
+    Each comes with the index of its prompt and of its first completion. Its seed depends on its
+    prompt's number (`numbers`) and that first completion alone.
     """
     # vLLM refuses several greedy completions in one request.
     size = size if params.temperature > 0 else 1
-    places = [(index, first) for index in range(len(prompts)) for first in range(0, params.n, size)]
-    prompt = torch.tensor([numbers[index] for index, _ in places])
-    firsts = torch.tensor([first for _, first in places])
+    starts = [(index, first) for index in range(len(prompts)) for first in range(0, params.n, size)]
+    prompt = torch.tensor([numbers[index] for index, _ in starts])
+    firsts = torch.tensor([first for _, first in starts])
     keys = noise_keys(params.seed + seed, prompt, firsts).tolist()
     return [
         (
@@ -132,7 +132,7 @@ def split_requests(
                 params=params,
             ),
         )
-        for (index, first), key in zip(places, keys, strict=True)
+        for (index, first), key in zip(starts, keys, strict=True)
     ]
 
 
@@ -165,7 +165,7 @@ _PARAMS = SamplingParams(temperature=0.7)  # other than 1, so that raw log-probs
 
 
 def probe_request(prompt: list[int], max_model_len: int) -> CompletionRequest:
-    """One completion of a short prompt."""
+    """Build a request for one completion of a short prompt."""
     prompt = prompt[: max_model_len - 1]
     return CompletionRequest(prompt, 1, min(_TOKENS, max_model_len - len(prompt)), 1, _PARAMS)
 
@@ -201,7 +201,7 @@ def check_log_probs(
 
 @torch.no_grad()
 def _logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """float32 `[len(tokens), V]`, of the positions that drew `tokens`."""
+    """Return the logits, float32 `[len(tokens), V]`, of the positions that drew `tokens`."""
     device = embedding_weight(model).device
     with eval_mode(model):
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=device)).logits[0]
@@ -298,9 +298,14 @@ class ServerEngine:
                 self._probe(model, first=version == 0)
 
     def _probe(self, model: nn.Module, first: bool) -> None:
-        """Compare each server's log-probs with the model's. One of several that gives others is
-        left out, but not at the start, and not where ranks would disagree about it."""
-        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        """Compare each server's log-probs with the model's.
+
+        One of several servers that gives others is left out, but not at the start, and not where
+        ranks would disagree about it.
+        """
+        single_rank = not (
+            dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        )
         for server in self._servers.serving:
             request = probe_request(server.api.probe_prompt(self._vocabulary), self._max_model_len)
             try:
@@ -308,7 +313,7 @@ class ServerEngine:
                 check_token_ids(drawn.token_ids, self._vocabulary)
                 check_log_probs(model, request, drawn, self._settings.probe_tolerance)
             except RolloutError as error:
-                if first or not alone:
+                if first or not single_rank:
                     raise
                 server.wrong = True
                 self._servers.lose(server, error)
@@ -370,13 +375,13 @@ class ServerEngine:
         self._servers.close()
 
     def serve_again(self, model: nn.Module | None, version: int) -> None:
-        """`update_weights`; None: the numbers of the model that was given last have changed."""
+        """Call `update_weights`; None: the last model's numbers have changed."""
         self.update_weights(model if model is not None else self._model, version)
 
     def stream_requests(
         self, number: int, prompt: Sequence[int], params: SamplingParams
     ) -> list[tuple[int, int, CompletionRequest]]:
-        """Requests for one prompt of a stream, whose noise is that of prompt `number`."""
+        """Build the requests for one prompt of a stream, whose noise is that of prompt `number`."""
         self._guard.check()
         check_request([prompt], params, self._max_model_len, self._vocabulary)
         return self._requests([prompt], [number], params)
@@ -384,7 +389,7 @@ class ServerEngine:
     def completion(
         self, index: int, drawn: SampledCompletion, request: CompletionRequest
     ) -> Completion:
-        """A whole completion of prompt `index`; counted in `stats`."""
+        """Return a whole completion of prompt `index`, and count it in `stats`."""
         version = self.policy_version
         completion = whole_completion(index, drawn, request, version, self._vocabulary)
         self.stats.generated_tokens += len(completion.token_ids)
@@ -406,13 +411,13 @@ class ServerEngine:
     async def _rollout(
         self, requests: list[CompletionRequest], on_progress: Callable[[int], None] | None
     ) -> Answers:
-        """All answers; what a server was asked for that is lost before the end is asked again."""
+        """Return all answers; requests to a server that is lost before the end are sent again."""
         await self._servers.check_served("begins")
         answers: Answers = {}
         while len(answers) < len(requests):
             await self._ask(requests, answers, on_progress)
             await self._servers.check_served("ends")
-            answers = {number: one for number, one in answers.items() if not one[0].out}
+            answers = {number: answer for number, answer in answers.items() if not answer[0].out}
         return answers
 
     async def _ask(
@@ -425,7 +430,7 @@ class ServerEngine:
         turns = asyncio.Semaphore(self._settings.concurrency * len(self._servers.serving))
         finished = sum(requests[number].count for number in answers)
 
-        async def one(number: int) -> None:
+        async def ask(number: int) -> None:
             nonlocal finished
             async with turns:
                 answers[number] = await self._servers.sample(requests[number])
@@ -437,6 +442,6 @@ class ServerEngine:
         try:
             async with asyncio.TaskGroup() as group:
                 for number in missing:
-                    group.create_task(one(number))
+                    group.create_task(ask(number))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None

@@ -77,7 +77,7 @@ class ServerStream(RolloutStream):
         self._queue: deque[_Request] = deque()  # not sent yet
         self._sent: dict[Future[Answer], _Request] = {}
         self._answers: SimpleQueue[Future[Answer]] = SimpleQueue()  # filled by the loop's thread
-        self._done: list[StreamedCompletion] = []  # answered, not returned
+        self._answered: list[StreamedCompletion] = []  # answered, not returned
         self._submitted = 0
 
     @property
@@ -86,19 +86,19 @@ class ServerStream(RolloutStream):
 
     @property
     def in_flight(self) -> int:
-        """Completions that a server was asked for, and answered ones that `step` returns next."""
-        return sum(part.request.count for part in self._sent.values()) + len(self._done)
+        """Completions requested of a server, and answered ones that `step` returns next."""
+        return sum(part.request.count for part in self._sent.values()) + len(self._answered)
 
     @property
     def waiting(self) -> int:
-        """Completions that no server was asked for yet."""
+        """Completions that were not requested of a server yet."""
         return sum(part.request.count for part in self._queue)
 
     @property
     def room(self) -> int:
-        """Completions that the servers can be asked for at once."""
-        each = self._settings.concurrency * self._servers.all[0].api.max_per_request
-        return each * len(self._servers.serving)
+        """Completions that can be requested of the servers at once."""
+        per_server = self._settings.concurrency * self._servers.all[0].api.max_per_request
+        return per_server * len(self._servers.serving)
 
     def submit(
         self,
@@ -117,11 +117,11 @@ class ServerStream(RolloutStream):
         prompt, indices = list(prompt_ids), frozenset(range(self._params.n))
         if resume is not None:
             indices = frozenset(part.completion_index for part in resume.completions)
-        most = request_limit(max_new_tokens, self._params.max_new_tokens, key)
-        params = replace(self._params, max_new_tokens=most)
+        limit = request_limit(max_new_tokens, self._params.max_new_tokens, key)
+        params = replace(self._params, max_new_tokens=limit)
         requests = self._engine.stream_requests(noise_index(key), prompt, params)
         for _, first, request in requests:
-            # A request is asked for as a whole: its completions have a single seed.
+            # A request is sent in full: its completions share one seed.
             unfinished = indices.intersection(range(first, first + request.count))
             if unfinished:
                 part = _Request(key, self._submitted, prompt, first, unfinished, request)
@@ -130,13 +130,13 @@ class ServerStream(RolloutStream):
         self._send()
 
     def step(self) -> list[StreamedCompletion]:
-        """Send what there is room for; return what was answered, after a moment at most."""
+        """Send what there is room for; return the answers, after a moment at most."""
         self._check_open()
         self._send()
         self._collect(_STEP_S)
         self._send()
-        done, self._done = self._done, []
-        return done
+        answered, self._answered = self._answered, []
+        return answered
 
     def update_weights(self, model: nn.Module | None, version: int) -> None:
         """Wait for the answers to all that was sent, then serve `model`'s weights.
@@ -151,7 +151,7 @@ class ServerStream(RolloutStream):
         self._send()
 
     def partials(self) -> list[PartialRequest]:
-        """All that is unfinished, without tokens: no server tells what it has so far."""
+        """Return all that is unfinished, without tokens: no server tells what it has so far."""
         self._check_open()
         partials: dict[Hashable, PartialRequest] = {}
         parts = sorted((*self._sent.values(), *self._queue), key=lambda part: part.number)
@@ -168,12 +168,12 @@ class ServerStream(RolloutStream):
         for future in self._sent:
             future.cancel()
         self._sent.clear()
-        self._done = []
+        self._answered = []
 
     def _send(self) -> None:
         """Ask for what is queued, `concurrency` requests a server at most."""
-        most = self._settings.concurrency * len(self._servers.serving)
-        while self._queue and len(self._sent) < most:
+        limit = self._settings.concurrency * len(self._servers.serving)
+        while self._queue and len(self._sent) < limit:
             part = self._queue.popleft()
             part.sent = time.monotonic()
             client = self._servers.all[0].client
@@ -196,15 +196,15 @@ class ServerStream(RolloutStream):
             return
         try:
             _, drawn = future.result()
-            whole = [self._engine.completion(part.number, d, part.request) for d in drawn]
+            completions = [self._engine.completion(part.number, d, part.request) for d in drawn]
         except Exception:
             self._queue.appendleft(part)  # not lost: a later step asks again
             raise
-        for index, completion in enumerate(whole, part.first):
+        for index, completion in enumerate(completions, part.first):
             if index in part.unfinished:
                 versions = [completion.policy_version] * len(completion.token_ids)
-                done = replace(completion, token_versions=versions)
-                self._done.append(StreamedCompletion(part.key, index, done))
+                completed = replace(completion, token_versions=versions)
+                self._answered.append(StreamedCompletion(part.key, index, completed))
 
     def _check_deadline(self) -> None:
         oldest = min((part.sent for part in self._sent.values()), default=time.monotonic())

@@ -1,7 +1,7 @@
-"""One or more rollout servers: which is asked, which is left out, and which has the weights.
+"""One or more rollout servers: which get requests, which are left out, and which have the weights.
 
 A server that can't be reached, or that says it serves other weights than it was brought, is left
-out: what it was asked for goes to the others. It is back when it says that it serves the present
+out: its requests go to the others. It is back when it says that it serves the present
 weights, or takes the next ones. Of a single server every failure is the caller's.
 """
 
@@ -45,8 +45,8 @@ class Server:
     client: Client
     api: ServerAPI
     hook: WeightHook
-    busy: int = 0  # completions that it was asked for and has not given yet
-    out: str = ""  # why it is asked for nothing; empty: it is asked
+    busy: int = 0  # completions requested of it and not answered yet
+    out: str = ""  # why it gets no requests; empty: it gets them
     wrong: bool = False  # left out for what it serves, whatever it says: until the next weights
 
 
@@ -93,7 +93,7 @@ class Servers:
 
     @property
     def serving(self) -> list[Server]:
-        """Those that are asked; RolloutError where none is left."""
+        """The servers in use; raises RolloutError where none is left."""
         serving = [server for server in self.all if not server.out]
         if not serving:
             causes = "; ".join(f"{server.client.url}: {server.out}" for server in self.all)
@@ -102,7 +102,7 @@ class Servers:
 
     @property
     def tag(self) -> str | None:
-        """Of the weights that were delivered last."""
+        """The tag of the weights that were delivered last."""
         return self._tag if len(self.all) > 1 else self.all[0].hook.tag
 
     def run(self, work: Callable[[], Awaitable[T]], doing: str) -> T:
@@ -132,7 +132,7 @@ class Servers:
     async def sample(
         self, request: CompletionRequest, *, verify: bool = False
     ) -> tuple[Server, list[SampledCompletion]]:
-        """Completions by the server with least under way; of a lost one's, by another.
+        """Sample by the server with the fewest requests; by another if that one is lost.
 
         With `verify` it has to say afterwards that it serves the weights that were delivered.
         """
@@ -159,7 +159,7 @@ class Servers:
         _ = self.serving
 
     async def check_served(self, moment: str) -> None:
-        """Lose each server that doesn't say that it serves the weights that were delivered.
+        """Leave out each server that doesn't say that it serves the delivered weights.
 
         When a rollout begins, those that were left out and now do are back.
         """
@@ -186,7 +186,7 @@ class Servers:
         _ = self.serving
 
     async def _problem(self, server: Server, moment: str) -> RolloutError | None:
-        """What is wrong with the weights that a server says it serves."""
+        """Return what is wrong with the weights that a server says it serves."""
         if self.fixed:
             return None
         tag = await server.hook.served()
@@ -239,7 +239,7 @@ class Servers:
                 self.lose(server, error)
 
     def outcome(self) -> list[tuple[str | None, str]]:
-        """Of a delivery on this rank, for `adopt` on another: a tag and what is wrong, a server."""
+        """Return each server's tag and problem after a delivery, for `adopt` on another rank."""
         return [(server.hook.tag, server.out) for server in self.all]
 
     def adopt(self, outcome: list[tuple[str | None, str]]) -> None:

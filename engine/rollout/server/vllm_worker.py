@@ -1,9 +1,9 @@
-"""What runs inside a vLLM server's workers: loading a tagged folder, whole or not at all.
+"""Load a tagged folder in a vLLM server's workers, completely or not at all.
 
-vLLM's own `reload_weights` is not enough. A folder that it fails on leaves parameters without
+The `reload_weights` of vLLM 0.32 is not enough. A folder that it fails on leaves parameters without
 storage, and the next request ends the server; so everything is checked before anything is touched.
 On CPU it leaves a tied head as it was, packed from the old embedding; so the head is packed again.
-A mixture's experts, which a CPU packs too, would be loaded wrong: they are computed unpacked there.
+An MoE model's experts, which a CPU packs too, would be loaded wrong: they are computed unpacked.
 vLLM imports this module before it makes its model.
 """
 
@@ -28,7 +28,7 @@ class WeightReceiver:
     _hybridflyte_serves = ""
 
     def hybridflyte_tag(self) -> dict[str, str]:
-        """The tag of the folder that was loaded last, empty for none."""
+        """Return the tag of the folder that was loaded last, empty for none."""
         return {"tag": self._hybridflyte_serves}
 
     def hybridflyte_load(self, folder: str) -> dict[str, str]:

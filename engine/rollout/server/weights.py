@@ -101,13 +101,13 @@ class WeightFolders:
 
 
 def find_tag(text: str) -> str | None:
-    """The one tag in a server's answer; None if it has none, or more than one."""
+    """Return the one tag in a server's answer; None if it has none, or more than one."""
     tags = {match.group() for match in _TAG.finditer(text)}
     return tags.pop() if len(tags) == 1 else None
 
 
 def _left_by_an_earlier_run(root: Path) -> list[Path]:
-    """The versions in `root`, oldest first; what a crash left unfinished written is removed."""
+    """List the versions in `root`, oldest first; remove what a crash left half-written."""
     versions: list[Path] = []
     for path in root.iterdir():
         if path.is_symlink() or not path.is_dir():
@@ -130,7 +130,7 @@ def checksum(folder: Path) -> str:
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in `folder`'s weight files, read from their headers."""
+    """Return name and shape of every tensor in `folder`'s weight files, read from their headers."""
     by_name: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -139,7 +139,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _save_configuration(model: nn.Module, folder: Path) -> None:
-    """The configuration, and the tokenizer of the folder that the model came from, if any."""
+    """Save the configuration, and the tokenizer of the model's folder, if it has one."""
     config: Any = model.config
     config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
@@ -172,7 +172,7 @@ class WeightHook(Protocol):
         ...
 
     async def served(self) -> str | None:
-        """The tag of what the server says it serves; None if it says none."""
+        """Return the tag of what the server says it serves; None if it says none."""
         return None
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class FolderWeights(WeightHook):
         self.folders = WeightFolders(settings.weights_dir)
 
     def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
-        """As in `WeightHook`."""
+        """Write the folder, and let the server load it."""
         path = self.folders.write(weights, model, version)
         self._client.run(lambda: self.load(path, version), f"loading {path.name}")
 

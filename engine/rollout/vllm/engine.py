@@ -39,7 +39,7 @@ from engine.rollout.vllm.vllm_types import LLM, LLMEngine
 
 Phase = Literal["serving", "asleep", "weights"]
 
-# Of each phase: how it is named, what vLLM does to come to it, and the way out of it.
+# For each phase: its name, what vLLM does to enter it, and the way out of it.
 _PHASES = {
     "serving": ("serving", "waking its KV cache", "call sleep first"),
     "asleep": ("asleep", "going to sleep", "call wake_weights first"),
@@ -192,7 +192,7 @@ class VllmEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of vLLM's weights, and so of `parameters`."""
+        """The dtype of vLLM's weights, and so of `parameters`."""
         return DTYPES[self._options.dtype]
 
     @property
@@ -250,7 +250,7 @@ class VllmEngine:
         self._updating_to = version
 
     def finish_update(self, version: int) -> None:
-        """End the update begun by `begin_update(version)`: all of `parameters()` was written."""
+        """End the update of `begin_update(version)`: all of `parameters()` was written."""
         if self._updating_to != version:
             raise RolloutError(
                 f"finish_update({version}) without begin_update({version}); begin it first"
@@ -276,7 +276,7 @@ class VllmEngine:
         longest_prompt: int | None = None,
         keep_prefixes: bool = False,
     ) -> VllmStream:
-        """Open a stream; limits and prefix cache are the engine's own, whatever is asked for.
+        """Open a stream; limits and prefix cache are the engine's own, whatever the arguments.
 
         One at a time, and no `generate` while it has requests. Raises RolloutError.
         """
@@ -327,7 +327,7 @@ class VllmEngine:
         return completions
 
     def failed(self, doing: str, error: Exception) -> RolloutError:
-        """The error to raise when vLLM itself failed: this engine ends.
+        """Return the error to raise when vLLM itself failed: this engine ends.
 
         It names a worker's death, if one died, else what vLLM says.
         """
@@ -338,7 +338,7 @@ class VllmEngine:
         return RolloutError(f"{cause}; create a new engine, or use rollout.engine=native")
 
     def _running(self) -> LLMEngine:
-        """vLLM's engine; RolloutError once closed."""
+        """Return vLLM's engine; raise RolloutError once closed."""
         if self._llm is None:
             raise RolloutError("it was closed; create a new engine")
         return self._llm.llm_engine
@@ -364,14 +364,14 @@ class VllmEngine:
         """Make room for the KV cache again, after an update; then `generate` serves."""
         self._transition(self._sleep_mode.wake_kv(), lambda engine: engine.wake_up(["kv_cache"]))
 
-    def _transition(self, after: SleepMode, call: Callable[[LLMEngine], object]) -> None:
+    def _transition(self, new_mode: SleepMode, call: Callable[[LLMEngine], object]) -> None:
         """Make `call`; if it fails, vLLM's memory is in no known state, and nothing is served."""
         engine = self._running()
         try:
             call(engine)
         except Exception as error:
-            raise self.failed(after.transition, error) from error
-        self._sleep_mode = after
+            raise self.failed(new_mode.transition, error) from error
+        self._sleep_mode = new_mode
 
     def close(self) -> None:
         """End vLLM and give the trainer's parameters storage of their own; safe to call twice."""

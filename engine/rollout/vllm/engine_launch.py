@@ -37,11 +37,12 @@ from engine.rollout.vllm.vllm_types import LLM
 def check_ranks(groups: Sequence[Sequence[int]]) -> None:
     """Raise ConfigError unless the default process group has just the ranks of `groups`."""
     count = sum(map(len, groups))
-    there = dist.get_world_size() if dist.is_initialized() else 0
-    if there != count:
+    world_size = dist.get_world_size() if dist.is_initialized() else 0
+    if world_size != count:
         raise ConfigError(
             f"rank_groups={[list(group) for group in groups]} are {count} ranks, the default "
-            f"process group has {there}; create it first (torch.distributed.init_process_group)"
+            f"process group has {world_size}; create it first "
+            "(torch.distributed.init_process_group)"
         )
 
 
@@ -64,7 +65,7 @@ _WORKER_SETTINGS = {
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """After the block restore environment, random states, threads, log levels and warnings."""
+    """Restore, after the block, environment, random states, threads, log levels and warnings."""
     environment = dict(os.environ)
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -94,12 +95,12 @@ def _silenced(name: str) -> Iterator[None]:
     Its failures are raised as errors. A level that the user has set is kept.
     """
     logger = logging.getLogger(name)
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(before if before != logging.NOTSET else logging.CRITICAL)
+        logger.setLevel(level if level != logging.NOTSET else logging.CRITICAL)
 
 
 @contextmanager
@@ -124,7 +125,7 @@ def no_request_proxies() -> Iterator[None]:
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """No garbage collection, which would walk over vLLM's many imported objects."""
+    """Turn garbage collection off, which would walk over vLLM's many imported objects."""
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
@@ -221,7 +222,7 @@ def _end_groups() -> None:
 
 
 def _check_head_size(model: nn.Module) -> None:
-    """vLLM's CPU attention accepts any head size at the start and fails at the first token."""
+    """Raise RolloutError for a head size that vLLM 0.32 accepts on a CPU, and fails at later."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -247,8 +248,8 @@ def _check_own_classes(model: nn.Module) -> None:
     """
     from vllm import ModelRegistry
 
-    known = ModelRegistry.models.get(_architecture(model))
-    if known is None or "transformers" in str(getattr(known, "module_name", "")):
+    registered = ModelRegistry.models.get(_architecture(model))
+    if registered is None or "transformers" in str(getattr(registered, "module_name", "")):
         raise RolloutError(
             f"vLLM has no model of its own for {_architecture(model)}, and changes transformers' "
             "for the process that it is in; set rollout.vllm.in_process=false, or "
@@ -286,7 +287,7 @@ def _launch(folder: str, options: VllmOptions) -> LLM:
 
 
 def _lora_rank_size(rank: int) -> int:
-    """The least of vLLM's sizes for adapters of `rank`."""
+    """Return the least of vLLM's sizes for adapters of `rank`."""
     sizes = (1, 8, 16, 32, 64, 128, 256, 320, 512)
     fitting = [size for size in sizes if size >= rank]
     if not fitting:
@@ -297,7 +298,7 @@ def _lora_rank_size(rank: int) -> int:
 
 
 def _start_failure(model: nn.Module, options: VllmOptions, error: Exception) -> str:
-    """One sentence: what was to start, why it didn't, and the settings to change."""
+    """Return one sentence: what was to start, why it didn't, and the settings to change."""
     cache, share = options.kv_cache_memory_mb, options.tuning.gpu_memory_utilization
     room = f"kv_cache_memory_mb={cache}" if cache else f"gpu_memory_utilization={share}"
     setting = "rollout.kv_cache_memory_mb" if cache else "rollout.vllm.gpu_memory_utilization"
@@ -309,7 +310,7 @@ def _start_failure(model: nn.Module, options: VllmOptions, error: Exception) -> 
 
 
 def _architecture(model: nn.Module) -> str:
-    """The name of `model`'s class, without FSDP2's subclass."""
+    """Return the name of `model`'s class, without FSDP2's subclass."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))

@@ -40,7 +40,7 @@ _ALIGN = 64  # bytes
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """Where one tensor lies in a buffer."""
+    """The position of one tensor in a buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class SharedBuffer:
         os.unlink(self.path)
 
     def read(self, entries: Iterable[BucketEntry]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as views; valid until the file is written again."""
+        """Yield the tensors as views; valid until the file is written again."""
         for piece in entries:
             data = self.bytes[piece.start : piece.start + piece.nbytes]
             yield piece.name, data.view(getattr(torch, piece.dtype)).view(piece.shape)
@@ -100,7 +100,7 @@ class SharedBuffer:
 
 
 def bucket_entry(name: str, tensor: Tensor, dtype: torch.dtype, start: int) -> BucketEntry:
-    """The entry of `tensor` from byte `start` on; floating-point tensors are cast to `dtype`."""
+    """Build the entry of `tensor` from byte `start` on; floating point is cast to `dtype`."""
     sent_dtype = dtype if tensor.is_floating_point() else tensor.dtype
     aligned = -(-start // _ALIGN) * _ALIGN
     return BucketEntry(name, tuple(tensor.shape), str(sent_dtype).removeprefix("torch."), aligned)
@@ -126,7 +126,7 @@ def unlink_queue_name(queue: object) -> None:
     if buffer is not None:
         with suppress(FileNotFoundError):
             buffer.shared_memory.unlink()
-        buffer.is_creator = False  # vLLM would unlink it once more
+        buffer.is_creator = False  # vLLM 0.32 would unlink it once more
 
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class WorkerMonitor:
             process.join(_END_S)
 
     def died(self, wait_s: float = 1.0) -> str | None:
-        """Why the workers are gone, waiting for a death that vLLM just noticed; else None."""
+        """Return why the workers are gone, or None; wait for a death that vLLM just noticed."""
         self._seen.wait(wait_s)
         return self.cause
 
@@ -208,7 +208,7 @@ class WeightChannel:
         self._half = bucket_bytes
         self._buffer: SharedBuffer | None = None
         self._entries: list[BucketEntry] = []  # written and not sent yet
-        self._side, self._at = 0, 0  # the half that is filled, and its next free byte
+        self._half_index, self._at = 0, 0  # the half that is filled, and its next free byte
         self._reading: Callable[[], list[str | None]] | None = None  # the workers, the other half
 
     def unlink_names(self) -> None:
@@ -217,32 +217,32 @@ class WeightChannel:
             unlink_queue_name(queue)
         self._call("unlink_names")
 
-    def send(self, kind: str, named: Iterable[tuple[str, Tensor]], *finish: object) -> None:
-        """Send tensors; the workers' `<kind>_begin`, `_load` and `_finish` get them.
+    def send(self, prefix: str, named: Iterable[tuple[str, Tensor]], *finish: object) -> None:
+        """Send tensors; the workers' `<prefix>_begin`, `_load` and `_finish` get them.
 
         Raises WorkerDied if a worker is lost, RolloutError with the first worker's error if one
         can't load them.
         """
         self._open(self._half)
-        self._entries, self._side, self._at, self._reading = [], 0, 0, None
-        self._call(f"{kind}_begin")
+        self._entries, self._half_index, self._at, self._reading = [], 0, 0, None
+        self._call(f"{prefix}_begin")
         for name, tensor in named:
-            self._add(name, tensor, f"{kind}_load")
-        self._flush(f"{kind}_load")
+            self._add(name, tensor, f"{prefix}_load")
+        self._flush(f"{prefix}_load")
         self._finish_reading()
-        self._call(f"{kind}_finish", *finish)
+        self._call(f"{prefix}_finish", *finish)
 
     def _add(self, name: str, tensor: Tensor, method: str) -> None:
         """Write a tensor; where its half is full, have the workers read that."""
         buffer = self._open(self._half)
         entry = bucket_entry(name, tensor, self._dtype, self._at)
-        if entry.start + entry.nbytes > (self._side + 1) * self._half:
+        if entry.start + entry.nbytes > (self._half_index + 1) * self._half:
             self._flush(method)
             entry = bucket_entry(name, tensor, self._dtype, self._at)
             if entry.nbytes > self._half:
                 self._finish_reading()
                 buffer = self._open(-(-entry.nbytes // 4096) * 4096)
-                self._side = self._at = 0
+                self._half_index = self._at = 0
                 entry = bucket_entry(name, tensor, self._dtype, 0)
         buffer.write(entry, tensor)
         self._entries.append(entry)
@@ -253,8 +253,8 @@ class WeightChannel:
         if self._entries:
             self._finish_reading()  # then that half may be written
             self._reading = self.start(method, self._entries)
-            self._side = 1 - self._side
-            self._at, self._entries = self._side * self._half, []
+            self._half_index = 1 - self._half_index
+            self._at, self._entries = self._half_index * self._half, []
 
     def _finish_reading(self) -> None:
         if self._reading is not None:
@@ -331,21 +331,24 @@ class EngineWeights(ABC):
     def load_model(self, model: nn.Module) -> None:
         """Load `model`'s current weights; of a known base with adapters only the adapters."""
         base = BaseWeights.of(model) if trainer_model.has_adapters(model) else None
-        known, self._base = base is not None and self._base == base, None
-        known = known and not self._quantized  # a layer is quantised as a whole
+        base_loaded, self._base = base is not None and self._base == base, None
+        base_loaded = base_loaded and not self._quantized  # a layer is quantised as a whole
         if self._own_adapters and not trainer_model.has_adapters(model):
             raise RolloutError(
                 "an engine with lora=adapter takes a model with adapters, and this one has no "
                 "adapters; use lora=merged"
             )
         if self._own_adapters:
-            if not known:
-                self._load(trainer_model.base_weights(model), whole=True)
+            if not base_loaded:
+                self._load(trainer_model.base_weights(model), complete=True)
             self._load_adapter(
                 trainer_model.adapter_weights(model), trainer_model.adapter_config(model)
             )
         elif trainer_model.has_adapters(model):
-            self._load(trainer_model.merged_weights(model, changed_only=known), whole=not known)
+            self._load(
+                trainer_model.merged_weights(model, changed_only=base_loaded),
+                complete=not base_loaded,
+            )
         else:
             self._load_plain(model)
         self._base = base
@@ -357,10 +360,10 @@ class EngineWeights(ABC):
                 "an engine with lora=adapter takes a model, not a stream; use lora=merged"
             )
         self._base = None
-        self._load(named, whole=True)
+        self._load(named, complete=True)
 
     def invalidate(self) -> None:
-        """Load the next model whole: the weights loaded before are lost."""
+        """Load the next model in full: the weights loaded before are lost."""
         self._base = None
 
     def release(self) -> None:  # noqa: B027 (most share nothing)
@@ -371,13 +374,13 @@ class EngineWeights(ABC):
         """vLLM's live parameters in this process, by name, to be written in place."""
 
     @abstractmethod
-    def _load(self, named: Named, whole: bool) -> None: ...
+    def _load(self, named: Named, complete: bool) -> None: ...
 
     @abstractmethod
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None: ...
 
     def _load_plain(self, model: nn.Module) -> None:
-        self._load(trainer_model.merged_weights(model), whole=True)
+        self._load(trainer_model.merged_weights(model), complete=True)
 
 
 class InProcessWeights(EngineWeights):
@@ -418,7 +421,7 @@ class InProcessWeights(EngineWeights):
     def _load_plain(self, model: nn.Module) -> None:
         if self._shared is model and self._snapshot is not None and self._snapshot.is_current():
             return
-        self._load(trainer_model.merged_weights(model), whole=True)
+        self._load(trainer_model.merged_weights(model), complete=True)
         if self._not_shareable is model or not self._shareable:
             return
         views = weight_load.plan_sharing(model, self.target)
@@ -429,13 +432,13 @@ class InProcessWeights(EngineWeights):
         self._views, self._shared = views, model
         self._snapshot = weight_load.ParameterSnapshot(model)
 
-    def _load(self, named: Named, whole: bool) -> None:
+    def _load(self, named: Named, complete: bool) -> None:
         if self._snapshot is not None and not self._snapshot.is_current():
             self._views = self._shared = self._snapshot = None  # the trainer replaced its tensors
         self.release()
         loading = begin_load(self._worker.model_runner)
         loading.load(named)
-        loading.finish(whole)
+        loading.finish(complete)
 
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None:
         weight_load.load_adapter(
@@ -461,9 +464,9 @@ class WorkerWeights(EngineWeights):
             "update_weights or update_from, or an engine with rank_groups"
         )
 
-    def _load(self, named: Named, whole: bool) -> None:
+    def _load(self, named: Named, complete: bool) -> None:
         with torch.no_grad():
-            self._channel.send("weights", named, whole)
+            self._channel.send("weights", named, complete)
 
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None:
         with torch.no_grad():

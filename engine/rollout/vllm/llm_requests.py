@@ -15,7 +15,7 @@ from engine.rollout.vllm.vllm_types import LLM, RequestOutput, RequestState, Wor
 
 
 class VllmFailed(RolloutError):
-    """vLLM itself failed; its state is unknown."""
+    """A failure of vLLM itself, whose state is then unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class LLMRequests:
         return ids
 
     def noise(self, seed: int, prompt: int, completions: Sequence[int]) -> list[int]:
-        """The seeds of completions of prompt number `prompt`."""
+        """Return the seeds of completions of prompt number `prompt`."""
         indices = torch.tensor(completions)
         return noise_keys(seed + self._seed, torch.full_like(indices, prompt), indices).tolist()
 
@@ -100,19 +100,19 @@ class LLMRequests:
 
         Raises VllmFailed if it can't continue.
         """
-        done: dict[str, RequestOutput] = {}
-        while len(done) < len(waiting):
+        outputs: dict[str, RequestOutput] = {}
+        while len(outputs) < len(waiting):
             finished = [output for output in self.step() if output.finished]
             stats.decode_steps += 1
-            done.update((output.request_id, output) for output in finished)
+            outputs.update((output.request_id, output) for output in finished)
             if finished and on_progress is not None:
-                on_progress(len(done))
-            if len(done) < len(waiting) and not self._llm.llm_engine.has_unfinished_requests():
-                raise VllmFailed(f"{len(waiting) - len(done)} requests were left unanswered")
-        return done
+                on_progress(len(outputs))
+            if len(outputs) < len(waiting) and not self._llm.llm_engine.has_unfinished_requests():
+                raise VllmFailed(f"{len(waiting) - len(outputs)} requests were left unanswered")
+        return outputs
 
     def step(self) -> list[RequestOutput]:
-        """One step of the engine: the requests that ended. Raises VllmFailed."""
+        """Make one step of the engine; return the requests that ended. Raises VllmFailed."""
         try:
             outputs = self._llm.llm_engine.step()
         except Exception as error:
@@ -120,17 +120,17 @@ class LLMRequests:
         return outputs
 
     def kv_cache(self) -> tuple[int, int]:
-        """Tokens that the KV cache holds, at the longest context, and those of a block."""
+        """Return tokens that the KV cache holds, at the longest context, and those of a block."""
         cache = self._llm.llm_engine.vllm_config.cache_config
         return int(cache.kv_cache_size_tokens or 0), int(cache.block_size)
 
     def lengths(self) -> dict[str, int]:
-        """Tokens sampled so far for each request that hasn't ended, by id."""
+        """Return the tokens sampled so far for each request that hasn't ended, by id."""
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
 
     def unfinished(self) -> dict[str, UnfinishedRequest]:
-        """What vLLM has of each request that hasn't ended, by id."""
+        """Return what vLLM has of each request that hasn't ended, by id."""
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: _unfinished(state) for state in states}
 
@@ -141,7 +141,7 @@ class LLMRequests:
     def completion(
         self, index: int, output: RequestOutput, version: int, stats: RolloutStats
     ) -> Completion:
-        """The completion of prompt `index`; RolloutError for NaN logits or an abnormal end."""
+        """Build the completion of prompt `index`; RolloutError for NaN logits or a bad end."""
         answer = output.outputs[0]
         tokens, log_probs = list(answer.token_ids), list(answer.logprobs.logprobs)
         if any(map(math.isnan, log_probs)):
@@ -171,7 +171,7 @@ def _unfinished(state: RequestState) -> UnfinishedRequest:
 
 
 def token_versions(output: RequestOutput) -> list[int]:
-    """The policy version of each token, of an engine whose weights' version is set."""
+    """Return the policy version of each token, of an engine whose weights' version is set."""
     spans = output.outputs[0].weight_versions or []
     return [int(span.version) for span in spans for _ in range(span.start, span.end)]
 

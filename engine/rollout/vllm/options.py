@@ -93,15 +93,15 @@ def check_engine_kwargs(engine_kwargs: Mapping[str, object], *, in_process: bool
             )
         if name == "speculative_config" and value is not None:
             _check_speculation(value)
-        known = argument_names()
-        if known and name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {near[0]}?" if near else "see vLLM's engine arguments"
+        valid = argument_names()
+        if valid and name not in valid:
+            similar = difflib.get_close_matches(name, sorted(valid), n=1)
+            hint = f"did you mean {similar[0]}?" if similar else "see vLLM's engine arguments"
             raise ConfigError(f"{WHERE}.{name}: vLLM's engine has no such argument; {hint}")
 
 
 def _check_speculation(value: object) -> None:
-    """A draft must come without weights, or with weights in a folder of its own."""
+    """Raise ConfigError unless a draft has no weights, or has them in its own folder."""
     where = f"{WHERE}.speculative_config"
     if not isinstance(value, dict):
         raise ConfigError(
@@ -123,7 +123,7 @@ def _check_speculation(value: object) -> None:
 
 
 def passed_through(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for vLLM: those that are null keep its default; a draft brings its weights."""
+    """Build vLLM's arguments: null ones keep its default; a draft brings its weights."""
     arguments = {name: value for name, value in engine_kwargs.items() if value is not None}
     draft = arguments.get("speculative_config")
     if draft is not None and draft.get("model") is not None:
@@ -135,10 +135,10 @@ def passed_through(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def argument_names() -> frozenset[str]:
-    """The names of vLLM's engine arguments, from its source; none where vLLM is not installed."""
+    """Read the names of vLLM's engine arguments from its source; none without vLLM."""
     spec = importlib.util.find_spec("vllm")
-    places = spec.submodule_search_locations if spec is not None else None
-    source = Path(places[0]) / "engine" / "arg_utils.py" if places else None
+    folders = spec.submodule_search_locations if spec is not None else None
+    source = Path(folders[0]) / "engine" / "arg_utils.py" if folders else None
     if source is None or not source.is_file():
         return frozenset()
     classes = (n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef))
@@ -221,7 +221,7 @@ class Tuning:
 
 
 def engine_arguments(options: VllmOptions) -> dict[str, object]:
-    """Keyword arguments of `vllm.LLM`, but for the model's folder and vLLM's own classes."""
+    """Return keyword arguments of `vllm.LLM`, but for the model's folder and vLLM's own classes."""
     tuning = options.tuning
     arguments: dict[str, object] = {
         "dtype": options.dtype,
@@ -287,7 +287,7 @@ class VllmOptions:
 
 
 def capabilities(config: RolloutConfig) -> EngineCapabilities:
-    """What vLLM can do with these settings, in this process."""
+    """Return what vLLM can do with these settings, in this process."""
     level = config.vllm.sleep
     return EngineCapabilities(
         streams=True,
@@ -309,7 +309,7 @@ def on_gpu() -> bool:
 
 
 def engine_options(config: RolloutConfig) -> dict[str, object]:
-    """The engine's arguments from `rollout.vllm`."""
+    """Return the engine's arguments from `rollout.vllm`."""
     settings = {name: value for name, value in dict(config.vllm).items() if name != "sleep"}
     settings["dtype"] = settings["dtype"] or None
     return settings | {"tensor_parallel_size": config.tensor_parallel_size}
@@ -383,7 +383,7 @@ def resolve(
 
 
 def _check_parallel(config: object, size: int, groups: tuple[tuple[int, ...], ...]) -> None:
-    """vLLM repeats key and value heads, so `size` need not divide them."""
+    """Check the size; vLLM repeats key and value heads, so it need not divide them."""
     if size < 1:
         raise ConfigError(f"tensor_parallel_size={size} is no number of workers; use 1 or more")
     heads = getattr(config, "num_attention_heads", size)

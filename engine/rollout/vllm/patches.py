@@ -1,4 +1,4 @@
-"""All patches of vLLM's private code (vLLM 0.32), and what each is for.
+"""Patches of vLLM's private code (vLLM 0.32), and what each is for.
 
 - `keep_weights_unpacked` (`layers.utils.dispatch_cpu_unquantized_gemm`): on a CPU vLLM packs
   matrices for its kernels, and packed ones can't be shared with the trainer or updated.
@@ -83,7 +83,7 @@ def apply_experts(
     *,
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
-    **others: object,
+    **unused: object,
 ) -> None:
     """Fill `output` `[T, H]` with the weighted sums of each token's experts, as vLLM's kernel does.
 
@@ -139,7 +139,7 @@ def keep_weights_unpacked() -> Callable[[], None]:
 
 @contextmanager
 def unpacked_weights() -> Iterator[None]:
-    """`keep_weights_unpacked` for a block."""
+    """Keep weights unpacked in a block; see `keep_weights_unpacked`."""
     undo = keep_weights_unpacked()
     try:
         yield
@@ -169,14 +169,14 @@ def weights_outside_pool() -> Iterator[None]:
 
 
 def inspect_in_this_process(architecture: str) -> None:
-    """Tell vLLM what its class for `architecture` can do, which it asks of a process of its own.
+    """Tell vLLM what its class for `architecture` can do; else it starts a process to find out.
 
-    That process is to keep CUDA out of this one.
+    vLLM 0.32 does so to keep CUDA out of this process.
     """
     from vllm import ModelRegistry
 
-    if known := ModelRegistry.models.get(architecture):
-        ModelRegistry.register_model(architecture, known.load_model_cls())
+    if registered := ModelRegistry.models.get(architecture):
+        ModelRegistry.register_model(architecture, registered.load_model_cls())
 
 
 def skip_compilation() -> None:
@@ -191,7 +191,7 @@ def skip_compilation() -> None:
 
 
 def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
-    """Rank of each token: entries of x `[B, V]` that are `values` `[B, 1]` or more, `[B]`."""
+    """Count the entries of x `[B, V]` that are `values` `[B, 1]` or more: each token's rank."""
     return (x >= values).sum(-1)
 
 
@@ -213,8 +213,8 @@ def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     arguments, form = executor._distributed_args, parallel_state.init_model_parallel_group
     new_group = dist.new_group
 
-    def init_in_order(group_ranks: list[list[int]], *rest: object, **options: object) -> object:
-        return form([[order[at] for at in group] for group in group_ranks], *rest, **options)
+    def init_in_order(group_ranks: list[list[int]], *args: object, **options: object) -> object:
+        return form([[order[at] for at in group] for group in group_ranks], *args, **options)
 
     dist.new_group = partial(new_group, sort_ranks=False)
     executor._distributed_args = lambda _: (f"file:///{names[0]}", rank, _device_index(rank))

@@ -66,12 +66,12 @@ class KvAdmission:
     sampled: int = 0  # their tokens
 
     def end(self, tokens: int) -> None:
-        """A completion has ended after so many tokens."""
+        """Count a completion that has ended after `tokens` tokens."""
         self.ended += 1
         self.sampled += tokens
 
     def count(self, running: Iterable[Row], waiting: Iterable[Row]) -> int:
-        """How many of `waiting`, from the first on, vLLM may be given beside `running`."""
+        """Return how many of `waiting`, from the first on, vLLM may be given beside `running`."""
         rows = list(running)
         expected = self._expected(rows)
         prompts: set[Hashable] = set()
@@ -85,13 +85,13 @@ class KvAdmission:
         return count
 
     def _expected(self, running: list[Row]) -> float:
-        """Mean length of a completion, in tokens; infinite before one has ended."""
+        """Return the mean length of a completion, in tokens; infinite before one has ended."""
         if not self.ended:
             return float("inf")
         return (self.sampled + sum(row.tokens for row in running)) / self.ended
 
     def _need(self, row: Row, expected: float, prompts: set[Hashable]) -> int:
-        """Tokens of cache for a completion, and for its prompt unless that is in `prompts`."""
+        """Count tokens of cache for a completion, and its prompt unless that is in `prompts`."""
         shared = row.prompt // self.block * self.block if self.shares_prompts else 0
         longest = min(row.limit, max(expected, row.tokens + self.block))
         unshared = row.prompt - shared + int(longest)
@@ -122,12 +122,12 @@ class _Open:
     key: Hashable
     number: int  # of its prompt among those of this stream
     prompt: list[int]
-    before: PartialCompletion  # what it began with
+    prior: PartialCompletion  # the tokens that it resumes from
     limit: int  # its longest, in tokens
 
     def row(self, sampled: int = 0) -> Row:
-        """Its size, after so many tokens more."""
-        return Row(self.key, len(self.prompt), self.limit, len(self.before.token_ids) + sampled)
+        """Return its size after `sampled` more tokens."""
+        return Row(self.key, len(self.prompt), self.limit, len(self.prior.token_ids) + sampled)
 
 
 class VllmStream(RolloutStream):
@@ -182,32 +182,34 @@ class VllmStream(RolloutStream):
         """
         self._check_open()
         self._engine.require_serving()
-        check_unused(key, {one.key for one in self._unfinished()})
+        check_unused(key, {completion.key for completion in self._unfinished()})
         prompt, params, name = list(prompt_ids), self._params, f"the prompt of request {key!r}"
         check_prompt(name, prompt, self._options.max_model_len, self._vocabulary)
-        most = min(params.max_new_tokens, self._options.max_model_len - len(prompt))
-        most = request_limit(max_new_tokens, most, key)
+        limit = min(params.max_new_tokens, self._options.max_model_len - len(prompt))
+        limit = request_limit(max_new_tokens, limit, key)
         parts = [PartialCompletion(index, [], [], []) for index in range(params.n)]
         if resume is not None:
-            check_partial(resume, key, prompt, params.n, most, params.stop_token_ids)
+            check_partial(resume, key, prompt, params.n, limit, params.stop_token_ids)
             parts = resume.completions
         for part in parts:
             if part.token_ids:
                 tokens = f"completion {part.completion_index} of request {key!r}"
                 check_tokens(tokens, part.token_ids, self._vocabulary)
-        self._held.extend(_Open(key, self._submitted, prompt, part, most) for part in parts)
+        self._held.extend(_Open(key, self._submitted, prompt, part, limit) for part in parts)
         self._may_fit = True
         self._submitted += 1
         self.stats.prompt_tokens += len(prompt)
         self._admit()
 
     def cut(self, key: Hashable) -> None:
-        if any(one.key == key for one in self._unfinished()):
+        if any(completion.key == key for completion in self._unfinished()):
             self._cut.add(key)
 
     def step(self) -> list[StreamedCompletion]:
-        """Let vLLM make a step; return the completions that ended. Raises RolloutError as
-        `VllmEngine.generate` does."""
+        """Let vLLM make a step; return the completions that ended.
+
+        Raises RolloutError as `VllmEngine.generate` does.
+        """
         self._check_open()
         if not self._open and not self._held:
             return []
@@ -222,21 +224,23 @@ class VllmStream(RolloutStream):
         for output in outputs:
             if not output.finished or output.request_id not in self._open:
                 continue
-            one = self._open.pop(output.request_id)
+            request = self._open.pop(output.request_id)
             self._may_fit = True
             version = self.policy_version
-            done = self._requests.completion(one.number, output, version, self.stats)
-            completion = _whole(one.before, done, token_versions(output))
+            rest = self._requests.completion(request.number, output, version, self.stats)
+            completion = _joined(request.prior, rest, token_versions(output))
             self._room.end(len(completion.token_ids))
-            ended.append(StreamedCompletion(one.key, one.before.completion_index, completion))
+            ended.append(
+                StreamedCompletion(request.key, request.prior.completion_index, completion)
+            )
         return ended + (self._end_cut() if self._cut else [])
 
     def _end_cut(self) -> list[StreamedCompletion]:
         """Take out the completions that are cut, once they have a token."""
         ended, now = [], self._requests.unfinished()
-        for id, one in list(self._open.items()):
+        for id, request in list(self._open.items()):
             so_far = now.get(id)
-            if one.key not in self._cut or so_far is None or not so_far.token_ids:
+            if request.key not in self._cut or so_far is None or not so_far.token_ids:
                 continue
             if any(map(math.isnan, so_far.log_probs)):
                 continue  # it ends by itself, with the error that says why
@@ -245,12 +249,19 @@ class VllmStream(RolloutStream):
             self._may_fit = True
             self.stats.generated_tokens += len(so_far.token_ids)
             oldest = min(so_far.versions)
-            done = Completion(
-                one.number, so_far.token_ids, so_far.log_probs, "length", oldest, so_far.versions
+            rest = Completion(
+                request.number,
+                so_far.token_ids,
+                so_far.log_probs,
+                "length",
+                oldest,
+                so_far.versions,
             )
-            completion = _whole(one.before, done, so_far.versions)
-            ended.append(StreamedCompletion(one.key, one.before.completion_index, completion))
-        self._cut &= {one.key for one in self._unfinished()}
+            completion = _joined(request.prior, rest, so_far.versions)
+            ended.append(
+                StreamedCompletion(request.key, request.prior.completion_index, completion)
+            )
+        self._cut &= {request.key for request in self._unfinished()}
         return ended
 
     def update_weights(self, model: nn.Module | None, version: int) -> None:
@@ -264,23 +275,25 @@ class VllmStream(RolloutStream):
 
     def partials(self) -> list[PartialRequest]:
         self._check_open()
-        now, found = self._requests.unfinished(), dict[Hashable, PartialRequest]()
+        now, partials = self._requests.unfinished(), dict[Hashable, PartialRequest]()
         ids = [*self._open, *(None for _ in self._held)]
-        for id, one in zip(ids, self._unfinished(), strict=True):
-            partial = found.setdefault(one.key, PartialRequest(one.key, one.prompt, []))
-            before = one.before
+        for id, request in zip(ids, self._unfinished(), strict=True):
+            partial = partials.setdefault(
+                request.key, PartialRequest(request.key, request.prompt, [])
+            )
+            prior = request.prior
             if id is None:
-                partial.completions.append(before)
+                partial.completions.append(prior)
                 continue
-            more = now[id]
+            sampled = now[id]
             part = PartialCompletion(
-                before.completion_index,
-                [*before.token_ids, *more.token_ids],
-                [*before.log_probs, *more.log_probs],
-                [*before.token_versions, *more.versions],
+                prior.completion_index,
+                [*prior.token_ids, *sampled.token_ids],
+                [*prior.log_probs, *sampled.log_probs],
+                [*prior.token_versions, *sampled.versions],
             )
             partial.completions.append(part)
-        return list(found.values())
+        return list(partials.values())
 
     def close(self) -> None:
         with suppress(RolloutError):  # of an engine that has ended, and its requests with it
@@ -292,7 +305,7 @@ class VllmStream(RolloutStream):
         self._held.clear()
 
     def _unfinished(self) -> Iterator[_Open]:
-        """What vLLM has, then what is held, as it was submitted."""
+        """Yield the completions that vLLM has, then those held, in order of submission."""
         yield from self._open.values()
         yield from self._held
 
@@ -301,25 +314,27 @@ class VllmStream(RolloutStream):
         if not self._held or not self._may_fit:
             return
         lengths = self._requests.lengths()
-        running = [one.row(lengths.get(id, 0)) for id, one in self._open.items()]
+        running = [request.row(lengths.get(id, 0)) for id, request in self._open.items()]
         self._may_fit = False
-        for _ in range(self._room.count(running, (one.row() for one in self._held))):
-            one = self._held[0]
-            params, done = self._params, len(one.before.token_ids)
-            left = replace(params, max_new_tokens=one.limit - done)
-            place = one.before.completion_index + done * params.n
-            noise = self._requests.noise(params.seed, noise_index(one.key), [place])
-            [id] = self._requests.submit_keyed([*one.prompt, *one.before.token_ids], noise, left)
+        for _ in range(self._room.count(running, (request.row() for request in self._held))):
+            request = self._held[0]
+            params, sampled = self._params, len(request.prior.token_ids)
+            remaining = replace(params, max_new_tokens=request.limit - sampled)
+            noise_position = request.prior.completion_index + sampled * params.n
+            noise = self._requests.noise(params.seed, noise_index(request.key), [noise_position])
+            [id] = self._requests.submit_keyed(
+                [*request.prompt, *request.prior.token_ids], noise, remaining
+            )
             self._open[id] = self._held.popleft()
 
 
-def _whole(before: PartialCompletion, done: Completion, versions: list[int]) -> Completion:
-    """A completion with the tokens that it began with, and each token's version."""
-    versions = [*before.token_versions, *(versions or [done.policy_version] * len(done.token_ids))]
+def _joined(prior: PartialCompletion, rest: Completion, versions: list[int]) -> Completion:
+    """Join the tokens that a completion began with, and the rest, with each token's version."""
+    versions = [*prior.token_versions, *(versions or [rest.policy_version] * len(rest.token_ids))]
     return replace(
-        done,
-        token_ids=[*before.token_ids, *done.token_ids],
-        log_probs=[*before.log_probs, *done.log_probs],
+        rest,
+        token_ids=[*prior.token_ids, *rest.token_ids],
+        log_probs=[*prior.log_probs, *rest.log_probs],
         policy_version=min(versions),
         token_versions=versions,
     )

@@ -73,7 +73,7 @@ class WorkerHandle(Protocol):
 
 
 class Executor(Protocol):
-    """`MultiprocExecutor`."""
+    """The parts of vLLM's `MultiprocExecutor` that are used here."""
 
     workers: Sequence[WorkerHandle]
     shutting_down: bool

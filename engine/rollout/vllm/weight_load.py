@@ -28,15 +28,15 @@ Named = Iterable[tuple[str, Tensor]]
 def begin_load(runner: ModelRunner) -> WeightLoad:
     """Begin an update of the model of one of vLLM's workers."""
     config = runner.vllm_config
-    kind = WeightLoad if config.model_config.quantization is None else QuantizedLoad
-    return kind(runner.get_model(), config)
+    load_class = WeightLoad if config.model_config.quantization is None else QuantizedLoad
+    return load_class(runner.get_model(), config)
 
 
 class WeightLoad:
     """One update, in as many calls of `load` as it takes, then `finish`."""
 
     def __init__(self, target: nn.Module, config: VllmConfig) -> None:
-        """`target` is vLLM's model and `config` what it was made by."""
+        """Begin an update of vLLM's model `target`, which was made by `config`."""
         self._target, self._config = target, config
         self._names = {name for name, _ in target.named_parameters()}  # to be filled
         self._sent: set[str] = set()  # in vLLM's naming, parts of fused matrices apart
@@ -51,9 +51,9 @@ class WeightLoad:
         else:
             self._loaded |= set(loaded)
 
-    def finish(self, whole: bool) -> None:
-        """End the update; with `whole`, raise RolloutError if a parameter or part was not given."""
-        missing = self._unfilled(self._loaded) if whole and self._loaded is not None else ()
+    def finish(self, complete: bool) -> None:
+        """End the update; with `complete`, raise RolloutError if a parameter or part is missing."""
+        missing = self._unfilled(self._loaded) if complete and self._loaded is not None else ()
         if missing:
             first = ", ".join(sorted(missing)[:3])
             raise RolloutError(
@@ -68,8 +68,8 @@ class WeightLoad:
             yield name, tensor
 
     def _unfilled(self, loaded: set[str]) -> set[str]:
-        known = {_plain_name(name) for name in loaded}
-        missing = {name for name in self._names if _plain_name(name) not in known}
+        loaded_names = {_plain_name(name) for name in loaded}
+        missing = {name for name in self._names if _plain_name(name) not in loaded_names}
         parts: dict[str, list[str]] = getattr(self._target, "packed_modules_mapping", {})
         for name in self._names:
             plain = _plain_name(name)
@@ -104,10 +104,10 @@ class QuantizedLoad(WeightLoad):
         with self._at_work():
             super().load((name, tensor.detach().clone()) for name, tensor in named)
 
-    def finish(self, whole: bool) -> None:
+    def finish(self, complete: bool) -> None:
         """Quantise what is left, and let vLLM compute with the new weights."""
         self._finalize()
-        super().finish(whole)
+        super().finish(complete)
 
     def _finalize(self) -> None:
         with self._at_work():
@@ -115,7 +115,7 @@ class QuantizedLoad(WeightLoad):
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """vLLM's kernels are chosen by its configuration; on a CPU embeddings stay unpacked."""
+        """Set vLLM's configuration, which chooses kernels; on a CPU embeddings stay unpacked."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self._config), patches.unpacked_weights():
@@ -123,7 +123,7 @@ class QuantizedLoad(WeightLoad):
 
 
 def rename_mapper(target: nn.Module) -> Any:
-    """vLLM's way from transformers' names to `target`'s, without fusing; None if they are alike."""
+    """Map transformers' names to `target`'s, without fusing; None if they are the same."""
     mapper = getattr(target, "hf_to_vllm_mapper", None)
     return mapper.get_rename_mapper() if mapper is not None else None
 
@@ -137,7 +137,7 @@ ADAPTER_ID = 1
 
 
 def lora_request() -> object:
-    """The argument of a vLLM request that is decoded with the adapter."""
+    """Return the argument of a vLLM request that is decoded with the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER_ID, "held in memory")
@@ -173,8 +173,10 @@ def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, obje
     unknown = []
     for name in lora.loras:
         owner, _, last = name.rpartition(".")
-        fused = [whole for whole, parts in inner.packed_modules_mapping.items() if last in parts]
-        if not any(f"{owner}.{piece}".lstrip(".") in inner.modules for piece in (last, *fused)):
+        fused_names = [n for n, parts in inner.packed_modules_mapping.items() if last in parts]
+        if not any(
+            f"{owner}.{piece}".lstrip(".") in inner.modules for piece in (last, *fused_names)
+        ):
             unknown.append(name)
     if unknown:
         raise RolloutError(
@@ -193,7 +195,7 @@ def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | Non
     numbers there. Every row of every vLLM parameter must have one owner, but for padding.
     """
     packed: dict[str, list[str]] = getattr(target, "packed_modules_mapping", {})
-    fused = {part: whole for whole, parts in packed.items() for part in parts}
+    fused = {part: name for name, parts in packed.items() for part in parts}
     parameters = dict(target.named_parameters())
     filled = dict.fromkeys(parameters, 0)
     views: dict[str, Tensor] = {}
@@ -208,9 +210,9 @@ def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | Non
         if not alike or not torch.equal(view, data):
             return None
         views[name] = view
-    for home, whole in parameters.items():
+    for home, target_parameter in parameters.items():
         padded = "embed_tokens" in home or "lm_head" in home
-        if filled[home] != whole.shape[0] and not (padded and filled[home]):
+        if filled[home] != target_parameter.shape[0] and not (padded and filled[home]):
             return None
     return views
 

@@ -33,8 +33,8 @@ def _answered(method: Callable[..., None]) -> Callable[..., str | None]:
             method(*args, **kwargs)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{os.path.basename(last.filename)}:{last.lineno}"
-            return f"{type(error).__name__} at {place}: {error}"
+            location = f"{os.path.basename(last.filename)}:{last.lineno}"
+            return f"{type(error).__name__} at {location}: {error}"
         return None
 
     return answer
@@ -69,9 +69,9 @@ class WorkerExtension:
         self._loading.load(self._buffer.read(entries))
 
     @_answered
-    def weights_finish(self, whole: bool) -> None:
-        """End the update; with `whole`, check that no parameter is missing."""
-        self._loading.finish(whole)
+    def weights_finish(self, complete: bool) -> None:
+        """End the update; with `complete`, check that no parameter is missing."""
+        self._loading.finish(complete)
 
     @_answered
     def adapter_begin(self) -> None:

@@ -175,12 +175,12 @@ def reload_by_layers(engine: VllmEngine, model: Any) -> None:
     half = QuantizedLoad(weights.target, config)
     half.load(named[: len(named) // 2])
     with pytest.raises(RolloutError, match=r"lacks \d+ of the model's weights"):
-        half.finish(whole=True)
+        half.finish(complete=True)
     QuantizedLoad(weights.target, config).load(named[:5])  # and no end
     load = QuantizedLoad(weights.target, config)
     load.load(named[:7])
     load.load(named[7:])
-    load.finish(whole=True)
+    load.finish(complete=True)
     assert engine._running().reset_prefix_cache()
 
 

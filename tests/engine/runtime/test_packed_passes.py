@@ -46,14 +46,14 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> None:
     def seen(*args: Any) -> Any:
         return cut(*args[:-1], args[-1].logical_and(torch.ones_like(args[-1]).triu(1)))
 
-    masked = attention._unseen
+    masked = attention._attention_mask
 
     def all_seen(rows: Any, longest: int) -> Tensor:
         return masked([replace(row, cuts=()) for row in rows], longest)
 
     forget()
     monkeypatch.setattr(packed_attention, "_Block", seen)
-    monkeypatch.setattr(attention, "_unseen", all_seen)
+    monkeypatch.setattr(attention, "_attention_mask", all_seen)
 
 
 def forget() -> None:
