@@ -89,7 +89,7 @@ class Table:
         player.play(episodes, ROWS)
         environments.close()
         self.prefilled = stream.stats.prefill_tokens
-        assert stream._prefixes is None or not stream._prefixes.tokens  # nothing is kept of what is over
+        assert stream._prefixes is None or not stream._prefixes.tokens
         stream.close()
         return episodes
 
