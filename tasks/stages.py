@@ -1,12 +1,12 @@
 """All Flyte tasks that open runs, make artifacts and end runs: thin wrappers of `engine.stages`.
 
 A decorator says where a task runs and what is retried and cached; the body is the function of the
-same name there, which is imported when the task runs.
+same name there. `stages.training` and others are loaded when a task runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from flytekit import StructuredDataset, dynamic, map_task, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from engine import stages
 from engine.console import say
 from engine.stages.profiles import Profile
 from engine.stages.settings import (
@@ -33,6 +34,7 @@ from engine.stages.settings import (
     RunContext,
     SFTSettings,
 )
+from engine.stages.stage import shared
 from tasks.failure import set_current_run
 from tasks.flytekit_setup import evict_missing, registration_environment
 from tasks.host import (
@@ -45,7 +47,6 @@ from tasks.host import (
     RLPrompts,
     SFTPairs,
     TableFile,
-    artifact,
     as_table,
     directory,
     file,
@@ -87,6 +88,17 @@ DATASET: dict[str, Any] = {**short("hub", minutes=120, retries=3), **CACHED}
 # Opening a run.
 
 
+def opened(body: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a stage's body that plans a run; return the plan."""
+    set_current_run(None)
+    with flyte_host():
+        if evicted := evict_missing():
+            say(f"plan: results that were deleted from the disk are made again ({evicted})")
+    made = run_body(body, *inputs)
+    set_current_run(made.run)
+    return made
+
+
 @task(**short("hub", **DECK_OF_SETTINGS))
 def plan(
     config: RLHFConfig,
@@ -99,15 +111,8 @@ def plan(
     preferences: str = "",
 ) -> Plan:
     """Check the inputs, open the run, and split the configuration by stage."""
-    from engine.stages.plan import plan as body
-
-    set_current_run(None)
-    with flyte_host():
-        if evicted := evict_missing():
-            say(f"plan: results that were deleted from the disk are made again ({evicted})")
-        made = body(config, source, path, model, preferences, seed, profile, workflow)
-    set_current_run(made.run)
-    return made
+    overrides = (source, path, model, preferences, seed)
+    return opened(stages.plan.plan, config, *overrides, profile, workflow)
 
 
 @task(**short())
@@ -120,12 +125,8 @@ def plan_promotion(
     profile: str,
 ) -> PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
-    from engine.stages.plan import plan_promotion as body
-
-    set_current_run(None)
-    made: PromotionPlan = run_body(body, config, dataset, policy, evaluation, seed, profile)
-    set_current_run(made.run)
-    return made
+    evidence = (dataset, policy, evaluation)
+    return opened(stages.plan.plan_promotion, config, *evidence, seed, profile)
 
 
 @task(**short("hub", minutes=120, **DECK_OF_SETTINGS))
@@ -133,12 +134,8 @@ def trigger_retraining(
     config: RLHFConfig, at: datetime, path: str, seed: int, profile: str
 ) -> RetrainingPlan:
     """Open the run, and find what arrived until `at` since the champion's data."""
-    from engine.stages.new_data import trigger_retraining as body
-
-    set_current_run(None)
-    made: RetrainingPlan = run_body(body, config, at, path, seed, profile)
-    set_current_run(made.run)
-    return made
+    body = stages.new_data.trigger_retraining
+    return opened(body, config, at, path, seed, profile)
 
 
 # Datasets and models from elsewhere.
@@ -158,30 +155,22 @@ class Dataset(NamedTuple):
 @task(**DATASET)
 def preprocess(run: RunContext, settings: DatasetSettings) -> Dataset:
     """Make validated splits and a tokenizer from a source."""
-    from engine.stages.dataset import SPLITS
-    from engine.stages.dataset import preprocess as body
-
-    made = run_body(body, run, settings)
-    return Dataset(FlyteDirectory(made.uri), *tables(made, *SPLITS))
+    made = run_body(stages.dataset.preprocess, run, settings)
+    return Dataset(FlyteDirectory(made.uri), *tables(made, *stages.dataset.SPLITS))
 
 
 @task(**DATASET)
 def ingest(run: RunContext, settings: IngestSettings, champion: FlyteDirectory) -> Dataset:
     """Add new problems to the champion's dataset."""
-    from engine.stages.dataset import SPLITS
-    from engine.stages.new_data import ingest as body
-
-    made = run_body(body, run, settings, champion)
-    return Dataset(FlyteDirectory(made.uri), *tables(made, *SPLITS))
+    made = run_body(stages.new_data.ingest, run, settings, champion)
+    return Dataset(FlyteDirectory(made.uri), *tables(made, *stages.dataset.SPLITS))
 
 
 # Not cached: an alias may point to another version tomorrow.
 @task(**short("hub", minutes=120, retries=3, interruptible=True, **DECK))
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     """Download a model: models:/NAME@ALIAS, models:/NAME/VERSION, a folder, address or hub id."""
-    from engine.stages.fetch import fetch as body
-
-    return directory(body, run, reference, name)
+    return directory(stages.fetch.fetch, run, reference, name)
 
 
 # Training.
@@ -190,9 +179,7 @@ def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
 @on_profiles(**TRAINS)
 def sft(run: RunContext, settings: SFTSettings, dataset: FlyteDirectory) -> FlyteDirectory:
     """Fine-tune the start model, unless `sft.skip`."""
-    from engine.stages.training import sft as body
-
-    return directory(body, run, settings, dataset)
+    return directory(stages.training.sft, run, settings, dataset)
 
 
 # Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
@@ -213,9 +200,7 @@ def rl(
     reward_model: FlyteDirectory | None = None,
 ) -> FlyteDirectory:
     """Improve the warm start by reinforcement learning on the dataset's prompts."""
-    from engine.stages.training import rl as body
-
-    return directory(body, run, settings, dataset, warm_start, reward_model)
+    return directory(stages.training.rl, run, settings, dataset, warm_start, reward_model)
 
 
 @on_profiles(**COMPUTES)
@@ -223,9 +208,7 @@ def pairs(
     run: RunContext, settings: PairsSettings, dataset: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Make the preferences that are learned from, by rollouts of the policy or from files."""
-    from engine.stages.preferences import pairs as body
-
-    return directory(body, run, settings, dataset, policy)
+    return directory(stages.preferences.pairs, run, settings, dataset, policy)
 
 
 @on_profiles(**{**TRAINS, "timeout": timedelta(hours=6)})
@@ -233,9 +216,7 @@ def reference_log_probs(
     run: RunContext, settings: PreferenceSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Compute the reference's log-probs; `settings.config` as `reference_settings` gives it."""
-    from engine.stages.preferences import reference_log_probs as body
-
-    return directory(body, run, settings, pairs, policy)
+    return directory(stages.preferences.reference_log_probs, run, settings, pairs, policy)
 
 
 @on_profiles(**TRAINS)
@@ -247,9 +228,9 @@ def preference_training(
     reference: FlyteDirectory,
 ) -> FlyteDirectory:
     """Train the policy, which is the reference as well, on preferences."""
-    from engine.stages.preferences import preference_training as body
-
-    return directory(body, run, settings, pairs, policy, reference)
+    return directory(
+        stages.preferences.preference_training, run, settings, pairs, policy, reference
+    )
 
 
 @dynamic(
@@ -274,12 +255,11 @@ def learn_in_rounds(
     that the round before left, which is its reference as well. How many there are is known only
     when a run starts, so the stages' nodes are written then.
     """
-    from engine.stages.preferences import reference_settings
-
     policy, seed = start, settings.seed
     # A round's pairs don't depend on how many others there are.
     config = pairs_settings.config.model_copy(update={"rounds": 1})
-    reference = settings.model_copy(update={"config": reference_settings(settings.config)})
+    reference_config = stages.preferences.reference_settings(settings.config)
+    reference = settings.model_copy(update={"config": reference_config})
     for number in range(pairs_settings.config.rounds):
         round_settings = {"config": config, "seed": seed + number}
         made = pairs(
@@ -308,9 +288,7 @@ def reward_model_training(
     run: RunContext, settings: RewardModelSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Train a reward model that starts from the policy's backbone."""
-    from engine.stages.reward_model import reward_model_training as body
-
-    return directory(body, run, settings, pairs, policy)
+    return directory(stages.preferences.reward_model_training, run, settings, pairs, policy)
 
 
 # On the profile's machine, as two reward models score the held-out pairs.
@@ -322,9 +300,7 @@ def reward_model_promotion(
     reward_model: FlyteDirectory,
 ) -> FlyteDirectory:
     """Register the reward model; make it champion if it ranks held-out pairs by the rules."""
-    from engine.stages.reward_model import reward_model_promotion as body
-
-    return directory(body, run, settings, pairs, reward_model)
+    return directory(stages.promotion.reward_model_promotion, run, settings, pairs, reward_model)
 
 
 # Evaluation. With `evaluate.map_parts` the dynamic task `evaluate` runs `evaluate_part` so many
@@ -349,8 +325,7 @@ def evaluate_part(
     policy: FlyteDirectory,
 ) -> EvaluationRows:
     """Return both models' rows of one share of the problems, `part` of `evaluate.map_parts`."""
-    from engine.stages.evaluation import evaluate_part as body
-
+    body = stages.evaluation.evaluate_part
     rows = run_body(body, run, settings, dataset, warm_start, policy, part)
     return as_table(TableFile.write(rows))
 
@@ -374,15 +349,15 @@ def evaluate(
 ) -> Evaluation:
     """Compare the two models on held-out problems; `parts`: what a map task has decoded."""
     from engine.data.contract import EVALUATION_ROWS
-    from engine.stages.evaluation import MODELS
-    from engine.stages.evaluation import evaluate as body
 
     read = None
     if parts:
         named = ((f"part {n + 1} of the evaluation", table) for n, table in enumerate(parts))
         read = (open_table(table).read(EVALUATION_ROWS, name) for name, table in named)
+    body = stages.evaluation.evaluate
     made = run_body(body, run, settings, dataset, warm_start, policy, read)
-    return Evaluation(FlyteDirectory(made.uri), *tables(made, *(f"rows_{n}" for n in MODELS)))
+    names = (f"rows_{name}" for name in stages.evaluation.MODELS)
+    return Evaluation(FlyteDirectory(made.uri), *tables(made, *names))
 
 
 # Promotion.
@@ -399,34 +374,27 @@ def promote(
     approved_by: str = "",
 ) -> FlyteDirectory:
     """Register the model; make it champion if it beats the present one on the same problems."""
-    from engine.stages.promotion import promote as body
-
-    return directory(body, run, settings, dataset, policy, evaluation, approved_by)
+    return directory(
+        stages.promotion.promote, run, settings, dataset, policy, evaluation, approved_by
+    )
 
 
 @task(**short())
 def waits_for_approval(promotion: FlyteDirectory) -> bool:
     """Return whether a promotion lacks only approval: the condition of a workflow branch."""
-    from engine.stages.promotion import read_decision
-
-    return bool(run_body(read_decision, promotion)["waits_for_approval"])
+    return bool(run_body(stages.promotion.read_decision, promotion)["waits_for_approval"])
 
 
 @task(**short())
 def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
     """Return a promotion as it is, for the workflow branch without approval."""
-    with flyte_host():
-        from engine.stages.stage import shared
-
-        return FlyteDirectory(shared(artifact(promotion).local()).uri)
+    return directory(lambda made: shared(made.local()), promotion)
 
 
 @task(**short())
 def approval_request(promotion: FlyteDirectory) -> str:
     """Return what a person is asked to approve, as Flyte's console shows it."""
-    from engine.stages.promotion import approval_request as body
-
-    return str(run_body(body, promotion))
+    return str(run_body(stages.promotion.approval_request, promotion))
 
 
 @task(**short(minutes=60, **DECK))
@@ -441,9 +409,17 @@ def rollback(
     request: str = "",
 ) -> FlyteDirectory:
     """Restore a champion; a second call with the same `request` changes nothing."""
-    from engine.stages.promotion import rollback as body
-
-    return directory(body, model_name, reason, to, expected, alias, forced, approved_by, request)
+    return directory(
+        stages.promotion.rollback,
+        model_name,
+        reason,
+        to,
+        expected,
+        alias,
+        forced,
+        approved_by,
+        request,
+    )
 
 
 # Ends of runs, and reviews.
@@ -460,30 +436,24 @@ def report(
     promotion: FlyteDirectory,
 ) -> FlyteFile:
     """Write the run's pages and `summary.json`, end the MLflow parent run, print the summary."""
-    from engine.stages.report import report as body
-
-    return file(body, run, config_digest, dataset, warm_start, policy, evaluation, promotion)
+    return file(
+        stages.report.report, run, config_digest, dataset, warm_start, policy, evaluation, promotion
+    )
 
 
 @task(**short(**DECK))
 def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
     """Write the artifact's metrics to the MLflow run, end the run, and return the artifact."""
-    from engine.stages.report import finalize as body
-
-    return directory(body, run, artifact)
+    return directory(stages.report.finalize, run, artifact)
 
 
 @task(**short(**DECK))
 def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
-    from engine.stages.report import finalize_skipped as body
-
-    return file(body, run, reason)
+    return file(stages.report.finalize_skipped, run, reason)
 
 
 @task(**short(minutes=360, **DECK))
 def review(artifact: str, against: str, store: str, verify_content: bool) -> FlyteFile:
     """Write the page of an artifact's lineage; fail, with the page in the Deck, on tampering."""
-    from engine.stages.report import review as body
-
-    return file(body, artifact, against, store, verify_content)
+    return file(stages.report.review, artifact, against, store, verify_content)

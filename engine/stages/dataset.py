@@ -43,11 +43,7 @@ SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
 def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
     """Read, check and write the data; train a tokenizer where `model_path` is empty."""
     data, seed = settings.data, settings.seed
-    recorded = {
-        "data": data.model_dump(mode="json"),
-        "model_path": settings.model_path,
-        "seed": seed,
-    }
+    recorded = settings.model_dump(mode="json", include={"data", "model_path", "seed"})
     with stage("dataset", run, recorded) as this:
         splits = load_splits(data, seed)
         if not splits_are_disjoint(data):
@@ -80,21 +76,17 @@ def write_splits(
     """
     splits, spelled = apply_control_tokens(splits, tokenizer, data.control_tokens)
     splits, tokens = fit_to_context(splits, tokenizer, data, context)
-    lengths = {"max_prompt_length": max(max(tokens[name]) for name in SPLITS)}
-    for name, frame in splits.tables().items():
+    tables, digest, uri = splits.tables(), splits.source_digest, splits.source_uri
+    longest = max(max(tokens[name]) for name in SPLITS)
+    for name, frame in tables.items():
         write_split(frame, this.folder / f"{name}.parquet")
-    write_card(
-        this.folder, data.source, splits.source_digest, splits.tables(), tokens, splits.notes
-    )
+    write_card(this.folder, data.source, digest, tables, tokens, splits.notes)
     tokenizer.save_pretrained(this.folder / "tokenizer")
-    (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
-    this.parents.append(
-        Parent(name="source", kind="source", digest=splits.source_digest, uri=splits.source_uri)
-    )
-    this.log_splits(this.folder, list(splits.tables()), splits.source_uri)
-    rows = {f"rows_{name}": float(len(frame)) for name, frame in splits.tables().items()}
-    rows["control_token_rows"] = float(spelled)
-    return rows | {name: float(length) for name, length in lengths.items()}
+    (this.folder / "dataset.json").write_text(json.dumps({"max_prompt_length": longest}, indent=2))
+    this.parents.append(Parent(name="source", kind="source", digest=digest, uri=uri))
+    this.log_splits(this.folder, list(tables), uri)
+    rows = {f"rows_{name}": float(len(frame)) for name, frame in tables.items()}
+    return rows | {"control_token_rows": float(spelled), "max_prompt_length": float(longest)}
 
 
 def write_card(
@@ -105,17 +97,11 @@ def write_card(
     tokens: Mapping[str, Sequence[int]],
     notes: Sequence[str],
 ) -> None:
-    """Write and show the card of a folder of tables.
+    """Write and show the card of a folder with `<name>.parquet` of each table.
 
-    It names the source, not its place, so that equal data make an equal artifact.
-
-    Args:
-        folder: Has `<name>.parquet` of each table.
-        source: Kind or address of what the rows are from.
-        made_of: Its digest.
-        tables: Rows by name.
-        tokens: Lengths of each table's prompts.
-        notes: What was left out.
+    source: kind or address of what the rows are from, not its place, so that equal data make an
+    equal artifact; `made_of` is its digest.
+    tokens: lengths of each table's prompts. notes: what was left out.
     """
     cards = []
     for name, frame in tables.items():
@@ -155,9 +141,10 @@ def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTr
     if model_path:
         tokenizer = load_tokenizer(model_path)
         check_vocabulary(vocabulary_and_context(model_path)[0], tokenizer, model_path)
-        return with_template_variables(tokenizer, data.apply_chat_template_kwargs)
-    prompts = [message["content"] for prompt in splits.sft_train["prompt"] for message in prompt]
-    tokenizer = train_tokenizer([*prompts, *splits.sft_train["response"]], data.vocab_size)
+    else:
+        rows = splits.sft_train
+        prompts = [message["content"] for prompt in rows["prompt"] for message in prompt]
+        tokenizer = train_tokenizer([*prompts, *rows["response"]], data.vocab_size)
     return with_template_variables(tokenizer, data.apply_chat_template_kwargs)
 
 

@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from engine.config import ContaminationConfig, DataConfig, EvaluateConfig
-from engine.console import progress, say
-from engine.controller.launch import ray_session
+from engine.config import ContaminationConfig, EvaluateConfig
+from engine.console import Progress, progress, say
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.data.rows import prompt_text
 from engine.data.sources import evaluation_files
 from engine.data.templates import rows_spelling_control_tokens
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import EngineError, LineageError
+from engine.evaluation import lm_eval, summary
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.decode import uses_ranks
-from engine.evaluation.lm_eval import (
-    FILE,
-    HarnessScore,
-    from_json,
-    pairs,
-    require_lm_eval,
-    run_lm_eval,
-    to_json,
-)
 from engine.evaluation.policy_steps import read_overoptimisation, read_policy_steps
 from engine.evaluation.report_page import Link, Verdict, render_report
 from engine.evaluation.scoring import evaluate_model, share_of
-from engine.evaluation.summary import (
-    TEST,
-    EvaluatedSet,
-    EvaluationComparison,
-    compare_sets,
-    read_problems,
-    read_sets,
-    rows_of_set,
-    write_sets,
-)
 from engine.lineage.lookup import review
 from engine.lineage.page import render_page, write_page
 from engine.promotion.gate import trained_on
@@ -50,11 +31,8 @@ from engine.rewards import scorer_identity
 from engine.stages.dataset import SPLITS
 from engine.stages.fetch import first_model, trained_by
 from engine.stages.settings import EvaluationSettings, RunContext
-from engine.stages.stage import LOCAL_OBJECT_STORE_BYTES, Artifact, host, run_folder, stage
+from engine.stages.stage import Artifact, host, ray_for, run_folder, stage
 from engine.storage.artifacts import Parent, local_path, read_manifest
-
-if TYPE_CHECKING:
-    from engine.console import Progress
 
 REPORT, LINEAGE = "report.html", "lineage.html"
 MODELS = ("warm_start", "rl")
@@ -78,27 +56,28 @@ def evaluate(
     parts: the tables of `evaluate_part` in order; None: both models are decoded here.
     """
     data, config, seed = settings.data, settings.config, settings.seed
-    ray = ray_session("ray" if uses_ranks(config) else "local", LOCAL_OBJECT_STORE_BYTES)
-    with stage("evaluation", run, comparable_settings(data, config, seed)) as this, ray:
+    recorded = comparable_settings(data, config, seed)
+    with stage("evaluation", run, recorded, on_ray=uses_ranks(config)) as this:
         folder = this.load_parent("dataset", dataset)
-        problems = read_problems(folder)
+        problems = summary.read_problems(folder)
         check_held_out(folder)
-        require_lm_eval(config.lm_eval)  # of this machine, which may be another than the plan's
+        # Of this machine, which may be another than the plan's.
+        lm_eval.require_lm_eval(config.lm_eval)
         this.log_splits(folder, [path.stem for path in evaluation_files(folder).values()])
         models = {
             "warm_start": this.load_parent("warm_start", warm_start),
             "rl": this.load_parent("policy", policy),
         }
         if parts is None:
-            rows = answer_problems(models, problems, data, config, seed)
+            rows = answer_problems(models, problems, settings)
         else:
             table = pd.concat(parts, ignore_index=True)
             rows = {n: table[table["model"] == n].reset_index(drop=True) for n in models}
         for name, frame in rows.items():
             check(frame, EVALUATION_ROWS, f"evaluation of {name}")
             frame.to_parquet(this.folder / f"rows_{name}.parquet", index=False)
-        harness = harness_scores(this.folder, models, config, seed)
-        sets = compare_sets(
+        harness = harness_metrics(this.folder, models, config, seed)
+        sets = summary.compare_sets(
             rows["warm_start"],
             rows["rl"],
             {name: known_from_training(folder, frame) for name, frame in problems.items()},
@@ -107,29 +86,25 @@ def evaluate(
             config.bootstrap_samples,
             seed,
         )
-        write_sets(this.folder, sets)
-        comparison = sets[0].comparison
-        (this.folder / "comparison.json").write_text(comparison.to_json())
+        summary.write_sets(this.folder, sets)
+        (this.folder / "comparison.json").write_text(sets[0].comparison.to_json())
         facts = {
             "run": run.run_id,
-            "data": describe_problems(data.source, problems[TEST], models["rl"]),
+            "data": describe_problems(data.source, problems[summary.TEST], models["rl"]),
             "scorer": scorer_identity(config.scorer),
-            "known from training": "; ".join(f"{s.name}: {s.contamination}" for s in sets),
+            "known from training": known_sentence(sets),
             **model_facts(this.parent("policy").digest, models["rl"]),
             "promotion": "decided after this page; then the run's report.html has the verdict",
         }
-        scores = pairs(harness, *MODELS)
-        page = comparison_page(
-            comparison, rows, facts, models["rl"], this.parents, scores, sets, None
-        )
+        page = evaluation_page(this.folder, models["rl"], this.parents, facts, None)
         (this.folder / "report.html").write_text(page)
         host().show("Evaluation", page)
         for line in (line for compared in sets for line in compared.lines()):
             say(f"evaluation: {line}")
-        return this.publish(evaluation_metrics(sets) | harness_metrics(harness))
+        return this.publish(evaluation_metrics(sets) | harness)
 
 
-def evaluation_metrics(sets: Sequence[EvaluatedSet]) -> dict[str, float]:
+def evaluation_metrics(sets: Sequence[summary.EvaluatedSet]) -> dict[str, float]:
     """Return rates and gains of the split `test`, of episodes, and of further evaluation sets."""
     comparison = sets[0].comparison
     return (
@@ -163,30 +138,32 @@ def evaluate_part(
     so joined tables are those of one machine, to the bit where its arithmetic is.
     """
     config = settings.config
-    ray = ray_session("ray" if uses_ranks(config) else "local", LOCAL_OBJECT_STORE_BYTES)
-    with ray:
+    with ray_for(uses_ranks(config)):
         say(f"evaluation: part {part + 1} of {config.map_parts} starts")
         models = {"warm_start": warm_start.local(), "rl": policy.local()}
-        problems, share = read_problems(dataset.local()), (part, config.map_parts)
-        rows = answer_problems(models, problems, settings.data, config, settings.seed, share)
+        problems = summary.read_problems(dataset.local())
+        rows = answer_problems(models, problems, settings, (part, config.map_parts))
         return pd.concat(list(rows.values()), ignore_index=True)
 
 
 def answer_problems(
     models: Mapping[str, Path],
     problems: Mapping[str, pd.DataFrame],
-    data: DataConfig,
-    config: EvaluateConfig,
-    seed: int,
+    settings: EvaluationSettings,
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, pd.DataFrame]:
     """Return each model's rows, with a progress bar."""
+    data, config = settings.data, settings.config
     share = share_of(sum(map(len, problems.values())), part)
     each = (share.stop - share.start) * (1 + config.samples)
     rows: dict[str, pd.DataFrame] = {}
     bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
     with bar:
         for name, folder in models.items():
+
+            def report(done: int, start: int = len(rows) * each) -> None:
+                bar.update(start + done - bar.count)
+
             rows[name] = evaluate_model(
                 folder,
                 problems,
@@ -194,36 +171,29 @@ def answer_problems(
                 config,
                 max_response_length=data.max_response_length,
                 max_prompt_length=data.max_prompt_length,
-                seed=seed,
+                seed=settings.seed,
                 part=part,
-                on_progress=update_progress(bar, len(rows) * each),
+                on_progress=report,
             )
     return rows
 
 
-def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:
-    """Return a callback that sets the bar to `offset` plus one model's finished completions."""
-    return lambda done: bar.update(offset + done - bar.count)
-
-
-def harness_scores(
+def harness_metrics(
     folder: Path, models: Mapping[str, Path], config: EvaluateConfig, seed: int
-) -> dict[str, list[HarnessScore]]:
-    """Run the lm-evaluation-harness on each model, as configured, and write `lm_eval.json`."""
-    scores: dict[str, list[HarnessScore]] = {}
+) -> dict[str, float]:
+    """Run the lm-evaluation-harness on each model, as configured, and write `lm_eval.json`.
+
+    Returns its scores as metrics of the stage: the RL model's by their names.
+    """
+    scores: dict[str, list[lm_eval.HarnessScore]] = {}
     if not config.lm_eval.tasks:
-        return scores
+        return {}
     for name, model in models.items():
         with tempfile.TemporaryDirectory(prefix="hybridflyte-lm-eval-") as scratch:
-            scores[name] = run_lm_eval(model, config.lm_eval, seed, Path(scratch))
-        summary = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
-        say(f"evaluation: lm-evaluation-harness on {name}: {summary}")
-    (folder / FILE).write_text(to_json(scores, config.confidence))
-    return scores
-
-
-def harness_metrics(scores: Mapping[str, Sequence[HarnessScore]]) -> dict[str, float]:
-    """Return the harness's scores as metrics of the stage: the RL model's by their names."""
+            scores[name] = lm_eval.run_lm_eval(model, config.lm_eval, seed, Path(scratch))
+        line = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
+        say(f"evaluation: lm-evaluation-harness on {name}: {line}")
+    (folder / lm_eval.FILE).write_text(lm_eval.to_json(scores, config.confidence))
     return {
         score.key if name == "rl" else f"{score.key}_{name}": score.value
         for name, model_scores in scores.items()
@@ -286,78 +256,65 @@ def read_comparison(evaluation: Path) -> dict[str, Any]:
     return values
 
 
-# The pages of a run that judged a model: its evaluation with the verdict, and its lineage. They are
-# written into the run's folder at its end. The artifact `evaluation` has a page from before the
-# decision; artifacts stay as they are.
-
-
-def comparison_page(
-    comparison: EvaluationComparison,
-    rows: Mapping[str, pd.DataFrame],
-    facts: Mapping[str, str | Link],
+def evaluation_page(
+    evaluation: Path,
     policy: Path,
     parents: Sequence[Parent],
-    harness: Sequence[tuple[HarnessScore, HarnessScore]],
-    sets: Sequence[EvaluatedSet],
+    facts: Mapping[str, str | Link],
     verdict: Verdict | None,
 ) -> str:
-    """Return the page of an evaluation whose manifest has these parents."""
+    """Return the page of an evaluation that has all other files, and whose parents these are."""
+    harness = evaluation / lm_eval.FILE
+    scores = lm_eval.from_json(harness.read_bytes(), str(harness)) if harness.is_file() else {}
+    tables = (pd.read_parquet(evaluation / f"rows_{name}.parquet") for name in MODELS)
+    before, after = (summary.rows_of_set(table, summary.TEST) for table in tables)
     return render_report(
-        comparison,
-        rows_of_set(rows["warm_start"], TEST),
-        rows_of_set(rows["rl"], TEST),
+        summary.EvaluationComparison.from_dict(read_comparison(evaluation)),
+        before,
+        after,
         facts=facts,
         curves=training_curves(policy),
         verdict=verdict,
         before=first_model(parents),
         after=trained_by(parents),
         overoptimisation=read_overoptimisation(policy),
-        harness=harness,
-        sets=sets,
+        harness=lm_eval.pairs(scores, *MODELS),
+        sets=summary.read_sets(evaluation),
     )
+
+
+def known_sentence(sets: Sequence[summary.EvaluatedSet]) -> str:
+    """Say how much of each evaluation set is known from training."""
+    return "; ".join(f"{s.name}: {s.contamination}" for s in sets)
 
 
 def write_pages(run: RunContext, promotion: Path) -> Path:
     """Write `report.html` and `lineage.html` of the model that the artifact `promotion` is about.
 
-    They are shown as well. Returns the path of the report.
+    They go into the run's folder and are shown as well: artifacts stay as they are, and the page in
+    `evaluation` is from before the decision. Returns the path of the report.
     """
     parents = {parent.name: parent for parent in read_manifest(promotion).parents}
     evaluation, policy = (local_path(parents[name].uri) for name in ("evaluation", "policy"))
-    comparison = EvaluationComparison.from_dict(read_comparison(evaluation))
-    digest, folder, sets = parents["policy"].digest, run_folder(run), read_sets(evaluation)
+    folder = run_folder(run)
     graph = lineage_page(parents["policy"].uri, [parents["evaluation"].uri, str(promotion)])
     if graph:
         write_page(folder / LINEAGE, graph)
+    problems, dataset = read_comparison(evaluation)["problems"], parents["dataset"].digest[:12]
     facts = {
         "run": run.run_id,
-        "data": f"{comparison.problems} held-out problems of {parents['dataset'].digest[:12]}",
-        "known from training": "; ".join(f"{s.name}: {s.contamination}" for s in sets),
-        **model_facts(digest, policy, page=bool(graph)),
+        "data": f"{problems} held-out problems of {dataset}",
+        "known from training": known_sentence(summary.read_sets(evaluation)),
+        **model_facts(parents["policy"].digest, policy, page=bool(graph)),
     }
-    page = comparison_page(
-        comparison,
-        {name: pd.read_parquet(evaluation / f"rows_{name}.parquet") for name in MODELS},
-        facts,
-        policy,
-        read_manifest(evaluation).parents,
-        read_harness(evaluation),
-        sets,
-        read_verdict(promotion),
-    )
+    verdict = read_verdict(promotion)
+    made_of = read_manifest(evaluation).parents
+    page = evaluation_page(evaluation, policy, made_of, facts, verdict)
     write_page(folder / REPORT, page)
     host().show("Evaluation", page)
     if graph:
         host().show("Lineage", graph)
     return folder / REPORT
-
-
-def read_harness(evaluation: Path) -> list[tuple[HarnessScore, HarnessScore]]:
-    """Return both models' scores in the lm-evaluation-harness; none where it was not run."""
-    file = evaluation / FILE
-    if not file.is_file():
-        return []
-    return pairs(from_json(file.read_bytes(), str(file)), "warm_start", "rl")
 
 
 def model_facts(digest: str, policy: Path, page: bool = False) -> dict[str, str | Link]:

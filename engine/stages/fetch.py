@@ -1,7 +1,6 @@
 """Stage `fetch` makes a model from elsewhere, or the start model, an artifact of this run.
 
-The artifact is the model's own (`rl`, `sft`) where it has a manifest, else `model`, a copy of the
-folder.
+It is the model's own artifact (`rl`, `sft`) where that has a manifest, else `model`, a copy.
 """
 
 from __future__ import annotations
@@ -50,11 +49,9 @@ START_MODEL: Literal["start_model"] = "start_model"  # kind of the artifact with
 def fetch(run: RunContext, reference: str, name: str) -> Artifact:
     """Download a model.
 
-    Args:
-        run: The pipeline run.
-        reference: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the MLflow registry, or a
-            folder, address (s3://…) or hub id of an artifact or a Hugging Face model.
-        name: The input that it came from, for messages.
+    reference: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the MLflow registry, or a folder,
+    address (s3://…) or hub id of an artifact or a Hugging Face model.
+    name: the input that it came from, for messages.
     """
     folder = resolve(reference, name, run.experiment)
     say(f"fetch: {name} {reference} → {display_path(folder)}")
@@ -86,11 +83,17 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
     Both are checked against the version's tags. A model that another tool registered has no tags
     and is used as it is, with a notice.
     """
-    for path in _candidate_paths(version):
-        with contextlib.suppress(LineageError, StorageError, OSError):
-            require_tagged_content(folder := local_path(path), version)
-            return folder
-    if not version.tags.get(ARTIFACT_TAG):
+    tags = version.tags
+    kind, digest, own_digest = (
+        tags.get(tag, "") for tag in ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
+    )
+    if kind and digest and own_digest:
+        here = _artifact_paths(kind, digest, own_digest)
+        for path in filter(None, (tags.get("artifact_uri"), *here)):
+            with contextlib.suppress(LineageError, StorageError, OSError):
+                require_tagged_content(folder := local_path(path), version)
+                return folder
+    if not digest:
         say(
             f"fetch: {version.name} version {version.version} has no tag {ARTIFACT_TAG}: whether "
             "its files are those that were registered can't be checked"
@@ -101,11 +104,10 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
             return _publish_copy(folder, f"{REGISTERED}{version.name}/{version.version}")
         manifest = read_manifest(folder)
         target, alternative = _artifact_paths(manifest.kind, manifest.digest, manifest.own_digest)
-        present = _verified_manifest_digest(target)
-        if present == manifest.own_digest:
-            return target
-        if present:  # its children refer to that manifest
-            target = alternative
+        with contextlib.suppress(LineageError):  # missing or damaged
+            if verify(target).own_digest == manifest.own_digest:
+                return target
+            target = alternative  # the children of what is there refer to that manifest
         fsync_tree(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
@@ -114,28 +116,10 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
     return target
 
 
-def _candidate_paths(version: ModelVersion) -> list[Path | str]:
-    """Return paths where a version's artifact may be; none for models of another tool."""
-    tags = ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
-    kind, digest, manifest = (version.tags.get(tag, "") for tag in tags)
-    if not (kind and digest and manifest):
-        return []
-    uri = version.tags.get("artifact_uri")
-    return [*([uri] if uri else []), *_artifact_paths(kind, digest, manifest)]
-
-
 def _artifact_paths(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
     """Return an artifact's path, and the path for equal content with another manifest."""
     path = artifact_path(kind, digest)
     return path, path.with_name(f"{path.name}-{manifest[:8]}")
-
-
-def _verified_manifest_digest(folder: Path) -> str:
-    """Return the digest of an intact artifact's manifest; empty where it is missing or damaged."""
-    try:
-        return verify(folder).own_digest
-    except LineageError:
-        return ""
 
 
 def _publish_copy(folder: Path, source: str) -> Path:

@@ -7,7 +7,6 @@ ledger counts, so data of a model that was not promoted are new again in the nex
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from engine.errors import ConfigError, DataError, LineageError, TrackingError
 from engine.models import vocabulary_and_context
 from engine.stages.dataset import SPLITS, check_contract, write_splits
 from engine.stages.plan import (
-    Digests,
     check_settings,
     open_run,
+    promotion_settings,
     rl_lora,
     with_overrides,
 )
@@ -36,7 +35,6 @@ from engine.stages.settings import (
     EvaluationSettings,
     IngestSettings,
     NewData,
-    PromotionSettings,
     RetrainingPlan,
     RLSettings,
     RunContext,
@@ -70,7 +68,7 @@ def trigger_retraining(
     new_rows = find_new_rows(previous, new_files)
     reason = skip_reason(new_files, new_rows, config.retrain, champion)
     lora = rl_lora(config.model)
-    run = open_run(config, Digests(content), "retraining")
+    run = open_run(config, content, "retraining")
     say(
         f"run {run.run_id}: kick-off {at:%Y-%m-%d %H:%M}, champion version {champion.version}, "
         f"{len(new_rows.rows)} new problems in {len(new_files.files)} files ({new_files.late} "
@@ -90,7 +88,7 @@ def trigger_retraining(
         IngestSettings(new_data=new_data, data=data, retrain=config.retrain, seed=seed),
         RLSettings(data=data, config=config.rl, lora=lora, seed=seed),
         EvaluationSettings(data=data, config=config.evaluate, seed=seed),
-        PromotionSettings(data=data, evaluate=config.evaluate, config=config.promote, seed=seed),
+        promotion_settings(config),
         config.promote.approval == "required",
         digest(config),
     )
@@ -155,26 +153,18 @@ def read_ledger(dataset: Path) -> list[DataFile]:
     """
     verify(dataset)
     path = dataset / LEDGER
-    if not path.is_file():
-        return []
-    return [DataFile(**entry) for entry in json.loads(path.read_text())["files"]]
-
-
-def write_ledger(folder: Path, ledger: Sequence[DataFile]) -> None:
-    """Write all files ingested so far, by path."""
-    entries = [arrival.model_dump() for arrival in sorted(ledger, key=lambda a: (a.path, a.sha256))]
-    (folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")
+    entries = json.loads(path.read_text())["files"] if path.is_file() else []
+    return [DataFile(**entry) for entry in entries]
 
 
 def skip_reason(
     new_files: NewFiles, new_rows: NewRows, config: RetrainConfig, champion: ModelVersion
 ) -> str:
     """Say why there is too little new data to train on; empty when there is enough."""
-    since = f"since version {champion.version} became champion"
-    waiting = {0: "", 1: "; 1 file written after the kick-off waits for a later one"}.get(
-        new_files.waiting,
-        f"; {new_files.waiting} files written after the kick-off wait for a later one",
-    )
+    since, later = f"since version {champion.version} became champion", new_files.waiting
+    files = "1 file" if later == 1 else f"{later} files"
+    written = f"{files} written after the kick-off wait{'s' * (later == 1)} for a later one"
+    waiting = f"; {written}" if later else ""
     if not new_files.files:
         return f"nothing new in {new_files.prefix} {since}{waiting}"
     count = len(new_rows.rows)
@@ -197,11 +187,7 @@ def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Art
     byte.
     """
     new_data = settings.new_data
-    recorded = {
-        "data": settings.data.model_dump(mode="json"),
-        "retrain": settings.retrain.model_dump(mode="json"),
-        "seed": settings.seed,
-    }
+    recorded = settings.model_dump(mode="json", include={"data", "retrain", "seed"})
     with stage("dataset", run, recorded) as this:
         previous = local_path(new_data.dataset)
         manifest = read_manifest(previous)
@@ -216,7 +202,9 @@ def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Art
         check_contract(splits)
         context = vocabulary_and_context(model)[1]
         facts = write_splits(this, splits, load_tokenizer(model), settings.data, context)
-        write_ledger(this.folder, [*read_ledger(previous), *new_data.files])
+        ledger = [*read_ledger(previous), *new_data.files]
+        entries = [f.model_dump() for f in sorted(ledger, key=lambda f: (f.path, f.sha256))]
+        (this.folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")
         return this.publish(facts)
 
 
@@ -239,9 +227,6 @@ def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed
         f"out), {len(replay)} replayed; test set of {len(splits['test'])} unchanged"
     )
     digest = json_digest({file.path: file.sha256 for file in new_data.files})
-    sets = {
-        name: pd.read_parquet(path)
-        for name, path in evaluation_files(previous).items()
-        if name != "test"
-    }
+    files = evaluation_files(previous).items()
+    sets = {name: pd.read_parquet(path) for name, path in files if name != "test"}
     return Splits(**splits, source_digest=digest, source_uri=new_data.prefix, evaluation=sets)

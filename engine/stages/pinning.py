@@ -8,41 +8,56 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import BaseModel
+
 from engine.config import (
     AgentConfig,
-    AlgorithmConfig,
     EvaluateConfig,
     MultiTurnConfig,
-    PairsConfig,
     PipelineConfig,
     RewardConfig,
     RLConfig,
 )
+from engine.config.pipeline import ScoredRolloutConfig
 from engine.storage.digests import hash_file, modules_digest, tree_digest
 from engine.storage.filesystem import pin_revision
 
+S = TypeVar("S", bound=BaseModel)
 C = TypeVar("C", bound=PipelineConfig)
 
 
+def changed(section: S, path: str, value: object) -> S:
+    """Return a copy of settings with this value at a dotted path; it is not validated."""
+    name, _, rest = path.partition(".")
+    inner = changed(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: inner})
+
+
 def pin_named_content(config: C) -> C:
-    """Return the settings with `named_content`, the rewards of pairs and evaluation, and the
-    teacher's and critic's commits.
+    """Return the settings with what they name pinned, in `rl`, `pairs` and `evaluate`.
 
     Raises ModelError for a model on the hub whose commit can't be resolved.
     """
     rl = config.rl
-    rl = rl.model_copy(update={"algorithm": _pinned_teachers(rl.algorithm)})
-    if rl.critic.model_path:
-        path = pin_revision(rl.critic.model_path, "rl.critic.model_path")
-        rl = rl.model_copy(update={"critic": rl.critic.model_copy(update={"model_path": path})})
-    rl = rl.model_copy(update={"named_content": named_content(rl)})
+    for setting in ("algorithm.teacher", "critic.model_path"):
+        rl = changed(rl, setting, pin_revision(attrgetter(setting)(rl), f"rl.{setting}"))
+    several = "algorithm.distillation.teachers"
+    teachers = tuple(
+        changed(teacher, "model", pin_revision(teacher.model, f"rl.{several}[{i}].model"))
+        for i, teacher in enumerate(rl.algorithm.distillation.teachers)
+    )
+    rl = changed(rl, several, teachers)
+    rl = changed(rl, "named_content", named_content(rl))
     if rl.rollout.multi_turn.enable:
         agent = pinned_agent(rl.rollout.agent, rl.rollout.multi_turn)
-        rl = rl.model_copy(update={"rollout": rl.rollout.model_copy(update={"agent": agent})})
-    pairs, evaluate = _pinned_pairs(config), pinned_evaluation(config)
+        rl = changed(rl, "rollout.agent", agent)
+    pairs = config.ranking()
+    pairs = changed(pairs, "named_content", _scoring_digest(pairs))
+    evaluate = pinned_evaluation(config)
     return config.model_copy(update={"rl": rl, "pairs": pairs, "evaluate": evaluate})
 
 
@@ -51,44 +66,26 @@ def pin_model_commit(config: C) -> C:
 
     Raises ModelError where neither the hub nor its local cache says which.
     """
-    model = config.model.model_copy(update={"path": pin_revision(config.model.path)})
-    return config.model_copy(update={"model": model})
-
-
-def _pinned_pairs(config: PipelineConfig) -> PairsConfig:
-    """Return what makes pairs, with the digest of its reward's modules."""
-    pairs = config.ranking()
-    code = modules_digest([*pairs.plugins, *_modules(_reward_names(pairs.scorer))])
-    return pairs.model_copy(update={"named_content": code})
-
-
-def _pinned_teachers(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    if algorithm.teacher:
-        pinned = pin_revision(algorithm.teacher, "rl.algorithm.teacher")
-        return algorithm.model_copy(update={"teacher": pinned})
-    names = list(algorithm.teacher_models)  # of the teachers with a model, in their order
-    teachers = tuple(
-        teacher.model_copy(update={"model": pin_revision(teacher.model, f"rl.{names.pop(0)}")})
-        if teacher.model
-        else teacher
-        for teacher in algorithm.distillation.teachers
-    )
-    distillation = algorithm.distillation.model_copy(update={"teachers": teachers})
-    return algorithm.model_copy(update={"distillation": distillation})
+    return changed(config, "model.path", pin_revision(config.model.path))
 
 
 def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
     """Return how models are evaluated, with digests of the reward's modules and of own tasks."""
     evaluate = config.evaluation()
-    code = modules_digest([*evaluate.plugins, *_modules(_reward_names(evaluate.scorer))])
-    harness = evaluate.lm_eval
-    if harness.include_path and Path(harness.include_path).is_dir():
-        content = tree_digest(Path(harness.include_path))
-        harness = harness.model_copy(update={"named_content": content})
-    pinned: dict[str, object] = {"named_content": code, "lm_eval": harness}
+    evaluate = changed(evaluate, "named_content", _scoring_digest(evaluate))
+    folder = evaluate.lm_eval.include_path
+    if folder and Path(folder).is_dir():
+        content = tree_digest(Path(folder))
+        evaluate = changed(evaluate, "lm_eval.named_content", content)
     if evaluate.multi_turn is not None and evaluate.multi_turn.enable:
-        pinned["agent"] = pinned_agent(evaluate.environments, evaluate.multi_turn)
-    return evaluate.model_copy(update=pinned)
+        agent = pinned_agent(evaluate.environments, evaluate.multi_turn)
+        evaluate = changed(evaluate, "agent", agent)
+    return evaluate
+
+
+def _scoring_digest(config: ScoredRolloutConfig) -> str:
+    """Return the digest of the modules that the reward names."""
+    return modules_digest([*config.plugins, *_reward_modules(config.scorer)])
 
 
 def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
@@ -107,17 +104,16 @@ def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig
         modules.append(verifiers_module(str(environment.options.get("id", ""))))
     digests = "\0".join(filter(None, [modules_digest(modules), *files]))
     content = hashlib.sha256(digests.encode()).hexdigest() if digests else ""
-    return agent.model_copy(update={"named_content": content})
+    return changed(agent, "named_content", content)
 
 
 def _texts(value: object) -> Iterator[str]:
     """Yield all texts in an option's value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        yield from (text for part in value.values() for text in _texts(part))
-    elif isinstance(value, Sequence):
-        yield from (text for part in value for text in _texts(part))
+    elif isinstance(value, Mapping | Sequence):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def _is_file(name: str) -> bool:
@@ -127,21 +123,21 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def _reward_names(reward: RewardConfig) -> list[str]:
-    return [spec.name for spec in reward.specs().values()]
-
-
 def _modules(names: Iterable[str]) -> list[str]:
     """Return the modules of those names that are paths like `package.module:name`."""
     return [name.partition(":")[0] for name in names if ":" in name]
+
+
+def _reward_modules(reward: RewardConfig) -> list[str]:
+    return _modules(spec.name for spec in reward.specs().values())
 
 
 def named_content(rl: RLConfig) -> str:
     """Return the digest of plugins and modules that settings name, and of models' folders."""
     algorithm, loss = rl.algorithm, rl.actor.policy_loss.loss_mode
     names = [algorithm.dataflow, algorithm.adv_estimator, rl.rollout.engine, loss]
-    names += [algorithm.preference.loss, *_reward_names(rl.reward)]
-    code = modules_digest([*rl.plugins, *_modules(names)])
+    names.append(algorithm.preference.loss)
+    code = modules_digest([*rl.plugins, *_modules(names), *_reward_modules(rl.reward)])
     paths = [*algorithm.teacher_models.values(), rl.critic.model_path]
     folders = [Path(path) for path in paths if path]
     weights = "\0".join(tree_digest(folder) for folder in folders if folder.is_dir())

@@ -10,7 +10,7 @@ import json
 import os
 import time
 import uuid
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -20,7 +20,7 @@ from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
-from engine.stages.pinning import model_digest, pin_model_commit, pinned_evaluation
+from engine.stages.pinning import changed, model_digest, pin_model_commit, pinned_evaluation
 from engine.stages.profiles import (
     LAPTOP,
     apply_profile,
@@ -54,13 +54,6 @@ BY_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")
 C = TypeVar("C", bound=PipelineConfig)
 
 
-class Digests(NamedTuple):
-    """Digests of a run's inputs as they are now."""
-
-    data: str
-    model: str = ""  # content of the start model's folder, or owner/name@commit
-
-
 def plan(
     config: PipelineConfig,
     source: str,
@@ -84,76 +77,64 @@ def plan(
             "the workflow agents plays episodes, and rl.rollout.multi_turn.enable is false; set it "
             "with rl.rollout.agent.environment.name, or run workflows/rlhf.py"
         )
-    pairs_digest = preferences_digest(config.pairs) if workflow in BY_PREFERENCES else ""
+    by_preferences = workflow in BY_PREFERENCES
+    pairs_digest = preferences_digest(config.pairs) if by_preferences else ""
     data_digest = check_names(config)
     config = pin_model_commit(apply_profile(config, machines))
     if workflow != "evaluate_only":
         require_shared_home(config)
-    digests = Digests(data_digest, check_inputs(config))
+    start_digest, context = check_inputs(config)
     check_memory(config, machines, trains=workflow in BY_RL)
-    context = context_length(config.model)
-    if workflow in BY_PREFERENCES:
-        check_preference_stages(config, workflow)
-    settings = stage_settings(config, digests, context, pairs_digest, workflow)
-    run = open_run(config, digests, workflow)
     facts: dict[str, object] = {}
-    if workflow in BY_PREFERENCES:
+    if by_preferences:
+        check_preference_stages(config, workflow)
         source = f"{pairs_digest[:12]} in {config.pairs.path}" if pairs_digest else "of rollouts"
         facts["preferences"] = source
+    run = open_run(config, data_digest, workflow)
     more = "".join(f", {name} {text}" for name, text in facts.items())
-    say(f"run {run.run_id}: config {digest(config)[:12]}, data {digests.data[:12]}{more}")
-    show_run(run, config, digests.data, machines, **facts)
+    say(f"run {run.run_id}: config {digest(config)[:12]}, data {data_digest[:12]}{more}")
+    show_run(run, config, data_digest, machines, **facts)
+    data, seed, skip, start = config.data, config.seed, config.sft.skip, config.model
+    dtype = start.dtype if skip else ""  # a warm start resolves it
+    weights: dict[str, Any] = {"dtype": dtype, "seed": seed}
+    on_pairs = {"too_long": config.pairs.too_long, **weights}
+    lora = start.lora if skip else rl_lora(start)
+    labels = config.preference.loss == "kto" and workflow == "preference"
     return Plan(
         run=run,
         profile=machines,
-        sft_profile=LAPTOP if config.sft.skip else machines,
-        **settings,
-        needs_approval=config.promote.approval == "required",
-        config_digest=digest(config),
-    )
-
-
-def stage_settings(
-    config: PipelineConfig, digests: Digests, context: int, pairs_digest: str, workflow: str
-) -> dict[str, Any]:
-    """Split checked settings by stage, as the fields of a plan."""
-    data, seed, skip = config.data, config.seed, config.sft.skip
-    lora = config.model.lora if skip else rl_lora(config.model)
-    dtype = config.model.dtype if skip else ""  # a warm start resolves it
-    too_long = config.pairs.too_long
-    labels = config.preference.loss == "kto" and workflow == "preference"
-    return {
-        "dataset": DatasetSettings(
+        sft_profile=LAPTOP if skip else machines,
+        dataset=DatasetSettings(
             data=data,
-            source_digest=digests.data,
-            model_path=config.model.path,
-            model_digest=digests.model,
+            source_digest=data_digest,
+            model_path=start.path,
+            model_digest=start_digest,
             context=context,
             seed=seed,
         ),
-        "sft": SFTSettings(
-            start=config.model, start_digest=digests.model, config=config.sft, seed=seed
-        ),
-        "rl": RLSettings(data=data, config=config.rl, lora=lora, seed=seed, dtype=dtype),
-        "pairs": PairsSettings(
+        sft=SFTSettings(start=start, start_digest=start_digest, config=config.sft, seed=seed),
+        rl=RLSettings(data=data, config=config.rl, lora=lora, **weights),
+        pairs=PairsSettings(
             data=data,
             config=config.pairs,
             source_digest=pairs_digest,
             kind="labels" if labels else "pairs",
             seed=seed,
         ),
-        "preference": PreferenceSettings(
-            config=config.preference, lora=lora, dtype=dtype, too_long=too_long, seed=seed
-        ),
-        "reward_model": RewardModelSettings(
-            config=config.reward_model, dtype=dtype, too_long=too_long, seed=seed
-        ),
-        "reward_model_gate": RewardModelGateSettings(config=config.promote.reward_model, seed=seed),
-        "evaluation": EvaluationSettings(data=data, config=config.evaluate, seed=seed),
-        "promotion": PromotionSettings(
-            data=data, evaluate=config.evaluate, config=config.promote, seed=seed
-        ),
-    }
+        preference=PreferenceSettings(config=config.preference, lora=lora, **on_pairs),
+        reward_model=RewardModelSettings(config=config.reward_model, **on_pairs),
+        reward_model_gate=RewardModelGateSettings(config=config.promote.reward_model, seed=seed),
+        evaluation=EvaluationSettings(data=data, config=config.evaluate, seed=seed),
+        promotion=promotion_settings(config),
+        needs_approval=config.promote.approval == "required",
+        config_digest=digest(config),
+    )
+
+
+def promotion_settings(config: PipelineConfig) -> PromotionSettings:
+    """Return the settings of `promote`."""
+    evaluate, promote = config.evaluate, config.promote
+    return PromotionSettings(data=config.data, evaluate=evaluate, config=promote, seed=config.seed)
 
 
 def plan_promotion(
@@ -169,19 +150,14 @@ def plan_promotion(
     from engine.promotion.champions import check_evidence
     from engine.storage.artifacts import read_manifest
 
-    machines = read_profile(profile)
-    folders = [artifact.local() for artifact in (dataset, policy, evaluation)]
-    digests = Digests(check_evidence(*folders))
-    settings = PromotionSettings(
-        data=config.data,
-        evaluate=pinned_evaluation(config),
-        config=config.promote,
-        seed=seed if seed >= 0 else config.seed,
-    )
+    machines, folders = read_profile(profile), [a.local() for a in (dataset, policy, evaluation)]
+    config = with_overrides(config, seed=seed)
+    data_digest = check_evidence(*folders)
+    settings = promotion_settings(changed(config, "evaluate", pinned_evaluation(config)))
     evidence = read_manifest(folders[2])
     require_same_settings(evidence, settings.data, settings.evaluate, settings.seed)
     Tracker(experiment=config.tracking.experiment).check()
-    run = open_run(config, digests, "promote_only")
+    run = open_run(config, data_digest, "promote_only")
     return PromotionPlan(run, machines, settings, config.promote.approval == "required")
 
 
@@ -283,30 +259,24 @@ def check_names(config: PipelineConfig) -> str:
     return source_digest(config.data, config.seed)
 
 
-def check_inputs(config: PipelineConfig) -> str:
-    """Check settings, the model's folder and the tracking server; return the model's digest."""
+def check_inputs(config: PipelineConfig) -> tuple[str, int]:
+    """Check settings, the model's folder and the tracking server.
+
+    Returns the model's digest, and the longest prompt and completion that it can read, in tokens.
+    """
     check_settings(config)
-    model = ""
-    if config.model.path:
-        from engine.models import require_model_folder
+    path, start_digest, context = config.model.path, "", config.model.max_position_embeddings
+    if path:
+        from engine.models import require_model_folder, vocabulary_and_context
 
-        require_model_folder(config.model.path)
+        require_model_folder(path)
         check_model_layouts(config)
-        model = model_digest(config.model.path)
+        start_digest, context = model_digest(path), vocabulary_and_context(path)[1]
     Tracker(experiment=config.tracking.experiment).check()
-    return model
+    return start_digest, context
 
 
-def context_length(model: ModelConfig) -> int:
-    """Return the longest prompt plus completion that the model can read, in tokens."""
-    if not model.path:
-        return model.max_position_embeddings
-    from engine.models import vocabulary_and_context
-
-    return vocabulary_and_context(model.path)[1]
-
-
-def open_run(config: PipelineConfig, digests: Digests, workflow: str = "rlhf") -> RunContext:
+def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> RunContext:
     """Start the parent run in MLflow."""
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     execution = host().execution or run_id
@@ -319,7 +289,7 @@ def open_run(config: PipelineConfig, digests: Digests, workflow: str = "rlhf") -
             **execution_tags(execution),
             "code_version": code_version(),
             "config_digest": digest(config),
-            "data_digest": digests.data,
+            "data_digest": data_digest,
         },
         key=execution,
     )
@@ -331,9 +301,6 @@ def open_run(config: PipelineConfig, digests: Digests, workflow: str = "rlhf") -
         mlflow_url=tracker.run_url(parent),
         logger=config.tracking.logger,
     )
-
-
-# Preferences.
 
 
 def preferences_digest(pairs: PairsConfig) -> str:
@@ -369,8 +336,8 @@ def check_preference_stages(config: PipelineConfig, workflow: str) -> None:
         return
     if config.reward_model.head == "token":
         raise ConfigError(
-            f"reward_model.head={config.reward_model.head} learns from steps, not pairs; train "
-            "it by ProcessRewardTrainer or python -m engine.main_reward_model"
+            "reward_model.head=token learns from steps, not pairs; train it by "
+            "ProcessRewardTrainer or python -m engine.main_reward_model"
         )
     check_offline_layout(config.reward_model, LoRAConfig())
     if workflow == "classic_rlhf" and config.rl.reward.name == "reward_model":

@@ -21,7 +21,7 @@ from engine.lineage.compare import compare
 from engine.lineage.lookup import review as review_lineage
 from engine.lineage.page import render_page, write_page
 from engine.redaction import redact
-from engine.stages.evaluation import read_comparison, write_pages
+from engine.stages.evaluation import LINEAGE, read_comparison, write_pages
 from engine.stages.fetch import START_MODEL
 from engine.stages.settings import RunContext
 from engine.stages.stage import Artifact, host, run_folder, shared, show_facts
@@ -33,9 +33,8 @@ from engine.tracking.connection import default_uri
 NEAR_ZERO = 0.02  # pass@1, a fraction
 POLICY = "rl"  # the trained policy's key in the summary, whatever trained it
 LEARNED_FROM = ("pairs", "reference", "reward_model")  # kinds of a policy's parents
-SKIPPED_TAG = "hybridflyte.skipped"
-PAGE = "lineage.html"
 SHOWN_FAULTS = 5
+SIDES = {"warm_start": "before", "rl": "after"}  # of a comparison, by model
 
 
 def report(
@@ -60,13 +59,9 @@ def report(
     facts = summarise(run, config_digest, folders)
     facts["report"] = str(write_pages(run, folders["promotion"]))
     path = write_summary(run, facts)
-    metrics = {
-        "pass_at_1_warm_start": facts["pass_at_1"]["warm_start"],
-        "pass_at_1_rl": facts["pass_at_1"]["rl"],
-        "gain": facts["gain"],
-        "gain_low": facts["gain_interval"][0],
-        "gain_high": facts["gain_interval"][1],
-    }
+    low, high = facts["gain_interval"]
+    metrics = {f"pass_at_1_{name}": value for name, value in facts["pass_at_1"].items()}
+    metrics |= {"gain": facts["gain"], "gain_low": low, "gain_high": high}
     Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
     print_summary(facts, path, folders)
     return path
@@ -89,13 +84,8 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     comparison = read_comparison(folders["evaluation"])
     decision = json.loads((folders["promotion"] / "decision.json").read_text())
     gain, execution = comparison["gain"], host().execution or run.run_id
+    passed = {name: comparison[side]["pass_at_1"] for name, side in SIDES.items()}
     steps = read_policy_steps(folders[POLICY])
-
-    def passed(which: str) -> dict[str, object]:
-        interval = comparison[which]["pass_at_1"]
-        return {"value": interval["mean"], "interval": [interval["low"], interval["high"]]}
-
-    before, after = passed("before"), passed("after")
     return {
         "run_id": run.run_id,
         # Folder or hub id; empty: from scratch; null where the warm start does not say.
@@ -103,8 +93,8 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
         "warm_start": manifests["sft"].kind != START_MODEL,
         # "rl", "preference", or "model" for one from elsewhere
         "trained_by": manifests[POLICY].kind,
-        "pass_at_1": {"warm_start": before["value"], "rl": after["value"]},
-        "pass_at_1_interval": {"warm_start": before["interval"], "rl": after["interval"]},
+        "pass_at_1": {name: rate["mean"] for name, rate in passed.items()},
+        "pass_at_1_interval": {n: [rate["low"], rate["high"]] for n, rate in passed.items()},
         "policy_step": None if steps is None else str(steps),  # of its RL run
         "gain": gain["mean"],
         "gain_interval": [gain["low"], gain["high"]],
@@ -177,30 +167,19 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         or f"mlflow ui --backend-store-uri {facts['mlflow']['tracking_uri']}",
         "lineage": f"python -m engine.lineage {display_path(folders[POLICY])}",
     }
-    episodes = episode_lines(folders["evaluation"])
-    what = "Preference run " if facts["trained_by"] == "preference" else "RLHF run "
-    what = "Agents run " if episodes else what
-    table(what + facts["run_id"], [{"": k, "result": v} for k, v in rows.items()])
-    for line in (*episodes, *learned_lines(folders)):
-        say(line)
+    episodes = read_sets(folders["evaluation"])[0].comparison.episodes
+    kind = "Preference" if facts["trained_by"] == "preference" else "RLHF"
+    title = f"{'Agents' if episodes else kind} run {facts['run_id']}"
+    table(title, [{"": k, "result": v} for k, v in rows.items()])
+    for episode in episodes:
+        say(f"episodes: {episode.line()}")
+    if "reward_model" in folders:
+        say(f"reward model: {ranking(read_manifest(folders['reward_model']).metrics)}")
+    if learned := read_overoptimisation(folders[POLICY]):
+        say(f"over-optimisation: {learned.sentence()}")
     say(f"promotion: {decision['reason']}")  # too long for a table's column
     if max(facts["pass_at_1"].values()) < NEAR_ZERO:
         say(near_zero_advice(facts["start_model"]))
-
-
-def episode_lines(evaluation: Path) -> list[str]:
-    """Return turns, returns and calls of both models on the split `test`, after episodes."""
-    return [f"episodes: {line.line()}" for line in read_sets(evaluation)[0].comparison.episodes]
-
-
-def learned_lines(folders: dict[str, Path]) -> list[str]:
-    """Say how well the reward model ranks, and what it did to the policy, where there is one."""
-    lines = []
-    if "reward_model" in folders:
-        lines.append(f"reward model: {ranking(read_manifest(folders['reward_model']).metrics)}")
-    if learned := read_overoptimisation(folders[POLICY]):
-        lines.append(f"over-optimisation: {learned.sentence()}")
-    return lines
 
 
 def near_zero_advice(start_model: str | None) -> str:
@@ -250,7 +229,7 @@ def finalize_skipped(run: RunContext, reason: str) -> Path:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
     tracker = Tracker(experiment=run.experiment)
     with tracker.translated("record why a run was skipped"):
-        tracker.client.set_tag(run.mlflow_run, SKIPPED_TAG, redact(reason))
+        tracker.client.set_tag(run.mlflow_run, "hybridflyte.skipped", redact(reason))
     tracker.finish_pipeline(run.mlflow_run, "FINISHED")
     path = write_summary(run, {"run_id": run.run_id, "skipped": reason})
     say(f"run {run.run_id}: skipped: {reason}")
@@ -266,17 +245,15 @@ def review(artifact: str, against: str, store: str, verify_content: bool) -> Pat
     in) is searched. With `verify_content`, all that it was made from and that came of it is
     re-hashed.
     """
-    names = [against, artifact] if against else [artifact]
-    lineage = review_lineage(names, [store] if store else [])
-    comparison = None
-    if against:
-        comparison = compare(lineage.graph, lineage.starts[0], lineage.starts[-1])
+    lineage = review_lineage([*filter(None, [against]), artifact], [store] if store else [])
+    starts = lineage.starts
+    comparison = compare(lineage.graph, starts[0], starts[-1]) if against else None
     checked = audit(lineage) if verify_content else None
     page = render_page(lineage, checked, comparison)
     host().show("Lineage", page)
     folder = home() / "reviews"
     folder.mkdir(parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(prefix="review-", dir=folder)) / PAGE
+    path = Path(tempfile.mkdtemp(prefix="review-", dir=folder)) / LINEAGE
     write_page(path, page)
     for finding in checked.findings if checked else ():
         say(f"review: {'FAULT' if finding.is_fault else 'note'}: {finding.text}")

@@ -6,7 +6,7 @@ stages alone that read it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -97,7 +97,7 @@ class PairsSettings(_Values):
     data: DataConfig
     config: PairsConfig
     source_digest: str  # what the files of preferences hold now; empty for rollouts
-    kind: str  # "pairs", or "labels" for KTO
+    kind: Literal["pairs", "labels"]  # labels are for KTO
     seed: int
 
 

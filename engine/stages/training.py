@@ -11,9 +11,8 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,8 +27,8 @@ from engine.cli.rl_run import (
     train_policy,
 )
 from engine.config import ModelConfig, OfflineConfig, SamplingConfig, SFTConfig
-from engine.console import progress, say
-from engine.controller.launch import ray_session, require_shared
+from engine.console import Progress, progress, say
+from engine.controller.launch import require_shared
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
@@ -49,7 +48,7 @@ from engine.runtime.policy_runtime import StartModel
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.samples.sample_files import copy_samples
 from engine.stages.fetch import publish_start_model
-from engine.stages.settings import RLSettings, RunContext, SFTSettings
+from engine.stages.settings import PreferenceSettings, RLSettings, RunContext, SFTSettings
 from engine.stages.stage import (
     LOCAL_OBJECT_STORE_BYTES,
     Artifact,
@@ -71,26 +70,20 @@ from engine.trainers.offline import (
     offline_dtype,
 )
 
-if TYPE_CHECKING:
-    from engine.console import Progress
-
 COPY_SECONDS = 30.0  # between two looks at what has grown
 CLOSE_SECONDS = 60.0  # for the last copy
 
 _log = logging.getLogger(__name__)
 
 
-# The logs that `tracking.logger` names. A stage's files are in its run's folder,
-# `runs/<run id>/<stage>/`. Where there is a shared store they are copied to the same path there,
-# again while they grow, as a pod's disk ends with the pod.
-
-
 @contextlib.contextmanager
 def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
     """Open a stage's logs for the block; none where `tracking.logger` names only MLflow.
 
-    Raises ConfigError for a package that this machine lacks, StorageError and TrackingError, all
-    before the block. A store that fails later costs the copy and a sentence in the log.
+    Files are in the run's folder, `runs/<run id>/<stage>/`. Where there is a shared store they are
+    copied to the same path there while they grow, as a pod's disk ends with the pod. Raises
+    ConfigError for a package that this machine lacks, StorageError and TrackingError, all before
+    the block. A store that fails later costs the copy and a sentence in the log.
     """
     names = [name for name in run.logger if name in ("file", *PACKAGES)]
     if not names:
@@ -119,124 +112,89 @@ def _copied(folder: Path, below: str) -> Iterator[None]:
 
     The file of metrics that an earlier attempt left there is fetched first.
     """
-    store = shared_store()
+    store, metrics_file = shared_store(), folder / METRICS_FILE
     if not store:
         lost = bool(host().execution) * "; without HYBRIDFLYTE_STORE they end with this pod"
         say(f"{folder.name}: files of metrics are in {folder}{lost}")
         yield
         return
-    copy = _StoreCopy(folder, f"{store}/runs/{below}")
-    copy.fetch()
-    say(f"{folder.name}: files of metrics are in {copy.uri}")
+    objects, closed = Objects(f"{store}/runs/{below}"), threading.Event()
+    if not metrics_file.exists():
+        with contextlib.suppress(FileNotFoundError):
+            metrics_file.write_bytes(objects.read(METRICS_FILE))
+    say(f"{folder.name}: files of metrics are in {objects.uri}")
+    arguments = (folder, objects, closed)
+    thread = threading.Thread(target=_copy_until, args=arguments, name="metrics-copy", daemon=True)
+    thread.start()
     try:
-        copy.start()
         yield
     finally:
-        copy.close()
+        closed.set()
+        thread.join(CLOSE_SECONDS)
+        if thread.is_alive():
+            _log.warning("%s is too slow; the last metrics are in %s", objects.uri, folder)
 
 
-class _StoreCopy:
-    """A folder of small files in the shared store, brought up to date by a thread."""
-
-    def __init__(self, folder: Path, uri: str) -> None:
-        self.uri = uri
-        self._folder, self._objects = folder, Objects(uri)
-        self._sent: dict[str, tuple[int, int]] = {}  # size and time of change, by name
-        self._closed = threading.Event()
-        self._warned = False
-        self._thread = threading.Thread(target=self._work, name="metrics-copy", daemon=True)
-
-    def fetch(self) -> None:
-        """Download the file of metrics unless there is one here."""
-        if not (self._folder / METRICS_FILE).exists():
-            with contextlib.suppress(FileNotFoundError):
-                (self._folder / METRICS_FILE).write_bytes(self._objects.read(METRICS_FILE))
-
-    def start(self) -> None:
-        """Start to copy."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Copy the files that have grown since, within `CLOSE_SECONDS`."""
-        self._closed.set()
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            _log.warning("%s is too slow; the last metrics are in %s", self.uri, self._folder)
-
-    def _work(self) -> None:
-        ended = False
-        while not ended:
-            ended = self._closed.wait(COPY_SECONDS)
-            self._send()
-
-    def _send(self) -> None:
+def _copy_until(folder: Path, objects: Objects, closed: threading.Event) -> None:
+    """Copy the files that have grown, every `COPY_SECONDS`, and once more when it is closed."""
+    sent: dict[Path, tuple[int, int]] = {}  # size and time of change
+    warned = ended = False
+    while not ended:
+        ended = closed.wait(COPY_SECONDS)
         try:
-            for path in sorted(self._folder.rglob("[!.]*")):  # a hidden one is being written
+            for path in sorted(folder.rglob("[!.]*")):  # a hidden one is being written
                 # Weights & Biases links its newest run, and removes what it is done with.
-                if path.is_file() and not path.is_symlink():
-                    with contextlib.suppress(FileNotFoundError):
-                        self._send_file(path)
+                if not path.is_file() or path.is_symlink():
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    changed = path.stat().st_size, path.stat().st_mtime_ns
+                    if sent.get(path) != changed:
+                        objects.put(path.relative_to(folder).as_posix(), path.read_bytes())
+                        sent[path] = changed
         except (OSError, StorageError) as error:
-            if not self._warned:
-                _log.warning("%s; its metrics wait in %s", error, self._folder)
-            self._warned = True
-
-    def _send_file(self, path: Path) -> None:
-        name, now = path.relative_to(self._folder).as_posix(), path.stat()
-        if self._sent.get(name) != (now.st_size, now.st_mtime_ns):
-            self._objects.put(name, path.read_bytes())
-            self._sent[name] = (now.st_size, now.st_mtime_ns)
+            if not warned:
+                _log.warning("%s; its metrics wait in %s", error, folder)
+            warned = True
 
 
 Example = TypeVar("Example")
-
-
-@dataclass
-class TrainedOnRows:
-    """The results of training beside the model."""
-
-    metrics: dict[str, float]  # of the last step
-    steps: int
-    history: dict[int, dict[str, float]] = field(default_factory=dict)  # of steps of this process
-
-    def write_history(self, path: Path) -> None:
-        """Write a row a step, as `engine.evaluation.policy_steps` reads them.
-
-        Nothing where an attempt on another machine made some of the steps.
-        """
-        if len(self.history) < self.steps:
-            return
-        rows = [{"step": step, **self.history[step]} for step in sorted(self.history)]
-        frame = pd.DataFrame(rows)
-        frame["model"] = frame["step"] == self.steps
-        frame.to_parquet(path, index=False)
+SCRATCH = "scratch"  # folder of a stage that is no part of its artifact
 
 
 def train_on_rows(
     this: Stage,
-    logs: MetricLogs,
+    run: RunContext,
     config: OfflineConfig,
     make: Callable[[], OfflineTrainer[Example, Any]],
     train: Sequence[Example],
     validation: Sequence[Example],
     tokenizer: Path,
-) -> TrainedOnRows:
-    """Train, in new attempts after lost workers, and write the model into the stage's folder.
+    *,
+    records_steps: bool = True,
+) -> Artifact:
+    """Train, in new attempts after lost workers, and publish the model.
 
-    `make` gives a trainer of its own to each attempt. A stage that has checkpoints resumes from the
-    newest. `tokenizer`: its folder.
+    A stage that has checkpoints resumes from the newest.
+
+    make: gives a trainer of its own to each attempt.
+    tokenizer: its folder.
+    records_steps: write `engine.evaluation.policy_steps.FILE`, a row a step, unless an attempt on
+    another machine made some of the steps.
     """
     checkpoints, name = this.checkpoints(), config.section
     this.record_origin(checkpoints)
-    trained = TrainedOnRows({}, 0)
+    history: dict[int, dict[str, float]] = {}  # of steps of this process
+    result: dict[str, float] = {}
+    steps = 0
 
     def attempt(trainer: OfflineTrainer[Example, Any]) -> None:
-        trained.steps = trainer.total_steps(len(train))
+        nonlocal steps
+        steps = trainer.total_steps(len(train))
         losses: dict[str, float] = {}
-        bar: Progress[None] = progress(trained.steps, name, unit="step")
+        bar: Progress[None] = progress(steps, name, unit="step")
 
         def report(step: int, total: int, metrics: dict[str, float]) -> None:
-            trained.history[step] = metrics
+            history[step] = metrics
             losses.update({k: v for k, v in metrics.items() if k.endswith(("loss", "accuracy"))})
             this.tracked.log_metrics(metrics, step)
             logs.log_metrics(metrics, step)
@@ -248,19 +206,18 @@ def train_on_rows(
             f"{name}: continues from {folder}, step {step}"
         )
         with bar:
-            trained.metrics |= trainer.fit(
-                train, validation, checkpoints.folder, checkpoints.previous
-            )
+            result.update(trainer.fit(train, validation, checkpoints.folder, checkpoints.previous))
         trainer.save(this.folder, tokenizer)
 
-    run_with_retries(make, attempt, checkpoints.folder, config.max_attempts)
-    return trained
-
-
-def publish_trained(this: Stage, trained: TrainedOnRows) -> Artifact:
-    """Publish what `train_on_rows` left in the stage's folder, and drop its checkpoints."""
+    with open_loggers(run, this) as logs:
+        run_with_retries(make, attempt, checkpoints.folder, config.max_attempts)
+    shutil.rmtree(this.folder / SCRATCH, ignore_errors=True)
+    if records_steps and len(history) >= steps:
+        rows = pd.DataFrame([{"step": step, **history[step]} for step in sorted(history)])
+        rows[MODEL] = rows["step"] == steps
+        rows.to_parquet(this.folder / FILE, index=False)
     this.tracked.log_folder(this.folder, "checkpoint")
-    published = this.publish(trained.metrics, step=trained.steps)
+    published = this.publish(result, step=steps)
     this.delete_local_checkpoints()
     return published
 
@@ -280,14 +237,12 @@ def sft(run: RunContext, settings: SFTSettings, dataset: Artifact) -> Artifact:
         "sft": config.model_dump(mode="json"),
         "seed": seed,
     }
-    ray = ray_session("ray" if is_on_ray(config) else "local", LOCAL_OBJECT_STORE_BYTES)
-    with stage("sft", run, recorded) as this, open_loggers(run, this) as logs, ray:
+    with stage("sft", run, recorded, on_ray=is_on_ray(config)) as this:
         data = this.load_parent("dataset", dataset)
         this.log_splits(data, ("sft_train", "sft_validation"))
         tokenizer = load_tokenizer(data / "tokenizer")
         train, validation = (read_examples(data, n, tokenizer) for n in ("train", "validation"))
-        scratch = this.folder / "scratch"
-        model = start_model(start, config, tokenizer, seed, scratch)
+        model = start_model(start, config, tokenizer, seed, this.folder / SCRATCH)
         if is_on_ray(config):
             folders = [start.path] if start.path and Path(start.path).is_dir() else []
             require_shared([str(this.folder), *folders])
@@ -296,9 +251,10 @@ def sft(run: RunContext, settings: SFTSettings, dataset: Artifact) -> Artifact:
             digest = settings.start_digest
             return SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=digest)
 
-        trained = train_on_rows(this, logs, config, make, train, validation, data / "tokenizer")
-        shutil.rmtree(scratch, ignore_errors=True)
-        return publish_trained(this, trained)
+        folder = data / "tokenizer"
+        return train_on_rows(
+            this, run, config, make, train, validation, folder, records_steps=False
+        )
 
 
 def start_model(
@@ -360,8 +316,15 @@ def rl(
 
     reward_model: what rewards in the place of `config.reward`, and what a critic starts from.
     """
-    data, config, lora, seed = settings.data, settings.config, settings.lora, settings.seed
-    recorded = recorded_settings(settings)
+    data, config, seed = settings.data, settings.config, settings.seed
+    recorded: dict[str, object] = {
+        "rl": config.model_dump(mode="json"),
+        "max_response_length": data.max_response_length,
+        "seed": seed,
+    }
+    if data.sampling != SamplingConfig():
+        recorded["sampling"] = data.sampling.model_dump(mode="json")
+    recorded |= weights_recorded(settings)
     placing = placed(config, LOCAL_OBJECT_STORE_BYTES)
     with stage("rl", run, recorded) as this, open_loggers(run, this) as logs, placing as config:
         folder = this.load_parent("dataset", dataset)
@@ -399,7 +362,7 @@ def rl(
             previous_checkpoints=checkpoints.previous,
             seed=seed,
             dtype=settings.dtype or saved_dtype(model),
-            lora=lora,
+            lora=settings.lora,
             on_page=host().live_page("Rollouts"),
         )
         log = RunLog(this.tracked, logs, step_lines="console" in run.logger)
@@ -420,18 +383,9 @@ def rl(
         return published
 
 
-def recorded_settings(settings: RLSettings) -> dict[str, object]:
-    """Return what the manifest of RL records; what is as by default is left out."""
-    data, lora = settings.data, settings.lora
-    recorded: dict[str, object] = {
-        "rl": settings.config.model_dump(mode="json"),
-        "max_response_length": data.max_response_length,
-        "seed": settings.seed,
-    }
-    if data.sampling != SamplingConfig():
-        recorded["sampling"] = data.sampling.model_dump(mode="json")
+def weights_recorded(settings: RLSettings | PreferenceSettings) -> dict[str, object]:
+    """Return what manifests record of adapters and dtype; what is as by default is left out."""
+    lora, recorded = settings.lora, dict[str, object]()
     if lora.rank or lora.from_folder:
         recorded["lora"] = lora.model_dump(mode="json")
-    if settings.dtype:
-        recorded["dtype"] = settings.dtype
-    return recorded
+    return recorded | ({"dtype": settings.dtype} if settings.dtype else {})
