@@ -32,21 +32,17 @@ if TYPE_CHECKING:
     from flyteidl.core.literals_pb2 import LiteralMap
 
 
-# Ctrl-C where flytekit is loaded, as in `pyflyte run`, gives the exit status 130 of all commands
-# here; flytekit 1.16's own handler ends with 1. `engine.stages.stage` prints and closes.
-
-
 def set_ctrl_c_status() -> None:
-    """Make a process with flytekit exit with `INTERRUPTED` on Ctrl-C; idempotent."""
+    """Make a process with flytekit exit with `INTERRUPTED` on Ctrl-C; idempotent.
+
+    flytekit 1.16's own handler ends with 1. `engine.stages.stage` prints and closes.
+    """
     if _exit not in FlyteContextManager.signal_handlers:
         FlyteContextManager.add_signal_handler(_exit)
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(INTERRUPTED)
-
-
-# Two patches of flytekit 1.16's types: cached literal types, and errors given to failure handlers.
 
 
 def cache_literal_types() -> None:
@@ -94,14 +90,13 @@ def convert_error_literals() -> None:
     Scalar.from_flyte_idl = with_error
 
 
-# Patch of flytekit's local runs: a `conditional` inside the sub-workflow of another one. Locally,
-# flytekit 1.16 shares one state between both (flyteorg/flyte#6426). The inner branch marks it as
-# done when it ends, so that the rest of the sub-workflow is skipped, and it always runs its first
-# case. On a cluster each branch has its own state.
-
-
 def patch_nested_branches() -> None:
-    """Give a branch inside a running branch its own state; idempotent."""
+    """Give a `conditional` in the sub-workflow of another one its own state; idempotent.
+
+    On a cluster it has one. In local runs flytekit 1.16 shares one state between both
+    (flyteorg/flyte#6426): the inner branch always runs its first case, and marks the state as done
+    when it ends, so that the rest of the sub-workflow is skipped.
+    """
     builder: Any = FlyteContext.Builder
     enter = builder.enter_conditional_section
     if hasattr(enter, "nests"):
@@ -120,11 +115,8 @@ def patch_nested_branches() -> None:
     builder.enter_conditional_section = enter_with_new_state
 
 
-# Flyte's local cache: results whose artifact no longer exists, and checks that passed before. Only
-# for local runs: on a cluster the catalogue is Flyte's, and a stage reports a missing artifact.
-
-TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.stages.sft_stage-<version>-<inputs>
-CHECK_PREFIX = "checks."  # of what passed a check, e.g. checks.<sha256>
+# Flyte's local cache, of local runs: on a cluster the catalogue is Flyte's, and a stage reports a
+# missing artifact.
 
 
 def evict_missing() -> int:
@@ -134,24 +126,14 @@ def evict_missing() -> int:
     """
     from flyteidl.core.literals_pb2 import LiteralMap
 
-    cache = open_cache()
-    evicted = 0
-    for key in [key for key in cache.iterkeys() if str(key).startswith(TASK_PREFIX)]:
+    cache, evicted = open_cache(), 0
+    # Keys are, e.g., tasks.stages.sft_stage-<version>-<inputs>.
+    for key in [key for key in cache.iterkeys() if str(key).startswith("tasks.")]:
         stored = cache.get(key)
         outputs = LiteralMap.FromString(stored) if isinstance(stored, bytes) else LiteralMap()
         if any(not path.exists() for path in local_outputs(outputs)):
             evicted += bool(cache.delete(key))
     return evicted
-
-
-def has_passed(check: str) -> bool:
-    """Return whether `remember_passed` was called for this key since the cache was last cleared."""
-    return CHECK_PREFIX + check in open_cache()
-
-
-def remember_passed(check: str) -> None:
-    """Keep that a check passed; its key must name everything that the outcome depends on."""
-    open_cache().set(CHECK_PREFIX + check, True)
 
 
 def open_cache() -> Cache:
@@ -174,11 +156,9 @@ def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
                 yield Path(uri)
 
 
-# Which image a task runs in.
-#
-# `python -m workflows.register` sets the variables below to references by digest before it loads
-# the tasks, so that cache keys contain the images. Without them (`pyflyte run`, `register` or
-# `package`) Flyte fills in what its `--image` says.
+# Images of tasks. `python -m workflows.register` sets the variables to references by digest before
+# it loads the tasks, so that cache keys contain the images. Without them (`pyflyte run`, `register`
+# or `package`) Flyte fills in what its `--image` says.
 
 TEMPLATE = "{{.image.default.fqn}}:{{.image.default.version}}"
 VARIABLES = {
@@ -194,13 +174,12 @@ def image(kind: str = "default") -> str:
     return chosen or TEMPLATE
 
 
-# Credentials of pods, by Flyte's secrets: which are asked for, and where a task finds them.
+# Credentials of pods, by Flyte's secrets: variable, then group and key of the secret, as in
 #
 #     HYBRIDFLYTE_SECRETS="MLFLOW_TRACKING_TOKEN=hybridflyte/mlflow,HF_TOKEN=hybridflyte/hub"
 #
-# Variable, then group and key of the secret. They are part of a task's template, so the setting is
-# read when tasks are registered (`python -m workflows.register --secret …`). On a laptop variables
-# are what they are, and without the setting nothing changes.
+# They are part of a task's template, so the setting is read when tasks are registered (`python -m
+# workflows.register --secret …`). On a laptop variables are what they are.
 
 VARIABLE = "HYBRIDFLYTE_SECRETS"
 Need = Literal["hub", "loggers"]

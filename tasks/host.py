@@ -64,10 +64,9 @@ from engine.stages.stage import Artifact, CheckpointPaths, Host, hosted, library
 from engine.storage.digests import sources_digest
 from tasks.flytekit_setup import (
     cache_literal_types,
-    has_passed,
     image,
     load_secrets,
-    remember_passed,
+    open_cache,
     with_secrets,
 )
 
@@ -84,10 +83,8 @@ LARGE = Resources(cpu="2", mem="6Gi")
 
 # Options of a task with a Deck. flytekit 1.16's other tabs are left out: sources and packages take
 # seconds to make, and inputs, which the console shows anyway, would show credentials in settings.
-DECK: dict[str, Any] = {
-    "enable_deck": True,
-    "deck_fields": (DeckField.TIMELINE, DeckField.OUTPUT),
-}
+DECK: dict[str, Any] = {"enable_deck": True}
+DECK["deck_fields"] = (DeckField.TIMELINE, DeckField.OUTPUT)
 # The same for a task whose outputs are settings.
 DECK_OF_SETTINGS: dict[str, Any] = {**DECK, "deck_fields": (DeckField.TIMELINE,)}
 
@@ -157,15 +154,12 @@ class FlyteHost(Host):
         )
 
     def show(self, tab: str, page: str) -> None:
-        """Add a tab to the task's Deck."""
         Deck(tab, page)
 
     def live_page(self, tab: str) -> Callable[[str], None]:
-        """Return a tab whose page is replaced while the task runs."""
         return LiveDeck(tab).show
 
     def publish_pages(self) -> None:
-        """Write the Deck, as Flyte does for a task that succeeds."""
         Deck.publish()
 
     def checkpoint_paths(self) -> CheckpointPaths | None:
@@ -180,12 +174,10 @@ class FlyteHost(Host):
         return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
     def has_passed(self, check: str) -> bool:
-        """Tell whether the local cache remembers the check as passed."""
-        return has_passed(check)
+        return f"checks.{check}" in open_cache()
 
     def remember_passed(self, check: str) -> None:
-        """Record in the local cache that the check passed."""
-        remember_passed(check)
+        open_cache().set(f"checks.{check}", True)
 
 
 @contextlib.contextmanager
@@ -228,18 +220,17 @@ def file(body: Callable[..., Path], *inputs: Any) -> FlyteFile:
     return FlyteFile(str(run_body(body, *inputs)))
 
 
-# A Deck that can be read while its task runs.
-#
-# flytekit publishes a task's Decks when it ends, and before that whenever `Deck.publish` is called:
-# Flyte's console reads the file again when it is opened. flytekit 1.16 keeps its context by thread
-# and leaves each published copy in the task's local sandbox; here it is published from a thread of
-# the engine's, through a sandbox that is removed.
-
 PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
 
 
 class LiveDeck(Deck):
-    """A tab whose page is replaced while the task runs; made in the task's own thread."""
+    """A tab whose page is replaced while the task runs; made in the task's own thread.
+
+    flytekit publishes a task's Decks when it ends, and whenever `Deck.publish` is called before:
+    Flyte's console reads the file again when it is opened. flytekit 1.16 keeps its context by
+    thread and leaves each published copy in the task's local sandbox; here it is published from a
+    thread of the engine's, through a sandbox that is removed.
+    """
 
     def __init__(self, name: str) -> None:
         self._page = ""
@@ -250,23 +241,20 @@ class LiveDeck(Deck):
 
     @property
     def html(self) -> str:
-        """Return what the tab shows."""
         return self._page
 
     def show(self, page: str) -> None:
         """Replace the page, and upload the Decks where that is due; from any thread."""
         self._page = page
-        if self._live and time.monotonic() >= self._due:
-            self._publish()
-            self._due = time.monotonic() + PUBLISH_SECONDS
-
-    def _publish(self) -> None:
+        if not self._live or time.monotonic() < self._due:
+            return
         FlyteContextManager.current_context()  # makes this thread a stack of contexts
         access = self._context.file_access
         with tempfile.TemporaryDirectory(prefix="deck-") as folder:
             sandbox = FileAccessProvider(folder, access.raw_output_prefix, access.data_config)
             with FlyteContextManager.with_context(self._context.with_file_access(sandbox)):
                 Deck.publish()  # logs what goes wrong, and raises nothing
+        self._due = time.monotonic() + PUBLISH_SECONDS
 
 
 # Tables of artifacts as typed data frames: Flyte's console shows their columns and first rows.
@@ -316,19 +304,6 @@ class TableFile:
         check(frame, schema, name)
         return frame
 
-    def first_rows(self) -> pd.DataFrame:
-        """Return the first rows for people, with shortened texts."""
-        import pandas as pd
-        import pyarrow.parquet as pq
-
-        def shortened(cell: object) -> str:
-            text = str(cell)
-            return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
-
-        batch = next(pq.ParquetFile(self.path).iter_batches(batch_size=SHOWN_ROWS), None)
-        frame = pd.DataFrame() if batch is None else batch.to_pandas()
-        return frame.map(shortened)
-
 
 def as_table(file: TableFile) -> StructuredDataset:
     """Return the file as a task's output."""
@@ -344,8 +319,7 @@ def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
 
 def open_table(table: StructuredDataset) -> TableFile:
     """Return the file of a task's input, fetched where it is not on this machine."""
-    table_file: TableFile = table.open(TableFile).all()
-    return table_file
+    return table.open(TableFile).all()
 
 
 class _Encoder(StructuredDatasetEncoder):
@@ -390,11 +364,20 @@ class _Decoder(StructuredDatasetDecoder):
 
 
 class _Renderer:
-    """A table in a Deck."""
+    """The first rows of a table in a Deck, with shortened texts."""
 
     def to_html(self, df: TableFile) -> str:
-        shown = df.first_rows().to_html(index=False, border=0)
-        return f"<p>{html.escape(df.path.name)}, its first rows</p>{shown}"
+        import pandas as pd
+        import pyarrow.parquet as pq
+
+        def shortened(cell: object) -> str:
+            text = str(cell)
+            return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+
+        batch = next(pq.ParquetFile(df.path).iter_batches(batch_size=SHOWN_ROWS), None)
+        frame = pd.DataFrame() if batch is None else batch.to_pandas()
+        rows = frame.map(shortened).to_html(index=False, border=0)
+        return f"<p>{html.escape(df.path.name)}, its first rows</p>{rows}"
 
 
 StructuredDatasetTransformerEngine.register(_Encoder())

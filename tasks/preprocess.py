@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from engine.config import DataConfig, explain
@@ -36,16 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--dataset", required=True, help="gsm8k, math, or a file, a folder, s3://… or hf://ID"
-    )
-    parser.add_argument(
-        "--source", default="", help="where gsm8k or math lies; empty: the Hugging Face hub"
-    )
-    parser.add_argument("--local_dir", required=True, help="folder of the files to write")
-    parser.add_argument(
-        "--tokenizer", default="", help="model folder or hub id; lengths are then in tokens"
-    )
+    for name, is_required, text in (
+        ("--dataset", True, "gsm8k, math, or a file, a folder, s3://… or hf://ID"),
+        ("--source", False, "where gsm8k or math lies; empty: the Hugging Face hub"),
+        ("--local_dir", True, "folder of the files to write"),
+        ("--tokenizer", False, "model folder or hub id; lengths are then in tokens"),
+    ):
+        parser.add_argument(name, required=is_required, default="", help=text)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="of the data section")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -82,21 +78,18 @@ def data_config(settings: Sequence[str], path: str) -> DataConfig:
 
     Raises ConfigError for an unknown or wrong setting.
     """
+    from engine.cli.resolve import split_argument
+
     values: dict[str, Any] = {"source": "files", "path": path}
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"{setting!r} is not of the form key=value")
+        key, value = split_argument(setting)
         *sections, name = key.removeprefix("data.").split(".")
         inner = values
         for section in sections:
             inner = inner.setdefault(section, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"{key}: {section} is a value, not a section")
-        try:
-            inner[name] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise ConfigError(f"{key}: the value {text!r} is not valid YAML; quote it") from None
+        inner[name] = value
     try:
         return DataConfig.model_validate(values)
     except ValidationError as error:

@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
 
-# What a profile is for Kubernetes: the pods of Ray's workers and head, and of other stages.
-
-
 def worker_pod(profile: Profile, container: str) -> PodTemplate:
     """Return the pod of a whole machine, say a Ray worker."""
     return _LazyPodTemplate(container, profile, profile.cpus, profile.memory_gib, profile.gpus)
@@ -69,45 +66,38 @@ class _LazyPodTemplate(PodTemplate):
     The Kubernetes client's 800 modules would slow down the start of every command.
     """
 
-    def __init__(self, container: str, *amounts: Any) -> None:
-        self.primary_container_name = container
-        self._amounts = amounts
+    def __init__(
+        self, container: str, profile: Profile, cpus: int, memory_gib: int, gpus: int
+    ) -> None:
+        self.primary_container_name, self._profile = container, profile
+        self._amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
+        self._gpus = {profile.resource: str(gpus)} if gpus else {}
 
     @cached_property
     def pod_spec(self) -> V1PodSpec:
-        return _pod_spec(self.primary_container_name, *self._amounts)
+        from kubernetes import client
 
-
-def _pod_spec(container: str, profile: Profile, cpus: int, memory_gib: int, gpus: int) -> V1PodSpec:
-    from kubernetes import client
-
-    amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
-    if gpus:
-        amounts[profile.resource] = str(gpus)
-    taint = client.V1Toleration(key=profile.resource, operator="Exists", effect="NoSchedule")
-    # Ray's object store and torch's queues need more than the usual 64 MB.
-    gib = profile.shared_memory_gib
-    memory = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{gib}Gi")
-    variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.variables.items()]
-    return client.V1PodSpec(
-        containers=[
-            client.V1Container(
-                name=container,
-                resources=client.V1ResourceRequirements(requests=amounts, limits=amounts),
-                env=variables or None,
-                volume_mounts=[client.V1VolumeMount(name="shm", mount_path="/dev/shm")],
-            )
-        ],
-        node_selector=dict(profile.node_labels) or None,
-        tolerations=[taint] if gpus else None,
-        volumes=[client.V1Volume(name="shm", empty_dir=memory)],
-    )
-
-
-# The Ray cluster of tasks with ranks: the one that Flyte starts for a profile, and a local one.
-#
-# On a cluster the Ray plugin connects the task. Locally the stage does (`ray_session`), so that an
-# error there fails the stage like any other.
+        profile, amounts = self._profile, self._amounts | self._gpus
+        # Ray's object store and torch's queues need more than the usual 64 MB.
+        size = f"{profile.shared_memory_gib}Gi"
+        memory = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=size)
+        variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.variables.items()]
+        container = client.V1Container(
+            name=self.primary_container_name,
+            resources=client.V1ResourceRequirements(requests=amounts, limits=amounts),
+            env=variables or None,
+            volume_mounts=[client.V1VolumeMount(name="shm", mount_path="/dev/shm")],
+        )
+        taints = [
+            client.V1Toleration(key=resource, operator="Exists", effect="NoSchedule")
+            for resource in self._gpus
+        ]
+        return client.V1PodSpec(
+            containers=[container],
+            node_selector=dict(profile.node_labels) or None,
+            tolerations=taints or None,
+            volumes=[client.V1Volume(name="shm", empty_dir=memory)],
+        )
 
 
 @dataclass
@@ -116,7 +106,7 @@ class LocalRayJobConfig(RayJobConfig):
 
 
 class LocalRayTask(RayFunctionTask):
-    """The plugin's task, which leaves Ray to the task body in local runs."""
+    """The plugin's task, which locally leaves Ray to the stage: an error there fails it."""
 
     def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
         state = FlyteContextManager.current_context().execution_state
@@ -154,7 +144,7 @@ def ray_cluster(profile: Profile) -> LocalRayJobConfig:
 
 def ray_cluster_of_gpus(profile: Profile) -> LocalRayJobConfig | None:
     """Return the same where machines have several GPUs; a pod has the only one by itself."""
-    return ray_cluster(profile) if profile.several_gpus else None
+    return ray_cluster(profile) if profile.max_gpus > 1 else None
 
 
 PROFILE_VARIABLE = "HYBRIDFLYTE_PROFILE"  # of a stage's container: its profile as JSON
