@@ -1,11 +1,4 @@
-"""The Flyte side of a stage: artifacts as its types, errors, decks, checkpoints, tables, caching.
-
-@task(**short())
-def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
-    from engine.stages.fetch import fetch as body
-
-    return directory(body, run, reference, name)
-"""
+"""The Flyte side of a stage: its types, errors, decks, checkpoints, tables and caching."""
 
 from __future__ import annotations
 
@@ -49,35 +42,22 @@ from flytekit.types.structured.structured_dataset import (
     StructuredDatasetTransformerEngine,
 )
 
+from engine import errors
 from engine.console import quiet
 from engine.data import rows
-from engine.errors import (
-    EngineError,
-    PlacementError,
-    PreemptedError,
-    StorageError,
-    TrackingError,
-    WorkerError,
-)
 from engine.redaction import redact_causes
 from engine.stages.stage import Artifact, CheckpointPaths, Host, hosted, library_versions
 from engine.storage.digests import sources_digest
-from tasks.flytekit_setup import (
-    cache_literal_types,
-    image,
-    load_secrets,
-    open_cache,
-    with_secrets,
-)
+from tasks import flytekit_setup
 
 if TYPE_CHECKING:
     import pandas as pd
     from pandera.pandas import DataFrameSchema
 
 quiet()
-cache_literal_types()
+flytekit_setup.cache_literal_types()
 
-IMAGE = image()
+IMAGE = flytekit_setup.image()
 SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="2", mem="6Gi")
 
@@ -97,7 +77,7 @@ def short(*needs: Any, minutes: int = 30, **options: Any) -> dict[str, Any]:
         "container_image": IMAGE,
         "retries": 2,
         "timeout": timedelta(minutes=minutes),
-        **with_secrets(*needs),
+        **flytekit_setup.with_secrets(*needs),
         **options,
     }
 
@@ -119,9 +99,13 @@ def stage_cache() -> Cache:
     return Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
 
 
-# The host, and stages that run on it.
-
-_RETRYABLE = (PlacementError, PreemptedError, StorageError, TrackingError, WorkerError)
+_RETRYABLE = (
+    errors.PlacementError,
+    errors.PreemptedError,
+    errors.StorageError,
+    errors.TrackingError,
+    errors.WorkerError,
+)
 
 
 class StageError(click.ClickException):
@@ -140,18 +124,13 @@ class FlyteHost(Host):
         self.execution = current_context().execution_id.name if on_cluster() else ""
 
     def execution_link(self) -> str:
-        """Return the address of the execution's page, where the console's address is known.
-
-        That is FLYTE_PLATFORM_CONSOLE_ENDPOINT, or in Flyte's own configuration file.
-        """
+        # FLYTE_PLATFORM_CONSOLE_ENDPOINT, or in Flyte's own configuration file.
         console = PlatformConfig.auto().console_endpoint if self.execution else None
         if not console:
             return ""
-        execution = current_context().execution_id
-        return (
-            f"{console.rstrip('/')}/console/projects/{execution.project}/domains/"
-            f"{execution.domain}/executions/{execution.name}"
-        )
+        run = current_context().execution_id
+        where = f"projects/{run.project}/domains/{run.domain}/executions/{run.name}"
+        return f"{console.rstrip('/')}/console/{where}"
 
     def show(self, tab: str, page: str) -> None:
         Deck(tab, page)
@@ -163,21 +142,18 @@ class FlyteHost(Host):
         Deck.publish()
 
     def checkpoint_paths(self) -> CheckpointPaths | None:
-        """Return the addresses of the task's checkpoints on a cluster; None elsewhere.
-
-        The engine writes there itself, sharded and in the background; flytekit's `save` would copy
-        one local folder and block the task. flytekit 1.16 has no public name for the addresses.
-        """
+        # The engine writes there itself, sharded and in the background; flytekit's `save` would
+        # copy one local folder and block the task. flytekit 1.16 has no public name for these.
         if not self.execution:
             return None
         checkpoint: Any = current_context().checkpoint
         return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
     def has_passed(self, check: str) -> bool:
-        return f"checks.{check}" in open_cache()
+        return f"checks.{check}" in flytekit_setup.open_cache()
 
     def remember_passed(self, check: str) -> None:
-        open_cache().set(f"checks.{check}", True)
+        flytekit_setup.open_cache().set(f"checks.{check}", True)
 
 
 @contextlib.contextmanager
@@ -190,9 +166,9 @@ def flyte_host() -> Iterator[None]:
     try:
         with hosted(FlyteHost()):
             if on_cluster():
-                load_secrets()
+                flytekit_setup.load_secrets()
             yield
-    except EngineError as error:
+    except errors.EngineError as error:
         redact_causes(error)  # which Flyte shows as a traceback
         if on_cluster() and isinstance(error, _RETRYABLE):
             raise FlyteRecoverableException(str(error)) from error
@@ -260,8 +236,7 @@ class LiveDeck(Deck):
 # Tables of artifacts as typed data frames: Flyte's console shows their columns and first rows.
 #
 # A table is a file that the artifact has anyway. With a shared store its address is passed on, and
-# locally its path; only a pod without a store uploads it. Cells keep the contract
-# (`engine.data.contract`, pandera), which is checked before the file is written, and by `read`.
+# locally its path; only a pod without a store uploads it.
 
 SHOWN_ROWS = 10  # in a Deck
 SHOWN_CHARACTERS = 200  # of a cell there
@@ -297,7 +272,7 @@ class TableFile:
             frame = pd.read_parquet(self.path)
         except (OSError, ValueError) as error:  # pyarrow's are one or the other
             words = (str(error) or type(error).__name__).splitlines()[0]
-            raise StorageError(
+            raise errors.StorageError(
                 f"{name}: the table {self.path} can't be read ({words}); run again with "
                 "--overwrite-cache"
             ) from error

@@ -35,36 +35,17 @@ from engine.stages.settings import (
     SFTSettings,
 )
 from engine.stages.stage import shared
+from tasks import host
 from tasks.failure import set_current_run
 from tasks.flytekit_setup import evict_missing, registration_environment
-from tasks.host import (
-    DECK,
-    DECK_OF_SETTINGS,
-    IMAGE,
-    LARGE,
-    SMALL,
-    EvaluationRows,
-    RLPrompts,
-    SFTPairs,
-    TableFile,
-    as_table,
-    directory,
-    file,
-    flyte_host,
-    open_table,
-    run_body,
-    short,
-    stage_cache,
-    tables,
-)
 from tasks.inputs import RLHFConfig
 from tasks.variants import on_profiles, ray_cluster, ray_cluster_of_gpus, stages_of
 
 # Options of stages: what is computed once, and goes on elsewhere where its machine is taken away.
-CACHED: dict[str, Any] = {"cache": stage_cache(), "interruptible": True, **DECK}
+CACHED: dict[str, Any] = {"cache": host.stage_cache(), "interruptible": True, **host.DECK}
 COMPUTES: dict[str, Any] = {
     **CACHED,
-    "requests": LARGE,
+    "requests": host.LARGE,
     "retries": 3,
     "timeout": timedelta(hours=6),
 }
@@ -77,12 +58,12 @@ TRAINS: dict[str, Any] = {
 # Moves of an alias are not interruptible; running one again changes nothing.
 PROMOTES: dict[str, Any] = {
     "cache": False,
-    "requests": LARGE,
+    "requests": host.LARGE,
     "retries": 2,
     "timeout": timedelta(hours=6),
-    **DECK,
+    **host.DECK,
 }
-DATASET: dict[str, Any] = {**short("hub", minutes=120, retries=3), **CACHED}
+DATASET: dict[str, Any] = {**host.short("hub", minutes=120, retries=3), **CACHED}
 
 
 # Opening a run.
@@ -91,15 +72,15 @@ DATASET: dict[str, Any] = {**short("hub", minutes=120, retries=3), **CACHED}
 def opened(body: Callable[..., Any], *inputs: Any) -> Any:
     """Call a stage's body that plans a run; return the plan."""
     set_current_run(None)
-    with flyte_host():
+    with host.flyte_host():
         if evicted := evict_missing():
             say(f"plan: results that were deleted from the disk are made again ({evicted})")
-    made = run_body(body, *inputs)
+    made = host.run_body(body, *inputs)
     set_current_run(made.run)
     return made
 
 
-@task(**short("hub", **DECK_OF_SETTINGS))
+@task(**host.short("hub", **host.DECK_OF_SETTINGS))
 def plan(
     config: RLHFConfig,
     source: str,
@@ -115,7 +96,7 @@ def plan(
     return opened(stages.plan.plan, config, *overrides, profile, workflow)
 
 
-@task(**short())
+@task(**host.short())
 def plan_promotion(
     config: RLHFConfig,
     dataset: FlyteDirectory,
@@ -129,12 +110,12 @@ def plan_promotion(
     return opened(stages.plan.plan_promotion, config, *evidence, seed, profile)
 
 
-@task(**short("hub", minutes=120, **DECK_OF_SETTINGS))
+@task(**host.short("hub", minutes=120, **host.DECK_OF_SETTINGS))
 def trigger_retraining(
     config: RLHFConfig, at: datetime, path: str, seed: int, profile: str
 ) -> RetrainingPlan:
     """Open the run, and find what arrived until `at` since the champion's data."""
-    body = stages.new_data.trigger_retraining
+    body = stages.dataset.trigger_retraining
     return opened(body, config, at, path, seed, profile)
 
 
@@ -145,32 +126,32 @@ class Dataset(NamedTuple):
     """The artifact, which stages read, and its splits, which people look at in Flyte's console."""
 
     dataset: FlyteDirectory
-    sft_train: SFTPairs
-    sft_validation: SFTPairs
-    train: RLPrompts
-    validation: RLPrompts
-    test: RLPrompts
+    sft_train: host.SFTPairs
+    sft_validation: host.SFTPairs
+    train: host.RLPrompts
+    validation: host.RLPrompts
+    test: host.RLPrompts
 
 
 @task(**DATASET)
 def preprocess(run: RunContext, settings: DatasetSettings) -> Dataset:
     """Make validated splits and a tokenizer from a source."""
-    made = run_body(stages.dataset.preprocess, run, settings)
-    return Dataset(FlyteDirectory(made.uri), *tables(made, *stages.dataset.SPLITS))
+    made = host.run_body(stages.dataset.preprocess, run, settings)
+    return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
 
 
 @task(**DATASET)
 def ingest(run: RunContext, settings: IngestSettings, champion: FlyteDirectory) -> Dataset:
     """Add new problems to the champion's dataset."""
-    made = run_body(stages.new_data.ingest, run, settings, champion)
-    return Dataset(FlyteDirectory(made.uri), *tables(made, *stages.dataset.SPLITS))
+    made = host.run_body(stages.dataset.ingest, run, settings, champion)
+    return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
 
 
 # Not cached: an alias may point to another version tomorrow.
-@task(**short("hub", minutes=120, retries=3, interruptible=True, **DECK))
+@task(**host.short("hub", minutes=120, retries=3, interruptible=True, **host.DECK))
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     """Download a model: models:/NAME@ALIAS, models:/NAME/VERSION, a folder, address or hub id."""
-    return directory(stages.fetch.fetch, run, reference, name)
+    return host.directory(stages.fetch.fetch, run, reference, name)
 
 
 # Training.
@@ -179,7 +160,7 @@ def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
 @on_profiles(**TRAINS)
 def sft(run: RunContext, settings: SFTSettings, dataset: FlyteDirectory) -> FlyteDirectory:
     """Fine-tune the start model, unless `sft.skip`."""
-    return directory(stages.training.sft, run, settings, dataset)
+    return host.directory(stages.training.sft, run, settings, dataset)
 
 
 # Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
@@ -187,7 +168,7 @@ def sft(run: RunContext, settings: SFTSettings, dataset: FlyteDirectory) -> Flyt
     **{
         **TRAINS,
         "task_config": ray_cluster,
-        "requests": SMALL,
+        "requests": host.SMALL,
         "retries": 5,
         "timeout": timedelta(days=3),
     }
@@ -200,7 +181,7 @@ def rl(
     reward_model: FlyteDirectory | None = None,
 ) -> FlyteDirectory:
     """Improve the warm start by reinforcement learning on the dataset's prompts."""
-    return directory(stages.training.rl, run, settings, dataset, warm_start, reward_model)
+    return host.directory(stages.training.rl, run, settings, dataset, warm_start, reward_model)
 
 
 @on_profiles(**COMPUTES)
@@ -208,7 +189,7 @@ def pairs(
     run: RunContext, settings: PairsSettings, dataset: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Make the preferences that are learned from, by rollouts of the policy or from files."""
-    return directory(stages.preferences.pairs, run, settings, dataset, policy)
+    return host.directory(stages.preferences.pairs, run, settings, dataset, policy)
 
 
 @on_profiles(**{**TRAINS, "timeout": timedelta(hours=6)})
@@ -216,7 +197,7 @@ def reference_log_probs(
     run: RunContext, settings: PreferenceSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Compute the reference's log-probs; `settings.config` as `reference_settings` gives it."""
-    return directory(stages.preferences.reference_log_probs, run, settings, pairs, policy)
+    return host.directory(stages.preferences.reference_log_probs, run, settings, pairs, policy)
 
 
 @on_profiles(**TRAINS)
@@ -228,15 +209,15 @@ def preference_training(
     reference: FlyteDirectory,
 ) -> FlyteDirectory:
     """Train the policy, which is the reference as well, on preferences."""
-    return directory(
+    return host.directory(
         stages.preferences.preference_training, run, settings, pairs, policy, reference
     )
 
 
 @dynamic(
     cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
+    requests=host.SMALL,
+    container_image=host.IMAGE,
     retries=2,  # of its own pod, as in `tasks.variants`
     timeout=timedelta(days=18),  # holds for all stages of all rounds
     environment=registration_environment(),
@@ -288,7 +269,7 @@ def reward_model_training(
     run: RunContext, settings: RewardModelSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Train a reward model that starts from the policy's backbone."""
-    return directory(stages.preferences.reward_model_training, run, settings, pairs, policy)
+    return host.directory(stages.preferences.reward_model_training, run, settings, pairs, policy)
 
 
 # On the profile's machine, as two reward models score the held-out pairs.
@@ -300,7 +281,9 @@ def reward_model_promotion(
     reward_model: FlyteDirectory,
 ) -> FlyteDirectory:
     """Register the reward model; make it champion if it ranks held-out pairs by the rules."""
-    return directory(stages.promotion.reward_model_promotion, run, settings, pairs, reward_model)
+    return host.directory(
+        stages.promotion.reward_model_promotion, run, settings, pairs, reward_model
+    )
 
 
 # Evaluation. With `evaluate.map_parts` the dynamic task `evaluate` runs `evaluate_part` so many
@@ -311,11 +294,11 @@ class Evaluation(NamedTuple):
     """The artifact, which the gate reads, and its tables, which people look at in the console."""
 
     evaluation: FlyteDirectory
-    rows_warm_start: EvaluationRows
-    rows_rl: EvaluationRows
+    rows_warm_start: host.EvaluationRows
+    rows_rl: host.EvaluationRows
 
 
-@stages_of(**{k: v for k, v in COMPUTES.items() if k not in DECK})
+@stages_of(**{k: v for k, v in COMPUTES.items() if k not in host.DECK})
 def evaluate_part(
     part: int,
     run: RunContext,
@@ -323,11 +306,11 @@ def evaluate_part(
     dataset: FlyteDirectory,
     warm_start: FlyteDirectory,
     policy: FlyteDirectory,
-) -> EvaluationRows:
+) -> host.EvaluationRows:
     """Return both models' rows of one share of the problems, `part` of `evaluate.map_parts`."""
     body = stages.evaluation.evaluate_part
-    rows = run_body(body, run, settings, dataset, warm_start, policy, part)
-    return as_table(TableFile.write(rows))
+    rows = host.run_body(body, run, settings, dataset, warm_start, policy, part)
+    return host.as_table(host.TableFile.write(rows))
 
 
 def parts_of(profile: Profile, inputs: Mapping[str, Any]) -> Any:
@@ -353,11 +336,11 @@ def evaluate(
     read = None
     if parts:
         named = ((f"part {n + 1} of the evaluation", table) for n, table in enumerate(parts))
-        read = (open_table(table).read(EVALUATION_ROWS, name) for name, table in named)
+        read = (host.open_table(table).read(EVALUATION_ROWS, name) for name, table in named)
     body = stages.evaluation.evaluate
-    made = run_body(body, run, settings, dataset, warm_start, policy, read)
+    made = host.run_body(body, run, settings, dataset, warm_start, policy, read)
     names = (f"rows_{name}" for name in stages.evaluation.MODELS)
-    return Evaluation(FlyteDirectory(made.uri), *tables(made, *names))
+    return Evaluation(FlyteDirectory(made.uri), *host.tables(made, *names))
 
 
 # Promotion.
@@ -374,30 +357,30 @@ def promote(
     approved_by: str = "",
 ) -> FlyteDirectory:
     """Register the model; make it champion if it beats the present one on the same problems."""
-    return directory(
+    return host.directory(
         stages.promotion.promote, run, settings, dataset, policy, evaluation, approved_by
     )
 
 
-@task(**short())
+@task(**host.short())
 def waits_for_approval(promotion: FlyteDirectory) -> bool:
     """Return whether a promotion lacks only approval: the condition of a workflow branch."""
-    return bool(run_body(stages.promotion.read_decision, promotion)["waits_for_approval"])
+    return bool(host.run_body(stages.promotion.read_decision, promotion)["waits_for_approval"])
 
 
-@task(**short())
+@task(**host.short())
 def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
     """Return a promotion as it is, for the workflow branch without approval."""
-    return directory(lambda made: shared(made.local()), promotion)
+    return host.directory(lambda made: shared(made.local()), promotion)
 
 
-@task(**short())
+@task(**host.short())
 def approval_request(promotion: FlyteDirectory) -> str:
     """Return what a person is asked to approve, as Flyte's console shows it."""
-    return str(run_body(stages.promotion.approval_request, promotion))
+    return str(host.run_body(stages.promotion.approval_request, promotion))
 
 
-@task(**short(minutes=60, **DECK))
+@task(**host.short(minutes=60, **host.DECK))
 def rollback(
     model_name: str,
     reason: str,
@@ -409,7 +392,7 @@ def rollback(
     request: str = "",
 ) -> FlyteDirectory:
     """Restore a champion; a second call with the same `request` changes nothing."""
-    return directory(
+    return host.directory(
         stages.promotion.rollback,
         model_name,
         reason,
@@ -425,7 +408,7 @@ def rollback(
 # Ends of runs, and reviews.
 
 
-@task(**short(**DECK))
+@task(**host.short(**host.DECK))
 def report(
     run: RunContext,
     config_digest: str,
@@ -436,24 +419,24 @@ def report(
     promotion: FlyteDirectory,
 ) -> FlyteFile:
     """Write the run's pages and `summary.json`, end the MLflow parent run, print the summary."""
-    return file(
+    return host.file(
         stages.report.report, run, config_digest, dataset, warm_start, policy, evaluation, promotion
     )
 
 
-@task(**short(**DECK))
+@task(**host.short(**host.DECK))
 def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
     """Write the artifact's metrics to the MLflow run, end the run, and return the artifact."""
-    return directory(stages.report.finalize, run, artifact)
+    return host.directory(stages.report.finalize, run, artifact)
 
 
-@task(**short(**DECK))
+@task(**host.short(**host.DECK))
 def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
-    return file(stages.report.finalize_skipped, run, reason)
+    return host.file(stages.report.finalize_skipped, run, reason)
 
 
-@task(**short(minutes=360, **DECK))
+@task(**host.short(minutes=360, **host.DECK))
 def review(artifact: str, against: str, store: str, verify_content: bool) -> FlyteFile:
     """Write the page of an artifact's lineage; fail, with the page in the Deck, on tampering."""
-    return file(stages.report.review, artifact, against, store, verify_content)
+    return host.file(stages.report.review, artifact, against, store, verify_content)

@@ -1,10 +1,19 @@
-"""Parts that several workflows compose alike, from the outputs of a plan: to be called in them."""
+"""What several workflows have in common: their inputs, and parts to be called in them."""
 
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from flytekit import workflow
+
+from tasks.inputs import RLHFConfig
 from tasks.stages import (
     evaluate,
     pairs,
+    plan,
     preprocess,
     report,
     reward_model_promotion,
@@ -13,6 +22,75 @@ from tasks.stages import (
     sft,
 )
 from workflows.approval import gate
+
+# The inputs of a plan: what each is, and what it is by default.
+INPUTS: Mapping[str, tuple[str, Any]] = {
+    "config": ("Settings: a YAML or JSON file, preset:NAME, or JSON text.", RLHFConfig()),
+    "source": ("Data source of the problems, arithmetic, gsm8k or files; empty: as in config.", ""),
+    "path": ("File, folder, s3:// prefix or hub id of the data; empty: as in config.", ""),
+    "model": ("Hugging Face model folder to start from; empty: as in config.", ""),
+    "preferences": (
+        "Pairs: file, folder, s3://… or hf://ID; empty: as in config, where empty means that the "
+        "policy writes them and rl.reward ranks them.",
+        "",
+    ),
+    "seed": ("Seed of data, weights and sampling; negative: as in config.", -1),
+    "profile": (
+        "Machines to run on; without a layout in config, also how the model is sharded.",
+        "laptop",
+    ),
+}
+
+
+def pipeline(
+    on_failure: Any,
+    *,
+    by_preferences: bool = False,
+    settings: RLHFConfig = RLHFConfig(),  # noqa: B008 (frozen)
+    **help: str,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate what is done with a plan: make it a workflow, whose inputs are those of the plan.
+
+    Inputs of the function's own, beside the plan, are asked for after `model`.
+
+    by_preferences: whether it has the input `preferences`.
+    settings: what `config` is by default.
+    help: what inputs are, for the command line; the rest as in `INPUTS`.
+    """
+
+    def make(body: Callable[..., Any]) -> Any:
+        own = list(inspect.signature(body).parameters.values())[1:]
+        planned = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=settings if name == "config" else default,
+                annotation=type(default),
+            )
+            for name, (_, default) in INPUTS.items()
+            if by_preferences or name != "preferences"
+        ]
+        after = 1 + [parameter.name for parameter in planned].index("model")
+        parameters = [*planned[:after], *own, *planned[after:]]
+        annotations = inspect.get_annotations(body, eval_str=True)
+
+        @functools.wraps(body)
+        def composed(**inputs: Any) -> Any:
+            others = {parameter.name: inputs.pop(parameter.name) for parameter in own}
+            return body(plan(**inputs, workflow=body.__name__), **others)
+
+        composed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        composed.__annotations__ = {
+            **{parameter.name: parameter.annotation for parameter in planned},
+            **{name: kind for name, kind in annotations.items() if name != "p"},
+        }
+        texts = {parameter.name: help.get(parameter.name) for parameter in parameters}
+        lines = [f"    {name}: {text or INPUTS[name][0]}" for name, text in texts.items()]
+        description, _, returns = (inspect.getdoc(body) or "").partition("\n\nReturns:")
+        composed.__doc__ = "\n".join([f"{description}\n\nArgs:", *lines, f"\nReturns:{returns}"])
+        return workflow(composed, on_failure=on_failure)
+
+    return make
 
 
 def warm_start_of(p: Any) -> tuple[Any, Any]:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         dataset,
         evaluation,
         fetch,
-        new_data,
         plan,
         preferences,
         promotion,

@@ -1,8 +1,10 @@
-"""Stage `preprocess`: a source becomes validated Parquet splits and a tokenizer.
+"""Stages that make a run's dataset: `preprocess` from a source, `ingest` from a champion's.
 
 Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in the
 data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluation set, `tokenizer/`
-(Hugging Face), `dataset.json` (lengths in tokens), `README.md` (the card).
+(Hugging Face), `dataset.json` (lengths in tokens), `README.md` (the card), and after `ingest` the
+ledger of all files that were ingested, `arrivals.json`. The champion's own ledger counts, so data
+of a model that was not promoted are new again in the next run.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +20,37 @@ import pandas as pd
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from engine.config import DataConfig
+from engine.config import DataConfig, PipelineConfig, PromoteConfig, RetrainConfig, digest
 from engine.console import say
-from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
-from engine.data.decontamination import without_held_out
+from engine.data import contract, sources, templates
+from engine.data.decontamination import NewRows, find_new_rows, sample_replay, without_held_out
+from engine.data.incremental_data import DataFile, NewFiles, find_new_files
 from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
 from engine.data.rows import row_numbers
-from engine.data.sources import Splits, load_splits, splits_are_disjoint
-from engine.data.templates import (
-    encode_short_prompts,
-    rows_spelling_control_tokens,
-    with_template_variables,
-)
+from engine.data.sources import Splits
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
-from engine.errors import DataError
+from engine.errors import ConfigError, DataError, LineageError, TrackingError
 from engine.models import check_context, check_vocabulary, vocabulary_and_context
-from engine.stages.settings import DatasetSettings, RunContext
-from engine.stages.stage import Artifact, Stage, host, stage
-from engine.storage.artifacts import Parent
+from engine.stages import plan
+from engine.stages.profiles import apply_profile, read_profile
+from engine.stages.settings import (
+    DatasetSettings,
+    EvaluationSettings,
+    IngestSettings,
+    NewData,
+    RetrainingPlan,
+    RLSettings,
+    RunContext,
+)
+from engine.stages.stage import Artifact, Stage, host, show_run, stage
+from engine.storage.artifacts import Parent, json_digest, local_path, read_manifest, verify
 from engine.storage.digests import hash_file
+from engine.tracking import Tracker
+from engine.tracking.model_versions import ModelVersion
 
 SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
+LEDGER = "arrivals.json"
+CLOCK_TOLERANCE = timedelta(minutes=10)  # between the scheduler's clock and this one
 
 
 def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
@@ -45,8 +58,8 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
     data, seed = settings.data, settings.seed
     recorded = settings.model_dump(mode="json", include={"data", "model_path", "seed"})
     with stage("dataset", run, recorded) as this:
-        splits = load_splits(data, seed)
-        if not splits_are_disjoint(data):
+        splits = sources.load_splits(data, seed)
+        if not sources.splits_are_disjoint(data):
             splits = without_held_out(splits, data)
         for note in splits.notes:
             say(f"dataset: {note}")
@@ -129,8 +142,9 @@ def write_split(frame: pd.DataFrame, path: Path) -> None:
 def check_contract(splits: Splits) -> None:
     """Check every table's schema and that splits are disjoint; DataError names rows and columns."""
     for name, frame in splits.tables().items():
-        check(frame, SFT_PAIRS if name.startswith("sft_") else RL_PROMPTS, name)
-    check_disjoint(splits.frames())
+        schema = contract.SFT_PAIRS if name.startswith("sft_") else contract.RL_PROMPTS
+        contract.check(frame, schema, name)
+    contract.check_disjoint(splits.frames())
 
 
 def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTrainedTokenizerBase:
@@ -145,7 +159,7 @@ def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTr
         rows = splits.sft_train
         prompts = [message["content"] for prompt in rows["prompt"] for message in prompt]
         tokenizer = train_tokenizer([*prompts, *rows["response"]], data.vocab_size)
-    return with_template_variables(tokenizer, data.apply_chat_template_kwargs)
+    return templates.with_template_variables(tokenizer, data.apply_chat_template_kwargs)
 
 
 def apply_control_tokens(
@@ -159,7 +173,7 @@ def apply_control_tokens(
     total, tables = 0, dict[str, Any]()
     for name, frame in splits.tables().items():
         rows = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
-        spelling = rows_spelling_control_tokens(rows, tokenizer, policy, name)
+        spelling = templates.rows_spelling_control_tokens(rows, tokenizer, policy, name)
         total += len(spelling)
         if policy == "drop" and len(spelling) == len(frame):
             raise DataError(
@@ -187,7 +201,7 @@ def fit_to_context(
     limit = data.max_prompt_length or context
     tables, tokens = {}, dict[str, list[int]]()
     for name, frame in splits.tables().items():
-        encoded = encode_short_prompts(tokenizer, frame["prompt"], limit, name)
+        encoded = templates.encode_short_prompts(tokenizer, frame["prompt"], limit, name)
         long = [row for row, ids in enumerate(encoded) if ids is None]
         if long and not data.max_prompt_length:
             raise DataError(
@@ -207,3 +221,187 @@ def fit_to_context(
         tokens[name] = [len(ids) for ids in encoded if ids is not None]
     check_context(max(map(max, tokens.values())), data.max_response_length, context)
     return splits.with_tables(tables), tokens
+
+
+def trigger_retraining(
+    config: PipelineConfig, at: datetime, path: str, seed: int, profile: str
+) -> RetrainingPlan:
+    """Open the run, and find what arrived until `at` since the champion's data.
+
+    `path` (empty: as configured) and `seed` (negative: as configured) win over the configuration.
+    """
+    check_kickoff(at, datetime.now(UTC))
+    machines = read_profile(profile)
+    config = apply_profile(plan.with_overrides(config, seed=seed, new_data=path), machines)
+    plan.check_settings(config)
+    tracker = Tracker(experiment=config.tracking.experiment)
+    champion = require_champion(tracker, config.promote)
+    uri, content = training_dataset(champion)
+    previous = local_path(uri)
+    ledger = read_ledger(previous)
+    new_files = find_new_files(config.retrain.path, at, ledger, config.retrain.lookback_days)
+    new_rows = find_new_rows(previous, new_files)
+    reason = skip_reason(new_files, new_rows, config.retrain, champion)
+    lora = plan.rl_lora(config.model)
+    run = plan.open_run(config, content, "retraining")
+    say(
+        f"run {run.run_id}: kick-off {at:%Y-%m-%d %H:%M}, champion version {champion.version}, "
+        f"{len(new_rows.rows)} new problems in {len(new_files.files)} files ({new_files.late} "
+        f"late, {new_files.known} ingested before)"
+    )
+    show_run(run, config, content, machines, **{"trains": not reason, "why not": reason})
+    new_data = NewData(
+        prefix=new_files.prefix, files=list(new_files.files), dataset=uri, dataset_digest=content
+    )
+    data, seed = config.data, config.seed
+    return RetrainingPlan(
+        run,
+        machines,
+        not reason,
+        reason,
+        f"models:/{champion.name}/{champion.version}",
+        IngestSettings(new_data=new_data, data=data, retrain=config.retrain, seed=seed),
+        RLSettings(data=data, config=config.rl, lora=lora, seed=seed),
+        EvaluationSettings(data=data, config=config.evaluate, seed=seed),
+        plan.promotion_settings(config),
+        config.promote.approval == "required",
+        digest(config),
+    )
+
+
+def check_kickoff(at: datetime, now: datetime) -> None:
+    """Raise ConfigError for a kick-off time in the future.
+
+    More files may arrive until then, so the same kick-off time could give different data.
+    """
+    moment = "%Y-%m-%dT%H:%M:%S"
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    if at > now + CLOCK_TOLERANCE:
+        raise ConfigError(
+            f"kickoff={at.astimezone(UTC):{moment}} is still to come: it is now "
+            f"{now.astimezone(UTC):{moment}}, both in UTC; give a moment that has passed, such as "
+            f'--kickoff "$(date -u +{moment})"; `now` is local time to pyflyte, and read as UTC'
+        )
+
+
+def require_champion(tracker: Tracker, config: PromoteConfig) -> ModelVersion:
+    """Return the champion; TrackingError where MLflow does not answer or has none."""
+    champion = tracker.champion(config.model_name, config.alias)
+    if champion is None:
+        raise TrackingError(
+            f"MLflow {tracker.uri} has no {config.alias} of {config.model_name!r} to start from; "
+            "promote a first model with the workflow rlhf, or correct promote.model_name"
+        )
+    return champion
+
+
+def training_dataset(champion: ModelVersion) -> tuple[str, str]:
+    """Return address and content digest of the dataset that a champion was trained on.
+
+    Raises LineageError when its manifest is not the one that was registered, or names none.
+    """
+    name = f"{champion.name} version {champion.version}"
+    address = champion.tags.get("artifact_uri", "")
+    if not champion.tags.get("manifest_digest"):
+        raise LineageError(
+            f"{name} was registered without a manifest, so its data are unknown; retraining starts "
+            "from a model that a workflow has made"
+        )
+    manifest = read_manifest(address)
+    if manifest.own_digest != champion.tags["manifest_digest"]:
+        raise LineageError(
+            f"the manifest in {address} is not the one that {name} was registered with; run "
+            f"python -m engine.lineage verify models:/{champion.name}/{champion.version}"
+        )
+    for parent in manifest.parents:
+        if parent.kind == "dataset":
+            return parent.uri, parent.digest
+    raise LineageError(
+        f"the manifest of {name} names no dataset; retraining can't tell what is new"
+    )
+
+
+def read_ledger(dataset: Path) -> list[DataFile]:
+    """Return the files that a dataset and its predecessors ingested; empty for a first dataset.
+
+    Raises LineageError where the dataset was changed.
+    """
+    verify(dataset)
+    path = dataset / LEDGER
+    entries = json.loads(path.read_text())["files"] if path.is_file() else []
+    return [DataFile(**entry) for entry in entries]
+
+
+def skip_reason(
+    new_files: NewFiles, new_rows: NewRows, config: RetrainConfig, champion: ModelVersion
+) -> str:
+    """Say why there is too little new data to train on; empty when there is enough."""
+    since, later = f"since version {champion.version} became champion", new_files.waiting
+    files = "1 file" if later == 1 else f"{later} files"
+    written = f"{files} written after the kick-off wait{'s' * (later == 1)} for a later one"
+    waiting = f"; {written}" if later else ""
+    if not new_files.files:
+        return f"nothing new in {new_files.prefix} {since}{waiting}"
+    count = len(new_rows.rows)
+    if count >= config.minimum_rows:
+        return ""
+    left_out = f" ({new_rows.dropped} more are repeated, held out, or trained on already)"
+    return (
+        f"{count} new problems {since}{left_out if new_rows.dropped else ''}, fewer than "
+        f"retrain.minimum_rows={config.minimum_rows}"
+        + ("; they wait for the next run" if count else "")
+        + waiting
+    )
+
+
+def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Artifact:
+    """Read the new problems, add the replay, and write the dataset of this run.
+
+    Artifact `dataset`, as `preprocess` makes it, with the ledger of ingested files. `train` is the
+    new problems and a replay of the champion's; all other splits are the champion's own, byte for
+    byte.
+    """
+    new_data = settings.new_data
+    recorded = settings.model_dump(mode="json", include={"data", "retrain", "seed"})
+    with stage("dataset", run, recorded) as this:
+        previous = local_path(new_data.dataset)
+        manifest = read_manifest(previous)
+        if manifest.digest != new_data.dataset_digest:
+            raise LineageError(
+                f"{new_data.dataset} is {manifest.digest[:12]}, but the champion was trained on "
+                f"{new_data.dataset_digest[:12]}; restore it, or start the retraining again"
+            )
+        this.parents.append(manifest.as_parent("former_dataset", new_data.dataset))
+        model = str(champion.local())
+        splits = with_new_rows(previous, new_data, settings.retrain, settings.seed)
+        check_contract(splits)
+        context = vocabulary_and_context(model)[1]
+        facts = write_splits(this, splits, load_tokenizer(model), settings.data, context)
+        ledger = [*read_ledger(previous), *new_data.files]
+        entries = [f.model_dump() for f in sorted(ledger, key=lambda f: (f.path, f.sha256))]
+        (this.folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")
+        return this.publish(facts)
+
+
+def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed: int) -> Splits:
+    """Return the splits of the dataset `previous`, with new rows and a replay as `train`.
+
+    Raises DataError where no row of the new files is left to train on.
+    """
+    splits: dict[str, Any] = {n: pd.read_parquet(previous / f"{n}.parquet") for n in SPLITS}
+    new = find_new_rows(previous, NewFiles(new_data.prefix, tuple(new_data.files)))
+    if new.rows.empty:
+        raise DataError(
+            f"none of the {new.total} new problems of {new_data.prefix} is left to train on: "
+            "they are in the champion's test and validation sets, or it was trained on them already"
+        )
+    replay = sample_replay(splits["train"], new.rows, config.replay, seed)
+    splits["train"] = contract.uniform_columns(pd.concat([new.rows, replay], ignore_index=True))
+    say(
+        f"dataset: {len(new.rows)} new problems ({new.dropped} repeated or held out left "
+        f"out), {len(replay)} replayed; test set of {len(splits['test'])} unchanged"
+    )
+    digest = json_digest({file.path: file.sha256 for file in new_data.files})
+    files = sources.evaluation_files(previous).items()
+    sets = {name: pd.read_parquet(path) for name, path in files if name != "test"}
+    return Splits(**splits, source_digest=digest, source_uri=new_data.prefix, evaluation=sets)

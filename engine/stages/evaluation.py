@@ -17,7 +17,7 @@ from engine.data.rows import prompt_text
 from engine.data.sources import evaluation_files
 from engine.data.templates import rows_spelling_control_tokens
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import EngineError, LineageError
+from engine.errors import EngineError
 from engine.evaluation import lm_eval, summary
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.decode import uses_ranks
@@ -60,7 +60,8 @@ def evaluate(
     with stage("evaluation", run, recorded, on_ray=uses_ranks(config)) as this:
         folder = this.load_parent("dataset", dataset)
         problems = summary.read_problems(folder)
-        check_held_out(folder)
+        # No test prompt may be in a split that a stage trained or chose on.
+        check_disjoint({name: pd.read_parquet(folder / f"{name}.parquet") for name in SPLITS})
         # Of this machine, which may be another than the plan's.
         lm_eval.require_lm_eval(config.lm_eval)
         this.log_splits(folder, [path.stem for path in evaluation_files(folder).values()])
@@ -107,21 +108,21 @@ def evaluate(
 def evaluation_metrics(sets: Sequence[summary.EvaluatedSet]) -> dict[str, float]:
     """Return rates and gains of the split `test`, of episodes, and of further evaluation sets."""
     comparison = sets[0].comparison
-    return (
-        {
-            "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
-            "pass_at_1_rl": comparison.after.pass_at_1.mean,
-            "gain": comparison.gain.mean,
-            "gain_low": comparison.gain.low,
-            "gain_high": comparison.gain.high,
-        }
-        | {
-            f"episodes/{episode.name.replace(', ', '/').replace(' ', '_')}_rl": episode.after.mean
-            for episode in comparison.episodes
-        }
-        | {f"{s.name}/pass_at_1_rl": s.comparison.after.pass_at_1.mean for s in sets[1:]}
-        | {f"{s.name}/gain": s.comparison.gain.mean for s in sets[1:]}
-    )
+    gain = comparison.gain
+    metrics = {
+        "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
+        "pass_at_1_rl": comparison.after.pass_at_1.mean,
+        "gain": gain.mean,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+    }
+    for episode in comparison.episodes:
+        name = episode.name.replace(", ", "/").replace(" ", "_")
+        metrics[f"episodes/{name}_rl"] = episode.after.mean
+    for other in sets[1:]:
+        metrics[f"{other.name}/pass_at_1_rl"] = other.comparison.after.pass_at_1.mean
+        metrics[f"{other.name}/gain"] = other.comparison.gain.mean
+    return metrics
 
 
 def evaluate_part(
@@ -218,11 +219,6 @@ def known_from_training(dataset: Path, test: pd.DataFrame) -> int:
     return sum(trained_on(texts, training, rule.ngram, rule.overlap))
 
 
-def check_held_out(dataset: Path) -> None:
-    """Raise DataError when a test prompt is in any split that a stage trained or chose on."""
-    check_disjoint({name: pd.read_parquet(dataset / f"{name}.parquet") for name in SPLITS})
-
-
 def training_curves(policy: Path) -> dict[str, list[float]]:
     """Return the per-step metrics of training that made the model; empty where it is not known."""
     run = read_policy_steps(policy)
@@ -241,21 +237,6 @@ def training_curves(policy: Path) -> dict[str, list[float]]:
     return {label: steps[key].tolist() for label, key in columns.items() if key in steps}
 
 
-def read_comparison(evaluation: Path) -> dict[str, Any]:
-    """Return `comparison.json` of an evaluation artifact; LineageError when it is unreadable."""
-    path = evaluation / "comparison.json"
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise LineageError(
-            f"{path} can't be read ({error}); the evaluation is incomplete, so nothing is "
-            "promoted; run again with --overwrite-cache"
-        ) from error
-    if not isinstance(values, dict):
-        raise LineageError(f"{path} is not a JSON object; run again with --overwrite-cache")
-    return values
-
-
 def evaluation_page(
     evaluation: Path,
     policy: Path,
@@ -267,11 +248,10 @@ def evaluation_page(
     harness = evaluation / lm_eval.FILE
     scores = lm_eval.from_json(harness.read_bytes(), str(harness)) if harness.is_file() else {}
     tables = (pd.read_parquet(evaluation / f"rows_{name}.parquet") for name in MODELS)
-    before, after = (summary.rows_of_set(table, summary.TEST) for table in tables)
+    sets = summary.read_sets(evaluation)
     return render_report(
-        summary.EvaluationComparison.from_dict(read_comparison(evaluation)),
-        before,
-        after,
+        sets[0].comparison,
+        *(summary.rows_of_set(table, summary.TEST) for table in tables),
         facts=facts,
         curves=training_curves(policy),
         verdict=verdict,
@@ -279,7 +259,7 @@ def evaluation_page(
         after=trained_by(parents),
         overoptimisation=read_overoptimisation(policy),
         harness=lm_eval.pairs(scores, *MODELS),
-        sets=summary.read_sets(evaluation),
+        sets=sets,
     )
 
 
@@ -296,19 +276,22 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
     """
     parents = {parent.name: parent for parent in read_manifest(promotion).parents}
     evaluation, policy = (local_path(parents[name].uri) for name in ("evaluation", "policy"))
-    folder = run_folder(run)
-    graph = lineage_page(parents["policy"].uri, [parents["evaluation"].uri, str(promotion)])
-    if graph:
+    folder, sets, graph = run_folder(run), summary.read_sets(evaluation), ""
+    # All that the shared store holds would be more than the end of a run should read.
+    stores = [parents["evaluation"].uri, str(promotion)]
+    try:
+        graph = render_page(review([parents["policy"].uri], stores))
         write_page(folder / LINEAGE, graph)
-    problems, dataset = read_comparison(evaluation)["problems"], parents["dataset"].digest[:12]
+    except EngineError as error:
+        say(f"report: there is no page of the lineage: {error}")
+    problems, dataset = sets[0].comparison.problems, parents["dataset"].digest[:12]
     facts = {
         "run": run.run_id,
         "data": f"{problems} held-out problems of {dataset}",
-        "known from training": known_sentence(summary.read_sets(evaluation)),
+        "known from training": known_sentence(sets),
         **model_facts(parents["policy"].digest, policy, page=bool(graph)),
     }
-    verdict = read_verdict(promotion)
-    made_of = read_manifest(evaluation).parents
+    made_of, verdict = read_manifest(evaluation).parents, read_verdict(promotion)
     page = evaluation_page(evaluation, policy, made_of, facts, verdict)
     write_page(folder / REPORT, page)
     host().show("Evaluation", page)
@@ -327,19 +310,6 @@ def model_facts(digest: str, policy: Path, page: bool = False) -> dict[str, str 
     steps = read_policy_steps(policy)
     trained = {} if steps is None else {"step of training": str(steps)}
     return {"model": digest, **trained, "lineage": link if page else command}
-
-
-def lineage_page(policy: str, stores: Sequence[str]) -> str:
-    """Return the page of a model's lineage; empty, with a printed reason, where it can't be read.
-
-    stores: where its descendants are looked for. All that the shared store holds would be more than
-    the end of a run should read.
-    """
-    try:
-        return render_page(review([policy], stores))
-    except EngineError as error:
-        say(f"report: there is no page of the lineage: {error}")
-        return ""
 
 
 def read_verdict(promotion: Path) -> Verdict:

@@ -88,8 +88,8 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
         tags.get(tag, "") for tag in ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
     )
     if kind and digest and own_digest:
-        here = _artifact_paths(kind, digest, own_digest)
-        for path in filter(None, (tags.get("artifact_uri"), *here)):
+        uri = tags.get("artifact_uri")
+        for path in (*([uri] if uri else []), *_artifact_paths(kind, digest, own_digest)):
             with contextlib.suppress(LineageError, StorageError, OSError):
                 require_tagged_content(folder := local_path(path), version)
                 return folder

@@ -20,6 +20,7 @@ from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
+from engine.stages import settings
 from engine.stages.pinning import changed, model_digest, pin_model_commit, pinned_evaluation
 from engine.stages.profiles import (
     LAPTOP,
@@ -28,20 +29,6 @@ from engine.stages.profiles import (
     check_model_layouts,
     read_profile,
     require_shared_home,
-)
-from engine.stages.settings import (
-    DatasetSettings,
-    EvaluationSettings,
-    PairsSettings,
-    Plan,
-    PreferenceSettings,
-    PromotionPlan,
-    PromotionSettings,
-    RewardModelGateSettings,
-    RewardModelSettings,
-    RLSettings,
-    RunContext,
-    SFTSettings,
 )
 from engine.stages.stage import Artifact, execution_tags, host, library_versions, show_run
 from engine.storage.digests import PACKAGES, code_version, sources_digest
@@ -63,7 +50,7 @@ def plan(
     seed: int,
     profile: str,
     workflow: str,
-) -> Plan:
+) -> settings.Plan:
     """Check the inputs, open the MLflow parent run, and split the configuration by stage.
 
     `source`, `path`, `model`, `preferences` (which is `pairs.path`; empty: as configured) and
@@ -100,11 +87,11 @@ def plan(
     on_pairs = {"too_long": config.pairs.too_long, **weights}
     lora = start.lora if skip else rl_lora(start)
     labels = config.preference.loss == "kto" and workflow == "preference"
-    return Plan(
+    return settings.Plan(
         run=run,
         profile=machines,
         sft_profile=LAPTOP if skip else machines,
-        dataset=DatasetSettings(
+        dataset=settings.DatasetSettings(
             data=data,
             source_digest=data_digest,
             model_path=start.path,
@@ -112,29 +99,35 @@ def plan(
             context=context,
             seed=seed,
         ),
-        sft=SFTSettings(start=start, start_digest=start_digest, config=config.sft, seed=seed),
-        rl=RLSettings(data=data, config=config.rl, lora=lora, **weights),
-        pairs=PairsSettings(
+        sft=settings.SFTSettings(
+            start=start, start_digest=start_digest, config=config.sft, seed=seed
+        ),
+        rl=settings.RLSettings(data=data, config=config.rl, lora=lora, **weights),
+        pairs=settings.PairsSettings(
             data=data,
             config=config.pairs,
             source_digest=pairs_digest,
             kind="labels" if labels else "pairs",
             seed=seed,
         ),
-        preference=PreferenceSettings(config=config.preference, lora=lora, **on_pairs),
-        reward_model=RewardModelSettings(config=config.reward_model, **on_pairs),
-        reward_model_gate=RewardModelGateSettings(config=config.promote.reward_model, seed=seed),
-        evaluation=EvaluationSettings(data=data, config=config.evaluate, seed=seed),
+        preference=settings.PreferenceSettings(config=config.preference, lora=lora, **on_pairs),
+        reward_model=settings.RewardModelSettings(config=config.reward_model, **on_pairs),
+        reward_model_gate=settings.RewardModelGateSettings(
+            config=config.promote.reward_model, seed=seed
+        ),
+        evaluation=settings.EvaluationSettings(data=data, config=config.evaluate, seed=seed),
         promotion=promotion_settings(config),
         needs_approval=config.promote.approval == "required",
         config_digest=digest(config),
     )
 
 
-def promotion_settings(config: PipelineConfig) -> PromotionSettings:
+def promotion_settings(config: PipelineConfig) -> settings.PromotionSettings:
     """Return the settings of `promote`."""
     evaluate, promote = config.evaluate, config.promote
-    return PromotionSettings(data=config.data, evaluate=evaluate, config=promote, seed=config.seed)
+    return settings.PromotionSettings(
+        data=config.data, evaluate=evaluate, config=promote, seed=config.seed
+    )
 
 
 def plan_promotion(
@@ -144,7 +137,7 @@ def plan_promotion(
     evaluation: Artifact,
     seed: int,
     profile: str,
-) -> PromotionPlan:
+) -> settings.PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
     from engine.evaluation.comparability import require_same_settings
     from engine.promotion.champions import check_evidence
@@ -153,12 +146,12 @@ def plan_promotion(
     machines, folders = read_profile(profile), [a.local() for a in (dataset, policy, evaluation)]
     config = with_overrides(config, seed=seed)
     data_digest = check_evidence(*folders)
-    settings = promotion_settings(changed(config, "evaluate", pinned_evaluation(config)))
+    promotion = promotion_settings(changed(config, "evaluate", pinned_evaluation(config)))
     evidence = read_manifest(folders[2])
-    require_same_settings(evidence, settings.data, settings.evaluate, settings.seed)
+    require_same_settings(evidence, promotion.data, promotion.evaluate, promotion.seed)
     Tracker(experiment=config.tracking.experiment).check()
     run = open_run(config, data_digest, "promote_only")
-    return PromotionPlan(run, machines, settings, config.promote.approval == "required")
+    return settings.PromotionPlan(run, machines, promotion, config.promote.approval == "required")
 
 
 def with_overrides(
@@ -276,7 +269,7 @@ def check_inputs(config: PipelineConfig) -> tuple[str, int]:
     return start_digest, context
 
 
-def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> RunContext:
+def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> settings.RunContext:
     """Start the parent run in MLflow."""
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     execution = host().execution or run_id
@@ -293,7 +286,7 @@ def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> RunCont
         },
         key=execution,
     )
-    return RunContext(
+    return settings.RunContext(
         run_id=run_id,
         mlflow_run=parent,
         experiment=config.tracking.experiment,

@@ -263,30 +263,20 @@ def apply_profile(config: C, profile: Profile) -> C:
 
 
 def check_model_layouts(config: PipelineConfig) -> None:
-    """Raise ConfigError for a layout of several ranks that the model can't be split over.
+    """Raise ConfigError for a layout that the model can't be split over.
 
     Layouts that are still to be chosen (`rl.trainer.placement=auto`) are left to the planner.
     """
-    from engine.parallel.layout import Layout
-
-    rl, sft, evaluation, lora = config.rl, config.sft, config.evaluate.parallel, config.model.lora
-    critic = rl.critic.parallel or rl.actor.parallel
-    warm_start = not sft.skip and Layout.of(sft.parallel).world_size > 1
-    ranks = max(Layout.of(p).world_size for p in (rl.actor.parallel, critic))
-    trained = rl.trainer.placement != "auto" and ranks > 1
-    evaluated = evaluation is not None and evaluation.tp > 1
-    if not (warm_start or trained or evaluated):
-        return
     from engine.evaluation.decode import check_evaluation_layout
     from engine.models import text_config
     from engine.trainers.layout_checks import check_layouts
     from engine.trainers.offline import check_offline_layout
 
-    model = text_config(config.model.path)
-    if warm_start:
-        check_offline_layout(sft, lora, model)
-    if trained:
-        check_layouts(rl, lora, model)
+    model, lora = text_config(config.model.path), config.model.lora
+    if not config.sft.skip:
+        check_offline_layout(config.sft, lora, model)
+    if config.rl.trainer.placement != "auto":
+        check_layouts(config.rl, lora, model)
     check_evaluation_layout(config.evaluate, model)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -21,12 +20,12 @@ from engine.lineage.compare import compare
 from engine.lineage.lookup import review as review_lineage
 from engine.lineage.page import render_page, write_page
 from engine.redaction import redact
-from engine.stages.evaluation import LINEAGE, read_comparison, write_pages
+from engine.stages.evaluation import LINEAGE, write_pages
 from engine.stages.fetch import START_MODEL
 from engine.stages.settings import RunContext
 from engine.stages.stage import Artifact, host, run_folder, shared, show_facts
 from engine.storage.artifacts import local_path, read_manifest
-from engine.storage.filesystem import home
+from engine.storage.filesystem import home, write_atomically
 from engine.tracking import Tracker
 from engine.tracking.connection import default_uri
 
@@ -34,7 +33,6 @@ NEAR_ZERO = 0.02  # pass@1, a fraction
 POLICY = "rl"  # the trained policy's key in the summary, whatever trained it
 LEARNED_FROM = ("pairs", "reference", "reward_model")  # kinds of a policy's parents
 SHOWN_FAULTS = 5
-SIDES = {"warm_start": "before", "rl": "after"}  # of a comparison, by model
 
 
 def report(
@@ -81,10 +79,10 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     """Collect the run's facts from its artifacts."""
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
     start = manifests["sft"].config.get("model")
-    comparison = read_comparison(folders["evaluation"])
+    comparison = read_sets(folders["evaluation"])[0].comparison
     decision = json.loads((folders["promotion"] / "decision.json").read_text())
-    gain, execution = comparison["gain"], host().execution or run.run_id
-    passed = {name: comparison[side]["pass_at_1"] for name, side in SIDES.items()}
+    gain, execution = comparison.gain, host().execution or run.run_id
+    passed = {"warm_start": comparison.before.pass_at_1, "rl": comparison.after.pass_at_1}
     steps = read_policy_steps(folders[POLICY])
     return {
         "run_id": run.run_id,
@@ -93,12 +91,12 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
         "warm_start": manifests["sft"].kind != START_MODEL,
         # "rl", "preference", or "model" for one from elsewhere
         "trained_by": manifests[POLICY].kind,
-        "pass_at_1": {name: rate["mean"] for name, rate in passed.items()},
-        "pass_at_1_interval": {n: [rate["low"], rate["high"]] for n, rate in passed.items()},
+        "pass_at_1": {name: rate.mean for name, rate in passed.items()},
+        "pass_at_1_interval": {name: [rate.low, rate.high] for name, rate in passed.items()},
         "policy_step": None if steps is None else str(steps),  # of its RL run
-        "gain": gain["mean"],
-        "gain_interval": [gain["low"], gain["high"]],
-        "problems": comparison["problems"],
+        "gain": gain.mean,
+        "gain_interval": [gain.low, gain.high],
+        "problems": comparison.problems,
         "seconds": {
             # A model that was made elsewhere has no time of its own.
             **{name: manifest.metrics.get("seconds", 0.0) for name, manifest in manifests.items()},
@@ -121,10 +119,8 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
 def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
     """Write `runs/<run id>/summary.json` whole or not at all."""
     path = run_folder(run) / "summary.json"
-    draft = path.with_name(".summary.json")
     try:
-        draft.write_text(json.dumps(facts, indent=2) + "\n")
-        os.replace(draft, path)
+        write_atomically(path, [f"{json.dumps(facts, indent=2)}\n".encode()])
     except OSError as error:
         raise StorageError(
             f"can't write {path}: {error}; free space or set HYBRIDFLYTE_HOME"

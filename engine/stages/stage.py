@@ -222,21 +222,20 @@ class Stage:
             self.tracked.log_dataset(file, name, hash_file(file)[:32], context=name, uri=source)
 
     def checkpoints(self) -> CheckpointPaths:
-        """Return the folders of checkpoints: the host's, or one by the inputs and sources.
+        """Return the folders of checkpoints, and write the stage's parents there, for lineage.
 
-        The latter lets a restarted run resume.
+        They are the host's, or one by the inputs and sources, which lets a restarted run resume.
         """
-        if paths := host().checkpoint_paths():
-            return paths
-        inputs = [sorted((p.name, p.digest) for p in self.parents), self.config, sources_digest()]
-        digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-        return CheckpointPaths(str(home() / "checkpoints" / self.kind / digest[:16]))
-
-    def record_origin(self, checkpoints: CheckpointPaths) -> None:
-        """Write the checkpoints' parents and configuration beside them, for lineage."""
         from engine.lineage.lookup import write_origin
 
-        write_origin(checkpoints.folder, self._draft({}, {}))
+        paths = host().checkpoint_paths() or CheckpointPaths(str(self._local_checkpoints()))
+        write_origin(paths.folder, self._draft({}, {}))
+        return paths
+
+    def _local_checkpoints(self) -> Path:
+        inputs = [sorted((p.name, p.digest) for p in self.parents), self.config, sources_digest()]
+        digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+        return home() / "checkpoints" / self.kind / digest[:16]
 
     def delete_local_checkpoints(self) -> None:
         """Delete local checkpoints once the result is published; records of steps stay.
@@ -245,7 +244,7 @@ class Stage:
         """
         if host().execution:
             return
-        folder = Path(self.checkpoints().folder)
+        folder = self._local_checkpoints()
         for path in set(folder.glob("*")) - {folder / RECORDS}:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

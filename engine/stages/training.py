@@ -17,15 +17,8 @@ from typing import Any, TypeVar
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.cli.rl_run import (
-    RLRun,
-    RunLog,
-    WriteModel,
-    headline,
-    placed,
-    prompt_room,
-    train_policy,
-)
+from engine import models
+from engine.cli import rl_run
 from engine.config import ModelConfig, OfflineConfig, SamplingConfig, SFTConfig
 from engine.console import Progress, progress, say
 from engine.controller.launch import require_shared
@@ -34,14 +27,6 @@ from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import StorageError
 from engine.evaluation.policy_steps import FILE, MODEL, read_overoptimisation
-from engine.models import (
-    adapter_parameters,
-    build_model,
-    has_adapters,
-    load_policy_model,
-    save_model,
-    saved_dtype,
-)
 from engine.parallel.layout import Layout
 from engine.preferences import by_reward_model
 from engine.runtime.policy_runtime import StartModel
@@ -182,7 +167,6 @@ def train_on_rows(
     another machine made some of the steps.
     """
     checkpoints, name = this.checkpoints(), config.section
-    this.record_origin(checkpoints)
     history: dict[int, dict[str, float]] = {}  # of steps of this process
     result: dict[str, float] = {}
     steps = 0
@@ -264,9 +248,9 @@ def start_model(
     seed: int,
     scratch: Path,
 ) -> PreTrainedModel | StartModel:
-    """Return the model that training starts from; where it is on ranks, what they load it from.
+    """Return the model that training starts from, or what ranks load it from.
 
-    Ranks load one from scratch from the folder `scratch`.
+    They load one from scratch from the folder `scratch`.
     """
     on_ray = is_on_ray(config)
     dtype = offline_dtype(start.dtype, start.path, config) if start.path else start.dtype
@@ -274,19 +258,19 @@ def start_model(
         say(f"sft: {start.path} on Ray, {Layout.of(config.parallel)}, {dtype}")
         return StartModel(start.path, dtype, start.lora, seed)
     model = (
-        load_policy_model(start.path, dtype, start.lora, seed)
+        models.load_policy_model(start.path, dtype, start.lora, seed)
         if start.path
-        else build_model(start, tokenizer, seed)
+        else models.build_model(start, tokenizer, seed)
     )
     size, kind = sum(p.numel() for p in model.parameters()), next(model.parameters()).dtype
     named = f"{model.config.model_type} model with {size / 1e6:.2f}M parameters"
     say(f"sft: {named}, {str(kind).removeprefix('torch.')}")
-    if has_adapters(model):  # a model from scratch has none
-        size = sum(p.numel() for p in adapter_parameters(model).values())
+    if models.has_adapters(model):  # a model from scratch has none
+        size = sum(p.numel() for p in models.adapter_parameters(model).values())
         say(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
     if not on_ray:
         return model
-    save_model(model, tokenizer, scratch)
+    models.save_model(model, tokenizer, scratch)
     return StartModel(str(scratch), dtype, seed=seed)
 
 
@@ -325,7 +309,7 @@ def rl(
     if data.sampling != SamplingConfig():
         recorded["sampling"] = data.sampling.model_dump(mode="json")
     recorded |= weights_recorded(settings)
-    placing = placed(config, LOCAL_OBJECT_STORE_BYTES)
+    placing = rl_run.placed(config, LOCAL_OBJECT_STORE_BYTES)
     with stage("rl", run, recorded) as this, open_loggers(run, this) as logs, placing as config:
         folder = this.load_parent("dataset", dataset)
         model = this.load_parent("warm_start", warm_start)
@@ -337,37 +321,35 @@ def rl(
         if config.trainer.placement != "local":
             require_shared(shared)
         this.log_splits(folder, ("train", "validation"))
-        lengths = json.loads((folder / "dataset.json").read_text())
-        train = pd.read_parquet(folder / "train.parquet")
-        rows = pd.read_parquet(folder / "validation.parquet").to_dict("records")
-        validation = [{str(k): v for k, v in row.items()} for row in rows]
-
+        longest = json.loads((folder / "dataset.json").read_text())["max_prompt_length"]
+        train, validation = (
+            pd.read_parquet(folder / f"{split}.parquet") for split in ("train", "validation")
+        )
         checkpoints = this.checkpoints()
-        this.record_origin(checkpoints)
 
-        def save(write: WriteModel, step: int) -> Path:
+        def save(write: rl_run.WriteModel, step: int) -> Path:
             write(str(this.folder))
             return this.folder
 
-        training = RLRun(
+        training = rl_run.RLRun(
             model,
             config,
             PromptLoader(train, config.trainer.train_batch_size, seed, sampling=data.sampling),
-            validation,
-            prompt_room(config, lengths["max_prompt_length"], data.max_prompt_length),
+            [{str(k): v for k, v in row.items()} for row in validation.to_dict("records")],
+            rl_run.prompt_room(config, longest, data.max_prompt_length),
             data.max_response_length,
             this.folder,
             checkpoints.folder,
             save,
             previous_checkpoints=checkpoints.previous,
             seed=seed,
-            dtype=settings.dtype or saved_dtype(model),
+            dtype=settings.dtype or models.saved_dtype(model),
             lora=settings.lora,
             on_page=host().live_page("Rollouts"),
         )
-        log = RunLog(this.tracked, logs, step_lines="console" in run.logger)
-        log.say(headline(config))
-        trained = train_policy(training, log)
+        log = rl_run.RunLog(this.tracked, logs, step_lines="console" in run.logger)
+        log.say(rl_run.headline(config))
+        trained = rl_run.train_policy(training, log)
         steps = pd.DataFrame(trained.history)
         steps[MODEL] = steps["step"] == trained.final.step
         steps.to_parquet(this.folder / FILE, index=False)
