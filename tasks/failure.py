@@ -22,7 +22,7 @@ from flytekit.types.error.error import FlyteError
 from engine.console import say
 from engine.stages.settings import RunContext
 from engine.stages.stage import execution_tags, hosted
-from tasks.flytekit_setup import convert_error_literals, load_secrets
+from tasks.flytekit_setup import load_secrets
 from tasks.host import FlyteHost, short
 from tasks.inputs import RLHFConfig
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
 CAUSE_TAG = "hybridflyte.error"
 NODE_TAG = "hybridflyte.failed_node"
-
-convert_error_literals()
 
 # Locally, executions have no name and a handler runs in the process that failed.
 _current_run: list[RunContext] = []

@@ -1,7 +1,7 @@
 """Set up flytekit before tasks load: patches, images, and credentials.
 
 `workflows.register` loads it before the variables that tasks read are set: it reads none of them
-on load. Each patch names what it changes and is idempotent.
+on load.
 """
 
 from __future__ import annotations
@@ -32,87 +32,73 @@ if TYPE_CHECKING:
     from flyteidl.core.literals_pb2 import LiteralMap
 
 
-def set_ctrl_c_status() -> None:
-    """Make a process with flytekit exit with `INTERRUPTED` on Ctrl-C; idempotent.
-
-    flytekit 1.16's own handler ends with 1. `engine.stages.stage` prints and closes.
-    """
-    if _exit not in FlyteContextManager.signal_handlers:
-        FlyteContextManager.add_signal_handler(_exit)
+# What loading this module changes in flytekit 1.16.
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    """End on Ctrl-C with the status of all commands here; flytekit's own handler ends with 1."""
     sys.exit(INTERRUPTED)
 
 
-def cache_literal_types() -> None:
-    """Cache the literal type that flytekit derives for a pydantic model; idempotent.
+FlyteContextManager.add_signal_handler(_exit)
 
-    flytekit derives it, with a JSON schema, for every input of every task, and a stage has one task
-    per profile: uncached, this is half of the start-up time of `pyflyte run`. Its warnings are left
-    out: a model travels whole, so a field without a Flyte type of its own loses nothing.
+_derive: Any = PydanticTransformer.get_literal_type
+
+
+@functools.cache
+def _derived(transformer: PydanticTransformer, model: type[BaseModel]) -> LiteralType:
+    """Derive the literal type of a pydantic model, with a JSON schema, once and silently.
+
+    flytekit does so for every input of every task: this is half of the start-up time of `pyflyte
+    run`. A model travels whole, so a field without a Flyte type, which it warns of, loses nothing.
     """
-    derive: Any = PydanticTransformer.get_literal_type
-    if hasattr(derive, "cache_info"):
-        return
-
-    @functools.cache
-    def derived(transformer: PydanticTransformer, model: type[BaseModel]) -> LiteralType:
-        level = logger.level
-        logger.setLevel(max(level, logging.ERROR))
-        try:
-            literal_type: LiteralType = derive(transformer, model)
-            return literal_type
-        finally:
-            logger.setLevel(level)
-
-    patched: Any = derived
-    PydanticTransformer.get_literal_type = patched
+    level = logger.level
+    logger.setLevel(max(level, logging.ERROR))
+    try:
+        return _derive(transformer, model)
+    finally:
+        logger.setLevel(level)
 
 
-def convert_error_literals() -> None:
-    """Convert an error literal to flytekit's own class; idempotent.
+PydanticTransformer.get_literal_type = _derived
 
-    flytekit leaves the protobuf in place and then fails to print it while it tries the variants of
-    `FlyteError | None`.
+_read_scalar: Any = Scalar.from_flyte_idl
+
+
+def _with_error(message: Any) -> Scalar:
+    """Convert an error in a scalar to flytekit's own class, so that it can be printed.
+
+    flytekit leaves the protobuf in place, and fails when it tries variants of `FlyteError | None`.
     """
-    if hasattr(Scalar.from_flyte_idl, "reads_errors"):
-        return
-    read: Any = Scalar.from_flyte_idl
-
-    def with_error(message: Any) -> Scalar:
-        scalar: Scalar = read(message)
-        if message.HasField("error"):
-            scalar._error = Error.from_flyte_idl(message.error)
-        return scalar
-
-    with_error.reads_errors = True  # type: ignore[attr-defined]
-    Scalar.from_flyte_idl = with_error
+    scalar: Scalar = _read_scalar(message)
+    if message.HasField("error"):
+        scalar._error = Error.from_flyte_idl(message.error)
+    return scalar
 
 
-def patch_nested_branches() -> None:
-    """Give a `conditional` in the sub-workflow of another one its own state; idempotent.
+Scalar.from_flyte_idl = _with_error
 
-    On a cluster it has one. In local runs flytekit 1.16 shares one state between both
-    (flyteorg/flyte#6426): the inner branch always runs its first case, and marks the state as done
-    when it ends, so that the rest of the sub-workflow is skipped.
+_builder: Any = FlyteContext.Builder
+_enter_branch = _builder.enter_conditional_section
+
+
+def _enter_with_new_state(self: Any) -> Any:
+    """Give a `conditional` in the sub-workflow of another one its own state, as on a cluster.
+
+    In local runs flytekit shares one state between both (flyteorg/flyte#6426): the inner branch
+    always runs its first case, and marks the state as done when it ends, so that the rest of the
+    sub-workflow is skipped.
     """
-    builder: Any = FlyteContext.Builder
-    enter = builder.enter_conditional_section
-    if hasattr(enter, "nests"):
-        return
+    state = self.execution_state
+    running = state is not None and state.branch_eval_mode == BranchEvalMode.BRANCH_ACTIVE
+    entered = _enter_branch(self)
+    if running and state.is_local_execution():
+        skipped = BranchEvalMode.BRANCH_SKIPPED  # until a case is chosen
+        entered.execution_state = state.with_params(branch_eval_mode=skipped)
+    return entered
 
-    def enter_with_new_state(self: Any) -> Any:
-        state = self.execution_state
-        running = state is not None and state.branch_eval_mode == BranchEvalMode.BRANCH_ACTIVE
-        entered = enter(self)
-        if running and state.is_local_execution():
-            skipped = BranchEvalMode.BRANCH_SKIPPED  # until a case is chosen
-            entered.execution_state = state.with_params(branch_eval_mode=skipped)
-        return entered
 
-    enter_with_new_state.nests = True  # type: ignore[attr-defined]
-    builder.enter_conditional_section = enter_with_new_state
+_builder.enter_conditional_section = _enter_with_new_state
 
 
 # Flyte's local cache, of local runs: on a cluster the catalogue is Flyte's, and a stage reports a
@@ -120,10 +106,7 @@ def patch_nested_branches() -> None:
 
 
 def evict_missing() -> int:
-    """Drop cached results of our tasks that point to folders no longer there; return how many.
-
-    flytekit would hand such a path to the next task and end with a traceback.
-    """
+    """Drop cached results of our tasks whose folders are no longer there; return how many."""
     from flyteidl.core.literals_pb2 import LiteralMap
 
     cache, evicted = open_cache(), 0

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from pandera.pandas import DataFrameSchema
 
 quiet()
-flytekit_setup.cache_literal_types()
 
 IMAGE = flytekit_setup.image()
 SMALL = Resources(cpu="1", mem="2Gi")
@@ -180,20 +179,22 @@ def artifact(folder: FlyteDirectory) -> Artifact:
     return Artifact(str(folder.remote_source or folder.path))
 
 
-def run_body(body: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a stage's body with a task's inputs."""
+def run_body(body: Callable[..., Any], **inputs: Any) -> Any:
+    """Call a stage's body with a task's inputs, by name."""
     with flyte_host():
-        return body(*(artifact(i) if isinstance(i, FlyteDirectory) else i for i in inputs))
+        return body(
+            **{k: artifact(v) if isinstance(v, FlyteDirectory) else v for k, v in inputs.items()}
+        )
 
 
-def directory(body: Callable[..., Artifact], *inputs: Any) -> FlyteDirectory:
+def directory(body: Callable[..., Artifact], **inputs: Any) -> FlyteDirectory:
     """Call a stage's body; return its artifact, which Flyte uploads unless a store has it."""
-    return FlyteDirectory(run_body(body, *inputs).uri)
+    return FlyteDirectory(run_body(body, **inputs).uri)
 
 
-def file(body: Callable[..., Path], *inputs: Any) -> FlyteFile:
+def file(body: Callable[..., Path], **inputs: Any) -> FlyteFile:
     """Call a stage's body; return its file as an output."""
-    return FlyteFile(str(run_body(body, *inputs)))
+    return FlyteFile(str(run_body(body, **inputs)))
 
 
 PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
@@ -202,7 +203,6 @@ PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
 class LiveDeck(Deck):
     """A tab whose page is replaced while the task runs; made in the task's own thread.
 
-    flytekit publishes a task's Decks when it ends, and whenever `Deck.publish` is called before:
     Flyte's console reads the file again when it is opened. flytekit 1.16 keeps its context by
     thread and leaves each published copy in the task's local sandbox; here it is published from a
     thread of the engine's, through a sandbox that is removed.

@@ -74,10 +74,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def data_config(settings: Sequence[str], path: str) -> DataConfig:
-    """Return the `data` section of `key=value` arguments, for the source `files` at `path`.
-
-    Raises ConfigError for an unknown or wrong setting.
-    """
+    """Return the `data` section of `key=value` arguments, for the source `files` at `path`."""
     from engine.cli.resolve import split_argument
 
     values: dict[str, Any] = {"source": "files", "path": path}

@@ -1,7 +1,8 @@
 """All Flyte tasks that open runs, make artifacts and end runs: thin wrappers of `engine.stages`.
 
 A decorator says where a task runs and what is retried and cached; the body is the function of the
-same name there. `stages.training` and others are loaded when a task runs.
+same name there, which gets the task's inputs by name (`locals()`). `stages.training` and others are
+loaded when a task runs.
 """
 
 from __future__ import annotations
@@ -66,16 +67,13 @@ PROMOTES: dict[str, Any] = {
 DATASET: dict[str, Any] = {**host.short("hub", minutes=120, retries=3), **CACHED}
 
 
-# Opening a run.
-
-
-def opened(body: Callable[..., Any], *inputs: Any) -> Any:
+def opened(body: Callable[..., Any], **inputs: Any) -> Any:
     """Call a stage's body that plans a run; return the plan."""
     set_current_run(None)
     with host.flyte_host():
         if evicted := evict_missing():
             say(f"plan: results that were deleted from the disk are made again ({evicted})")
-    made = host.run_body(body, *inputs)
+    made = host.run_body(body, **inputs)
     set_current_run(made.run)
     return made
 
@@ -92,8 +90,7 @@ def plan(
     preferences: str = "",
 ) -> Plan:
     """Check the inputs, open the run, and split the configuration by stage."""
-    overrides = (source, path, model, preferences, seed)
-    return opened(stages.plan.plan, config, *overrides, profile, workflow)
+    return opened(stages.plan.plan, **locals())
 
 
 @task(**host.short())
@@ -106,8 +103,7 @@ def plan_promotion(
     profile: str,
 ) -> PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
-    evidence = (dataset, policy, evaluation)
-    return opened(stages.plan.plan_promotion, config, *evidence, seed, profile)
+    return opened(stages.plan.plan_promotion, **locals())
 
 
 @task(**host.short("hub", minutes=120, **host.DECK_OF_SETTINGS))
@@ -115,11 +111,7 @@ def trigger_retraining(
     config: RLHFConfig, at: datetime, path: str, seed: int, profile: str
 ) -> RetrainingPlan:
     """Open the run, and find what arrived until `at` since the champion's data."""
-    body = stages.dataset.trigger_retraining
-    return opened(body, config, at, path, seed, profile)
-
-
-# Datasets and models from elsewhere.
+    return opened(stages.dataset.trigger_retraining, **locals())
 
 
 class Dataset(NamedTuple):
@@ -136,14 +128,14 @@ class Dataset(NamedTuple):
 @task(**DATASET)
 def preprocess(run: RunContext, settings: DatasetSettings) -> Dataset:
     """Make validated splits and a tokenizer from a source."""
-    made = host.run_body(stages.dataset.preprocess, run, settings)
+    made = host.run_body(stages.dataset.preprocess, **locals())
     return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
 
 
 @task(**DATASET)
 def ingest(run: RunContext, settings: IngestSettings, champion: FlyteDirectory) -> Dataset:
     """Add new problems to the champion's dataset."""
-    made = host.run_body(stages.dataset.ingest, run, settings, champion)
+    made = host.run_body(stages.dataset.ingest, **locals())
     return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
 
 
@@ -151,16 +143,13 @@ def ingest(run: RunContext, settings: IngestSettings, champion: FlyteDirectory) 
 @task(**host.short("hub", minutes=120, retries=3, interruptible=True, **host.DECK))
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     """Download a model: models:/NAME@ALIAS, models:/NAME/VERSION, a folder, address or hub id."""
-    return host.directory(stages.fetch.fetch, run, reference, name)
-
-
-# Training.
+    return host.directory(stages.fetch.fetch, **locals())
 
 
 @on_profiles(**TRAINS)
 def sft(run: RunContext, settings: SFTSettings, dataset: FlyteDirectory) -> FlyteDirectory:
     """Fine-tune the start model, unless `sft.skip`."""
-    return host.directory(stages.training.sft, run, settings, dataset)
+    return host.directory(stages.training.sft, **locals())
 
 
 # Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
@@ -181,7 +170,7 @@ def rl(
     reward_model: FlyteDirectory | None = None,
 ) -> FlyteDirectory:
     """Improve the warm start by reinforcement learning on the dataset's prompts."""
-    return host.directory(stages.training.rl, run, settings, dataset, warm_start, reward_model)
+    return host.directory(stages.training.rl, **locals())
 
 
 @on_profiles(**COMPUTES)
@@ -189,7 +178,7 @@ def pairs(
     run: RunContext, settings: PairsSettings, dataset: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Make the preferences that are learned from, by rollouts of the policy or from files."""
-    return host.directory(stages.preferences.pairs, run, settings, dataset, policy)
+    return host.directory(stages.preferences.pairs, **locals())
 
 
 @on_profiles(**{**TRAINS, "timeout": timedelta(hours=6)})
@@ -197,7 +186,7 @@ def reference_log_probs(
     run: RunContext, settings: PreferenceSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Compute the reference's log-probs; `settings.config` as `reference_settings` gives it."""
-    return host.directory(stages.preferences.reference_log_probs, run, settings, pairs, policy)
+    return host.directory(stages.preferences.reference_log_probs, **locals())
 
 
 @on_profiles(**TRAINS)
@@ -209,9 +198,7 @@ def preference_training(
     reference: FlyteDirectory,
 ) -> FlyteDirectory:
     """Train the policy, which is the reference as well, on preferences."""
-    return host.directory(
-        stages.preferences.preference_training, run, settings, pairs, policy, reference
-    )
+    return host.directory(stages.preferences.preference_training, **locals())
 
 
 @dynamic(
@@ -232,9 +219,8 @@ def learn_in_rounds(
 ) -> FlyteDirectory:
     """Make preferences, their reference and an update, `pairs.rounds` times.
 
-    One round is the offline pipeline, several are iterative: a round's pairs are made by the policy
-    that the round before left, which is its reference as well. How many there are is known only
-    when a run starts, so the stages' nodes are written then.
+    One round is the offline pipeline; in several the policy of the round before makes the pairs and
+    is the reference. How many there are is known when a run starts: the nodes are written then.
     """
     policy, seed = start, settings.seed
     # A round's pairs don't depend on how many others there are.
@@ -269,7 +255,7 @@ def reward_model_training(
     run: RunContext, settings: RewardModelSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Train a reward model that starts from the policy's backbone."""
-    return host.directory(stages.preferences.reward_model_training, run, settings, pairs, policy)
+    return host.directory(stages.preferences.reward_model_training, **locals())
 
 
 # On the profile's machine, as two reward models score the held-out pairs.
@@ -281,9 +267,7 @@ def reward_model_promotion(
     reward_model: FlyteDirectory,
 ) -> FlyteDirectory:
     """Register the reward model; make it champion if it ranks held-out pairs by the rules."""
-    return host.directory(
-        stages.promotion.reward_model_promotion, run, settings, pairs, reward_model
-    )
+    return host.directory(stages.promotion.reward_model_promotion, **locals())
 
 
 # Evaluation. With `evaluate.map_parts` the dynamic task `evaluate` runs `evaluate_part` so many
@@ -308,8 +292,7 @@ def evaluate_part(
     policy: FlyteDirectory,
 ) -> host.EvaluationRows:
     """Return both models' rows of one share of the problems, `part` of `evaluate.map_parts`."""
-    body = stages.evaluation.evaluate_part
-    rows = host.run_body(body, run, settings, dataset, warm_start, policy, part)
+    rows = host.run_body(stages.evaluation.evaluate_part, **locals())
     return host.as_table(host.TableFile.write(rows))
 
 
@@ -331,19 +314,17 @@ def evaluate(
     parts: list[StructuredDataset] | None = None,
 ) -> Evaluation:
     """Compare the two models on held-out problems; `parts`: what a map task has decoded."""
-    from engine.data.contract import EVALUATION_ROWS
-
-    read = None
+    inputs: dict[str, Any] = {**locals(), "parts": None}
     if parts:
+        from engine.data.contract import EVALUATION_ROWS
+
         named = ((f"part {n + 1} of the evaluation", table) for n, table in enumerate(parts))
-        read = (host.open_table(table).read(EVALUATION_ROWS, name) for name, table in named)
-    body = stages.evaluation.evaluate
-    made = host.run_body(body, run, settings, dataset, warm_start, policy, read)
+        inputs["parts"] = (
+            host.open_table(table).read(EVALUATION_ROWS, name) for name, table in named
+        )
+    made = host.run_body(stages.evaluation.evaluate, **inputs)
     names = (f"rows_{name}" for name in stages.evaluation.MODELS)
     return Evaluation(FlyteDirectory(made.uri), *host.tables(made, *names))
-
-
-# Promotion.
 
 
 # On the profile's machine, as it may have to evaluate the champion.
@@ -357,27 +338,25 @@ def promote(
     approved_by: str = "",
 ) -> FlyteDirectory:
     """Register the model; make it champion if it beats the present one on the same problems."""
-    return host.directory(
-        stages.promotion.promote, run, settings, dataset, policy, evaluation, approved_by
-    )
+    return host.directory(stages.promotion.promote, **locals())
 
 
 @task(**host.short())
 def waits_for_approval(promotion: FlyteDirectory) -> bool:
     """Return whether a promotion lacks only approval: the condition of a workflow branch."""
-    return bool(host.run_body(stages.promotion.read_decision, promotion)["waits_for_approval"])
+    return bool(host.run_body(stages.promotion.read_decision, **locals())["waits_for_approval"])
 
 
 @task(**host.short())
 def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
     """Return a promotion as it is, for the workflow branch without approval."""
-    return host.directory(lambda made: shared(made.local()), promotion)
+    return host.directory(lambda promotion: shared(promotion.local()), **locals())
 
 
 @task(**host.short())
 def approval_request(promotion: FlyteDirectory) -> str:
     """Return what a person is asked to approve, as Flyte's console shows it."""
-    return str(host.run_body(stages.promotion.approval_request, promotion))
+    return host.run_body(stages.promotion.approval_request, **locals())
 
 
 @task(**host.short(minutes=60, **host.DECK))
@@ -392,20 +371,7 @@ def rollback(
     request: str = "",
 ) -> FlyteDirectory:
     """Restore a champion; a second call with the same `request` changes nothing."""
-    return host.directory(
-        stages.promotion.rollback,
-        model_name,
-        reason,
-        to,
-        expected,
-        alias,
-        forced,
-        approved_by,
-        request,
-    )
-
-
-# Ends of runs, and reviews.
+    return host.directory(stages.promotion.rollback, **locals())
 
 
 @task(**host.short(**host.DECK))
@@ -419,24 +385,22 @@ def report(
     promotion: FlyteDirectory,
 ) -> FlyteFile:
     """Write the run's pages and `summary.json`, end the MLflow parent run, print the summary."""
-    return host.file(
-        stages.report.report, run, config_digest, dataset, warm_start, policy, evaluation, promotion
-    )
+    return host.file(stages.evaluation.report, **locals())
 
 
 @task(**host.short(**host.DECK))
 def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
     """Write the artifact's metrics to the MLflow run, end the run, and return the artifact."""
-    return host.directory(stages.report.finalize, run, artifact)
+    return host.directory(stages.evaluation.finalize, **locals())
 
 
 @task(**host.short(**host.DECK))
 def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
-    return host.file(stages.report.finalize_skipped, run, reason)
+    return host.file(stages.evaluation.finalize_skipped, **locals())
 
 
 @task(**host.short(minutes=360, **host.DECK))
 def review(artifact: str, against: str, store: str, verify_content: bool) -> FlyteFile:
     """Write the page of an artifact's lineage; fail, with the page in the Deck, on tampering."""
-    return host.file(stages.report.review, artifact, against, store, verify_content)
+    return host.file(stages.evaluation.review, **locals())

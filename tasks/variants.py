@@ -1,16 +1,9 @@
 """A stage on the machines of a profile: its pods, its Ray cluster, and its two Flyte tasks.
 
-    @on_profiles(cache=stage_cache(), retries=2)
-    def sft(run: RunContext, …) -> FlyteDirectory: …
-
-    sft(p.profile, run=p.run, …)        # in a workflow
-    sft_stage(run=…, …)                 # the stage itself, as on a laptop
-
 Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input can
 be. The template of a dynamic workflow's node, however, is written while the execution runs. So
 `tasks.stages.sft` is a dynamic task, a small pod that reads the profile and writes the node of
-`tasks.stages.sft_stage` with pods, image and Ray cluster of these sizes. (`with_overrides` would do
-for pods and image, but not for the worker group inside a Ray job.)
+`tasks.stages.sft_stage`, the stage itself, with pods, image and Ray cluster of these sizes.
 
 Results are cached per profile, since they come from other hardware in another layout. The cache is
 the stage's; the dynamic task has none.
@@ -119,10 +112,9 @@ TaskPlugins.register_pythontask_plugin(LocalRayJobConfig, LocalRayTask)
 
 
 def ray_cluster(profile: Profile) -> LocalRayJobConfig:
-    """Return the cluster of one run on these machines.
+    """Return the cluster of one run on these machines, whose head schedules nothing.
 
-    Ray's autoscaler keeps the workers between the profile's minimum and maximum: a pre-empted spot
-    machine is replaced, or the run continues with fewer. The head schedules nothing.
+    A pre-empted spot machine is replaced by the autoscaler, or the run continues with fewer.
     """
     workers = WorkerNodeConfig(
         group_name="workers",
@@ -163,9 +155,8 @@ def on_profiles(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a function: make it a stage whose first input is its profile.
 
-    `retries`, `timeout` (of an attempt) and `options` are the stage's, see `stages_of`.
-    `made_inside` are inputs of the stage that the dynamic task makes, by further tasks on the same
-    machines.
+    `made_inside` are inputs that the dynamic task makes, by further tasks on the same machines; the
+    rest is as in `stages_of`.
     """
 
     def make(body: Callable[..., Any]) -> Any:
@@ -196,8 +187,7 @@ def stages_of(
     """Decorate a function: make it a stage that dynamic tasks lay out.
 
     `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
-    cluster, which has the profile's machines, and whose submitter needs little; where it is None,
-    there is none in that profile. `needs`: of credentials. `options`: flytekit's.
+    cluster, unless it is None. `timeout` is of an attempt. `options`: flytekit's.
     """
 
     def make(body: Callable[..., Any]) -> StageOn:
@@ -208,25 +198,24 @@ def stages_of(
         function.__name__ = function.__qualname__ = f"{body.__name__}_stage"
 
         def stage_on(profile: Profile) -> Any:
-            template = dict(options)
-            cluster = None if task_config is None else task_config(profile)
-            pod = stage_pod(profile) if cluster is None else None
+            cluster, secrets = task_config and task_config(profile), with_secrets(*needs)
             # In flytekit 1.16 a task's requests replace those of its pod template.
-            template |= {"requests": requests} if pod is None else {"pod_template": pod}
+            machines: dict[str, Any] = {"requests": requests}
             if cluster is not None:
-                template |= {"task_config": cluster, "requests": SMALL}
-            secrets = with_secrets(*needs)
+                machines = {"task_config": cluster, "requests": SMALL}
+            elif pod := stage_pod(profile):
+                machines = {"pod_template": pod}
             environment = {PROFILE_VARIABLE: profile.model_dump_json()}
-            template |= secrets | {"environment": environment | secrets.get("environment", {})}
-            template["cache"] = (
-                replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache
-            )
             made = task(
                 function,
                 container_image=image(profile.image_kind),
                 retries=retries,
                 timeout=timeout,
-                **template,
+                cache=replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache,
+                environment=environment | secrets.pop("environment", {}),
+                **machines,
+                **secrets,
+                **options,
             )
             # flytekit 1.16 puts the running program's module before the stage's name otherwise.
             made._instantiated_in = body.__module__

@@ -23,6 +23,8 @@ from tasks.stages import (
 )
 from workflows.approval import gate
 
+POSITIONAL_OR_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
 # The inputs of a plan: what each is, and what it is by default.
 INPUTS: Mapping[str, tuple[str, Any]] = {
     "config": ("Settings: a YAML or JSON file, preset:NAME, or JSON text.", RLHFConfig()),
@@ -58,34 +60,31 @@ def pipeline(
     help: what inputs are, for the command line; the rest as in `INPUTS`.
     """
 
+    defaults = {name: default for name, (_, default) in INPUTS.items()} | {"config": settings}
+    if not by_preferences:
+        del defaults["preferences"]
+
     def make(body: Callable[..., Any]) -> Any:
-        own = list(inspect.signature(body).parameters.values())[1:]
-        planned = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=settings if name == "config" else default,
-                annotation=type(default),
-            )
-            for name, (_, default) in INPUTS.items()
-            if by_preferences or name != "preferences"
+        signature = inspect.signature(body, eval_str=True)
+        own = list(signature.parameters.values())[1:]
+        parameters = [
+            inspect.Parameter(name, POSITIONAL_OR_KEYWORD, default=value, annotation=type(value))
+            for name, value in defaults.items()
         ]
-        after = 1 + [parameter.name for parameter in planned].index("model")
-        parameters = [*planned[:after], *own, *planned[after:]]
-        annotations = inspect.get_annotations(body, eval_str=True)
+        after_model = list(defaults).index("model") + 1
+        parameters[after_model:after_model] = own
 
         @functools.wraps(body)
         def composed(**inputs: Any) -> Any:
             others = {parameter.name: inputs.pop(parameter.name) for parameter in own}
             return body(plan(**inputs, workflow=body.__name__), **others)
 
-        composed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        composed.__annotations__ = {
-            **{parameter.name: parameter.annotation for parameter in planned},
-            **{name: kind for name, kind in annotations.items() if name != "p"},
-        }
-        texts = {parameter.name: help.get(parameter.name) for parameter in parameters}
-        lines = [f"    {name}: {text or INPUTS[name][0]}" for name, text in texts.items()]
+        signature = signature.replace(parameters=parameters)
+        composed.__signature__ = signature  # type: ignore[attr-defined]
+        composed.__annotations__ = {p.name: p.annotation for p in parameters}
+        composed.__annotations__["return"] = signature.return_annotation
+        texts = {name: text for name, (text, _) in INPUTS.items()} | help
+        lines = [f"    {parameter.name}: {texts[parameter.name]}" for parameter in parameters]
         description, _, returns = (inspect.getdoc(body) or "").partition("\n\nReturns:")
         composed.__doc__ = "\n".join([f"{description}\n\nArgs:", *lines, f"\nReturns:{returns}"])
         return workflow(composed, on_failure=on_failure)

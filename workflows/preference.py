@@ -16,13 +16,7 @@ from flytekit.types.file import FlyteFile
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.stages import fetch, finalize, learn_in_rounds, pairs, preprocess, rl
 from workflows.launching import settings
-from workflows.parts import (
-    INPUTS,
-    evaluate_and_promote,
-    pipeline,
-    reward_model_of,
-    warm_start_of,
-)
+from workflows.parts import INPUTS, evaluate_and_promote, pipeline, reward_model_of, warm_start_of
 
 
 @pipeline(

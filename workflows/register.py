@@ -20,7 +20,7 @@ import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import rich_click as click
 from click.core import ParameterSource
@@ -96,16 +96,16 @@ def image_digest(kind: str, reference: str) -> str:
 
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": GIT_SECONDS}
     try:
-        return str(subprocess.run(command, check=True, **options).stdout)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"git does not answer ({error}); the version needs it") from error
-    except subprocess.CalledProcessError as error:
+    if process.returncode:
         raise ConfigError(
-            f"{root} has no git commit to name the version by ({error.stderr.strip()}); register "
+            f"{root} has no git commit to name the version by ({process.stderr.strip()}); register "
             "from a checkout"
-        ) from error
+        )
+    return process.stdout
 
 
 # What is registered, as protobufs, and as an archive that is the same byte for byte: `pyflyte

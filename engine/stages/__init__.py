@@ -6,23 +6,10 @@ functions. Read `stage.py` first (the frame that all share), then `training.py`.
 """
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from engine.stages import (  # noqa: F401
-        dataset,
-        evaluation,
-        fetch,
-        plan,
-        preferences,
-        promotion,
-        report,
-        training,
-    )
+from typing import Any
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     """Import `stages.training` and others on first use, as most load torch."""
     if name.startswith("_"):
         raise AttributeError(name)

@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from engine.config import DataConfig, PipelineConfig, PromoteConfig, RetrainConfig, digest
+from engine.config import DataConfig, PipelineConfig, RetrainConfig, digest
 from engine.console import say
 from engine.data import contract, sources, templates
 from engine.data.decontamination import NewRows, find_new_rows, sample_replay, without_held_out
@@ -75,17 +75,11 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
 
 
 def write_splits(
-    this: Stage,
-    splits: Splits,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    context: int,
+    this: Stage, splits: Splits, tokenizer: PreTrainedTokenizerBase, data: DataConfig, context: int
 ) -> dict[str, float]:
     """Write checked splits, their tokenizer and their card into the stage's folder.
 
-    The card is the task's Deck as well. Returns metrics: rows per split, rows that spell control
-    tokens, longest prompt in tokens. Raises as `apply_control_tokens`, `fit_to_context` and
-    `write_split` do.
+    Returns metrics: rows per split, rows that spell control tokens, longest prompt in tokens.
     """
     splits, spelled = apply_control_tokens(splits, tokenizer, data.control_tokens)
     splits, tokens = fit_to_context(splits, tokenizer, data, context)
@@ -113,8 +107,7 @@ def write_card(
     """Write and show the card of a folder with `<name>.parquet` of each table.
 
     source: kind or address of what the rows are from, not its place, so that equal data make an
-    equal artifact; `made_of` is its digest.
-    tokens: lengths of each table's prompts. notes: what was left out.
+    equal artifact; `made_of` is its digest. tokens: lengths of each table's prompts.
     """
     cards = []
     for name, frame in tables.items():
@@ -148,10 +141,7 @@ def check_contract(splits: Splits) -> None:
 
 
 def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTrainedTokenizerBase:
-    """Return the start model's tokenizer, checked against its vocabulary, or one trained here.
-
-    Its chat template has the variables of `data.apply_chat_template_kwargs`.
-    """
+    """Return the start model's tokenizer, checked against its vocabulary, or one trained here."""
     if model_path:
         tokenizer = load_tokenizer(model_path)
         check_vocabulary(vocabulary_and_context(model_path)[0], tokenizer, model_path)
@@ -167,8 +157,7 @@ def apply_control_tokens(
 ) -> tuple[Splits, int]:
     """Keep, leave out or refuse rows that spell control tokens (`data.control_tokens`).
 
-    Returns the splits and how many such rows there were. Raises DataError with policy "fail", and
-    when a split loses all its rows.
+    Returns the splits and how many such rows there were; DataError where they may not stay.
     """
     total, tables = 0, dict[str, Any]()
     for name, frame in splits.tables().items():
@@ -195,8 +184,7 @@ def fit_to_context(
     """Drop rows whose prompt is over `data.max_prompt_length` (if set), then check the context.
 
     Returns the splits and the lengths of their prompts in tokens. Raises ModelError when prompt and
-    response don't fit the context, DataError when a prompt alone doesn't, when the chat template
-    refuses one, and when a split loses all its rows.
+    response don't fit the context, DataError for a prompt, or a split, that can't stay.
     """
     limit = data.max_prompt_length or context
     tables, tokens = {}, dict[str, list[int]]()
@@ -228,14 +216,21 @@ def trigger_retraining(
 ) -> RetrainingPlan:
     """Open the run, and find what arrived until `at` since the champion's data.
 
-    `path` (empty: as configured) and `seed` (negative: as configured) win over the configuration.
+    `path` and `seed` win over the configuration, unless empty and negative.
     """
     check_kickoff(at, datetime.now(UTC))
     machines = read_profile(profile)
-    config = apply_profile(plan.with_overrides(config, seed=seed, new_data=path), machines)
+    config = plan.pin_named_content(plan.with_overrides(config, seed=seed, new_data=path))
+    config = apply_profile(config, machines)
     plan.check_settings(config)
     tracker = Tracker(experiment=config.tracking.experiment)
-    champion = require_champion(tracker, config.promote)
+    model_name, alias = config.promote.model_name, config.promote.alias
+    champion = tracker.champion(model_name, alias)
+    if champion is None:
+        raise TrackingError(
+            f"MLflow {tracker.uri} has no {alias} of {model_name!r} to start from; promote a first "
+            "model with the workflow rlhf, or correct promote.model_name"
+        )
     uri, content = training_dataset(champion)
     previous = local_path(uri)
     ledger = read_ledger(previous)
@@ -270,10 +265,7 @@ def trigger_retraining(
 
 
 def check_kickoff(at: datetime, now: datetime) -> None:
-    """Raise ConfigError for a kick-off time in the future.
-
-    More files may arrive until then, so the same kick-off time could give different data.
-    """
+    """Raise ConfigError for a kick-off in the future, until which more files may arrive."""
     moment = "%Y-%m-%dT%H:%M:%S"
     at = at if at.tzinfo else at.replace(tzinfo=UTC)
     if at > now + CLOCK_TOLERANCE:
@@ -284,22 +276,8 @@ def check_kickoff(at: datetime, now: datetime) -> None:
         )
 
 
-def require_champion(tracker: Tracker, config: PromoteConfig) -> ModelVersion:
-    """Return the champion; TrackingError where MLflow does not answer or has none."""
-    champion = tracker.champion(config.model_name, config.alias)
-    if champion is None:
-        raise TrackingError(
-            f"MLflow {tracker.uri} has no {config.alias} of {config.model_name!r} to start from; "
-            "promote a first model with the workflow rlhf, or correct promote.model_name"
-        )
-    return champion
-
-
 def training_dataset(champion: ModelVersion) -> tuple[str, str]:
-    """Return address and content digest of the dataset that a champion was trained on.
-
-    Raises LineageError when its manifest is not the one that was registered, or names none.
-    """
+    """Return address and content digest of a champion's dataset; LineageError if not known."""
     name = f"{champion.name} version {champion.version}"
     address = champion.tags.get("artifact_uri", "")
     if not champion.tags.get("manifest_digest"):
@@ -322,10 +300,7 @@ def training_dataset(champion: ModelVersion) -> tuple[str, str]:
 
 
 def read_ledger(dataset: Path) -> list[DataFile]:
-    """Return the files that a dataset and its predecessors ingested; empty for a first dataset.
-
-    Raises LineageError where the dataset was changed.
-    """
+    """Return the files that an unchanged dataset ingested; empty for a first one."""
     verify(dataset)
     path = dataset / LEDGER
     entries = json.loads(path.read_text())["files"] if path.is_file() else []
@@ -355,11 +330,9 @@ def skip_reason(
 
 
 def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Artifact:
-    """Read the new problems, add the replay, and write the dataset of this run.
+    """Read the new problems, and write a dataset of them and a replay of the champion's.
 
-    Artifact `dataset`, as `preprocess` makes it, with the ledger of ingested files. `train` is the
-    new problems and a replay of the champion's; all other splits are the champion's own, byte for
-    byte.
+    `train` is made of both; all other splits are the champion's own, byte for byte.
     """
     new_data = settings.new_data
     recorded = settings.model_dump(mode="json", include={"data", "retrain", "seed"})
@@ -384,10 +357,7 @@ def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Art
 
 
 def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed: int) -> Splits:
-    """Return the splits of the dataset `previous`, with new rows and a replay as `train`.
-
-    Raises DataError where no row of the new files is left to train on.
-    """
+    """Return the splits of the dataset `previous`, with new rows and a replay as `train`."""
     splits: dict[str, Any] = {n: pd.read_parquet(previous / f"{n}.parquet") for n in SPLITS}
     new = find_new_rows(previous, NewFiles(new_data.prefix, tuple(new_data.files)))
     if new.rows.empty:

@@ -47,11 +47,10 @@ START_MODEL: Literal["start_model"] = "start_model"  # kind of the artifact with
 
 
 def fetch(run: RunContext, reference: str, name: str) -> Artifact:
-    """Download a model.
+    """Download a model; `name` is the input that it came from, for messages.
 
     reference: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the MLflow registry, or a folder,
     address (s3://…) or hub id of an artifact or a Hugging Face model.
-    name: the input that it came from, for messages.
     """
     folder = resolve(reference, name, run.experiment)
     say(f"fetch: {name} {reference} → {display_path(folder)}")
@@ -78,18 +77,15 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
 
 
 def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
-    """Return the artifact that a version was registered from, or MLflow's copy of it.
-
-    Both are checked against the version's tags. A model that another tool registered has no tags
-    and is used as it is, with a notice.
-    """
+    """Return the artifact that a version was registered from, or MLflow's copy, as tagged."""
     tags = version.tags
     kind, digest, own_digest = (
         tags.get(tag, "") for tag in ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
     )
     if kind and digest and own_digest:
         uri = tags.get("artifact_uri")
-        for path in (*([uri] if uri else []), *_artifact_paths(kind, digest, own_digest)):
+        here = _artifact_paths(kind, digest, own_digest)
+        for path in (uri, *here) if uri else here:
             with contextlib.suppress(LineageError, StorageError, OSError):
                 require_tagged_content(folder := local_path(path), version)
                 return folder
@@ -134,11 +130,7 @@ def _publish_copy(folder: Path, source: str) -> Path:
 def publish_start_model(
     run: RunContext, dataset: Artifact, start: ModelConfig, start_digest: str
 ) -> Artifact:
-    """Make the start model an artifact, for `sft.skip`; an EngineError where it is not there.
-
-    It has the dataset's tokenizer where `data.apply_chat_template_kwargs` gave that another chat
-    template.
-    """
+    """Make the start model an artifact, with the dataset's chat template, for `sft.skip`."""
     settings = {"model": start.model_dump(mode="json"), "start_digest": start_digest}
     with stage(START_MODEL, run, settings) as this:
         data = this.load_parent("dataset", dataset)

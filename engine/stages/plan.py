@@ -1,6 +1,8 @@
 """Checks all that can be checked before compute, opens the run, and splits its settings by stage.
 
-Data and model are resolved to digests, so that changed files miss the cache.
+What settings refer to by name is pinned, so that changed files miss the cache, and manifests say
+what they were: a hub model gets the commit that it is loaded at; data, code, files and folders get
+a digest. What modules import from elsewhere is not in it.
 """
 
 from __future__ import annotations
@@ -10,35 +12,44 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from engine.config import LoRAConfig, ModelConfig, PairsConfig, PipelineConfig, digest, explain
+from engine.config import (
+    AgentConfig,
+    EvaluateConfig,
+    LoRAConfig,
+    ModelConfig,
+    MultiTurnConfig,
+    PairsConfig,
+    PipelineConfig,
+    RewardConfig,
+    RLConfig,
+    digest,
+    explain,
+)
 from engine.console import say
 from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
-from engine.stages import settings
-from engine.stages.pinning import changed, model_digest, pin_model_commit, pinned_evaluation
-from engine.stages.profiles import (
-    LAPTOP,
-    apply_profile,
-    check_memory,
-    check_model_layouts,
-    read_profile,
-    require_shared_home,
-)
+from engine.stages import profiles, settings
+from engine.stages.profiles import changed
 from engine.stages.stage import Artifact, execution_tags, host, library_versions, show_run
-from engine.storage.digests import PACKAGES, code_version, sources_digest
-from engine.storage.filesystem import as_path, is_remote, require_model_name
+from engine.storage import digests
+from engine.storage.digests import PACKAGES, sources_digest
+from engine.storage.filesystem import as_path, is_remote, pin_revision, require_model_name
 from engine.tracking import Tracker
 
 BY_RL = ("rlhf", "agents", "classic_rlhf")  # workflows with a warm start and RL
 BY_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")
 
 C = TypeVar("C", bound=PipelineConfig)
+Scored = TypeVar("Scored", EvaluateConfig, PairsConfig)
 
 
 def plan(
@@ -53,11 +64,10 @@ def plan(
 ) -> settings.Plan:
     """Check the inputs, open the MLflow parent run, and split the configuration by stage.
 
-    `source`, `path`, `model`, `preferences` (which is `pairs.path`; empty: as configured) and
-    `seed` (negative: as configured) win over the configuration; `profile` fills in layout and GPUs
-    where it leaves them open. `workflow` names the run.
+    What is given (not empty or negative) wins over the configuration; `preferences` is
+    `pairs.path`. `profile` fills in layout and GPUs where they are open. `workflow` names the run.
     """
-    machines = read_profile(profile)
+    machines = profiles.read_profile(profile)
     config = with_overrides(config, source, path, model, preferences, seed)
     if workflow == "agents" and not config.rl.rollout.multi_turn.enable:
         raise ConfigError(
@@ -67,11 +77,11 @@ def plan(
     by_preferences = workflow in BY_PREFERENCES
     pairs_digest = preferences_digest(config.pairs) if by_preferences else ""
     data_digest = check_names(config)
-    config = pin_model_commit(apply_profile(config, machines))
+    config = pin_model_commit(profiles.apply_profile(pin_named_content(config), machines))
     if workflow != "evaluate_only":
-        require_shared_home(config)
+        profiles.require_shared_home(config)
     start_digest, context = check_inputs(config)
-    check_memory(config, machines, trains=workflow in BY_RL)
+    profiles.check_memory(config, machines, trains=workflow in BY_RL)
     facts: dict[str, object] = {}
     if by_preferences:
         check_preference_stages(config, workflow)
@@ -90,7 +100,7 @@ def plan(
     return settings.Plan(
         run=run,
         profile=machines,
-        sft_profile=LAPTOP if skip else machines,
+        sft_profile=profiles.LAPTOP if skip else machines,
         dataset=settings.DatasetSettings(
             data=data,
             source_digest=data_digest,
@@ -143,7 +153,10 @@ def plan_promotion(
     from engine.promotion.champions import check_evidence
     from engine.storage.artifacts import read_manifest
 
-    machines, folders = read_profile(profile), [a.local() for a in (dataset, policy, evaluation)]
+    machines, folders = (
+        profiles.read_profile(profile),
+        [a.local() for a in (dataset, policy, evaluation)],
+    )
     config = with_overrides(config, seed=seed)
     data_digest = check_evidence(*folders)
     promotion = promotion_settings(changed(config, "evaluate", pinned_evaluation(config)))
@@ -190,7 +203,7 @@ def rl_lora(model: ModelConfig) -> LoRAConfig:
 def check_settings(config: PipelineConfig) -> None:
     """Raise ConfigError for settings that can't work with any data or model.
 
-    The checks load torch, seconds that a rerun with unchanged settings and sources does not spend.
+    Checks that load torch, for seconds, are not repeated for the same settings and sources.
     """
     from engine.evaluation.lm_eval import require_lm_eval
     from engine.tracking.metric_logs import require_packages
@@ -217,10 +230,7 @@ def check_settings(config: PipelineConfig) -> None:
 
 
 def checks_key(config: PipelineConfig) -> str:
-    """Return the digest of what the checks depend on; empty where it isn't all known.
-
-    That is so with a user's modules, a model behind an address, a teacher and a critic's own model.
-    """
+    """Return the digest of what the checks depend on; empty where it isn't all known."""
     rl, evaluation = config.rl, config.evaluation()
     named = json.dumps(config.model_dump(mode="json"), separators=(",", "="))  # colons are values'
     plugins = {*config.data.plugins, *rl.plugins, *evaluation.plugins}
@@ -232,10 +242,7 @@ def checks_key(config: PipelineConfig) -> str:
 
 
 def check_names(config: PipelineConfig) -> str:
-    """Check that model, reward and data are there, before seconds go into loading torch.
-
-    Returns the data's digest.
-    """
+    """Check that model, reward and data are there, before torch loads; return the data's digest."""
     require_model_name(config.model.path)
     if config.sft.skip and not config.model.path:
         raise ConfigError(
@@ -253,17 +260,14 @@ def check_names(config: PipelineConfig) -> str:
 
 
 def check_inputs(config: PipelineConfig) -> tuple[str, int]:
-    """Check settings, the model's folder and the tracking server.
-
-    Returns the model's digest, and the longest prompt and completion that it can read, in tokens.
-    """
+    """Check settings, model and tracking server; return the model's digest and context (tokens)."""
     check_settings(config)
     path, start_digest, context = config.model.path, "", config.model.max_position_embeddings
     if path:
         from engine.models import require_model_folder, vocabulary_and_context
 
         require_model_folder(path)
-        check_model_layouts(config)
+        profiles.check_model_layouts(config)
         start_digest, context = model_digest(path), vocabulary_and_context(path)[1]
     Tracker(experiment=config.tracking.experiment).check()
     return start_digest, context
@@ -280,7 +284,7 @@ def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> setting
         {
             "hybridflyte.run": run_id,
             **execution_tags(execution),
-            "code_version": code_version(),
+            "code_version": digests.code_version(),
             "config_digest": digest(config),
             "data_digest": data_digest,
         },
@@ -297,18 +301,15 @@ def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> setting
 
 
 def preferences_digest(pairs: PairsConfig) -> str:
-    """Return the SHA-256 (hex) of the files of preferences; empty for rollouts.
-
-    Raises DataError where they are not there.
-    """
+    """Return the SHA-256 (hex) of the files of preferences; empty for rollouts."""
     from engine.data.row_files import address_digest, data_files
 
     if not pairs.path:
         return ""
     if not is_remote(pairs.path) and not as_path(pairs.path).exists():
         raise DataError(f"pairs.path={pairs.path!r} does not exist; check the path")
-    digests = "\n".join(map(address_digest, data_files(pairs.path)))
-    return hashlib.sha256(digests.encode()).hexdigest()
+    contents = "\n".join(map(address_digest, data_files(pairs.path)))
+    return hashlib.sha256(contents.encode()).hexdigest()
 
 
 def check_preference_stages(config: PipelineConfig, workflow: str) -> None:
@@ -339,3 +340,117 @@ def check_preference_stages(config: PipelineConfig, workflow: str) -> None:
             "is the true reward there, which pairs are ranked by and over-optimisation is measured "
             "with"
         )
+
+
+def pin_named_content(config: C) -> C:
+    """Return the settings with what `rl`, `pairs` and `evaluate` name pinned; or ModelError."""
+    rl = config.rl
+    for setting in ("algorithm.teacher", "critic.model_path"):
+        rl = changed(rl, setting, pin_revision(attrgetter(setting)(rl), f"rl.{setting}"))
+    several = "algorithm.distillation.teachers"
+    teachers = tuple(
+        changed(teacher, "model", pin_revision(teacher.model, f"rl.{several}[{i}].model"))
+        for i, teacher in enumerate(rl.algorithm.distillation.teachers)
+    )
+    rl = changed(rl, several, teachers)
+    rl = changed(rl, "named_content", named_content(rl))
+    if rl.rollout.multi_turn.enable:
+        agent = pinned_agent(rl.rollout.agent, rl.rollout.multi_turn)
+        rl = changed(rl, "rollout.agent", agent)
+    pairs = _with_reward_code(config.ranking())
+    evaluate = pinned_evaluation(config)
+    return config.model_copy(update={"rl": rl, "pairs": pairs, "evaluate": evaluate})
+
+
+def pin_model_commit(config: C) -> C:
+    """Return the settings with the commit of a hub id in `model.path`; ModelError if unknown."""
+    return changed(config, "model.path", pin_revision(config.model.path))
+
+
+def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
+    """Return how models are evaluated, with digests of the reward's modules and of own tasks."""
+    evaluate = _with_reward_code(config.evaluation())
+    folder = evaluate.lm_eval.include_path
+    if folder and Path(folder).is_dir():
+        content = digests.tree_digest(Path(folder))
+        evaluate = changed(evaluate, "lm_eval.named_content", content)
+    if evaluate.multi_turn is not None and evaluate.multi_turn.enable:
+        agent = pinned_agent(evaluate.environments, evaluate.multi_turn)
+        evaluate = changed(evaluate, "agent", agent)
+    return evaluate
+
+
+def _with_reward_code(config: Scored) -> Scored:
+    code = _code_digest(_reward_names(config.scorer), *config.plugins)
+    return changed(config, "named_content", code)
+
+
+def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
+    """Return the settings of episodes, with the digest of environment, tools and parser.
+
+    Options count with the modules and files that they name, verifiers with its package.
+    """
+    from engine.agents.environments import verifiers_module
+
+    environment = agent.environment
+    named = [environment.name, multi_turn.format, *_texts(environment.options)]
+    files = [digests.hash_file(name) for name in named if _is_file(name)]
+    modules = []
+    if environment.name == "verifiers":
+        modules.append(verifiers_module(str(environment.options.get("id", ""))))
+    content = _joined(_code_digest(named, *modules), *files)
+    return changed(agent, "named_content", content)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield all texts in an option's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | Sequence):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # no name of a file: too long, or with a null character
+        return False
+
+
+def _reward_names(reward: RewardConfig) -> list[str]:
+    return [spec.name for spec in reward.specs().values()]
+
+
+def _code_digest(names: Iterable[str], *modules: str) -> str:
+    """Return the digest of modules, and of those of names like `package.module:name`."""
+    named = (name.partition(":")[0] for name in names if ":" in name)
+    return digests.modules_digest([*modules, *named])
+
+
+def _joined(*parts: str) -> str:
+    """Return one digest of several; empty where all are."""
+    text = "\0".join(filter(None, parts))
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+
+
+def named_content(rl: RLConfig) -> str:
+    """Return the digest of plugins and modules that settings name, and of models' folders."""
+    algorithm, loss = rl.algorithm, rl.actor.policy_loss.loss_mode
+    names = [algorithm.dataflow, algorithm.adv_estimator, rl.rollout.engine, loss]
+    names += [algorithm.preference.loss, *_reward_names(rl.reward)]
+    folders = map(Path, filter(None, [*algorithm.teacher_models.values(), rl.critic.model_path]))
+    weights = (digests.tree_digest(folder) for folder in folders if folder.is_dir())
+    return _joined(_code_digest(names, *rl.plugins), *weights)
+
+
+def model_digest(path: str) -> str:
+    """Return the digest of a model's folder and of an adapter's base; a pinned id as it is."""
+    from engine.models.loading import adapter_base_path
+
+    if not Path(path).is_dir():
+        return path
+    content, base = digests.tree_digest(Path(path)), adapter_base_path(path)
+    if base is None:
+        return content
+    return _joined(content, model_digest(pin_revision(base, f"the base of model.path={path!r}")))

@@ -28,7 +28,7 @@ from engine.models import saved_dtype, vocabulary_and_context
 from engine.preferences import layout_of, rank_rollouts, read_preference_tables
 from engine.runtime.policy_runtime import StartModel
 from engine.stages.dataset import write_card
-from engine.stages.report import ranking
+from engine.stages.evaluation import ranking
 from engine.stages.settings import (
     PairsSettings,
     PreferenceSettings,
@@ -53,8 +53,7 @@ def pairs(
     """Make preferences, from rollouts of the policy that a reward ranks, or from files.
 
     Artifact `pairs`: `train.parquet` and `validation.parquet` in the data contract of
-    `engine.data.contract`, which `python -m engine.main_preference` reads too, and `README.md` (the
-    card). Its parents are the dataset that prompts are from and, of rollouts, the policy.
+    `engine.data.contract`, as `python -m engine.main_preference` reads them, and `README.md`.
     """
     config, metrics = settings.config, dict[str, float]()
     recorded = {
@@ -157,23 +156,16 @@ def write_tables(
 def read_examples(
     read: Callable[..., list[Example]], pairs: Path, model: Path, too_long: str
 ) -> tuple[list[Example], list[Example]]:
-    """Encode both splits of an artifact as the policy's tokens, within its context.
-
-    The second may be empty.
-    """
+    """Encode both splits of `pairs`, the second may be empty, as the policy's tokens."""
     tokenizer, context = load_tokenizer(model), vocabulary_and_context(model)[1]
+    files = (pairs / f"{split}.parquet" for split in SPLITS)
     train, validation = (
-        read(str(pairs / f"{split}.parquet"), tokenizer, max_length=context, too_long=too_long)
-        if has_rows(pairs, split)
+        read(str(file), tokenizer, max_length=context, too_long=too_long)
+        if pq.read_metadata(file).num_rows
         else []
-        for split in SPLITS
+        for file in files
     )
     return train, validation
-
-
-def has_rows(pairs: Path, split: str) -> bool:
-    """Return whether a split of the artifact has any rows."""
-    return int(pq.read_metadata(pairs / f"{split}.parquet").num_rows) > 0
 
 
 def reference_log_probs(
@@ -296,10 +288,7 @@ def open_trainer(
 
 
 def reference_settings(config: PreferenceTrainingConfig) -> PreferenceTrainingConfig:
-    """Return what the reference's log-probs depend on: how they are computed, and on which rows.
-
-    A loss without a reference keeps its name, since there is nothing to compute for it.
-    """
+    """Return what the reference's log-probs depend on: how they are computed, on which rows."""
     loss = config.loss if config.loss == "kto" or not uses_reference(config) else "sigmoid"
     fields = {"reference", "parallel", "placement", "pools", "threads", "packing"}
     fields |= {"max_tokens_per_micro_batch", "start_timeout_s", "step_timeout_s"}

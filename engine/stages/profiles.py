@@ -7,12 +7,12 @@ A plan reads the input `profile` once (`read_profile`) and fills in the settings
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from engine.config import (
     OfflineConfig,
@@ -26,7 +26,6 @@ from engine.config import (
 from engine.config.base import filled_up
 from engine.console import say
 from engine.errors import ConfigError
-from engine.stages.pinning import changed, pin_named_content
 from engine.storage.filesystem import home
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 ONE_RANK = ParallelConfig()
 ROOMY_GPU_GIB = 128.0  # of a GPU on which layers' activations can stay
-
 # Both NCCL and RCCL read NCCL_*.
 _COLLECTIVES = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
@@ -48,14 +46,12 @@ class Replicas(Section):
     start: int = Field(1, ge=1)
     most: int = Field(1, ge=1)
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if not self.fewest <= self.start <= self.most:
-            raise ValueError(
+            yield (
                 f"replicas fewest={self.fewest}, start={self.start}, most={self.most} are not in "
                 "ascending order; give fewest <= start <= most"
             )
-        return self
 
 
 class Profile(Section):
@@ -86,16 +82,14 @@ class Profile(Section):
         "GPUs, dp over workers, bfloat16",
     )
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.shared_memory_gib >= self.memory_gib:
-            raise ValueError(
+            yield (
                 f"shared_memory_gib={self.shared_memory_gib} leaves nothing of "
                 f"memory_gib={self.memory_gib}, which it is part of; lower it"
             )
         if self.accelerator and not self.gpus:
-            raise ValueError(f"accelerator={self.accelerator!r} with gpus=0; set gpus")
-        return self
+            yield f"accelerator={self.accelerator!r} with gpus=0; set gpus"
 
     @property
     def vendor(self) -> Literal["", "nvidia", "amd"]:
@@ -152,10 +146,10 @@ LAPTOP = PROFILES["laptop"]
 
 
 def read_profile(text: str) -> Profile:
-    """Return the profile that the input names or describes.
+    """Return the profile that `text` names or describes; ConfigError for anything else.
 
-    `text`: a name in `profiles.yaml`, or a mapping in YAML or JSON of `Profile`'s fields, which
-    with `base: NAME` replace those of that one. Raises ConfigError for anything else.
+    That is a name in `profiles.yaml`, or a mapping in YAML or JSON of `Profile`'s fields, which
+    with `base: NAME` replace those of that one.
     """
     if text in PROFILES:
         return PROFILES[text]
@@ -216,10 +210,7 @@ def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = Tru
 
 
 def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Cluster:
-    """Return the profile's machines, as many as there are at the start.
-
-    `kinds`: GPUs that the table of hardware does not have.
-    """
+    """Return the machines at the start; `kinds`: GPUs that the table of hardware lacks."""
     from engine.planner import Cluster, Machine
     from engine.planner.resources import GIB, gpu
 
@@ -229,22 +220,27 @@ def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Clus
     return Cluster(tuple(Machine(f"worker {n}", *size) for n in numbers), kinds or {})
 
 
+S = TypeVar("S", bound=BaseModel)
 C = TypeVar("C", bound=PipelineConfig)
 
 # Roles that share the policy's processes, in the order in which they are built.
 _POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
 
 
+def changed(section: S, path: str, value: object) -> S:
+    """Return a copy of settings with this value at a dotted path; it is not validated."""
+    name, _, rest = path.partition(".")
+    inner = changed(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: inner})
+
+
 def apply_profile(config: C, profile: Profile) -> C:
     """Return the settings with the profile's layout and GPUs where they leave both open.
 
-    They get `rl.named_content` as well, which stages are keyed by. Layout: `rl.actor.parallel` and
-    those of `sft`, `preference` and `reward_model`, where they are the default of one rank. GPUs:
-    `rl.trainer.pools` (where rollout waits for training) and theirs, where they are empty. With
-    `rl.trainer.placement=auto` RL's stay open for the engine's planner, which sees the machines at
-    each start. Raises ConfigError for settings that the profile's machines can't take.
+    Layouts are open where they are the default of one rank, GPUs where pools are empty (of RL, and
+    where rollout waits for training). With `rl.trainer.placement=auto` RL's stay open for the
+    planner. Raises ConfigError for settings that the profile's machines can't take.
     """
-    config = pin_named_content(config)
     if not profile.gpus:
         return config
     if config.rl.trainer.placement == "local":
@@ -263,10 +259,7 @@ def apply_profile(config: C, profile: Profile) -> C:
 
 
 def check_model_layouts(config: PipelineConfig) -> None:
-    """Raise ConfigError for a layout that the model can't be split over.
-
-    Layouts that are still to be chosen (`rl.trainer.placement=auto`) are left to the planner.
-    """
+    """Raise ConfigError for a layout that the model can't be split over; `auto` has none yet."""
     from engine.evaluation.decode import check_evaluation_layout
     from engine.models import text_config
     from engine.trainers.layout_checks import check_layouts
@@ -356,10 +349,9 @@ def _check_size(setting: str, parallel: ParallelConfig, gpus: int, machines_have
 
 
 def require_shared_home(config: PipelineConfig) -> None:
-    """Raise ConfigError where ranks in other pods could not see the run's files.
+    """Raise ConfigError in a Kubernetes pod whose files ranks in other pods could not see.
 
-    That is so in a Kubernetes pod whose $HYBRIDFLYTE_HOME is on the container's own disk. Where a
-    volume is mounted, the stage itself asks every machine (`require_shared`).
+    Where a volume is mounted, the stage itself asks every machine (`require_shared`).
     """
     on_ray = config.rl.trainer.placement != "local" or config.sft.placement == "ray"
     if not on_ray or "KUBERNETES_SERVICE_HOST" not in os.environ:

@@ -6,13 +6,16 @@ import json
 import math
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
+from engine.config import PromoteConfig
+from engine.config.pipeline import RewardModelGateConfig
 from engine.console import display_path, say
 from engine.errors import LineageError, TrackingError
 from engine.evaluation.comparability import require_same_settings
@@ -59,38 +62,22 @@ def promote(
         source, judged_by = this.parent("policy"), this.parent("evaluation")
         datasets = champions.require_unmodified([source.uri, judged_by.uri])
         tags = {"evaluation_uri": judged_by.uri, "evaluation_manifest": judged_by.manifest}
-        tracker, version = register(this, run, "policy", config.model_name, tags)
-        registered = Champions(tracker, config.model_name, config.alias)
-        registered.record_approval_rule(config.approval)
         comparisons: list[Comparison] = []
 
-        def judge(former: ModelVersion | None) -> Decision:
+        def judge(tracker: Tracker, former: ModelVersion | None) -> Decision:
             comparison = compare_and_decide(this, settings, datasets, tracker, former, approved_by)
             comparisons.append(comparison)
             return comparison.decision
 
-        decision, former = gate.decide_and_move(
-            tracker,
-            registered,
-            version,
-            judge,
-            request=f"{run.run_id}:{source.digest[:16]}",
-            by=approved_by or run.run_id,
-            approved_by=approved_by,
-            notify=lambda text: say(f"promotion: {text}"),
-        )
-        facts: dict[str, object] = {"gain": None}
-        if comparisons and comparisons[-1].decision is decision:  # else it is the champion already
-            facts["gain"], evaluated = comparisons[-1].gain, comparisons[-1].recorded
-            this.parents += [evaluated] if evaluated else []
-        champion = version_parent(former, "champion") if former else None
-        if champion is not None:
-            this.parents.append(champion)
-        facts |= {
-            "evaluation_digest": manifest.digest,
-            "waits_for_approval": decision.waits_for_approval,
-        }
-        return publish_decision(this, version, former, decision, config.alias, facts)
+        def facts(decision: Decision) -> dict[str, object]:
+            gain = None
+            if comparisons and comparisons[-1].decision is decision:  # else it is champion already
+                _, gain, recorded = comparisons[-1]
+                this.parents += [recorded] if recorded else []
+            waits = {"waits_for_approval": decision.waits_for_approval}
+            return {"gain": gain, "evaluation_digest": manifest.digest, **waits}
+
+        return decide(this, run, source, config, tags, judge, facts, approved_by)
 
 
 class Comparison(NamedTuple):
@@ -109,10 +96,7 @@ def compare_and_decide(
     champion: ModelVersion | None,
     approved_by: str,
 ) -> Comparison:
-    """Compare the new model with the champion (without one, the warm start), and decide.
-
-    datasets: all that the model descends from.
-    """
+    """Compare with the champion, or the warm start; `datasets` are all of its lineage."""
     folder, evaluate = this.inputs["evaluation"], settings.evaluate
     manifest, after = read_manifest(folder), pd.read_parquet(folder / "rows_rl.parquet")
     champion_rows = this.folder / CHAMPION_ROWS
@@ -168,10 +152,8 @@ def reward_model_promotion(
 ) -> Artifact:
     """Register the reward model; make it champion if it ranks held-out pairs by the rules.
 
-    Artifact `reward_model_promotion`: `decision.json` (promoted or not, why, each rule's outcome,
-    against which champion) and `rows.parquet`, a row a held-out pair with who ranked it right. The
-    rules are `engine.promotion.gate`'s; as for policies, anything missing, unreadable or
-    tampered with promotes nothing. Running it again for the same model changes nothing.
+    Artifact `reward_model_promotion`: `decision.json` as of `promote`, and `rows.parquet`, a row a
+    held-out pair with who ranked it right. The rules are `engine.promotion.gate`'s.
     """
     config = settings.config
     recorded = {"reward_model_gate": config.model_dump(mode="json"), "seed": settings.seed}
@@ -187,11 +169,9 @@ def reward_model_promotion(
                 "the artifacts of one run"
             )
         champions.require_unmodified([source.uri])
-        tags = {"pairs_uri": pairs_parent.uri}
-        tracker, version = register(this, run, "reward_model", config.model_name, tags)
         right = ranked_right(model, held_out)
 
-        def judge(former: ModelVersion | None) -> Decision:
+        def judge(tracker: Tracker, former: ModelVersion | None) -> Decision:
             """Write who ranked which held-out pair right, and decide."""
             table, before = held_out[["chosen", "rejected"]].assign(right=right), None
             if former is not None:
@@ -201,67 +181,64 @@ def reward_model_promotion(
             table.to_parquet(this.folder / "rows.parquet", index=False)
             return gate.decide_reward_model(right, before, config, settings.seed)
 
-        decision, former = gate.decide_and_move(
-            tracker,
-            Champions(tracker, config.model_name, config.alias),
-            version,
-            judge,
-            request=f"{run.run_id}:{source.digest[:16]}",
-            by=run.run_id,
-            notify=lambda text: say(f"reward_model_promotion: {text}"),
-        )
-        champion = version_parent(former, "champion") if former else None
-        if champion is not None and champion.digest != source.digest:
-            this.parents.append(champion)
-        measured = {outcome.rule: outcome.value for outcome in decision.outcomes}
-        facts = {
-            "accuracy": measured.get("accuracy"),
-            "gain": measured.get("gain"),
-            "held_out_pairs": len(held_out),
-        }
-        return publish_decision(this, version, former, decision, config.alias, facts)
+        def facts(decision: Decision) -> dict[str, object]:
+            measured = {outcome.rule: outcome.value for outcome in decision.outcomes}
+            figures = {rule: measured.get(rule) for rule in ("accuracy", "gain")}
+            return {**figures, "held_out_pairs": len(held_out)}
+
+        return decide(this, run, source, config, {"pairs_uri": pairs_parent.uri}, judge, facts)
 
 
-def register(
-    this: Stage, run: RunContext, parent: str, model_name: str, tags: Mapping[str, object]
-) -> tuple[Tracker, ModelVersion]:
-    """Register a parent of the stage as a version tagged with its origin; once a content.
-
-    Its files go to the MLflow run that made it. Where that is unknown or deleted (a lost attempt),
-    they go to the pipeline's run, which every retry shares.
-    """
-    tracker, model = Tracker(experiment=run.experiment), this.inputs[parent]
-    origin = {"hybridflyte.run": run.run_id, "flyte.execution": this.execution}
-    owner = tracker.active_run(read_manifest(model).mlflow_run, run.mlflow_run)
-    number = tracker.register_model(
-        model, model_name, owner, {"artifact_uri": this.parent(parent).uri, **tags, **origin}
-    )
-    version = tracker.model_version(f"models:/{model_name}/{number}")
-    champions.require_intact_copy(tracker, version)
-    return tracker, version
-
-
-def publish_decision(
+def decide(
     this: Stage,
-    version: ModelVersion,
-    former: ModelVersion | None,
-    decision: Decision,
-    alias: str,
-    facts: Mapping[str, object],
+    run: RunContext,
+    source: Parent,
+    config: PromoteConfig | RewardModelGateConfig,
+    tags: Mapping[str, object],
+    judge: Callable[[Tracker, ModelVersion | None], Decision],
+    facts: Callable[[Decision], Mapping[str, object]],
+    approved_by: str = "",
 ) -> Artifact:
-    """Write `decision.json` with the champion that it was made against, and publish the artifact.
+    """Register a model, move the alias where `judge` says so, and publish `decision.json`.
 
-    facts: what else it holds of this kind of model.
+    The same content is registered once. Its files go to the MLflow run that made it, or where that
+    is unknown or deleted (a lost attempt), to the pipeline's run, which every retry shares.
+
+    source: the model, a parent of the stage. facts: what its kind's decision holds besides.
     """
-    record: dict[str, object] = {
+    tracker = Tracker(experiment=run.experiment)
+    model, name = this.inputs[source.name], config.model_name
+    owner = tracker.active_run(read_manifest(model).mlflow_run, run.mlflow_run)
+    origin = {"hybridflyte.run": run.run_id, "flyte.execution": this.execution}
+    tags = {"artifact_uri": source.uri, **tags, **origin}
+    number = tracker.register_model(model, name, owner, tags)
+    version = tracker.model_version(f"models:/{name}/{number}")
+    champions.require_intact_copy(tracker, version)
+    registered = Champions(tracker, name, config.alias)
+    if isinstance(config, PromoteConfig):
+        registered.record_approval_rule(config.approval)
+    decision, former = gate.decide_and_move(
+        tracker,
+        registered,
+        version,
+        partial(judge, tracker),
+        request=f"{run.run_id}:{source.digest[:16]}",
+        by=approved_by or run.run_id,
+        approved_by=approved_by,
+        notify=lambda text: say(f"{this.kind}: {text}"),
+    )
+    record = {
         "promoted": decision.promote,
         "reason": decision.reason,
-        "model_name": version.name,
+        "model_name": name,
         "model_version": version.version,
-        "alias": alias,
+        "alias": config.alias,
         "previous_champion": former.version if former else None,
-        **facts,
+        **facts(decision),
     }
+    champion = version_parent(former, "champion") if former else None
+    if champion is not None and champion.digest != source.digest:
+        this.parents.append(champion)
     this.tracked.set_tags({key: str(value) for key, value in record.items()})
     text = json.dumps({**record, "outcomes": decision.to_dict()["outcomes"]}, indent=2)
     (this.folder / "decision.json").write_text(text)
@@ -296,15 +273,14 @@ def rollback(
     approved_by: str = "",
     request: str = "",
 ) -> Artifact:
-    """Move the alias back to the previous champion, or to a given version.
+    """Move the alias back to the previous champion, or to the version `to`.
 
     Artifact `rollback`: `rollback.json`, the move with its reason; its parents are the restored
     model and the replaced one. `python -m engine.promotion rollback` does the same.
 
-    `to` (empty: the one that the present champion replaced) is restored, if `expected` (empty: any)
-    is the champion now. `forced` takes `to` even if it never was champion, which is recorded.
-    `approved_by` agrees, where approval is required and the version has none. A second call with
-    the same `request` (empty: the execution) changes nothing.
+    It needs `expected` (empty: any) to be the champion. `forced` takes a `to` that never was one.
+    `approved_by` agrees, where the version has no approval that it needs. A second call with the
+    same `request` (empty: the execution) changes nothing.
     """
     execution = host().execution
     request = request or execution or f"local-{uuid.uuid4().hex[:12]}"

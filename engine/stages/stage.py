@@ -175,10 +175,8 @@ class Artifact:
     path: Path | None = None  # on this machine, where that is known
 
     def local(self) -> Path:
-        """Return the folder, downloaded if need be; StorageError where it no longer exists."""
-        return self.path or artifacts.local_path(
-            self.uri
-        )  # in parallel, and checked by the manifest
+        """Return the folder, downloaded and checked if need be; StorageError where it is gone."""
+        return self.path or artifacts.local_path(self.uri)
 
 
 def shared(path: Path) -> Artifact:
@@ -212,10 +210,7 @@ class Stage:
         return next(parent for parent in self.parents if parent.name == name)
 
     def log_splits(self, dataset: Path, names: Sequence[str], uri: str = "") -> None:
-        """Record splits of a dataset's folder as MLflow dataset inputs, each by its file's digest.
-
-        uri: where their rows come from; empty: the artifact that the folder is, a parent.
-        """
+        """Record splits in a folder as MLflow inputs; their rows are from `uri`, or the dataset."""
         for name in names:
             file = dataset / f"{name}.parquet"
             source = uri or f"{self.parent('dataset').uri}/{file.name}"
@@ -238,10 +233,7 @@ class Stage:
         return home() / "checkpoints" / self.kind / digest[:16]
 
     def delete_local_checkpoints(self) -> None:
-        """Delete local checkpoints once the result is published; records of steps stay.
-
-        A cluster's stay: the upload of the result may still fail, and the task be retried.
-        """
+        """Delete checkpoints, but not records of steps; a cluster's stay for a retry."""
         if host().execution:
             return
         folder = self._local_checkpoints()

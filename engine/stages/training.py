@@ -34,26 +34,13 @@ from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.samples.sample_files import copy_samples
 from engine.stages.fetch import publish_start_model
 from engine.stages.settings import PreferenceSettings, RLSettings, RunContext, SFTSettings
-from engine.stages.stage import (
-    LOCAL_OBJECT_STORE_BYTES,
-    Artifact,
-    Stage,
-    host,
-    run_folder,
-    stage,
-)
+from engine.stages.stage import LOCAL_OBJECT_STORE_BYTES, Artifact, Stage, host, run_folder, stage
 from engine.storage.filesystem import shared_store
 from engine.storage.s3 import Objects
 from engine.tracking.metric_logs import FILE as METRICS_FILE
 from engine.tracking.metric_logs import PACKAGES, MetricLogs, open_metric_logs, require_packages
 from engine.trainers.fault_tolerance import run_with_retries
-from engine.trainers.offline import (
-    OfflineTrainer,
-    SFTExample,
-    SFTTrainer,
-    is_on_ray,
-    offline_dtype,
-)
+from engine.trainers.offline import OfflineTrainer, SFTExample, SFTTrainer, is_on_ray, offline_dtype
 
 COPY_SECONDS = 30.0  # between two looks at what has grown
 CLOSE_SECONDS = 60.0  # for the last copy
@@ -65,10 +52,9 @@ _log = logging.getLogger(__name__)
 def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
     """Open a stage's logs for the block; none where `tracking.logger` names only MLflow.
 
-    Files are in the run's folder, `runs/<run id>/<stage>/`. Where there is a shared store they are
-    copied to the same path there while they grow, as a pod's disk ends with the pod. Raises
-    ConfigError for a package that this machine lacks, StorageError and TrackingError, all before
-    the block. A store that fails later costs the copy and a sentence in the log.
+    Files are in the run's folder, `runs/<run id>/<stage>/`, and where there is a shared store also
+    there, as a pod's disk ends with the pod. A package that is missing, and a store that can't be
+    reached, fail before the block; a store that fails later costs a sentence in the log.
     """
     names = [name for name in run.logger if name in ("file", *PACKAGES)]
     if not names:
@@ -93,10 +79,7 @@ def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
 
 @contextlib.contextmanager
 def _copied(folder: Path, below: str) -> Iterator[None]:
-    """Copy a folder's files to the shared store for the block, and say where they are.
-
-    The file of metrics that an earlier attempt left there is fetched first.
-    """
+    """Copy a folder's files to the shared store for the block, and say where they are."""
     store, metrics_file = shared_store(), folder / METRICS_FILE
     if not store:
         lost = bool(host().execution) * "; without HYBRIDFLYTE_STORE they end with this pod"
@@ -159,10 +142,7 @@ def train_on_rows(
 ) -> Artifact:
     """Train, in new attempts after lost workers, and publish the model.
 
-    A stage that has checkpoints resumes from the newest.
-
-    make: gives a trainer of its own to each attempt.
-    tokenizer: its folder.
+    make: gives a trainer of its own to each attempt, which resumes from the newest checkpoint.
     records_steps: write `engine.evaluation.policy_steps.FILE`, a row a step, unless an attempt on
     another machine made some of the steps.
     """
@@ -248,10 +228,7 @@ def start_model(
     seed: int,
     scratch: Path,
 ) -> PreTrainedModel | StartModel:
-    """Return the model that training starts from, or what ranks load it from.
-
-    They load one from scratch from the folder `scratch`.
-    """
+    """Return the model that training starts from, or what ranks load it from."""
     on_ray = is_on_ray(config)
     dtype = offline_dtype(start.dtype, start.path, config) if start.path else start.dtype
     if on_ray and start.path:
