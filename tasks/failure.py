@@ -33,13 +33,9 @@ EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
 CAUSE_TAG = "hybridflyte.error"
 NODE_TAG = "hybridflyte.failed_node"
 
-# Locally, executions have no name and a handler runs in the process that failed.
-_current_run: list[RunContext] = []
-
-
-def set_current_run(run: RunContext | None) -> None:
-    """Set the run of this process; None while a new one is being opened."""
-    _current_run[:] = [run] if run else []
+# Locally, executions have no name and a handler runs in the process that failed: this is its run,
+# and empty while one is being opened.
+current_run: list[RunContext] = []
 
 
 def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) -> None:
@@ -62,8 +58,8 @@ def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) 
                 load_secrets()
                 tags = execution_tags(execution)
                 _end_runs(tracker, tracker.start_pipeline(name, settings, tags, execution), error)
-            elif _current_run:
-                _end_runs(tracker, _current_run[0].mlflow_run, error)
+            elif current_run:
+                _end_runs(tracker, current_run[0].mlflow_run, error)
         if (home() / ".staging").exists():
             with staging("failure"):  # removes the files of processes that died
                 pass

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flytekit import FlyteContextManager, Secret, current_context
 from flytekit.core.context_manager import BranchEvalMode, FlyteContext
@@ -176,16 +176,9 @@ _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _ENTRY = re.compile(rf"([A-Z_][A-Z0-9_]*)=({_WORD})/({_WORD})")
 
 
-class SecretName(NamedTuple):
-    """A secret of Flyte's: on Kubernetes a Secret's name, and a key in it."""
-
-    group: str
-    key: str
-
-
-def read_secrets(text: str) -> dict[str, SecretName]:
+def read_secrets(text: str) -> dict[str, Secret]:
     """Return the secrets by variable; ConfigError for what is none."""
-    secrets: dict[str, SecretName] = {}
+    secrets: dict[str, Secret] = {}
     for entry in (part.strip() for part in text.split(",") if part.strip()):
         match = _ENTRY.fullmatch(entry)
         if match is None:
@@ -196,7 +189,9 @@ def read_secrets(text: str) -> dict[str, SecretName]:
         variable, group, key = match.groups()
         if variable in secrets:
             raise ConfigError(f"{VARIABLE} names {variable} twice; leave one out")
-        secrets[variable] = SecretName(group, key)
+        # Flyte sets the variable itself where it is new enough; else `load_secrets` does.
+        env_var = Secret.MountType.ENV_VAR
+        secrets[variable] = Secret(group, key, mount_requirement=env_var, env_var=variable)
     return secrets
 
 
@@ -210,18 +205,8 @@ def with_secrets(*needs: Need) -> dict[str, Any]:
     }
     if not secrets:
         return {}
-    requests = [
-        # Flyte sets the variable itself where it is new enough; else `load_secrets` does.
-        Secret(
-            group=secret.group,
-            key=secret.key,
-            mount_requirement=Secret.MountType.ENV_VAR,
-            env_var=name,
-        )
-        for name, secret in secrets.items()
-    ]
     names = ",".join(f"{name}={s.group}/{s.key}" for name, s in secrets.items())
-    return {"secret_requests": requests, "environment": {VARIABLE: names}}
+    return {"secret_requests": list(secrets.values()), "environment": {VARIABLE: names}}
 
 
 def registration_environment() -> dict[str, str]:
@@ -231,13 +216,13 @@ def registration_environment() -> dict[str, str]:
 
 def load_secrets() -> None:
     """Set the variables of the task's secrets in a pod; ConfigError for one that is missing."""
-    for variable, name in read_secrets(os.environ.get(VARIABLE, "")).items():
+    for variable, secret in read_secrets(os.environ.get(VARIABLE, "")).items():
         if variable in os.environ:
             continue
         try:
-            os.environ[variable] = current_context().secrets.get(name.group, name.key)
+            os.environ[variable] = current_context().secrets.get(secret.group, secret.key)
         except ValueError:
             raise ConfigError(
-                f"the secret {name.group}/{name.key} for {variable} is not in this pod; create it "
-                "in the project's namespace, or register without it"
+                f"the secret {secret.group}/{secret.key} for {variable} is not in this pod; create "
+                "it in the project's namespace, or register without it"
             ) from None

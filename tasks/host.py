@@ -93,10 +93,8 @@ class SourcesPolicy(CachePolicy):
         return hashlib.sha256(f"{salt}\0{sources_digest()}\0{image}".encode()).hexdigest()
 
 
-def stage_cache() -> Cache:
-    """Return a cache by the inputs' content (without the run), the sources and the image."""
-    return Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
-
+# By the inputs' content (without the run), the sources and the image.
+STAGE_CACHE = Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
 
 _RETRYABLE = (
     errors.PlacementError,
@@ -157,10 +155,9 @@ class FlyteHost(Host):
 
 @contextlib.contextmanager
 def flyte_host() -> Iterator[None]:
-    """Run the block's stages as this Flyte task.
+    """Run the block's stages as this Flyte task, which fails with an engine error's message alone.
 
-    Engine errors become task failures that show their message alone. On a cluster, errors of
-    machines and services are recoverable: Flyte retries the task.
+    On a cluster, errors of machines and services are recoverable: Flyte retries the task.
     """
     try:
         with hosted(FlyteHost()):

@@ -52,7 +52,6 @@ class ConfigParam(JsonParamType):
 
     @property
     def is_config(self) -> bool:
-        """Tell whether the input is a configuration, and no other JSON object."""
         return isinstance(self._python_type, type) and issubclass(self._python_type, PipelineConfig)
 
     def _parse(self, value: Any, param: click.Parameter | None) -> Any:

@@ -44,33 +44,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(name, required=is_required, default="", help=text)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="of the data section")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        _run(options)
-    except EngineError as error:
-        say(f"error: {error}")
-        return 2
-    return 0
-
-
-def _run(options: argparse.Namespace) -> None:
     from engine.data.math_problems import PRESETS, with_preset
     from engine.data.prepare import CARD, prepare
     from engine.data.tokenizer import load_tokenizer
 
-    known = options.dataset in PRESETS
-    if options.source and not known:
-        raise ConfigError(
-            f"--source goes with {' or '.join(PRESETS)}; give {options.dataset!r} alone"
-        )
-    config = data_config(options.settings, options.source if known else options.dataset)
-    config = with_preset(config, options.dataset) if known else config
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    folder = Path(options.local_dir)
-    cards = prepare(config, folder, tokenizer)
-    for card in cards:
-        out = ", ".join(f"{count:,} {reason}" for reason, count in card.left_out.items())
-        say(f"{card.name}: {len(card.lengths):,} rows" + (f"; left out: {out}" if out else ""))
-    say(f"card: {folder / CARD}")
+    try:
+        known = options.dataset in PRESETS
+        if options.source and not known:
+            raise ConfigError(
+                f"--source goes with {' or '.join(PRESETS)}; give {options.dataset!r} alone"
+            )
+        config = data_config(options.settings, options.source if known else options.dataset)
+        config = with_preset(config, options.dataset) if known else config
+        tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+        folder = Path(options.local_dir)
+        cards = prepare(config, folder, tokenizer)
+        for card in cards:
+            out = ", ".join(f"{count:,} {reason}" for reason, count in card.left_out.items())
+            say(f"{card.name}: {len(card.lengths):,} rows" + (f"; left out: {out}" if out else ""))
+        say(f"card: {folder / CARD}")
+    except EngineError as error:
+        say(f"error: {error}")
+        return 2
+    return 0
 
 
 def data_config(settings: Sequence[str], path: str) -> DataConfig:

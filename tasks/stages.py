@@ -37,13 +37,13 @@ from engine.stages.settings import (
 )
 from engine.stages.stage import shared
 from tasks import host
-from tasks.failure import set_current_run
+from tasks.failure import current_run
 from tasks.flytekit_setup import evict_missing, registration_environment
 from tasks.inputs import RLHFConfig
 from tasks.variants import on_profiles, ray_cluster, ray_cluster_of_gpus, stages_of
 
 # Options of stages: what is computed once, and goes on elsewhere where its machine is taken away.
-CACHED: dict[str, Any] = {"cache": host.stage_cache(), "interruptible": True, **host.DECK}
+CACHED: dict[str, Any] = {"cache": host.STAGE_CACHE, "interruptible": True, **host.DECK}
 COMPUTES: dict[str, Any] = {
     **CACHED,
     "requests": host.LARGE,
@@ -69,12 +69,12 @@ DATASET: dict[str, Any] = {**host.short("hub", minutes=120, retries=3), **CACHED
 
 def opened(body: Callable[..., Any], **inputs: Any) -> Any:
     """Call a stage's body that plans a run; return the plan."""
-    set_current_run(None)
+    current_run.clear()
     with host.flyte_host():
         if evicted := evict_missing():
             say(f"plan: results that were deleted from the disk are made again ({evicted})")
     made = host.run_body(body, **inputs)
-    set_current_run(made.run)
+    current_run.append(made.run)
     return made
 
 

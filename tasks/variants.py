@@ -3,10 +3,8 @@
 Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input can
 be. The template of a dynamic workflow's node, however, is written while the execution runs. So
 `tasks.stages.sft` is a dynamic task, a small pod that reads the profile and writes the node of
-`tasks.stages.sft_stage`, the stage itself, with pods, image and Ray cluster of these sizes.
-
-Results are cached per profile, since they come from other hardware in another layout. The cache is
-the stage's; the dynamic task has none.
+`tasks.stages.sft_stage`, the stage itself, with pods, image and Ray cluster of these sizes. Only
+the stage is cached, by profile: other hardware, in another layout, gives other results.
 """
 
 from __future__ import annotations
@@ -255,7 +253,7 @@ def _with_profile(
 def _unregistered(workflow: str) -> Iterator[None]:
     """Keep from registration what a run makes: stages, and the workflow of the dynamic task."""
     entities = FlyteEntities.entities
-    before = {id(entity) for entity in entities}
+    before = set(map(id, entities))
     try:
         yield
     finally:

@@ -30,16 +30,10 @@ def approved_promotion(
     evaluation: FlyteDirectory,
 ) -> FlyteDirectory:
     """Wait for approval, then promote."""
-    approved = approve(approval_request(promotion=first), "promotion", timeout=APPROVAL_TIMEOUT)
-    again = promote(
-        profile,
-        run=run,
-        settings=settings,
-        dataset=dataset,
-        policy=policy,
-        evaluation=evaluation,
-        approved_by=APPROVED_BY,
-    )
+    inputs = {**locals()}
+    request = approval_request(promotion=inputs.pop("first"))
+    approved = approve(request, "promotion", timeout=APPROVAL_TIMEOUT)
+    again = promote(**inputs, approved_by=APPROVED_BY)
     approved >> again
     return again
 
@@ -68,14 +62,8 @@ def promotion_with_approval(
 
 def gate(p: Any, dataset: Any, policy: Any, evaluation: Any) -> Any:
     """Promote; without a wait for a person this is one container instead of three."""
-    inputs = {
-        "profile": p.profile,
-        "run": p.run,
-        "settings": p.promotion,
-        "dataset": dataset,
-        "policy": policy,
-        "evaluation": evaluation,
-    }
+    stage = {"profile": p.profile, "run": p.run, "settings": p.promotion}
+    inputs = {**stage, "dataset": dataset, "policy": policy, "evaluation": evaluation}
     return (
         conditional("promotion")
         .if_(p.needs_approval.is_true())

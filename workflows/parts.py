@@ -9,21 +9,9 @@ from typing import Any
 
 from flytekit import workflow
 
+from tasks import stages
 from tasks.inputs import RLHFConfig
-from tasks.stages import (
-    evaluate,
-    pairs,
-    plan,
-    preprocess,
-    report,
-    reward_model_promotion,
-    reward_model_training,
-    rl,
-    sft,
-)
 from workflows.approval import gate
-
-POSITIONAL_OR_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 # The inputs of a plan: what each is, and what it is by default.
 INPUTS: Mapping[str, tuple[str, Any]] = {
@@ -59,25 +47,25 @@ def pipeline(
     settings: what `config` is by default.
     help: what inputs are, for the command line; the rest as in `INPUTS`.
     """
-
     defaults = {name: default for name, (_, default) in INPUTS.items()} | {"config": settings}
     if not by_preferences:
         del defaults["preferences"]
 
     def make(body: Callable[..., Any]) -> Any:
         signature = inspect.signature(body, eval_str=True)
-        own = list(signature.parameters.values())[1:]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        extra = list(signature.parameters.values())[1:]
         parameters = [
-            inspect.Parameter(name, POSITIONAL_OR_KEYWORD, default=value, annotation=type(value))
+            inspect.Parameter(name, kind, default=value, annotation=type(value))
             for name, value in defaults.items()
         ]
         after_model = list(defaults).index("model") + 1
-        parameters[after_model:after_model] = own
+        parameters[after_model:after_model] = extra
 
         @functools.wraps(body)
         def composed(**inputs: Any) -> Any:
-            others = {parameter.name: inputs.pop(parameter.name) for parameter in own}
-            return body(plan(**inputs, workflow=body.__name__), **others)
+            others = {parameter.name: inputs.pop(parameter.name) for parameter in extra}
+            return body(stages.plan(**inputs, workflow=body.__name__), **others)
 
         signature = signature.replace(parameters=parameters)
         composed.__signature__ = signature  # type: ignore[attr-defined]
@@ -94,17 +82,17 @@ def pipeline(
 
 def warm_start_of(p: Any) -> tuple[Any, Any]:
     """Make the dataset of a plan and the warm start, or with `sft.skip` the start model."""
-    dataset = preprocess(run=p.run, settings=p.dataset).dataset
-    return dataset, sft(p.sft_profile, run=p.run, settings=p.sft, dataset=dataset)
+    dataset = stages.preprocess(run=p.run, settings=p.dataset).dataset
+    return dataset, stages.sft(p.sft_profile, run=p.run, settings=p.sft, dataset=dataset)
 
 
 def reward_model_of(p: Any, dataset: Any, policy: Any) -> tuple[Any, Any]:
     """Train a reward model of the policy's backbone, and promote it in the registry."""
-    made = pairs(p.profile, run=p.run, settings=p.pairs, dataset=dataset, policy=policy)
-    model = reward_model_training(
+    made = stages.pairs(p.profile, run=p.run, settings=p.pairs, dataset=dataset, policy=policy)
+    model = stages.reward_model_training(
         p.profile, run=p.run, settings=p.reward_model, pairs=made, policy=policy
     )
-    registered = reward_model_promotion(
+    registered = stages.reward_model_promotion(
         p.profile, run=p.run, settings=p.reward_model_gate, pairs=made, reward_model=model
     )
     return model, registered
@@ -112,13 +100,13 @@ def reward_model_of(p: Any, dataset: Any, policy: Any) -> tuple[Any, Any]:
 
 def improve_and_promote(p: Any, dataset: Any, warm_start: Any) -> Any:
     """Train by RL from the warm start, and promote the policy if it is better."""
-    policy = rl(p.profile, run=p.run, settings=p.rl, dataset=dataset, warm_start=warm_start)
+    policy = stages.rl(p.profile, run=p.run, settings=p.rl, dataset=dataset, warm_start=warm_start)
     return evaluate_and_promote(p, dataset, warm_start, policy)
 
 
 def evaluate_and_promote(p: Any, dataset: Any, warm_start: Any, policy: Any) -> Any:
     """Evaluate, promote and report a policy."""
-    evaluation = evaluate(
+    evaluation = stages.evaluate(
         p.profile,
         run=p.run,
         settings=p.evaluation,
@@ -127,7 +115,7 @@ def evaluate_and_promote(p: Any, dataset: Any, warm_start: Any, policy: Any) -> 
         policy=policy,
     ).evaluation
     promotion = gate(p, dataset, policy, evaluation)
-    return report(
+    return stages.report(
         run=p.run,
         config_digest=p.config_digest,
         dataset=dataset,

@@ -36,6 +36,7 @@ from engine.console import INTERRUPTED, quiet
 from engine.errors import ConfigError, EngineError
 from engine.storage.digests import hash_file, project_root
 from engine.storage.filesystem import write_atomically
+from tasks.flytekit_setup import VARIABLE as SECRETS
 from tasks.flytekit_setup import VARIABLES
 
 if TYPE_CHECKING:
@@ -76,11 +77,10 @@ def version_of(root: Path, images: Mapping[str, str], allow_dirty: bool = False)
 
 def images_digest(images: Mapping[str, str]) -> str:
     """Return twelve hex digits: the image's, or those of a hash over several."""
-    digests = {kind: image_digest(kind, reference) for kind, reference in images.items()}
-    if len(set(digests.values())) == 1:
-        return next(iter(digests.values()))[:SHORT]
-    lines = "".join(f"{kind}={digests[kind]}\n" for kind in sorted(digests))
-    return hashlib.sha256(lines.encode()).hexdigest()[:SHORT]
+    digests = {kind: image_digest(kind, images[kind]) for kind in sorted(images)}
+    lines = "".join(f"{kind}={digest}\n" for kind, digest in digests.items())
+    several, first = len(set(digests.values())) > 1, next(iter(digests.values()))
+    return (hashlib.sha256(lines.encode()).hexdigest() if several else first)[:SHORT]
 
 
 def image_digest(kind: str, reference: str) -> str:
@@ -112,7 +112,6 @@ def _git(root: Path, *arguments: str) -> str:
 # package` writes times, the owner, and files in the order of the folder; flytekit 1.16 lists a
 # branch's predecessors in the order of a set, and protobuf's maps come out in any order.
 
-PACKAGE = "workflows"
 PYTHON = "/opt/venv/bin/python"  # in the images
 
 
@@ -135,7 +134,7 @@ def serialize(
         python_interpreter=PYTHON,
     )
     with add_sys_path(root):
-        just_load_modules([PACKAGE])
+        just_load_modules(["workflows"])
     # Without the root, which dynamic tasks would carry: an archive is the same in any folder.
     entities = serialize_get_control_plane_entities(settings)
     for entity in entities:
@@ -185,7 +184,6 @@ def write_package(entities: Sequence[FlyteControlPlaneEntity], path: Path) -> No
 # The command line.
 
 NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # of workflows.launching, which must not be loaded yet
-SECRETS = "HYBRIDFLYTE_SECRETS"  # of tasks.flytekit_setup, the same
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
 

@@ -104,7 +104,7 @@ def evaluate(
             "run": run.run_id,
             "data": describe_problems(data.source, problems[summary.TEST], models["rl"]),
             "scorer": scorer_identity(config.scorer),
-            "known from training": known_sentence(sets),
+            "known from training": "; ".join(f"{s.name}: {s.contamination}" for s in sets),
             **model_facts(this.parent("policy").digest, models["rl"]),
             "promotion": "decided after this page; then the run's report.html has the verdict",
         }
@@ -272,11 +272,6 @@ def evaluation_page(
     )
 
 
-def known_sentence(sets: Sequence[summary.EvaluatedSet]) -> str:
-    """Say how much of each evaluation set is known from training."""
-    return "; ".join(f"{s.name}: {s.contamination}" for s in sets)
-
-
 def write_pages(run: RunContext, promotion: Path) -> Path:
     """Write and show `report.html` and `lineage.html` of the model that `promotion` is about.
 
@@ -296,7 +291,7 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
     facts = {
         "run": run.run_id,
         "data": f"{problems} held-out problems of {dataset}",
-        "known from training": known_sentence(sets),
+        "known from training": "; ".join(f"{s.name}: {s.contamination}" for s in sets),
         **model_facts(parents["policy"].digest, policy, page=bool(graph)),
     }
     made_of, verdict = read_manifest(evaluation).parents, read_verdict(promotion)
@@ -483,9 +478,8 @@ def near_zero_advice(start_model: str | None) -> str:
         )
     name = f"the start model {start_model}" if start_model else "the model that RL started from"
     return (
-        f"Both models are near 0: {name} solves almost none of these problems, so RL has next to "
-        "nothing to learn from. Look at its answers in the report, and start from a stronger model "
-        "with --model FOLDER."
+        f"Both models are near 0: {name} solves almost none of these problems. Look at its answers "
+        "in the report, and start from a stronger model with --model FOLDER."
     )
 
 

@@ -249,9 +249,8 @@ def apply_profile(config: C, profile: Profile) -> C:
             "Ray workers; set rl.trainer.placement=ray, or profile=laptop"
         )
     placed: dict[str, object] = {"rl": _rl_on_gpus(config.rl, profile)}
-    evaluating = f"a machine of profile={profile.name}, which evaluates, has"
     if config.evaluate.parallel is not None:
-        _check_size("evaluate.parallel", config.evaluate.parallel, profile.gpus, evaluating)
+        _check_size("evaluate.parallel", config.evaluate.parallel, profile, one_machine=True)
     for section in (config.sft, config.preference, config.reward_model):
         if section is not config.sft or not config.sft.skip:
             placed[section.section] = _on_gpus(section, profile)
@@ -282,7 +281,7 @@ def _on_gpus(config: OfflineConfig, profile: Profile) -> OfflineConfig:
             f"workers; leave {section}.placement out, or set profile=laptop"
         )
     parallel = profile.layout if several and config.parallel == ONE_RANK else config.parallel
-    _check_size(f"{section}.parallel", parallel, profile.max_gpus, _at_most(profile))
+    _check_size(f"{section}.parallel", parallel, profile)
     if not several:
         return config
     pool = PoolConfig(roles=(section,), cpus=_cpus(profile), gpus=1.0)
@@ -306,7 +305,7 @@ def _rl_on_gpus(rl: RLConfig, profile: Profile) -> RLConfig:
         return rl
     if parallel == ONE_RANK:
         rl = changed(rl, "actor.parallel", profile.layout)
-    _check_size("rl.actor.parallel", rl.actor.parallel, profile.max_gpus, _at_most(profile))
+    _check_size("rl.actor.parallel", rl.actor.parallel, profile)
     return rl if rl.trainer.pools else changed(rl, "trainer.pools", _pools(rl, profile))
 
 
@@ -332,19 +331,20 @@ def _cpus(profile: Profile) -> int:
     return max(1, profile.cpus // profile.gpus - 1)
 
 
-def _at_most(profile: Profile) -> str:
-    return f"profile={profile.name} has at most"
-
-
-def _check_size(setting: str, parallel: ParallelConfig, gpus: int, machines_have: str) -> None:
+def _check_size(
+    setting: str, parallel: ParallelConfig, profile: Profile, *, one_machine: bool = False
+) -> None:
     """Raise ConfigError for a layout of more ranks than GPUs."""
     from engine.parallel.layout import Layout
 
-    ranks = Layout.of(parallel).world_size
+    ranks, most = Layout.of(parallel).world_size, f"profile={profile.name} has at most"
+    if one_machine:
+        most = f"a machine of profile={profile.name}, which evaluates, has"
+    gpus = profile.gpus if one_machine else profile.max_gpus
     if ranks > gpus:
         raise ConfigError(
-            f"{setting} is a layout of {ranks} ranks, but {machines_have} {gpus} GPUs; choose a "
-            "smaller layout, or another profile"
+            f"{setting} is a layout of {ranks} ranks, but {most} {gpus} GPUs; choose a smaller "
+            "layout, or another profile"
         )
 
 

@@ -16,7 +16,6 @@ from engine.errors import ConfigError
 from tasks import host
 from tasks.flytekit_setup import (
     VARIABLE,
-    SecretName,
     load_secrets,
     read_secrets,
     registration_environment,
@@ -131,7 +130,8 @@ TEXT = "MLFLOW_TRACKING_TOKEN=team/mlflow, HF_TOKEN=team/hub,WANDB_API_KEY=team/
 
 
 def test_names_are_read_and_values_refused() -> None:
-    assert read_secrets(TEXT)["HF_TOKEN"] == SecretName("team", "hub")
+    secret = read_secrets(TEXT)["HF_TOKEN"]
+    assert (secret.group, secret.key) == ("team", "hub")
     assert read_secrets("") == {}
     for wrong in ("HF_TOKEN=hf_abcdef", "HF_TOKEN", "hf-token=a/b", "HF_TOKEN=a/b/c"):
         with pytest.raises(ConfigError, match=r"is no VARIABLE=GROUP/KEY; give the variable"):
