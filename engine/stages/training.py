@@ -115,7 +115,8 @@ def _copy_until(folder: Path, objects: Objects, closed: threading.Event) -> None
                 if not path.is_file() or path.is_symlink():
                     continue
                 with contextlib.suppress(FileNotFoundError):
-                    changed = path.stat().st_size, path.stat().st_mtime_ns
+                    status = path.stat()
+                    changed = status.st_size, status.st_mtime_ns
                     if sent.get(path) != changed:
                         objects.put(path.relative_to(folder).as_posix(), path.read_bytes())
                         sent[path] = changed
