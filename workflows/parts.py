@@ -16,7 +16,7 @@ from workflows.approval import gate
 # The inputs of a plan: what each is, and what it is by default.
 INPUTS: Mapping[str, tuple[str, Any]] = {
     "config": ("Settings: a YAML or JSON file, preset:NAME, or JSON text.", RLHFConfig()),
-    "source": ("Data source of the problems, arithmetic, gsm8k or files; empty: as in config.", ""),
+    "source": ("Data source, arithmetic, gsm8k or files; empty: as in config.", ""),
     "path": ("File, folder, s3:// prefix or hub id of the data; empty: as in config.", ""),
     "model": ("Hugging Face model folder to start from; empty: as in config.", ""),
     "preferences": (
