@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-from engine.config import LoRAConfig, OfflineConfig, PreferenceTrainingConfig
+from engine.config import OfflineConfig, PreferenceTrainingConfig
 from engine.console import Progress, progress, say
 from engine.controller.launch import require_shared
 from engine.data.contract import KTO_ROWS, PREFERENCE_PAIRS, check
@@ -154,9 +154,10 @@ def write_tables(
 
 
 def read_examples(
-    read: Callable[..., list[Example]], pairs: Path, model: Path, too_long: str
+    this: Stage, read: Callable[..., list[Example]], too_long: str
 ) -> tuple[list[Example], list[Example]]:
     """Encode both splits of `pairs`, the second may be empty, as the policy's tokens."""
+    pairs, model = this.inputs["pairs"], this.inputs["policy"]
     tokenizer, context = load_tokenizer(model), vocabulary_and_context(model)[1]
     files = (pairs / f"{split}.parquet" for split in SPLITS)
     train, validation = (
@@ -181,15 +182,15 @@ def reference_log_probs(
     needed = uses_reference(config) and config.reference == "precomputed"
     on_ray = needed and is_on_ray(config)
     with stage("reference", run, recorded_settings(settings), on_ray=on_ray) as this:
-        rows = this.load_parent("pairs", pairs)
+        this.load_parent("pairs", pairs)
         model = this.load_parent("policy", policy)
         if on_ray:
             require_shared([str(this.folder), str(model)])
         (this.folder / "reference.json").write_text(json.dumps({"precomputed": needed}) + "\n")
         if needed:
             read = partial(read_preferences, kind=kind_of(config))
-            examples = read_examples(read, rows, model, settings.too_long)
-            with open_trainer(PreferenceTrainer, this, model, config, settings) as trainer:
+            examples = read_examples(this, read, settings.too_long)
+            with open_trainer(PreferenceTrainer, this, config, settings) as trainer:
                 trainer.precompute_reference([split for split in examples if split], this.folder)
         else:
             say(f"reference: none is precomputed ({config.loss}, {config.reference})")
@@ -210,14 +211,14 @@ def preference_training(
     """
     config, recorded = settings.config, recorded_settings(settings)
     with stage("preference", run, recorded, on_ray=is_on_ray(config)) as this:
-        rows = this.load_parent("pairs", pairs)
-        model = this.load_parent("policy", policy)
+        this.load_parent("pairs", pairs)
+        this.load_parent("policy", policy)
         # A copy, as reading a log-prob that is missing writes it there.
         scratch = this.folder / SCRATCH
         shutil.copytree(this.load_parent("reference", reference), scratch)
         config = config.model_copy(update={"reference_cache": str(scratch)})
         read = partial(read_preferences, kind=kind_of(config))
-        return train_on_pairs(this, run, PreferenceTrainer, read, rows, model, config, settings)
+        return train_on_pairs(this, run, PreferenceTrainer, read, config, settings)
 
 
 def reward_model_training(
@@ -239,13 +240,12 @@ def reward_model_training(
     if settings.dtype:
         recorded["dtype"] = settings.dtype
     with stage("reward_model", run, recorded, on_ray=is_on_ray(config)) as this:
-        rows = this.load_parent("pairs", pairs)
-        model = this.load_parent("policy", policy)
-        inputs = (rows, model, config, settings)
+        this.load_parent("pairs", pairs)
+        this.load_parent("policy", policy)
+        kind: tuple[Any, Any] = (RewardModelTrainer, read_reward_pairs)
         if config.head == "likelihood":
-            trained = train_on_pairs(this, run, LikelihoodRewardTrainer, read_preferences, *inputs)
-        else:
-            trained = train_on_pairs(this, run, RewardModelTrainer, read_reward_pairs, *inputs)
+            kind = (LikelihoodRewardTrainer, read_preferences)
+        trained = train_on_pairs(this, run, *kind, config, settings)
         say(f"reward_model: {ranking(read_manifest(trained.local()).metrics)}")
         return trained
 
@@ -255,17 +255,16 @@ def train_on_pairs(
     run: RunContext,
     kind: type[OfflineTrainer[Example, Any]],
     read: Callable[..., list[Example]],
-    rows: Path,
-    model: Path,
     config: OfflineConfig,
     settings: PreferenceSettings | RewardModelSettings,
 ) -> Artifact:
     """Train the stage's parent `policy` on its parent `pairs`, and publish what comes of it."""
-    this.log_splits(rows, SPLITS, this.parent("pairs").uri)
+    model = this.inputs["policy"]
+    this.log_splits(this.inputs["pairs"], SPLITS, this.parent("pairs").uri)
     if is_on_ray(config):
         require_shared([str(this.folder), str(model)])
-    train, validation = read_examples(read, rows, model, settings.too_long)
-    make = partial(open_trainer, kind, this, model, config, settings)
+    train, validation = read_examples(this, read, settings.too_long)
+    make = partial(open_trainer, kind, this, config, settings)
     return train_on_rows(this, run, config, make, train, validation, model)
 
 
@@ -275,14 +274,12 @@ Trainer = TypeVar("Trainer", bound=OfflineTrainer[Any, Any])
 def open_trainer(
     kind: type[Trainer],
     this: Stage,
-    model: Path,
     config: OfflineConfig,
     settings: PreferenceSettings | RewardModelSettings,
 ) -> Trainer:
     """Open a trainer that starts from the policy's folder."""
-    lora = settings.lora if isinstance(settings, PreferenceSettings) else LoRAConfig()
-    dtype = settings.dtype or saved_dtype(model)
-    start = StartModel(str(model), dtype, lora, settings.seed)
+    lora, model = getattr(settings, "lora", None), this.inputs["policy"]  # none in a reward model
+    start = StartModel(str(model), settings.dtype or saved_dtype(model), lora, settings.seed)
     pad = int(load_tokenizer(model).pad_token_id or 0)
     return kind(start, pad, config, seed=settings.seed, start=this.parent("policy").digest)
 
