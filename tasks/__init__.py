@@ -2,10 +2,7 @@
 
 `tasks.stages` has all tasks that make artifacts. What they stand on: `host` (Flyte as a stage sees
 it), `variants` (a stage on the machines of a profile), `inputs` (the configuration as an input),
-`flytekit_setup` (patches, images, credentials). Once one of them is loaded, Ctrl-C gives exit
-status 130.
+`flytekit_setup` (patches, which hold once any of them is loaded, images, credentials).
 """
 
-from tasks.flytekit_setup import set_ctrl_c_status
-
-set_ctrl_c_status()
+import tasks.flytekit_setup  # noqa: F401

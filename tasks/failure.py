@@ -13,7 +13,7 @@ import functools
 import inspect
 import os
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -22,23 +22,20 @@ from flytekit.types.error.error import FlyteError
 from engine.console import say
 from engine.stages.settings import RunContext
 from engine.stages.stage import execution_tags, hosted
-from tasks.flytekit_setup import convert_error_literals, load_secrets
+from tasks.flytekit_setup import load_secrets
 from tasks.host import FlyteHost, short
 from tasks.inputs import RLHFConfig
+
+if TYPE_CHECKING:
+    from engine.tracking import Tracker
 
 EXECUTION_VARIABLE = "FLYTE_INTERNAL_EXECUTION_ID"
 CAUSE_TAG = "hybridflyte.error"
 NODE_TAG = "hybridflyte.failed_node"
 
-convert_error_literals()
-
-# Locally, executions have no name and a handler runs in the process that failed.
-_current_run: list[RunContext] = []
-
-
-def set_current_run(run: RunContext | None) -> None:
-    """Set the run of this process; None while a new one is being opened."""
-    _current_run[:] = [run] if run else []
+# Locally, executions have no name and a handler runs in the process that failed: this is its run,
+# and empty while one is being opened.
+current_run: list[RunContext] = []
 
 
 def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) -> None:
@@ -48,65 +45,47 @@ def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) 
     to record. A failure to record is printed, not raised: that would hide the cause.
     """
     from engine.errors import EngineError
+    from engine.storage.artifacts import staging
+    from engine.storage.filesystem import home
+    from engine.tracking import Tracker
 
+    execution, settings = os.environ.get(EXECUTION_VARIABLE), config.model_dump(mode="json")
+    name = f"{workflow}-{execution}"
     try:
         with hosted(FlyteHost()):
-            if os.environ.get(EXECUTION_VARIABLE):
+            tracker = Tracker(experiment=config.tracking.experiment)
+            if execution:
                 load_secrets()
-            if run_id := _mlflow_run(workflow, config):
-                _end_runs(config.tracking.experiment, run_id, error)
-        _clean_staging()
+                tags = execution_tags(execution)
+                _end_runs(tracker, tracker.start_pipeline(name, settings, tags, execution), error)
+            elif current_run:
+                _end_runs(tracker, current_run[0].mlflow_run, error)
+        if (home() / ".staging").exists():
+            with staging("failure"):  # removes the files of processes that died
+                pass
     except (EngineError, OSError) as fault:
         say(f"failure: the cause could not be recorded ({fault})")
 
 
-def _mlflow_run(workflow: str, config: RLHFConfig) -> str:
-    """Return the MLflow run of this execution; empty where there is none."""
-    execution = os.environ.get(EXECUTION_VARIABLE)
-    if not execution:
-        return _current_run[0].mlflow_run if _current_run else ""
-    from engine.tracking import Tracker
-
-    tracker = Tracker(experiment=config.tracking.experiment)
-    return tracker.start_pipeline(
-        f"{workflow}-{execution}",
-        config.model_dump(mode="json"),
-        execution_tags(execution),
-        key=execution,
-    )
-
-
-def _end_runs(experiment: str, run_id: str, error: FlyteError | None) -> None:
+def _end_runs(tracker: Tracker, run_id: str, error: FlyteError | None) -> None:
     """Tag the run with the cause, and end it and its stages that are still running."""
-    from engine.tracking import Tracker
     from engine.tracking.connection import tags
 
-    tracker = Tracker(experiment=experiment)
     cause = (error.message if error else "").strip()
     cause = cause or "Flyte gave no message; see the failed node in its console"
-    facts = {CAUSE_TAG: cause, NODE_TAG: error.failed_node_id if error else ""}
+    texts = tags({CAUSE_TAG: cause, NODE_TAG: error.failed_node_id if error else ""})
     with tracker.translated("record a failure"):
-        for key, value in tags(facts).items():
+        for key, value in texts.items():
             tracker.client.set_tag(run_id, key, value)
         stages = tracker.client.search_runs(
             [tracker.experiment_id],
             f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'",
         )
         for stage in stages:
-            tracker.client.set_tag(stage.info.run_id, CAUSE_TAG, tags(facts)[CAUSE_TAG])
+            tracker.client.set_tag(stage.info.run_id, CAUSE_TAG, texts[CAUSE_TAG])
             tracker.client.set_terminated(stage.info.run_id, "FAILED")
     tracker.finish_pipeline(run_id, "FAILED")
     say(f"failure: recorded in MLflow run {run_id}")
-
-
-def _clean_staging() -> None:
-    """Remove the staging files of processes that died."""
-    from engine.storage.artifacts import staging
-    from engine.storage.filesystem import home
-
-    if (home() / ".staging").exists():
-        with staging("failure"):
-            pass
 
 
 def _handler(workflow: str, **inputs: type) -> Any:

@@ -1,7 +1,7 @@
 """Set up flytekit before tasks load: patches, images, and credentials.
 
 `workflows.register` loads it before the variables that tasks read are set: it reads none of them
-on load. Each patch names what it changes and is idempotent.
+on load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flytekit import FlyteContextManager, Secret, current_context
 from flytekit.core.context_manager import BranchEvalMode, FlyteContext
@@ -32,126 +32,91 @@ if TYPE_CHECKING:
     from flyteidl.core.literals_pb2 import LiteralMap
 
 
-# Ctrl-C where flytekit is loaded, as in `pyflyte run`, gives the exit status 130 of all commands
-# here; flytekit 1.16's own handler ends with 1. `engine.stages.stage` prints and closes.
-
-
-def set_ctrl_c_status() -> None:
-    """Make a process with flytekit exit with `INTERRUPTED` on Ctrl-C; idempotent."""
-    if _exit not in FlyteContextManager.signal_handlers:
-        FlyteContextManager.add_signal_handler(_exit)
+# What loading this module changes in flytekit 1.16.
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    """End on Ctrl-C with the status of all commands here; flytekit's own handler ends with 1."""
     sys.exit(INTERRUPTED)
 
 
-# Two patches of flytekit 1.16's types: cached literal types, and errors given to failure handlers.
+FlyteContextManager.add_signal_handler(_exit)
+
+_derive: Any = PydanticTransformer.get_literal_type
 
 
-def cache_literal_types() -> None:
-    """Cache the literal type that flytekit derives for a pydantic model; idempotent.
+@functools.cache
+def _derived(transformer: PydanticTransformer, model: type[BaseModel]) -> LiteralType:
+    """Derive the literal type of a pydantic model, with a JSON schema, once and silently.
 
-    flytekit derives it, with a JSON schema, for every input of every task, and a stage has one task
-    per profile: uncached, this is half of the start-up time of `pyflyte run`. Its warnings are left
-    out: a model travels whole, so a field without a Flyte type of its own loses nothing.
+    flytekit does so for every input of every task: this is half of the start-up time of `pyflyte
+    run`. A model travels whole, so a field without a Flyte type, which it warns of, loses nothing.
     """
-    derive: Any = PydanticTransformer.get_literal_type
-    if hasattr(derive, "cache_info"):
-        return
-
-    @functools.cache
-    def derived(transformer: PydanticTransformer, model: type[BaseModel]) -> LiteralType:
-        level = logger.level
-        logger.setLevel(max(level, logging.ERROR))
-        try:
-            literal_type: LiteralType = derive(transformer, model)
-            return literal_type
-        finally:
-            logger.setLevel(level)
-
-    patched: Any = derived
-    PydanticTransformer.get_literal_type = patched
+    level = logger.level
+    logger.setLevel(max(level, logging.ERROR))
+    try:
+        return _derive(transformer, model)
+    finally:
+        logger.setLevel(level)
 
 
-def convert_error_literals() -> None:
-    """Convert an error literal to flytekit's own class; idempotent.
+PydanticTransformer.get_literal_type = _derived
 
-    flytekit leaves the protobuf in place and then fails to print it while it tries the variants of
-    `FlyteError | None`.
+_read_scalar: Any = Scalar.from_flyte_idl
+
+
+def _with_error(message: Any) -> Scalar:
+    """Convert an error in a scalar to flytekit's own class, so that it can be printed.
+
+    flytekit leaves the protobuf in place, and fails when it tries variants of `FlyteError | None`.
     """
-    if hasattr(Scalar.from_flyte_idl, "reads_errors"):
-        return
-    read: Any = Scalar.from_flyte_idl
-
-    def with_error(message: Any) -> Scalar:
-        scalar: Scalar = read(message)
-        if message.HasField("error"):
-            scalar._error = Error.from_flyte_idl(message.error)
-        return scalar
-
-    with_error.reads_errors = True  # type: ignore[attr-defined]
-    Scalar.from_flyte_idl = with_error
+    scalar: Scalar = _read_scalar(message)
+    if message.HasField("error"):
+        scalar._error = Error.from_flyte_idl(message.error)
+    return scalar
 
 
-# Patch of flytekit's local runs: a `conditional` inside the sub-workflow of another one. Locally,
-# flytekit 1.16 shares one state between both (flyteorg/flyte#6426). The inner branch marks it as
-# done when it ends, so that the rest of the sub-workflow is skipped, and it always runs its first
-# case. On a cluster each branch has its own state.
+Scalar.from_flyte_idl = _with_error
+
+_builder: Any = FlyteContext.Builder
+_enter_branch = _builder.enter_conditional_section
 
 
-def patch_nested_branches() -> None:
-    """Give a branch inside a running branch its own state; idempotent."""
-    builder: Any = FlyteContext.Builder
-    enter = builder.enter_conditional_section
-    if hasattr(enter, "nests"):
-        return
+def _enter_with_new_state(self: Any) -> Any:
+    """Give a `conditional` in the sub-workflow of another one its own state, as on a cluster.
 
-    def enter_with_new_state(self: Any) -> Any:
-        state = self.execution_state
-        running = state is not None and state.branch_eval_mode == BranchEvalMode.BRANCH_ACTIVE
-        entered = enter(self)
-        if running and state.is_local_execution():
-            skipped = BranchEvalMode.BRANCH_SKIPPED  # until a case is chosen
-            entered.execution_state = state.with_params(branch_eval_mode=skipped)
-        return entered
-
-    enter_with_new_state.nests = True  # type: ignore[attr-defined]
-    builder.enter_conditional_section = enter_with_new_state
+    In local runs flytekit shares one state between both (flyteorg/flyte#6426): the inner branch
+    always runs its first case, and marks the state as done when it ends, so that the rest of the
+    sub-workflow is skipped.
+    """
+    state = self.execution_state
+    running = state is not None and state.branch_eval_mode == BranchEvalMode.BRANCH_ACTIVE
+    entered = _enter_branch(self)
+    if running and state.is_local_execution():
+        skipped = BranchEvalMode.BRANCH_SKIPPED  # until a case is chosen
+        entered.execution_state = state.with_params(branch_eval_mode=skipped)
+    return entered
 
 
-# Flyte's local cache: results whose artifact no longer exists, and checks that passed before. Only
-# for local runs: on a cluster the catalogue is Flyte's, and a stage reports a missing artifact.
+_builder.enter_conditional_section = _enter_with_new_state
 
-TASK_PREFIX = "tasks."  # of cache keys, e.g. tasks.stages.sft_stage-<version>-<inputs>
-CHECK_PREFIX = "checks."  # of what passed a check, e.g. checks.<sha256>
+
+# Flyte's local cache, of local runs: on a cluster the catalogue is Flyte's, and a stage reports a
+# missing artifact.
 
 
 def evict_missing() -> int:
-    """Drop cached results of our tasks that point to folders no longer there; return how many.
-
-    flytekit would hand such a path to the next task and end with a traceback.
-    """
+    """Drop cached results of our tasks whose folders are no longer there; return how many."""
     from flyteidl.core.literals_pb2 import LiteralMap
 
-    cache = open_cache()
-    evicted = 0
-    for key in [key for key in cache.iterkeys() if str(key).startswith(TASK_PREFIX)]:
+    cache, evicted = open_cache(), 0
+    # Keys are, e.g., tasks.stages.sft_stage-<version>-<inputs>.
+    for key in [key for key in cache.iterkeys() if str(key).startswith("tasks.")]:
         stored = cache.get(key)
         outputs = LiteralMap.FromString(stored) if isinstance(stored, bytes) else LiteralMap()
         if any(not path.exists() for path in local_outputs(outputs)):
             evicted += bool(cache.delete(key))
     return evicted
-
-
-def has_passed(check: str) -> bool:
-    """Return whether `remember_passed` was called for this key since the cache was last cleared."""
-    return CHECK_PREFIX + check in open_cache()
-
-
-def remember_passed(check: str) -> None:
-    """Keep that a check passed; its key must name everything that the outcome depends on."""
-    open_cache().set(CHECK_PREFIX + check, True)
 
 
 def open_cache() -> Cache:
@@ -174,11 +139,9 @@ def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
                 yield Path(uri)
 
 
-# Which image a task runs in.
-#
-# `python -m workflows.register` sets the variables below to references by digest before it loads
-# the tasks, so that cache keys contain the images. Without them (`pyflyte run`, `register` or
-# `package`) Flyte fills in what its `--image` says.
+# Images of tasks. `python -m workflows.register` sets the variables to references by digest before
+# it loads the tasks, so that cache keys contain the images. Without them (`pyflyte run`, `register`
+# or `package`) Flyte fills in what its `--image` says.
 
 TEMPLATE = "{{.image.default.fqn}}:{{.image.default.version}}"
 VARIABLES = {
@@ -194,13 +157,12 @@ def image(kind: str = "default") -> str:
     return chosen or TEMPLATE
 
 
-# Credentials of pods, by Flyte's secrets: which are asked for, and where a task finds them.
+# Credentials of pods, by Flyte's secrets: variable, then group and key of the secret, as in
 #
 #     HYBRIDFLYTE_SECRETS="MLFLOW_TRACKING_TOKEN=hybridflyte/mlflow,HF_TOKEN=hybridflyte/hub"
 #
-# Variable, then group and key of the secret. They are part of a task's template, so the setting is
-# read when tasks are registered (`python -m workflows.register --secret …`). On a laptop variables
-# are what they are, and without the setting nothing changes.
+# They are part of a task's template, so the setting is read when tasks are registered (`python -m
+# workflows.register --secret …`). On a laptop variables are what they are.
 
 VARIABLE = "HYBRIDFLYTE_SECRETS"
 Need = Literal["hub", "loggers"]
@@ -214,16 +176,9 @@ _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _ENTRY = re.compile(rf"([A-Z_][A-Z0-9_]*)=({_WORD})/({_WORD})")
 
 
-class SecretName(NamedTuple):
-    """A secret of Flyte's: on Kubernetes a Secret's name, and a key in it."""
-
-    group: str
-    key: str
-
-
-def read_secrets(text: str) -> dict[str, SecretName]:
+def read_secrets(text: str) -> dict[str, Secret]:
     """Return the secrets by variable; ConfigError for what is none."""
-    secrets: dict[str, SecretName] = {}
+    secrets: dict[str, Secret] = {}
     for entry in (part.strip() for part in text.split(",") if part.strip()):
         match = _ENTRY.fullmatch(entry)
         if match is None:
@@ -234,7 +189,9 @@ def read_secrets(text: str) -> dict[str, SecretName]:
         variable, group, key = match.groups()
         if variable in secrets:
             raise ConfigError(f"{VARIABLE} names {variable} twice; leave one out")
-        secrets[variable] = SecretName(group, key)
+        # Flyte sets the variable itself where it is new enough; else `load_secrets` does.
+        env_var = Secret.MountType.ENV_VAR
+        secrets[variable] = Secret(group, key, mount_requirement=env_var, env_var=variable)
     return secrets
 
 
@@ -248,18 +205,8 @@ def with_secrets(*needs: Need) -> dict[str, Any]:
     }
     if not secrets:
         return {}
-    requests = [
-        # Flyte sets the variable itself where it is new enough; else `load_secrets` does.
-        Secret(
-            group=secret.group,
-            key=secret.key,
-            mount_requirement=Secret.MountType.ENV_VAR,
-            env_var=name,
-        )
-        for name, secret in secrets.items()
-    ]
     names = ",".join(f"{name}={s.group}/{s.key}" for name, s in secrets.items())
-    return {"secret_requests": requests, "environment": {VARIABLE: names}}
+    return {"secret_requests": list(secrets.values()), "environment": {VARIABLE: names}}
 
 
 def registration_environment() -> dict[str, str]:
@@ -269,13 +216,13 @@ def registration_environment() -> dict[str, str]:
 
 def load_secrets() -> None:
     """Set the variables of the task's secrets in a pod; ConfigError for one that is missing."""
-    for variable, name in read_secrets(os.environ.get(VARIABLE, "")).items():
+    for variable, secret in read_secrets(os.environ.get(VARIABLE, "")).items():
         if variable in os.environ:
             continue
         try:
-            os.environ[variable] = current_context().secrets.get(name.group, name.key)
+            os.environ[variable] = current_context().secrets.get(secret.group, secret.key)
         except ValueError:
             raise ConfigError(
-                f"the secret {name.group}/{name.key} for {variable} is not in this pod; create it "
-                "in the project's namespace, or register without it"
+                f"the secret {secret.group}/{secret.key} for {variable} is not in this pod; create "
+                "it in the project's namespace, or register without it"
             ) from None

@@ -1,11 +1,4 @@
-"""The Flyte side of a stage: artifacts as its types, errors, decks, checkpoints, tables, caching.
-
-@task(**short())
-def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
-    from engine.stages.fetch import fetch as body
-
-    return directory(body, run, reference, name)
-"""
+"""The Flyte side of a stage: its types, errors, decks, checkpoints, tables and caching."""
 
 from __future__ import annotations
 
@@ -49,45 +42,28 @@ from flytekit.types.structured.structured_dataset import (
     StructuredDatasetTransformerEngine,
 )
 
+from engine import errors
 from engine.console import quiet
 from engine.data import rows
-from engine.errors import (
-    EngineError,
-    PlacementError,
-    PreemptedError,
-    StorageError,
-    TrackingError,
-    WorkerError,
-)
 from engine.redaction import redact_causes
 from engine.stages.stage import Artifact, CheckpointPaths, Host, hosted, library_versions
 from engine.storage.digests import sources_digest
-from tasks.flytekit_setup import (
-    cache_literal_types,
-    has_passed,
-    image,
-    load_secrets,
-    remember_passed,
-    with_secrets,
-)
+from tasks import flytekit_setup
 
 if TYPE_CHECKING:
     import pandas as pd
     from pandera.pandas import DataFrameSchema
 
 quiet()
-cache_literal_types()
 
-IMAGE = image()
+IMAGE = flytekit_setup.image()
 SMALL = Resources(cpu="1", mem="2Gi")
 LARGE = Resources(cpu="2", mem="6Gi")
 
 # Options of a task with a Deck. flytekit 1.16's other tabs are left out: sources and packages take
 # seconds to make, and inputs, which the console shows anyway, would show credentials in settings.
-DECK: dict[str, Any] = {
-    "enable_deck": True,
-    "deck_fields": (DeckField.TIMELINE, DeckField.OUTPUT),
-}
+DECK: dict[str, Any] = {"enable_deck": True}
+DECK["deck_fields"] = (DeckField.TIMELINE, DeckField.OUTPUT)
 # The same for a task whose outputs are settings.
 DECK_OF_SETTINGS: dict[str, Any] = {**DECK, "deck_fields": (DeckField.TIMELINE,)}
 
@@ -100,7 +76,7 @@ def short(*needs: Any, minutes: int = 30, **options: Any) -> dict[str, Any]:
         "container_image": IMAGE,
         "retries": 2,
         "timeout": timedelta(minutes=minutes),
-        **with_secrets(*needs),
+        **flytekit_setup.with_secrets(*needs),
         **options,
     }
 
@@ -117,14 +93,16 @@ class SourcesPolicy(CachePolicy):
         return hashlib.sha256(f"{salt}\0{sources_digest()}\0{image}".encode()).hexdigest()
 
 
-def stage_cache() -> Cache:
-    """Return a cache by the inputs' content (without the run), the sources and the image."""
-    return Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
+# By the inputs' content (without the run), the sources and the image.
+STAGE_CACHE = Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
 
-
-# The host, and stages that run on it.
-
-_RETRYABLE = (PlacementError, PreemptedError, StorageError, TrackingError, WorkerError)
+_RETRYABLE = (
+    errors.PlacementError,
+    errors.PreemptedError,
+    errors.StorageError,
+    errors.TrackingError,
+    errors.WorkerError,
+)
 
 
 class StageError(click.ClickException):
@@ -143,64 +121,50 @@ class FlyteHost(Host):
         self.execution = current_context().execution_id.name if on_cluster() else ""
 
     def execution_link(self) -> str:
-        """Return the address of the execution's page, where the console's address is known.
-
-        That is FLYTE_PLATFORM_CONSOLE_ENDPOINT, or in Flyte's own configuration file.
-        """
+        # FLYTE_PLATFORM_CONSOLE_ENDPOINT, or in Flyte's own configuration file.
         console = PlatformConfig.auto().console_endpoint if self.execution else None
         if not console:
             return ""
-        execution = current_context().execution_id
-        return (
-            f"{console.rstrip('/')}/console/projects/{execution.project}/domains/"
-            f"{execution.domain}/executions/{execution.name}"
-        )
+        run = current_context().execution_id
+        where = f"projects/{run.project}/domains/{run.domain}/executions/{run.name}"
+        return f"{console.rstrip('/')}/console/{where}"
 
     def show(self, tab: str, page: str) -> None:
-        """Add a tab to the task's Deck."""
         Deck(tab, page)
 
     def live_page(self, tab: str) -> Callable[[str], None]:
-        """Return a tab whose page is replaced while the task runs."""
         return LiveDeck(tab).show
 
     def publish_pages(self) -> None:
-        """Write the Deck, as Flyte does for a task that succeeds."""
         Deck.publish()
 
     def checkpoint_paths(self) -> CheckpointPaths | None:
-        """Return the addresses of the task's checkpoints on a cluster; None elsewhere.
-
-        The engine writes there itself, sharded and in the background; flytekit's `save` would copy
-        one local folder and block the task. flytekit 1.16 has no public name for the addresses.
-        """
+        # The engine writes there itself, sharded and in the background; flytekit's `save` would
+        # copy one local folder and block the task. flytekit 1.16 has no public name for these.
         if not self.execution:
             return None
         checkpoint: Any = current_context().checkpoint
         return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
     def has_passed(self, check: str) -> bool:
-        """Tell whether the local cache remembers the check as passed."""
-        return has_passed(check)
+        return f"checks.{check}" in flytekit_setup.open_cache()
 
     def remember_passed(self, check: str) -> None:
-        """Record in the local cache that the check passed."""
-        remember_passed(check)
+        flytekit_setup.open_cache().set(f"checks.{check}", True)
 
 
 @contextlib.contextmanager
 def flyte_host() -> Iterator[None]:
-    """Run the block's stages as this Flyte task.
+    """Run the block's stages as this Flyte task, which fails with an engine error's message alone.
 
-    Engine errors become task failures that show their message alone. On a cluster, errors of
-    machines and services are recoverable: Flyte retries the task.
+    On a cluster, errors of machines and services are recoverable: Flyte retries the task.
     """
     try:
         with hosted(FlyteHost()):
             if on_cluster():
-                load_secrets()
+                flytekit_setup.load_secrets()
             yield
-    except EngineError as error:
+    except errors.EngineError as error:
         redact_causes(error)  # which Flyte shows as a traceback
         if on_cluster() and isinstance(error, _RETRYABLE):
             raise FlyteRecoverableException(str(error)) from error
@@ -212,34 +176,34 @@ def artifact(folder: FlyteDirectory) -> Artifact:
     return Artifact(str(folder.remote_source or folder.path))
 
 
-def run_body(body: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a stage's body with a task's inputs."""
+def run_body(body: Callable[..., Any], **inputs: Any) -> Any:
+    """Call a stage's body with a task's inputs, by name."""
     with flyte_host():
-        return body(*(artifact(i) if isinstance(i, FlyteDirectory) else i for i in inputs))
+        return body(
+            **{k: artifact(v) if isinstance(v, FlyteDirectory) else v for k, v in inputs.items()}
+        )
 
 
-def directory(body: Callable[..., Artifact], *inputs: Any) -> FlyteDirectory:
+def directory(body: Callable[..., Artifact], **inputs: Any) -> FlyteDirectory:
     """Call a stage's body; return its artifact, which Flyte uploads unless a store has it."""
-    return FlyteDirectory(run_body(body, *inputs).uri)
+    return FlyteDirectory(run_body(body, **inputs).uri)
 
 
-def file(body: Callable[..., Path], *inputs: Any) -> FlyteFile:
+def file(body: Callable[..., Path], **inputs: Any) -> FlyteFile:
     """Call a stage's body; return its file as an output."""
-    return FlyteFile(str(run_body(body, *inputs)))
+    return FlyteFile(str(run_body(body, **inputs)))
 
-
-# A Deck that can be read while its task runs.
-#
-# flytekit publishes a task's Decks when it ends, and before that whenever `Deck.publish` is called:
-# Flyte's console reads the file again when it is opened. flytekit 1.16 keeps its context by thread
-# and leaves each published copy in the task's local sandbox; here it is published from a thread of
-# the engine's, through a sandbox that is removed.
 
 PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
 
 
 class LiveDeck(Deck):
-    """A tab whose page is replaced while the task runs; made in the task's own thread."""
+    """A tab whose page is replaced while the task runs; made in the task's own thread.
+
+    Flyte's console reads the file again when it is opened. flytekit 1.16 keeps its context by
+    thread and leaves each published copy in the task's local sandbox; here it is published from a
+    thread of the engine's, through a sandbox that is removed.
+    """
 
     def __init__(self, name: str) -> None:
         self._page = ""
@@ -250,30 +214,26 @@ class LiveDeck(Deck):
 
     @property
     def html(self) -> str:
-        """Return what the tab shows."""
         return self._page
 
     def show(self, page: str) -> None:
         """Replace the page, and upload the Decks where that is due; from any thread."""
         self._page = page
-        if self._live and time.monotonic() >= self._due:
-            self._publish()
-            self._due = time.monotonic() + PUBLISH_SECONDS
-
-    def _publish(self) -> None:
+        if not self._live or time.monotonic() < self._due:
+            return
         FlyteContextManager.current_context()  # makes this thread a stack of contexts
         access = self._context.file_access
         with tempfile.TemporaryDirectory(prefix="deck-") as folder:
             sandbox = FileAccessProvider(folder, access.raw_output_prefix, access.data_config)
             with FlyteContextManager.with_context(self._context.with_file_access(sandbox)):
                 Deck.publish()  # logs what goes wrong, and raises nothing
+        self._due = time.monotonic() + PUBLISH_SECONDS
 
 
 # Tables of artifacts as typed data frames: Flyte's console shows their columns and first rows.
 #
 # A table is a file that the artifact has anyway. With a shared store its address is passed on, and
-# locally its path; only a pod without a store uploads it. Cells keep the contract
-# (`engine.data.contract`, pandera), which is checked before the file is written, and by `read`.
+# locally its path; only a pod without a store uploads it.
 
 SHOWN_ROWS = 10  # in a Deck
 SHOWN_CHARACTERS = 200  # of a cell there
@@ -309,25 +269,12 @@ class TableFile:
             frame = pd.read_parquet(self.path)
         except (OSError, ValueError) as error:  # pyarrow's are one or the other
             words = (str(error) or type(error).__name__).splitlines()[0]
-            raise StorageError(
+            raise errors.StorageError(
                 f"{name}: the table {self.path} can't be read ({words}); run again with "
                 "--overwrite-cache"
             ) from error
         check(frame, schema, name)
         return frame
-
-    def first_rows(self) -> pd.DataFrame:
-        """Return the first rows for people, with shortened texts."""
-        import pandas as pd
-        import pyarrow.parquet as pq
-
-        def shortened(cell: object) -> str:
-            text = str(cell)
-            return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
-
-        batch = next(pq.ParquetFile(self.path).iter_batches(batch_size=SHOWN_ROWS), None)
-        frame = pd.DataFrame() if batch is None else batch.to_pandas()
-        return frame.map(shortened)
 
 
 def as_table(file: TableFile) -> StructuredDataset:
@@ -344,8 +291,7 @@ def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
 
 def open_table(table: StructuredDataset) -> TableFile:
     """Return the file of a task's input, fetched where it is not on this machine."""
-    table_file: TableFile = table.open(TableFile).all()
-    return table_file
+    return table.open(TableFile).all()
 
 
 class _Encoder(StructuredDatasetEncoder):
@@ -390,11 +336,20 @@ class _Decoder(StructuredDatasetDecoder):
 
 
 class _Renderer:
-    """A table in a Deck."""
+    """The first rows of a table in a Deck, with shortened texts."""
 
     def to_html(self, df: TableFile) -> str:
-        shown = df.first_rows().to_html(index=False, border=0)
-        return f"<p>{html.escape(df.path.name)}, its first rows</p>{shown}"
+        import pandas as pd
+        import pyarrow.parquet as pq
+
+        def shortened(cell: object) -> str:
+            text = str(cell)
+            return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+
+        batch = next(pq.ParquetFile(df.path).iter_batches(batch_size=SHOWN_ROWS), None)
+        frame = pd.DataFrame() if batch is None else batch.to_pandas()
+        rows = frame.map(shortened).to_html(index=False, border=0)
+        return f"<p>{html.escape(df.path.name)}, its first rows</p>{rows}"
 
 
 StructuredDatasetTransformerEngine.register(_Encoder())

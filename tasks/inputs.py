@@ -11,14 +11,12 @@ import sys
 from typing import Any, Self
 
 import rich_click as click
-import yaml
 from flytekit.interaction.click_types import JsonParamType
 from pydantic import ValidationError
 
 from engine.config import PipelineConfig, config_path, explain
+from engine.config.text import read_yaml
 from engine.errors import ConfigError
-
-HINT = "give the path of a YAML or JSON file, preset:NAME, or JSON text"
 
 
 class RLHFConfig(PipelineConfig):
@@ -39,25 +37,14 @@ def read_settings(text: str) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise click.UsageError(f"config is not valid JSON ({error}); {HINT}") from None
+            hint = "give the path of a YAML or JSON file, preset:NAME, or JSON text"
+            raise click.UsageError(f"config is not valid JSON ({error}); {hint}") from None
     try:
-        values = yaml.safe_load(config_path(text).read_text())
+        values = read_yaml(config_path(text), f"config file {text}")
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    except FileNotFoundError:
-        raise click.UsageError(f"config file {text} does not exist; {HINT}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise click.UsageError(f"config file {text} can't be read ({reason}); {HINT}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "malformed"
-        raise click.UsageError(
-            f"config file {text}{where}: not valid YAML ({problem}); correct it"
-        ) from None
     # Flyte hands it on as JSON, which has no dates; as text they fail with their field's name.
-    return json.loads(json.dumps({} if values is None else values, default=str))
+    return json.loads(json.dumps(values, default=str))
 
 
 class ConfigParam(JsonParamType):
@@ -65,7 +52,6 @@ class ConfigParam(JsonParamType):
 
     @property
     def is_config(self) -> bool:
-        """Tell whether the input is a configuration, and no other JSON object."""
         return isinstance(self._python_type, type) and issubclass(self._python_type, PipelineConfig)
 
     def _parse(self, value: Any, param: click.Parameter | None) -> Any:
@@ -77,9 +63,8 @@ class ConfigParam(JsonParamType):
 def use_config_param() -> None:
     """Let `pyflyte run` read configurations by `ConfigParam`, and help say what one is.
 
-    flytekit 1.16 prints a traceback for a malformed YAML file and calls a missing file "no valid
-    JSON"; its help shows a configuration's whole JSON schema and all defaults. It has no setting
-    for either. Where its command line isn't loaded, as in a pod, there is nothing to patch.
+    flytekit 1.16 prints a traceback for a malformed YAML file, and the whole JSON schema as help.
+    Where its command line isn't loaded, as in a pod, there is nothing to patch.
     """
     from flytekit.interaction import click_types
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from engine.config import DataConfig, explain
@@ -36,67 +35,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--dataset", required=True, help="gsm8k, math, or a file, a folder, s3://… or hf://ID"
-    )
-    parser.add_argument(
-        "--source", default="", help="where gsm8k or math lies; empty: the Hugging Face hub"
-    )
-    parser.add_argument("--local_dir", required=True, help="folder of the files to write")
-    parser.add_argument(
-        "--tokenizer", default="", help="model folder or hub id; lengths are then in tokens"
-    )
+    for name, is_required, text in (
+        ("--dataset", True, "gsm8k, math, or a file, a folder, s3://… or hf://ID"),
+        ("--source", False, "where gsm8k or math lies; empty: the Hugging Face hub"),
+        ("--local_dir", True, "folder of the files to write"),
+        ("--tokenizer", False, "model folder or hub id; lengths are then in tokens"),
+    ):
+        parser.add_argument(name, required=is_required, default="", help=text)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="of the data section")
     options = parser.parse_intermixed_args(arguments)
+    from engine.data.math_problems import PRESETS, with_preset
+    from engine.data.prepare import CARD, prepare
+    from engine.data.tokenizer import load_tokenizer
+
     try:
-        _run(options)
+        known = options.dataset in PRESETS
+        if options.source and not known:
+            raise ConfigError(
+                f"--source goes with {' or '.join(PRESETS)}; give {options.dataset!r} alone"
+            )
+        config = data_config(options.settings, options.source if known else options.dataset)
+        config = with_preset(config, options.dataset) if known else config
+        tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+        folder = Path(options.local_dir)
+        cards = prepare(config, folder, tokenizer)
+        for card in cards:
+            out = ", ".join(f"{count:,} {reason}" for reason, count in card.left_out.items())
+            say(f"{card.name}: {len(card.lengths):,} rows" + (f"; left out: {out}" if out else ""))
+        say(f"card: {folder / CARD}")
     except EngineError as error:
         say(f"error: {error}")
         return 2
     return 0
 
 
-def _run(options: argparse.Namespace) -> None:
-    from engine.data.math_problems import PRESETS, with_preset
-    from engine.data.prepare import CARD, prepare
-    from engine.data.tokenizer import load_tokenizer
-
-    known = options.dataset in PRESETS
-    if options.source and not known:
-        raise ConfigError(
-            f"--source goes with {' or '.join(PRESETS)}; give {options.dataset!r} alone"
-        )
-    config = data_config(options.settings, options.source if known else options.dataset)
-    config = with_preset(config, options.dataset) if known else config
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    folder = Path(options.local_dir)
-    cards = prepare(config, folder, tokenizer)
-    for card in cards:
-        out = ", ".join(f"{count:,} {reason}" for reason, count in card.left_out.items())
-        say(f"{card.name}: {len(card.lengths):,} rows" + (f"; left out: {out}" if out else ""))
-    say(f"card: {folder / CARD}")
-
-
 def data_config(settings: Sequence[str], path: str) -> DataConfig:
-    """Return the `data` section of `key=value` arguments, for the source `files` at `path`.
+    """Return the `data` section of `key=value` arguments, for the source `files` at `path`."""
+    from engine.cli.resolve import split_argument
 
-    Raises ConfigError for an unknown or wrong setting.
-    """
     values: dict[str, Any] = {"source": "files", "path": path}
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"{setting!r} is not of the form key=value")
+        key, value = split_argument(setting)
         *sections, name = key.removeprefix("data.").split(".")
         inner = values
         for section in sections:
             inner = inner.setdefault(section, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"{key}: {section} is a value, not a section")
-        try:
-            inner[name] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise ConfigError(f"{key}: the value {text!r} is not valid YAML; quote it") from None
+        inner[name] = value
     try:
         return DataConfig.model_validate(values)
     except ValidationError as error:

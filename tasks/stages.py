@@ -1,12 +1,13 @@
 """All Flyte tasks that open runs, make artifacts and end runs: thin wrappers of `engine.stages`.
 
 A decorator says where a task runs and what is retried and cached; the body is the function of the
-same name there, which is imported when the task runs.
+same name there, which gets the task's inputs by name (`locals()`). `stages.training` and others are
+loaded when a task runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from flytekit import StructuredDataset, dynamic, map_task, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from engine import stages
 from engine.console import say
 from engine.stages.profiles import Profile
 from engine.stages.settings import (
@@ -33,37 +35,18 @@ from engine.stages.settings import (
     RunContext,
     SFTSettings,
 )
-from tasks.failure import set_current_run
+from engine.stages.stage import shared
+from tasks import host
+from tasks.failure import current_run
 from tasks.flytekit_setup import evict_missing, registration_environment
-from tasks.host import (
-    DECK,
-    DECK_OF_SETTINGS,
-    IMAGE,
-    LARGE,
-    SMALL,
-    EvaluationRows,
-    RLPrompts,
-    SFTPairs,
-    TableFile,
-    artifact,
-    as_table,
-    directory,
-    file,
-    flyte_host,
-    open_table,
-    run_body,
-    short,
-    stage_cache,
-    tables,
-)
 from tasks.inputs import RLHFConfig
 from tasks.variants import on_profiles, ray_cluster, ray_cluster_of_gpus, stages_of
 
 # Options of stages: what is computed once, and goes on elsewhere where its machine is taken away.
-CACHED: dict[str, Any] = {"cache": stage_cache(), "interruptible": True, **DECK}
+CACHED: dict[str, Any] = {"cache": host.STAGE_CACHE, "interruptible": True, **host.DECK}
 COMPUTES: dict[str, Any] = {
     **CACHED,
-    "requests": LARGE,
+    "requests": host.LARGE,
     "retries": 3,
     "timeout": timedelta(hours=6),
 }
@@ -76,18 +59,26 @@ TRAINS: dict[str, Any] = {
 # Moves of an alias are not interruptible; running one again changes nothing.
 PROMOTES: dict[str, Any] = {
     "cache": False,
-    "requests": LARGE,
+    "requests": host.LARGE,
     "retries": 2,
     "timeout": timedelta(hours=6),
-    **DECK,
+    **host.DECK,
 }
-DATASET: dict[str, Any] = {**short("hub", minutes=120, retries=3), **CACHED}
+DATASET: dict[str, Any] = {**host.short("hub", minutes=120, retries=3), **CACHED}
 
 
-# Opening a run.
+def opened(body: Callable[..., Any], **inputs: Any) -> Any:
+    """Call a stage's body that plans a run; return the plan."""
+    current_run.clear()
+    with host.flyte_host():
+        if evicted := evict_missing():
+            say(f"plan: results that were deleted from the disk are made again ({evicted})")
+    made = host.run_body(body, **inputs)
+    current_run.append(made.run)
+    return made
 
 
-@task(**short("hub", **DECK_OF_SETTINGS))
+@task(**host.short("hub", **host.DECK_OF_SETTINGS))
 def plan(
     config: RLHFConfig,
     source: str,
@@ -99,18 +90,10 @@ def plan(
     preferences: str = "",
 ) -> Plan:
     """Check the inputs, open the run, and split the configuration by stage."""
-    from engine.stages.plan import plan as body
-
-    set_current_run(None)
-    with flyte_host():
-        if evicted := evict_missing():
-            say(f"plan: results that were deleted from the disk are made again ({evicted})")
-        made = body(config, source, path, model, preferences, seed, profile, workflow)
-    set_current_run(made.run)
-    return made
+    return opened(stages.plan.plan, **locals())
 
 
-@task(**short())
+@task(**host.short())
 def plan_promotion(
     config: RLHFConfig,
     dataset: FlyteDirectory,
@@ -120,79 +103,53 @@ def plan_promotion(
     profile: str,
 ) -> PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
-    from engine.stages.plan import plan_promotion as body
-
-    set_current_run(None)
-    made: PromotionPlan = run_body(body, config, dataset, policy, evaluation, seed, profile)
-    set_current_run(made.run)
-    return made
+    return opened(stages.plan.plan_promotion, **locals())
 
 
-@task(**short("hub", minutes=120, **DECK_OF_SETTINGS))
+@task(**host.short("hub", minutes=120, **host.DECK_OF_SETTINGS))
 def trigger_retraining(
     config: RLHFConfig, at: datetime, path: str, seed: int, profile: str
 ) -> RetrainingPlan:
     """Open the run, and find what arrived until `at` since the champion's data."""
-    from engine.stages.new_data import trigger_retraining as body
-
-    set_current_run(None)
-    made: RetrainingPlan = run_body(body, config, at, path, seed, profile)
-    set_current_run(made.run)
-    return made
-
-
-# Datasets and models from elsewhere.
+    return opened(stages.dataset.trigger_retraining, **locals())
 
 
 class Dataset(NamedTuple):
     """The artifact, which stages read, and its splits, which people look at in Flyte's console."""
 
     dataset: FlyteDirectory
-    sft_train: SFTPairs
-    sft_validation: SFTPairs
-    train: RLPrompts
-    validation: RLPrompts
-    test: RLPrompts
+    sft_train: host.SFTPairs
+    sft_validation: host.SFTPairs
+    train: host.RLPrompts
+    validation: host.RLPrompts
+    test: host.RLPrompts
 
 
 @task(**DATASET)
 def preprocess(run: RunContext, settings: DatasetSettings) -> Dataset:
     """Make validated splits and a tokenizer from a source."""
-    from engine.stages.dataset import SPLITS
-    from engine.stages.dataset import preprocess as body
-
-    made = run_body(body, run, settings)
-    return Dataset(FlyteDirectory(made.uri), *tables(made, *SPLITS))
+    made = host.run_body(stages.dataset.preprocess, **locals())
+    return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
 
 
 @task(**DATASET)
 def ingest(run: RunContext, settings: IngestSettings, champion: FlyteDirectory) -> Dataset:
     """Add new problems to the champion's dataset."""
-    from engine.stages.dataset import SPLITS
-    from engine.stages.new_data import ingest as body
-
-    made = run_body(body, run, settings, champion)
-    return Dataset(FlyteDirectory(made.uri), *tables(made, *SPLITS))
+    made = host.run_body(stages.dataset.ingest, **locals())
+    return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
 
 
 # Not cached: an alias may point to another version tomorrow.
-@task(**short("hub", minutes=120, retries=3, interruptible=True, **DECK))
+@task(**host.short("hub", minutes=120, retries=3, interruptible=True, **host.DECK))
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     """Download a model: models:/NAME@ALIAS, models:/NAME/VERSION, a folder, address or hub id."""
-    from engine.stages.fetch import fetch as body
-
-    return directory(body, run, reference, name)
-
-
-# Training.
+    return host.directory(stages.fetch.fetch, **locals())
 
 
 @on_profiles(**TRAINS)
 def sft(run: RunContext, settings: SFTSettings, dataset: FlyteDirectory) -> FlyteDirectory:
     """Fine-tune the start model, unless `sft.skip`."""
-    from engine.stages.training import sft as body
-
-    return directory(body, run, settings, dataset)
+    return host.directory(stages.training.sft, **locals())
 
 
 # Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
@@ -200,7 +157,7 @@ def sft(run: RunContext, settings: SFTSettings, dataset: FlyteDirectory) -> Flyt
     **{
         **TRAINS,
         "task_config": ray_cluster,
-        "requests": SMALL,
+        "requests": host.SMALL,
         "retries": 5,
         "timeout": timedelta(days=3),
     }
@@ -213,9 +170,7 @@ def rl(
     reward_model: FlyteDirectory | None = None,
 ) -> FlyteDirectory:
     """Improve the warm start by reinforcement learning on the dataset's prompts."""
-    from engine.stages.training import rl as body
-
-    return directory(body, run, settings, dataset, warm_start, reward_model)
+    return host.directory(stages.training.rl, **locals())
 
 
 @on_profiles(**COMPUTES)
@@ -223,9 +178,7 @@ def pairs(
     run: RunContext, settings: PairsSettings, dataset: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Make the preferences that are learned from, by rollouts of the policy or from files."""
-    from engine.stages.preferences import pairs as body
-
-    return directory(body, run, settings, dataset, policy)
+    return host.directory(stages.preferences.pairs, **locals())
 
 
 @on_profiles(**{**TRAINS, "timeout": timedelta(hours=6)})
@@ -233,9 +186,7 @@ def reference_log_probs(
     run: RunContext, settings: PreferenceSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Compute the reference's log-probs; `settings.config` as `reference_settings` gives it."""
-    from engine.stages.preferences import reference_log_probs as body
-
-    return directory(body, run, settings, pairs, policy)
+    return host.directory(stages.preferences.reference_log_probs, **locals())
 
 
 @on_profiles(**TRAINS)
@@ -247,15 +198,13 @@ def preference_training(
     reference: FlyteDirectory,
 ) -> FlyteDirectory:
     """Train the policy, which is the reference as well, on preferences."""
-    from engine.stages.preferences import preference_training as body
-
-    return directory(body, run, settings, pairs, policy, reference)
+    return host.directory(stages.preferences.preference_training, **locals())
 
 
 @dynamic(
     cache=False,
-    requests=SMALL,
-    container_image=IMAGE,
+    requests=host.SMALL,
+    container_image=host.IMAGE,
     retries=2,  # of its own pod, as in `tasks.variants`
     timeout=timedelta(days=18),  # holds for all stages of all rounds
     environment=registration_environment(),
@@ -270,16 +219,14 @@ def learn_in_rounds(
 ) -> FlyteDirectory:
     """Make preferences, their reference and an update, `pairs.rounds` times.
 
-    One round is the offline pipeline, several are iterative: a round's pairs are made by the policy
-    that the round before left, which is its reference as well. How many there are is known only
-    when a run starts, so the stages' nodes are written then.
+    One round is the offline pipeline; in several the policy of the round before makes the pairs and
+    is the reference. How many there are is known when a run starts: the nodes are written then.
     """
-    from engine.stages.preferences import reference_settings
-
     policy, seed = start, settings.seed
     # A round's pairs don't depend on how many others there are.
     config = pairs_settings.config.model_copy(update={"rounds": 1})
-    reference = settings.model_copy(update={"config": reference_settings(settings.config)})
+    reference_config = stages.preferences.reference_settings(settings.config)
+    reference = settings.model_copy(update={"config": reference_config})
     for number in range(pairs_settings.config.rounds):
         round_settings = {"config": config, "seed": seed + number}
         made = pairs(
@@ -308,9 +255,7 @@ def reward_model_training(
     run: RunContext, settings: RewardModelSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
     """Train a reward model that starts from the policy's backbone."""
-    from engine.stages.reward_model import reward_model_training as body
-
-    return directory(body, run, settings, pairs, policy)
+    return host.directory(stages.preferences.reward_model_training, **locals())
 
 
 # On the profile's machine, as two reward models score the held-out pairs.
@@ -322,9 +267,7 @@ def reward_model_promotion(
     reward_model: FlyteDirectory,
 ) -> FlyteDirectory:
     """Register the reward model; make it champion if it ranks held-out pairs by the rules."""
-    from engine.stages.reward_model import reward_model_promotion as body
-
-    return directory(body, run, settings, pairs, reward_model)
+    return host.directory(stages.promotion.reward_model_promotion, **locals())
 
 
 # Evaluation. With `evaluate.map_parts` the dynamic task `evaluate` runs `evaluate_part` so many
@@ -335,11 +278,11 @@ class Evaluation(NamedTuple):
     """The artifact, which the gate reads, and its tables, which people look at in the console."""
 
     evaluation: FlyteDirectory
-    rows_warm_start: EvaluationRows
-    rows_rl: EvaluationRows
+    rows_warm_start: host.EvaluationRows
+    rows_rl: host.EvaluationRows
 
 
-@stages_of(**{k: v for k, v in COMPUTES.items() if k not in DECK})
+@stages_of(**{k: v for k, v in COMPUTES.items() if k not in host.DECK})
 def evaluate_part(
     part: int,
     run: RunContext,
@@ -347,12 +290,10 @@ def evaluate_part(
     dataset: FlyteDirectory,
     warm_start: FlyteDirectory,
     policy: FlyteDirectory,
-) -> EvaluationRows:
+) -> host.EvaluationRows:
     """Return both models' rows of one share of the problems, `part` of `evaluate.map_parts`."""
-    from engine.stages.evaluation import evaluate_part as body
-
-    rows = run_body(body, run, settings, dataset, warm_start, policy, part)
-    return as_table(TableFile.write(rows))
+    rows = host.run_body(stages.evaluation.evaluate_part, **locals())
+    return host.as_table(host.TableFile.write(rows))
 
 
 def parts_of(profile: Profile, inputs: Mapping[str, Any]) -> Any:
@@ -373,19 +314,17 @@ def evaluate(
     parts: list[StructuredDataset] | None = None,
 ) -> Evaluation:
     """Compare the two models on held-out problems; `parts`: what a map task has decoded."""
-    from engine.data.contract import EVALUATION_ROWS
-    from engine.stages.evaluation import MODELS
-    from engine.stages.evaluation import evaluate as body
-
-    read = None
+    inputs: dict[str, Any] = {**locals(), "parts": None}
     if parts:
+        from engine.data.contract import EVALUATION_ROWS
+
         named = ((f"part {n + 1} of the evaluation", table) for n, table in enumerate(parts))
-        read = (open_table(table).read(EVALUATION_ROWS, name) for name, table in named)
-    made = run_body(body, run, settings, dataset, warm_start, policy, read)
-    return Evaluation(FlyteDirectory(made.uri), *tables(made, *(f"rows_{n}" for n in MODELS)))
-
-
-# Promotion.
+        inputs["parts"] = (
+            host.open_table(table).read(EVALUATION_ROWS, name) for name, table in named
+        )
+    made = host.run_body(stages.evaluation.evaluate, **inputs)
+    names = (f"rows_{name}" for name in stages.evaluation.MODELS)
+    return Evaluation(FlyteDirectory(made.uri), *host.tables(made, *names))
 
 
 # On the profile's machine, as it may have to evaluate the champion.
@@ -399,37 +338,28 @@ def promote(
     approved_by: str = "",
 ) -> FlyteDirectory:
     """Register the model; make it champion if it beats the present one on the same problems."""
-    from engine.stages.promotion import promote as body
-
-    return directory(body, run, settings, dataset, policy, evaluation, approved_by)
+    return host.directory(stages.promotion.promote, **locals())
 
 
-@task(**short())
+@task(**host.short())
 def waits_for_approval(promotion: FlyteDirectory) -> bool:
     """Return whether a promotion lacks only approval: the condition of a workflow branch."""
-    from engine.stages.promotion import read_decision
-
-    return bool(run_body(read_decision, promotion)["waits_for_approval"])
+    return bool(host.run_body(stages.promotion.read_decision, **locals())["waits_for_approval"])
 
 
-@task(**short())
+@task(**host.short())
 def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
     """Return a promotion as it is, for the workflow branch without approval."""
-    with flyte_host():
-        from engine.stages.stage import shared
-
-        return FlyteDirectory(shared(artifact(promotion).local()).uri)
+    return host.directory(lambda promotion: shared(promotion.local()), **locals())
 
 
-@task(**short())
+@task(**host.short())
 def approval_request(promotion: FlyteDirectory) -> str:
     """Return what a person is asked to approve, as Flyte's console shows it."""
-    from engine.stages.promotion import approval_request as body
-
-    return str(run_body(body, promotion))
+    return host.run_body(stages.promotion.approval_request, **locals())
 
 
-@task(**short(minutes=60, **DECK))
+@task(**host.short(minutes=60, **host.DECK))
 def rollback(
     model_name: str,
     reason: str,
@@ -441,15 +371,10 @@ def rollback(
     request: str = "",
 ) -> FlyteDirectory:
     """Restore a champion; a second call with the same `request` changes nothing."""
-    from engine.stages.promotion import rollback as body
-
-    return directory(body, model_name, reason, to, expected, alias, forced, approved_by, request)
+    return host.directory(stages.promotion.rollback, **locals())
 
 
-# Ends of runs, and reviews.
-
-
-@task(**short(**DECK))
+@task(**host.short(**host.DECK))
 def report(
     run: RunContext,
     config_digest: str,
@@ -460,30 +385,22 @@ def report(
     promotion: FlyteDirectory,
 ) -> FlyteFile:
     """Write the run's pages and `summary.json`, end the MLflow parent run, print the summary."""
-    from engine.stages.report import report as body
-
-    return file(body, run, config_digest, dataset, warm_start, policy, evaluation, promotion)
+    return host.file(stages.evaluation.report, **locals())
 
 
-@task(**short(**DECK))
+@task(**host.short(**host.DECK))
 def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
     """Write the artifact's metrics to the MLflow run, end the run, and return the artifact."""
-    from engine.stages.report import finalize as body
-
-    return directory(body, run, artifact)
+    return host.directory(stages.evaluation.finalize, **locals())
 
 
-@task(**short(**DECK))
+@task(**host.short(**host.DECK))
 def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
-    from engine.stages.report import finalize_skipped as body
-
-    return file(body, run, reason)
+    return host.file(stages.evaluation.finalize_skipped, **locals())
 
 
-@task(**short(minutes=360, **DECK))
+@task(**host.short(minutes=360, **host.DECK))
 def review(artifact: str, against: str, store: str, verify_content: bool) -> FlyteFile:
     """Write the page of an artifact's lineage; fail, with the page in the Deck, on tampering."""
-    from engine.stages.report import review as body
-
-    return file(body, artifact, against, store, verify_content)
+    return host.file(stages.evaluation.review, **locals())

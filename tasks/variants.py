@@ -1,19 +1,10 @@
 """A stage on the machines of a profile: its pods, its Ray cluster, and its two Flyte tasks.
 
-    @on_profiles(cache=stage_cache(), retries=2)
-    def sft(run: RunContext, …) -> FlyteDirectory: …
-
-    sft(p.profile, run=p.run, …)        # in a workflow
-    sft_stage(run=…, …)                 # the stage itself, as on a laptop
-
 Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input can
 be. The template of a dynamic workflow's node, however, is written while the execution runs. So
 `tasks.stages.sft` is a dynamic task, a small pod that reads the profile and writes the node of
-`tasks.stages.sft_stage` with pods, image and Ray cluster of these sizes. (`with_overrides` would do
-for pods and image, but not for the worker group inside a Ray job.)
-
-Results are cached per profile, since they come from other hardware in another layout. The cache is
-the stage's; the dynamic task has none.
+`tasks.stages.sft_stage`, the stage itself, with pods, image and Ray cluster of these sizes. Only
+the stage is cached, by profile: other hardware, in another layout, gives other results.
 """
 
 from __future__ import annotations
@@ -45,9 +36,6 @@ if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
 
-# What a profile is for Kubernetes: the pods of Ray's workers and head, and of other stages.
-
-
 def worker_pod(profile: Profile, container: str) -> PodTemplate:
     """Return the pod of a whole machine, say a Ray worker."""
     return _LazyPodTemplate(container, profile, profile.cpus, profile.memory_gib, profile.gpus)
@@ -69,45 +57,38 @@ class _LazyPodTemplate(PodTemplate):
     The Kubernetes client's 800 modules would slow down the start of every command.
     """
 
-    def __init__(self, container: str, *amounts: Any) -> None:
-        self.primary_container_name = container
-        self._amounts = amounts
+    def __init__(
+        self, container: str, profile: Profile, cpus: int, memory_gib: int, gpus: int
+    ) -> None:
+        self.primary_container_name, self._profile = container, profile
+        self._amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
+        self._gpus = {profile.resource: str(gpus)} if gpus else {}
 
     @cached_property
     def pod_spec(self) -> V1PodSpec:
-        return _pod_spec(self.primary_container_name, *self._amounts)
+        from kubernetes import client
 
-
-def _pod_spec(container: str, profile: Profile, cpus: int, memory_gib: int, gpus: int) -> V1PodSpec:
-    from kubernetes import client
-
-    amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
-    if gpus:
-        amounts[profile.resource] = str(gpus)
-    taint = client.V1Toleration(key=profile.resource, operator="Exists", effect="NoSchedule")
-    # Ray's object store and torch's queues need more than the usual 64 MB.
-    gib = profile.shared_memory_gib
-    memory = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{gib}Gi")
-    variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.variables.items()]
-    return client.V1PodSpec(
-        containers=[
-            client.V1Container(
-                name=container,
-                resources=client.V1ResourceRequirements(requests=amounts, limits=amounts),
-                env=variables or None,
-                volume_mounts=[client.V1VolumeMount(name="shm", mount_path="/dev/shm")],
-            )
-        ],
-        node_selector=dict(profile.node_labels) or None,
-        tolerations=[taint] if gpus else None,
-        volumes=[client.V1Volume(name="shm", empty_dir=memory)],
-    )
-
-
-# The Ray cluster of tasks with ranks: the one that Flyte starts for a profile, and a local one.
-#
-# On a cluster the Ray plugin connects the task. Locally the stage does (`ray_session`), so that an
-# error there fails the stage like any other.
+        profile, amounts = self._profile, self._amounts | self._gpus
+        # Ray's object store and torch's queues need more than the usual 64 MB.
+        size = f"{profile.shared_memory_gib}Gi"
+        memory = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=size)
+        variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.variables.items()]
+        container = client.V1Container(
+            name=self.primary_container_name,
+            resources=client.V1ResourceRequirements(requests=amounts, limits=amounts),
+            env=variables or None,
+            volume_mounts=[client.V1VolumeMount(name="shm", mount_path="/dev/shm")],
+        )
+        taints = [
+            client.V1Toleration(key=resource, operator="Exists", effect="NoSchedule")
+            for resource in self._gpus
+        ]
+        return client.V1PodSpec(
+            containers=[container],
+            node_selector=dict(profile.node_labels) or None,
+            tolerations=taints or None,
+            volumes=[client.V1Volume(name="shm", empty_dir=memory)],
+        )
 
 
 @dataclass
@@ -116,7 +97,7 @@ class LocalRayJobConfig(RayJobConfig):
 
 
 class LocalRayTask(RayFunctionTask):
-    """The plugin's task, which leaves Ray to the task body in local runs."""
+    """The plugin's task, which locally leaves Ray to the stage: an error there fails it."""
 
     def pre_execute(self, user_params: ExecutionParameters) -> ExecutionParameters:
         state = FlyteContextManager.current_context().execution_state
@@ -129,10 +110,9 @@ TaskPlugins.register_pythontask_plugin(LocalRayJobConfig, LocalRayTask)
 
 
 def ray_cluster(profile: Profile) -> LocalRayJobConfig:
-    """Return the cluster of one run on these machines.
+    """Return the cluster of one run on these machines, whose head schedules nothing.
 
-    Ray's autoscaler keeps the workers between the profile's minimum and maximum: a pre-empted spot
-    machine is replaced, or the run continues with fewer. The head schedules nothing.
+    A pre-empted spot machine is replaced by the autoscaler, or the run continues with fewer.
     """
     workers = WorkerNodeConfig(
         group_name="workers",
@@ -154,7 +134,7 @@ def ray_cluster(profile: Profile) -> LocalRayJobConfig:
 
 def ray_cluster_of_gpus(profile: Profile) -> LocalRayJobConfig | None:
     """Return the same where machines have several GPUs; a pod has the only one by itself."""
-    return ray_cluster(profile) if profile.several_gpus else None
+    return ray_cluster(profile) if profile.max_gpus > 1 else None
 
 
 PROFILE_VARIABLE = "HYBRIDFLYTE_PROFILE"  # of a stage's container: its profile as JSON
@@ -173,9 +153,8 @@ def on_profiles(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a function: make it a stage whose first input is its profile.
 
-    `retries`, `timeout` (of an attempt) and `options` are the stage's, see `stages_of`.
-    `made_inside` are inputs of the stage that the dynamic task makes, by further tasks on the same
-    machines.
+    `made_inside` are inputs that the dynamic task makes, by further tasks on the same machines; the
+    rest is as in `stages_of`.
     """
 
     def make(body: Callable[..., Any]) -> Any:
@@ -206,8 +185,7 @@ def stages_of(
     """Decorate a function: make it a stage that dynamic tasks lay out.
 
     `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
-    cluster, which has the profile's machines, and whose submitter needs little; where it is None,
-    there is none in that profile. `needs`: of credentials. `options`: flytekit's.
+    cluster, unless it is None. `timeout` is of an attempt. `options`: flytekit's.
     """
 
     def make(body: Callable[..., Any]) -> StageOn:
@@ -218,25 +196,24 @@ def stages_of(
         function.__name__ = function.__qualname__ = f"{body.__name__}_stage"
 
         def stage_on(profile: Profile) -> Any:
-            template = dict(options)
-            cluster = None if task_config is None else task_config(profile)
-            pod = stage_pod(profile) if cluster is None else None
+            cluster, secrets = task_config and task_config(profile), with_secrets(*needs)
             # In flytekit 1.16 a task's requests replace those of its pod template.
-            template |= {"requests": requests} if pod is None else {"pod_template": pod}
+            machines: dict[str, Any] = {"requests": requests}
             if cluster is not None:
-                template |= {"task_config": cluster, "requests": SMALL}
-            secrets = with_secrets(*needs)
+                machines = {"task_config": cluster, "requests": SMALL}
+            elif pod := stage_pod(profile):
+                machines = {"pod_template": pod}
             environment = {PROFILE_VARIABLE: profile.model_dump_json()}
-            template |= secrets | {"environment": environment | secrets.get("environment", {})}
-            template["cache"] = (
-                replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache
-            )
             made = task(
                 function,
                 container_image=image(profile.image_kind),
                 retries=retries,
                 timeout=timeout,
-                **template,
+                cache=replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache,
+                environment=environment | secrets.pop("environment", {}),
+                **machines,
+                **secrets,
+                **options,
             )
             # flytekit 1.16 puts the running program's module before the stage's name otherwise.
             made._instantiated_in = body.__module__
@@ -276,7 +253,7 @@ def _with_profile(
 def _unregistered(workflow: str) -> Iterator[None]:
     """Keep from registration what a run makes: stages, and the workflow of the dynamic task."""
     entities = FlyteEntities.entities
-    before = {id(entity) for entity in entities}
+    before = set(map(id, entities))
     try:
         yield
     finally:

@@ -13,10 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from engine.stages.profiles import Profile
 from engine.stages.settings import PromotionSettings, RunContext
-from tasks.flytekit_setup import patch_nested_branches
 from tasks.stages import approval_request, keep_promotion, promote, waits_for_approval
-
-patch_nested_branches()
 
 APPROVAL_TIMEOUT = timedelta(days=7)
 APPROVED_BY = "Flyte approval"
@@ -33,16 +30,10 @@ def approved_promotion(
     evaluation: FlyteDirectory,
 ) -> FlyteDirectory:
     """Wait for approval, then promote."""
-    approved = approve(approval_request(promotion=first), "promotion", timeout=APPROVAL_TIMEOUT)
-    again = promote(
-        profile,
-        run=run,
-        settings=settings,
-        dataset=dataset,
-        policy=policy,
-        evaluation=evaluation,
-        approved_by=APPROVED_BY,
-    )
+    inputs = {**locals()}
+    request = approval_request(promotion=inputs.pop("first"))
+    approved = approve(request, "promotion", timeout=APPROVAL_TIMEOUT)
+    again = promote(**inputs, approved_by=APPROVED_BY)
     approved >> again
     return again
 
@@ -57,14 +48,7 @@ def promotion_with_approval(
     evaluation: FlyteDirectory,
 ) -> FlyteDirectory:
     """Promote, and wait for a person where only approval is missing."""
-    inputs = {
-        "profile": profile,
-        "run": run,
-        "settings": settings,
-        "dataset": dataset,
-        "policy": policy,
-        "evaluation": evaluation,
-    }
+    inputs = {**locals()}
     first = promote(**inputs)
     waits = waits_for_approval(promotion=first)
     return (
@@ -77,18 +61,9 @@ def promotion_with_approval(
 
 
 def gate(p: Any, dataset: Any, policy: Any, evaluation: Any) -> Any:
-    """Promote in a run with this plan; where approval is needed, it may wait for a person.
-
-    To be called in workflows only. Without approval this is one container instead of three.
-    """
-    inputs = {
-        "profile": p.profile,
-        "run": p.run,
-        "settings": p.promotion,
-        "dataset": dataset,
-        "policy": policy,
-        "evaluation": evaluation,
-    }
+    """Promote; without a wait for a person this is one container instead of three."""
+    stage = {"profile": p.profile, "run": p.run, "settings": p.promotion}
+    inputs = {**stage, "dataset": dataset, "policy": policy, "evaluation": evaluation}
     return (
         conditional("promotion")
         .if_(p.needs_approval.is_true())

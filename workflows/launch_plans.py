@@ -18,11 +18,7 @@ from workflows.rlhf import rlhf
 from workflows.rollback import rollback as rollback_workflow
 
 TERMINAL_PHASES = (*FAILED, WorkflowExecutionPhase.SUCCEEDED)
-FULL = {
-    "config": settings("full"),
-    "path": "openai/gsm8k",
-    "model": "Qwen/Qwen2.5-1.5B-Instruct",
-}
+FULL = {"config": settings("full"), "path": "openai/gsm8k", "model": "Qwen/Qwen2.5-1.5B-Instruct"}
 
 
 def full(workflow: Any, **inputs: Any) -> Launch:

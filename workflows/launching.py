@@ -1,12 +1,4 @@
-"""Makes launch plans by the house's rules, and keeps a registry of them.
-
-    nightly_retraining = launch_plan(
-        retraining, "nightly_retraining",
-        schedule=CronSchedule(schedule="0 2 * * *", kickoff_time_input_arg="kickoff"),
-    )
-
-Which ones there are is in `workflows.launch_plans`.
-"""
+"""Makes launch plans by the house's rules, and keeps a registry; see `workflows.launch_plans`."""
 
 from __future__ import annotations
 
@@ -64,11 +56,7 @@ class Launch(LaunchPlan):
         return Interface(free, interface.outputs, docstring=interface.docstring)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Run the workflow here.
-
-        Raises ConfigError for an input that the launch plan fixes, UsageError for one that is
-        missing.
-        """
+        """Run the workflow here; ConfigError for a fixed input, UsageError for a missing one."""
         for name in inputs:
             if name in self.raw_fixed_inputs:
                 raise ConfigError(
@@ -95,15 +83,12 @@ def launch_plan(
     fixed_inputs: Mapping[str, Any] | None = None,
     schedule: CronSchedule | FixedRate | None = None,
     notify_on: Sequence[int] = FAILED,
-    labels: Mapping[str, str] | None = None,
     one_at_a_time: bool = False,
 ) -> Launch:
     """Make a launch plan and note it in `LAUNCH_PLANS`.
 
-    one_at_a_time: skip an execution while another one runs. Two that promote are no harm, as moves
-    of the alias are serialised; it is for those of which a second has nothing to do. The
-    addresses of HYBRIDFLYTE_NOTIFY are told of the phases `notify_on`, Slack channels by
-    Flyte's Slack notification.
+    one_at_a_time: skip an execution while another one runs, where a second has nothing to do.
+    notify_on: phases that the addresses of HYBRIDFLYTE_NOTIFY are told of.
     """
     launch = Launch.create(
         name,
@@ -112,7 +97,7 @@ def launch_plan(
         fixed_inputs=dict(fixed_inputs or {}),
         schedule=schedule,
         notifications=notifications(list(notify_on)),
-        labels=Labels({"app": "hybridflyte", "launch-plan": name, **(labels or {})}),
+        labels=Labels({"app": "hybridflyte", "launch-plan": name}),
         max_parallelism=MAX_PARALLELISM,
         concurrency=ConcurrencyPolicy(1, ConcurrencyLimitBehavior.SKIP) if one_at_a_time else None,
     )
@@ -124,18 +109,17 @@ def launch_plan(
 def notifications(phases: list[int]) -> list[Notification]:
     """Notify the recipients in HYBRIDFLYTE_NOTIFY; ConfigError for an invalid address."""
     text = os.environ.get(NOTIFY_VARIABLE, "")
-    addresses = [address.strip() for address in text.split(",") if address.strip()]
-    mail = [address for address in addresses if not address.startswith(SLACK)]
-    slack = [address.removeprefix(SLACK) for address in addresses if address.startswith(SLACK)]
-    for address in [*mail, *slack]:
-        name, at, host = address.partition("@")
-        if not (name and at and host):
+    recipients: dict[type[Email | Slack], list[str]] = {Email: [], Slack: []}
+    for entry in filter(None, map(str.strip, text.split(","))):
+        address = entry.removeprefix(SLACK)
+        name, _, host = address.partition("@")
+        if not (name and host):
             raise ConfigError(
                 f"{NOTIFY_VARIABLE}={text!r}: {address!r} is no e-mail address; separate several "
                 f"by commas, and write {SLACK}ADDRESS for a Slack channel's"
             )
-    kinds = ((Email, mail), (Slack, slack))
-    return [kind(phases=phases, recipients_email=to) for kind, to in kinds if to]
+        recipients[Email if entry == address else Slack].append(address)
+    return [kind(phases=phases, recipients_email=to) for kind, to in recipients.items() if to]
 
 
 def settings(name: str) -> RLHFConfig:

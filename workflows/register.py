@@ -34,16 +34,14 @@ from flytekit.tools.translator import FlyteControlPlaneEntity
 
 from engine.console import INTERRUPTED, quiet
 from engine.errors import ConfigError, EngineError
-from engine.storage.digests import project_root
-from engine.storage.filesystem import fsync
+from engine.storage.digests import hash_file, project_root
+from engine.storage.filesystem import write_atomically
+from tasks.flytekit_setup import VARIABLE as SECRETS
 from tasks.flytekit_setup import VARIABLES
 
 if TYPE_CHECKING:
     from flytekit.remote import FlyteRemote
 
-
-# The version: two registrations of one are the same thing. What was edited after the commit is
-# refused, or marked by a digest of its content.
 
 # What is registered or goes into an image; notes and tests beside it may differ.
 SOURCES = ("engine", "examples", "tasks", "workflows", "images", "Dockerfile", "pyproject.toml")
@@ -60,7 +58,8 @@ def version_of(root: Path, images: Mapping[str, str], allow_dirty: bool = False)
     """
     image = images_digest(images)
     commit = _git(root, "rev-parse", "HEAD").strip()[:SHORT]
-    edited = edits(root)
+    status = ("status", "--porcelain", "-z", "--no-renames", "-uall", "--", *SOURCES)
+    edited = sorted(entry[3:] for entry in _git(root, *status).split("\0") if entry)
     if not edited:
         return f"{commit}-{image}"
     if not allow_dirty:
@@ -69,16 +68,19 @@ def version_of(root: Path, images: Mapping[str, str], allow_dirty: bool = False)
             f"the sources differ from commit {commit}: {shown}; commit them, or register a marked "
             "version with --allow-dirty"
         )
-    return f"{commit}-{image}-dirty-{content_digest(root, edited)[:8]}"
+    digest = hashlib.sha256()
+    for path in edited:
+        content = hash_file(root / path) if (root / path).is_file() else "deleted"
+        digest.update(f"{path}\0{content}\n".encode())
+    return f"{commit}-{image}-dirty-{digest.hexdigest()[:8]}"
 
 
 def images_digest(images: Mapping[str, str]) -> str:
     """Return twelve hex digits: the image's, or those of a hash over several."""
-    digests = {kind: image_digest(kind, reference) for kind, reference in images.items()}
-    if len(set(digests.values())) == 1:
-        return next(iter(digests.values()))[:SHORT]
-    lines = "".join(f"{kind}={digests[kind]}\n" for kind in sorted(digests))
-    return hashlib.sha256(lines.encode()).hexdigest()[:SHORT]
+    digests = {kind: image_digest(kind, images[kind]) for kind in sorted(images)}
+    lines = "".join(f"{kind}={digest}\n" for kind, digest in digests.items())
+    several, first = len(set(digests.values())) > 1, next(iter(digests.values()))
+    return (hashlib.sha256(lines.encode()).hexdigest() if several else first)[:SHORT]
 
 
 def image_digest(kind: str, reference: str) -> str:
@@ -92,35 +94,17 @@ def image_digest(kind: str, reference: str) -> str:
     return match["digest"]
 
 
-def edits(root: Path) -> list[str]:
-    """Return paths below `SOURCES` that differ from the commit, new ones included."""
-    listed = _git(root, "status", "--porcelain", "-z", "--no-renames", "-uall", "--", *SOURCES)
-    return sorted(entry[3:] for entry in listed.split("\0") if entry)
-
-
-def content_digest(root: Path, paths: list[str]) -> str:
-    """Return SHA-256 (hex) over the paths and their present bytes; a deleted file has none."""
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        file = root / path
-        content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "deleted"
-        digest.update(f"{path}\0{content}\n".encode())
-    return digest.hexdigest()
-
-
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
     try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
-        )
+        process = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"git does not answer ({error}); the version needs it") from error
-    except subprocess.CalledProcessError as error:
+    if process.returncode:
         raise ConfigError(
-            f"{root} has no git commit to name the version by ({error.stderr.strip()}); register "
+            f"{root} has no git commit to name the version by ({process.stderr.strip()}); register "
             "from a checkout"
-        ) from error
+        )
     return process.stdout
 
 
@@ -128,7 +112,6 @@ def _git(root: Path, *arguments: str) -> str:
 # package` writes times, the owner, and files in the order of the folder; flytekit 1.16 lists a
 # branch's predecessors in the order of a set, and protobuf's maps come out in any order.
 
-PACKAGE = "workflows"
 PYTHON = "/opt/venv/bin/python"  # in the images
 
 
@@ -151,7 +134,7 @@ def serialize(
         python_interpreter=PYTHON,
     )
     with add_sys_path(root):
-        just_load_modules([PACKAGE])
+        just_load_modules(["workflows"])
     # Without the root, which dynamic tasks would carry: an archive is the same in any folder.
     entities = serialize_get_control_plane_entities(settings)
     for entity in entities:
@@ -195,19 +178,12 @@ def write_package(entities: Sequence[FlyteControlPlaneEntity], path: Path) -> No
             entry = tarfile.TarInfo(f"{index:0{digits}}_{name}_{number}.pb")
             entry.size, entry.mode = len(content), 0o644
             archive.addfile(entry, io.BytesIO(content))
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(buffer.getvalue())
-        fsync(draft)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_atomically(path, [buffer.getvalue()])
 
 
 # The command line.
 
 NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # of workflows.launching, which must not be loaded yet
-SECRETS = "HYBRIDFLYTE_SECRETS"  # of tasks.flytekit_setup, the same
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
 
@@ -252,8 +228,13 @@ def main(
     images = {"default": image, "cuda": cuda_image or image, "rocm": rocm_image or image}
     root = project_root()
     with _sentences():
-        if archive:
-            _check_package_options(context)
+        for name in ("activate", "dry_run", "project", "domain", "config") if archive else ():
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                option = f"--{name.replace('_', '-')}"
+                raise RegistrationError(
+                    f"{option} has no effect with --package, which writes an archive and asks no "
+                    "Flyte; leave one of the two out, and name project and domain to flytectl"
+                )
         version = version_of(root, images, allow_dirty)
         _set_variables(images, notify, secrets)
         if archive:
@@ -265,17 +246,6 @@ def main(
             remote = None if dry_run else _connect(config, project, domain)
             _register(remote, root, image, version, (project, domain), activate)
     click.echo(version)
-
-
-def _check_package_options(context: click.Context) -> None:
-    """Raise RegistrationError for options that an archive would leave out."""
-    for name in ("activate", "dry_run", "project", "domain", "config"):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            option = f"--{name.replace('_', '-')}"
-            raise RegistrationError(
-                f"{option} has no effect with --package, which writes an archive and asks no "
-                "Flyte; leave one of the two out, and name project and domain to flytectl"
-            )
 
 
 def _register(
@@ -345,54 +315,49 @@ def _send(
     version: str,
 ) -> None:
     """Register in order: tasks before the workflows that name them, then launch plans."""
-    from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
-    from flytekit.exceptions.base import FlyteException
-    from flytekit.exceptions.user import FlyteInvalidInputException
-
-    ordered = sorted(entities, key=lambda entity: kind_of(entity)[2])
-    for entity in ordered:
+    for entity in sorted(entities, key=lambda entity: kind_of(entity)[2]):
         kind, name, _ = kind_of(entity)
-        try:
-            with scoped_grpc_deadline(CALL_SECONDS):
-                remote.raw_register(entity, settings, version, create_default_launchplan=False)
-        except FlyteInvalidInputException as error:
-            raise RegistrationError(
-                f"Flyte refused {kind} {name} of version {version}: {_detail(error)}; where it is "
-                "there already with other content (other --notify, say), register another commit"
-            ) from error
-        except FlyteException as error:
-            raise RegistrationError(
-                f"{kind} {name} could not be registered: {_detail(error)}; run again, what is "
-                "registered stays"
-            ) from error
-    click.echo(f"{len(ordered)} entities registered in {settings.project}/{settings.domain}")
+        with _call(f"{kind} {name} of version {version}", "registered"):
+            remote.raw_register(entity, settings, version, create_default_launchplan=False)
+    click.echo(f"{len(entities)} entities registered in {settings.project}/{settings.domain}")
 
 
 def _activate(remote: FlyteRemote, project: str, domain: str, version: str) -> None:
     """Make this version the one that schedules and callers by name use."""
-    from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
-    from flytekit.exceptions.base import FlyteException
     from flytekit.models.core.identifier import Identifier, ResourceType
 
     from workflows.launching import LAUNCH_PLANS
 
     for name in LAUNCH_PLANS:
-        ident = Identifier(ResourceType.LAUNCH_PLAN, project, domain, name, version)
-        try:
-            with scoped_grpc_deadline(CALL_SECONDS):
-                remote.activate_launchplan(ident)
-        except FlyteException as error:
-            raise RegistrationError(
-                f"launch plan {name} could not be activated: {_detail(error)}; run again"
-            ) from error
+        with _call(f"launch plan {name}", "activated"):
+            remote.activate_launchplan(
+                Identifier(ResourceType.LAUNCH_PLAN, project, domain, name, version)
+            )
     click.echo(f"active: {', '.join(LAUNCH_PLANS)}")
 
 
-def _detail(error: Exception) -> str:
-    """Return the server's message, which flytekit keeps as the cause."""
-    details = getattr(error.__cause__, "details", None)
-    text = details() if callable(details) else ""
-    return str(text or error or type(error).__name__)
+@contextlib.contextmanager
+def _call(entity: str, done: str) -> Iterator[None]:
+    """Call Flyte, for at most `CALL_SECONDS`; RegistrationError with the server's message."""
+    from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
+    from flytekit.exceptions.base import FlyteException
+    from flytekit.exceptions.user import FlyteInvalidInputException
+
+    try:
+        with scoped_grpc_deadline(CALL_SECONDS):
+            yield
+    except FlyteException as error:
+        details = getattr(error.__cause__, "details", None)  # where flytekit keeps it
+        text = details() if callable(details) else ""
+        hint = "run again, what is done stays"
+        if isinstance(error, FlyteInvalidInputException):
+            hint = (
+                "where it is there already with other content (other --notify, say), register "
+                "another commit"
+            )
+        raise RegistrationError(
+            f"{entity} could not be {done}: {text or error or type(error).__name__}; {hint}"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -3,10 +3,9 @@
     pyflyte run workflows/retraining.py retraining --kickoff "$(date -u +%Y-%m-%dT%H:%M:%S)" \\
         --path s3://bucket/problems
 
-Training starts from the champion, on the problems that arrived since its own training data, with
-a replay of those. Both models are evaluated on the champion's frozen test set, and the promotion
-rules decide. A run with too little new data ends as skipped, with the reason. A run may be late or
-repeated: see docs/retraining.md.
+Training starts from the champion, with a replay of its own training data. Both models are evaluated
+on the champion's frozen test set. A run with too little new data ends as skipped, with the reason.
+A run may be late or repeated: see docs/retraining.md.
 """
 
 from datetime import datetime

@@ -1,9 +1,7 @@
 """Reviewing lineage: what made something, what came of it, what changed.
 
-    pyflyte run workflows/review.py review --artifact models:/hybridflyte-policy@champion
-    pyflyte run workflows/review.py review --artifact outputs/artifacts/rl/… --against outputs/…
-
-Composition only: what a review is, is in `engine/stages/report.py`.
+pyflyte run workflows/review.py review --artifact models:/hybridflyte-policy@champion
+pyflyte run workflows/review.py review --artifact outputs/artifacts/rl/… --against outputs/…
 """
 
 from flytekit import workflow

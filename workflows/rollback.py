@@ -1,8 +1,6 @@
 """Take a champion back.
 
-    pyflyte run workflows/rollback.py rollback --model_name hybridflyte-policy --reason "…"
-
-Composition only: what it does is in `engine/stages/promotion.py`.
+pyflyte run workflows/rollback.py rollback --model_name hybridflyte-policy --reason "…"
 """
 
 from flytekit import workflow

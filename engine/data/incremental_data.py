@@ -9,7 +9,7 @@ last written at or before it, and its content was not ingested before. So the sa
 the same files whenever it runs, and a file that is added late to a past day's folder is ingested
 once, by the next kick-off.
 
-`engine.data.contract` checks the rows; `engine.stages.new_data` keeps the ledger.
+`engine.data.contract` checks the rows; `engine.stages.dataset` keeps the ledger.
 """
 
 from __future__ import annotations

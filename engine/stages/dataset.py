@@ -1,8 +1,10 @@
-"""Stage `preprocess`: a source becomes validated Parquet splits and a tokenizer.
+"""Stages that make a run's dataset: `preprocess` from a source, `ingest` from a champion's.
 
 Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in the
 data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluation set, `tokenizer/`
-(Hugging Face), `dataset.json` (lengths in tokens), `README.md` (the card).
+(Hugging Face), `dataset.json` (lengths in tokens), `README.md` (the card), and after `ingest` the
+ledger of all files that were ingested, `arrivals.json`. The champion's own ledger counts, so data
+of a model that was not promoted are new again in the next run.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +20,46 @@ import pandas as pd
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from engine.config import DataConfig
+from engine.config import DataConfig, PipelineConfig, RetrainConfig, digest
 from engine.console import say
-from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
-from engine.data.decontamination import without_held_out
+from engine.data import contract, sources, templates
+from engine.data.decontamination import NewRows, find_new_rows, sample_replay, without_held_out
+from engine.data.incremental_data import DataFile, NewFiles, find_new_files
 from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
 from engine.data.rows import row_numbers
-from engine.data.sources import Splits, load_splits, splits_are_disjoint
-from engine.data.templates import (
-    encode_short_prompts,
-    rows_spelling_control_tokens,
-    with_template_variables,
-)
+from engine.data.sources import Splits
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
-from engine.errors import DataError
+from engine.errors import ConfigError, DataError, LineageError, TrackingError
 from engine.models import check_context, check_vocabulary, vocabulary_and_context
-from engine.stages.settings import DatasetSettings, RunContext
-from engine.stages.stage import Artifact, Stage, host, stage
-from engine.storage.artifacts import Parent
+from engine.stages import plan
+from engine.stages.profiles import apply_profile, read_profile
+from engine.stages.settings import (
+    DatasetSettings,
+    EvaluationSettings,
+    IngestSettings,
+    NewData,
+    RetrainingPlan,
+    RLSettings,
+    RunContext,
+)
+from engine.stages.stage import Artifact, Stage, host, show_run, stage
+from engine.storage.artifacts import Parent, json_digest, local_path, read_manifest, verify
 from engine.storage.digests import hash_file
+from engine.tracking import Tracker
+from engine.tracking.model_versions import ModelVersion
 
 SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
+LEDGER = "arrivals.json"
+CLOCK_TOLERANCE = timedelta(minutes=10)  # between the scheduler's clock and this one
 
 
 def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
     """Read, check and write the data; train a tokenizer where `model_path` is empty."""
     data, seed = settings.data, settings.seed
-    recorded = {
-        "data": data.model_dump(mode="json"),
-        "model_path": settings.model_path,
-        "seed": seed,
-    }
+    recorded = settings.model_dump(mode="json", include={"data", "model_path", "seed"})
     with stage("dataset", run, recorded) as this:
-        splits = load_splits(data, seed)
-        if not splits_are_disjoint(data):
+        splits = sources.load_splits(data, seed)
+        if not sources.splits_are_disjoint(data):
             splits = without_held_out(splits, data)
         for note in splits.notes:
             say(f"dataset: {note}")
@@ -66,35 +75,25 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
 
 
 def write_splits(
-    this: Stage,
-    splits: Splits,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    context: int,
+    this: Stage, splits: Splits, tokenizer: PreTrainedTokenizerBase, data: DataConfig, context: int
 ) -> dict[str, float]:
     """Write checked splits, their tokenizer and their card into the stage's folder.
 
-    The card is the task's Deck as well. Returns metrics: rows per split, rows that spell control
-    tokens, longest prompt in tokens. Raises as `apply_control_tokens`, `fit_to_context` and
-    `write_split` do.
+    Returns metrics: rows per split, rows that spell control tokens, longest prompt in tokens.
     """
     splits, spelled = apply_control_tokens(splits, tokenizer, data.control_tokens)
     splits, tokens = fit_to_context(splits, tokenizer, data, context)
-    lengths = {"max_prompt_length": max(max(tokens[name]) for name in SPLITS)}
-    for name, frame in splits.tables().items():
+    tables, digest, uri = splits.tables(), splits.source_digest, splits.source_uri
+    longest = max(max(tokens[name]) for name in SPLITS)
+    for name, frame in tables.items():
         write_split(frame, this.folder / f"{name}.parquet")
-    write_card(
-        this.folder, data.source, splits.source_digest, splits.tables(), tokens, splits.notes
-    )
+    write_card(this.folder, data.source, digest, tables, tokens, splits.notes)
     tokenizer.save_pretrained(this.folder / "tokenizer")
-    (this.folder / "dataset.json").write_text(json.dumps(lengths, indent=2))
-    this.parents.append(
-        Parent(name="source", kind="source", digest=splits.source_digest, uri=splits.source_uri)
-    )
-    this.log_splits(this.folder, list(splits.tables()), splits.source_uri)
-    rows = {f"rows_{name}": float(len(frame)) for name, frame in splits.tables().items()}
-    rows["control_token_rows"] = float(spelled)
-    return rows | {name: float(length) for name, length in lengths.items()}
+    (this.folder / "dataset.json").write_text(json.dumps({"max_prompt_length": longest}, indent=2))
+    this.parents.append(Parent(name="source", kind="source", digest=digest, uri=uri))
+    this.log_splits(this.folder, list(tables), uri)
+    rows = {f"rows_{name}": float(len(frame)) for name, frame in tables.items()}
+    return rows | {"control_token_rows": float(spelled), "max_prompt_length": float(longest)}
 
 
 def write_card(
@@ -105,17 +104,10 @@ def write_card(
     tokens: Mapping[str, Sequence[int]],
     notes: Sequence[str],
 ) -> None:
-    """Write and show the card of a folder of tables.
+    """Write and show the card of a folder with `<name>.parquet` of each table.
 
-    It names the source, not its place, so that equal data make an equal artifact.
-
-    Args:
-        folder: Has `<name>.parquet` of each table.
-        source: Kind or address of what the rows are from.
-        made_of: Its digest.
-        tables: Rows by name.
-        tokens: Lengths of each table's prompts.
-        notes: What was left out.
+    source: kind or address of what the rows are from, not its place, so that equal data make an
+    equal artifact; `made_of` is its digest. tokens: lengths of each table's prompts.
     """
     cards = []
     for name, frame in tables.items():
@@ -143,22 +135,21 @@ def write_split(frame: pd.DataFrame, path: Path) -> None:
 def check_contract(splits: Splits) -> None:
     """Check every table's schema and that splits are disjoint; DataError names rows and columns."""
     for name, frame in splits.tables().items():
-        check(frame, SFT_PAIRS if name.startswith("sft_") else RL_PROMPTS, name)
-    check_disjoint(splits.frames())
+        schema = contract.SFT_PAIRS if name.startswith("sft_") else contract.RL_PROMPTS
+        contract.check(frame, schema, name)
+    contract.check_disjoint(splits.frames())
 
 
 def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTrainedTokenizerBase:
-    """Return the start model's tokenizer, checked against its vocabulary, or one trained here.
-
-    Its chat template has the variables of `data.apply_chat_template_kwargs`.
-    """
+    """Return the start model's tokenizer, checked against its vocabulary, or one trained here."""
     if model_path:
         tokenizer = load_tokenizer(model_path)
         check_vocabulary(vocabulary_and_context(model_path)[0], tokenizer, model_path)
-        return with_template_variables(tokenizer, data.apply_chat_template_kwargs)
-    prompts = [message["content"] for prompt in splits.sft_train["prompt"] for message in prompt]
-    tokenizer = train_tokenizer([*prompts, *splits.sft_train["response"]], data.vocab_size)
-    return with_template_variables(tokenizer, data.apply_chat_template_kwargs)
+    else:
+        rows = splits.sft_train
+        prompts = [message["content"] for prompt in rows["prompt"] for message in prompt]
+        tokenizer = train_tokenizer([*prompts, *rows["response"]], data.vocab_size)
+    return templates.with_template_variables(tokenizer, data.apply_chat_template_kwargs)
 
 
 def apply_control_tokens(
@@ -166,13 +157,12 @@ def apply_control_tokens(
 ) -> tuple[Splits, int]:
     """Keep, leave out or refuse rows that spell control tokens (`data.control_tokens`).
 
-    Returns the splits and how many such rows there were. Raises DataError with policy "fail", and
-    when a split loses all its rows.
+    Returns the splits and how many such rows there were; DataError where they may not stay.
     """
     total, tables = 0, dict[str, Any]()
     for name, frame in splits.tables().items():
         rows = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
-        spelling = rows_spelling_control_tokens(rows, tokenizer, policy, name)
+        spelling = templates.rows_spelling_control_tokens(rows, tokenizer, policy, name)
         total += len(spelling)
         if policy == "drop" and len(spelling) == len(frame):
             raise DataError(
@@ -194,13 +184,12 @@ def fit_to_context(
     """Drop rows whose prompt is over `data.max_prompt_length` (if set), then check the context.
 
     Returns the splits and the lengths of their prompts in tokens. Raises ModelError when prompt and
-    response don't fit the context, DataError when a prompt alone doesn't, when the chat template
-    refuses one, and when a split loses all its rows.
+    response don't fit the context, DataError for a prompt, or a split, that can't stay.
     """
     limit = data.max_prompt_length or context
     tables, tokens = {}, dict[str, list[int]]()
     for name, frame in splits.tables().items():
-        encoded = encode_short_prompts(tokenizer, frame["prompt"], limit, name)
+        encoded = templates.encode_short_prompts(tokenizer, frame["prompt"], limit, name)
         long = [row for row, ids in enumerate(encoded) if ids is None]
         if long and not data.max_prompt_length:
             raise DataError(
@@ -220,3 +209,169 @@ def fit_to_context(
         tokens[name] = [len(ids) for ids in encoded if ids is not None]
     check_context(max(map(max, tokens.values())), data.max_response_length, context)
     return splits.with_tables(tables), tokens
+
+
+def trigger_retraining(
+    config: PipelineConfig, at: datetime, path: str, seed: int, profile: str
+) -> RetrainingPlan:
+    """Open the run, and find what arrived until `at` since the champion's data.
+
+    `path` and `seed` win over the configuration, unless empty and negative.
+    """
+    check_kickoff(at, datetime.now(UTC))
+    machines = read_profile(profile)
+    config = plan.pin_named_content(plan.with_overrides(config, seed=seed, new_data=path))
+    config = apply_profile(config, machines)
+    plan.check_settings(config)
+    tracker = Tracker(experiment=config.tracking.experiment)
+    model_name, alias = config.promote.model_name, config.promote.alias
+    champion = tracker.champion(model_name, alias)
+    if champion is None:
+        raise TrackingError(
+            f"MLflow {tracker.uri} has no {alias} of {model_name!r} to start from; promote a first "
+            "model with the workflow rlhf, or correct promote.model_name"
+        )
+    uri, content = training_dataset(champion)
+    previous = local_path(uri)
+    ledger = read_ledger(previous)
+    new_files = find_new_files(config.retrain.path, at, ledger, config.retrain.lookback_days)
+    new_rows = find_new_rows(previous, new_files)
+    reason = skip_reason(new_files, new_rows, config.retrain, champion)
+    lora = plan.rl_lora(config.model)
+    run = plan.open_run(config, content, "retraining")
+    say(
+        f"run {run.run_id}: kick-off {at:%Y-%m-%d %H:%M}, champion version {champion.version}, "
+        f"{len(new_rows.rows)} new problems in {len(new_files.files)} files ({new_files.late} "
+        f"late, {new_files.known} ingested before)"
+    )
+    show_run(run, config, content, machines, **{"trains": not reason, "why not": reason})
+    new_data = NewData(
+        prefix=new_files.prefix, files=list(new_files.files), dataset=uri, dataset_digest=content
+    )
+    data, seed = config.data, config.seed
+    return RetrainingPlan(
+        run,
+        machines,
+        not reason,
+        reason,
+        f"models:/{champion.name}/{champion.version}",
+        IngestSettings(new_data=new_data, data=data, retrain=config.retrain, seed=seed),
+        RLSettings(data=data, config=config.rl, lora=lora, seed=seed),
+        EvaluationSettings(data=data, config=config.evaluate, seed=seed),
+        plan.promotion_settings(config),
+        config.promote.approval == "required",
+        digest(config),
+    )
+
+
+def check_kickoff(at: datetime, now: datetime) -> None:
+    """Raise ConfigError for a kick-off in the future, until which more files may arrive."""
+    moment = "%Y-%m-%dT%H:%M:%S"
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    if at > now + CLOCK_TOLERANCE:
+        raise ConfigError(
+            f"kickoff={at.astimezone(UTC):{moment}} is still to come: it is now "
+            f"{now.astimezone(UTC):{moment}}, both in UTC; give a moment that has passed, such as "
+            f'--kickoff "$(date -u +{moment})"; `now` is local time to pyflyte, and read as UTC'
+        )
+
+
+def training_dataset(champion: ModelVersion) -> tuple[str, str]:
+    """Return address and content digest of a champion's dataset; LineageError if not known."""
+    name = f"{champion.name} version {champion.version}"
+    address = champion.tags.get("artifact_uri", "")
+    if not champion.tags.get("manifest_digest"):
+        raise LineageError(
+            f"{name} was registered without a manifest, so its data are unknown; retraining starts "
+            "from a model that a workflow has made"
+        )
+    manifest = read_manifest(address)
+    if manifest.own_digest != champion.tags["manifest_digest"]:
+        raise LineageError(
+            f"the manifest in {address} is not the one that {name} was registered with; run "
+            f"python -m engine.lineage verify models:/{champion.name}/{champion.version}"
+        )
+    for parent in manifest.parents:
+        if parent.kind == "dataset":
+            return parent.uri, parent.digest
+    raise LineageError(
+        f"the manifest of {name} names no dataset; retraining can't tell what is new"
+    )
+
+
+def read_ledger(dataset: Path) -> list[DataFile]:
+    """Return the files that an unchanged dataset ingested; empty for a first one."""
+    verify(dataset)
+    path = dataset / LEDGER
+    entries = json.loads(path.read_text())["files"] if path.is_file() else []
+    return [DataFile(**entry) for entry in entries]
+
+
+def skip_reason(
+    new_files: NewFiles, new_rows: NewRows, config: RetrainConfig, champion: ModelVersion
+) -> str:
+    """Say why there is too little new data to train on; empty when there is enough."""
+    since, later = f"since version {champion.version} became champion", new_files.waiting
+    files = "1 file" if later == 1 else f"{later} files"
+    written = f"{files} written after the kick-off wait{'s' * (later == 1)} for a later one"
+    waiting = f"; {written}" if later else ""
+    if not new_files.files:
+        return f"nothing new in {new_files.prefix} {since}{waiting}"
+    count = len(new_rows.rows)
+    if count >= config.minimum_rows:
+        return ""
+    left_out = f" ({new_rows.dropped} more are repeated, held out, or trained on already)"
+    return (
+        f"{count} new problems {since}{left_out if new_rows.dropped else ''}, fewer than "
+        f"retrain.minimum_rows={config.minimum_rows}"
+        + ("; they wait for the next run" if count else "")
+        + waiting
+    )
+
+
+def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Artifact:
+    """Read the new problems, and write a dataset of them and a replay of the champion's.
+
+    `train` is made of both; all other splits are the champion's own, byte for byte.
+    """
+    new_data = settings.new_data
+    recorded = settings.model_dump(mode="json", include={"data", "retrain", "seed"})
+    with stage("dataset", run, recorded) as this:
+        previous = local_path(new_data.dataset)
+        manifest = read_manifest(previous)
+        if manifest.digest != new_data.dataset_digest:
+            raise LineageError(
+                f"{new_data.dataset} is {manifest.digest[:12]}, but the champion was trained on "
+                f"{new_data.dataset_digest[:12]}; restore it, or start the retraining again"
+            )
+        this.parents.append(manifest.as_parent("former_dataset", new_data.dataset))
+        model = str(champion.local())
+        splits = with_new_rows(previous, new_data, settings.retrain, settings.seed)
+        check_contract(splits)
+        context = vocabulary_and_context(model)[1]
+        facts = write_splits(this, splits, load_tokenizer(model), settings.data, context)
+        ledger = [*read_ledger(previous), *new_data.files]
+        entries = [f.model_dump() for f in sorted(ledger, key=lambda f: (f.path, f.sha256))]
+        (this.folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")
+        return this.publish(facts)
+
+
+def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed: int) -> Splits:
+    """Return the splits of the dataset `previous`, with new rows and a replay as `train`."""
+    splits: dict[str, Any] = {n: pd.read_parquet(previous / f"{n}.parquet") for n in SPLITS}
+    new = find_new_rows(previous, NewFiles(new_data.prefix, tuple(new_data.files)))
+    if new.rows.empty:
+        raise DataError(
+            f"none of the {new.total} new problems of {new_data.prefix} is left to train on: "
+            "they are in the champion's test and validation sets, or it was trained on them already"
+        )
+    replay = sample_replay(splits["train"], new.rows, config.replay, seed)
+    splits["train"] = contract.uniform_columns(pd.concat([new.rows, replay], ignore_index=True))
+    say(
+        f"dataset: {len(new.rows)} new problems ({new.dropped} repeated or held out left "
+        f"out), {len(replay)} replayed; test set of {len(splits['test'])} unchanged"
+    )
+    digest = json_digest({file.path: file.sha256 for file in new_data.files})
+    files = sources.evaluation_files(previous).items()
+    sets = {name: pd.read_parquet(path) for name, path in files if name != "test"}
+    return Splits(**splits, source_digest=digest, source_uri=new_data.prefix, evaluation=sets)

@@ -1,63 +1,52 @@
-"""Stage `evaluate`: two models on the same held-out problems, and the pages of such a run."""
+"""Stages that say what a model is worth: `evaluate`, the pages and end of a run, and `review`."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from engine.config import ContaminationConfig, DataConfig, EvaluateConfig
-from engine.console import progress, say
-from engine.controller.launch import ray_session
+from engine.config import ContaminationConfig, EvaluateConfig
+from engine.console import Progress, display_path, human_time, points, progress, say, table
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.data.rows import prompt_text
 from engine.data.sources import evaluation_files
 from engine.data.templates import rows_spelling_control_tokens
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import EngineError, LineageError
+from engine.errors import EngineError, LineageError, StorageError
+from engine.evaluation import lm_eval, summary
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.decode import uses_ranks
-from engine.evaluation.lm_eval import (
-    FILE,
-    HarnessScore,
-    from_json,
-    pairs,
-    require_lm_eval,
-    run_lm_eval,
-    to_json,
-)
 from engine.evaluation.policy_steps import read_overoptimisation, read_policy_steps
 from engine.evaluation.report_page import Link, Verdict, render_report
 from engine.evaluation.scoring import evaluate_model, share_of
-from engine.evaluation.summary import (
-    TEST,
-    EvaluatedSet,
-    EvaluationComparison,
-    compare_sets,
-    read_problems,
-    read_sets,
-    rows_of_set,
-    write_sets,
-)
-from engine.lineage.lookup import review
+from engine.lineage import lookup
+from engine.lineage.audit import audit
+from engine.lineage.compare import compare
 from engine.lineage.page import render_page, write_page
 from engine.promotion.gate import trained_on
+from engine.redaction import redact
 from engine.rewards import scorer_identity
 from engine.stages.dataset import SPLITS
-from engine.stages.fetch import first_model, trained_by
+from engine.stages.fetch import START_MODEL, first_model, trained_by
 from engine.stages.settings import EvaluationSettings, RunContext
-from engine.stages.stage import LOCAL_OBJECT_STORE_BYTES, Artifact, host, run_folder, stage
+from engine.stages.stage import Artifact, host, ray_for, run_folder, shared, show_facts, stage
 from engine.storage.artifacts import Parent, local_path, read_manifest
-
-if TYPE_CHECKING:
-    from engine.console import Progress
+from engine.storage.filesystem import home, write_atomically
+from engine.tracking import Tracker
+from engine.tracking.connection import default_uri
 
 REPORT, LINEAGE = "report.html", "lineage.html"
 MODELS = ("warm_start", "rl")
+NEAR_ZERO = 0.02  # pass@1, a fraction
+POLICY = "rl"  # the trained policy's key in the summary, whatever trained it
+LEARNED_FROM = ("pairs", "reference", "reward_model")  # kinds of a policy's parents
+SHOWN_FAULTS = 5
 
 
 def evaluate(
@@ -78,27 +67,29 @@ def evaluate(
     parts: the tables of `evaluate_part` in order; None: both models are decoded here.
     """
     data, config, seed = settings.data, settings.config, settings.seed
-    ray = ray_session("ray" if uses_ranks(config) else "local", LOCAL_OBJECT_STORE_BYTES)
-    with stage("evaluation", run, comparable_settings(data, config, seed)) as this, ray:
+    recorded = comparable_settings(data, config, seed)
+    with stage("evaluation", run, recorded, on_ray=uses_ranks(config)) as this:
         folder = this.load_parent("dataset", dataset)
-        problems = read_problems(folder)
-        check_held_out(folder)
-        require_lm_eval(config.lm_eval)  # of this machine, which may be another than the plan's
+        problems = summary.read_problems(folder)
+        # No test prompt may be in a split that a stage trained or chose on.
+        check_disjoint({name: pd.read_parquet(folder / f"{name}.parquet") for name in SPLITS})
+        # Of this machine, which may be another than the plan's.
+        lm_eval.require_lm_eval(config.lm_eval)
         this.log_splits(folder, [path.stem for path in evaluation_files(folder).values()])
         models = {
             "warm_start": this.load_parent("warm_start", warm_start),
             "rl": this.load_parent("policy", policy),
         }
         if parts is None:
-            rows = answer_problems(models, problems, data, config, seed)
+            rows = answer_problems(models, problems, settings)
         else:
             table = pd.concat(parts, ignore_index=True)
             rows = {n: table[table["model"] == n].reset_index(drop=True) for n in models}
         for name, frame in rows.items():
             check(frame, EVALUATION_ROWS, f"evaluation of {name}")
             frame.to_parquet(this.folder / f"rows_{name}.parquet", index=False)
-        harness = harness_scores(this.folder, models, config, seed)
-        sets = compare_sets(
+        harness = harness_metrics(this.folder, models, config, seed)
+        sets = summary.compare_sets(
             rows["warm_start"],
             rows["rl"],
             {name: known_from_training(folder, frame) for name, frame in problems.items()},
@@ -107,46 +98,42 @@ def evaluate(
             config.bootstrap_samples,
             seed,
         )
-        write_sets(this.folder, sets)
-        comparison = sets[0].comparison
-        (this.folder / "comparison.json").write_text(comparison.to_json())
+        summary.write_sets(this.folder, sets)
+        (this.folder / "comparison.json").write_text(sets[0].comparison.to_json())
         facts = {
             "run": run.run_id,
-            "data": describe_problems(data.source, problems[TEST], models["rl"]),
+            "data": describe_problems(data.source, problems[summary.TEST], models["rl"]),
             "scorer": scorer_identity(config.scorer),
             "known from training": "; ".join(f"{s.name}: {s.contamination}" for s in sets),
             **model_facts(this.parent("policy").digest, models["rl"]),
             "promotion": "decided after this page; then the run's report.html has the verdict",
         }
-        scores = pairs(harness, *MODELS)
-        page = comparison_page(
-            comparison, rows, facts, models["rl"], this.parents, scores, sets, None
-        )
+        page = evaluation_page(this.folder, models["rl"], this.parents, facts, None)
         (this.folder / "report.html").write_text(page)
         host().show("Evaluation", page)
         for line in (line for compared in sets for line in compared.lines()):
             say(f"evaluation: {line}")
-        return this.publish(evaluation_metrics(sets) | harness_metrics(harness))
+        return this.publish(evaluation_metrics(sets) | harness)
 
 
-def evaluation_metrics(sets: Sequence[EvaluatedSet]) -> dict[str, float]:
+def evaluation_metrics(sets: Sequence[summary.EvaluatedSet]) -> dict[str, float]:
     """Return rates and gains of the split `test`, of episodes, and of further evaluation sets."""
     comparison = sets[0].comparison
-    return (
-        {
-            "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
-            "pass_at_1_rl": comparison.after.pass_at_1.mean,
-            "gain": comparison.gain.mean,
-            "gain_low": comparison.gain.low,
-            "gain_high": comparison.gain.high,
-        }
-        | {
-            f"episodes/{episode.name.replace(', ', '/').replace(' ', '_')}_rl": episode.after.mean
-            for episode in comparison.episodes
-        }
-        | {f"{s.name}/pass_at_1_rl": s.comparison.after.pass_at_1.mean for s in sets[1:]}
-        | {f"{s.name}/gain": s.comparison.gain.mean for s in sets[1:]}
-    )
+    gain = comparison.gain
+    metrics = {
+        "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
+        "pass_at_1_rl": comparison.after.pass_at_1.mean,
+        "gain": gain.mean,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+    }
+    for episode in comparison.episodes:
+        name = episode.name.replace(", ", "/").replace(" ", "_")
+        metrics[f"episodes/{name}_rl"] = episode.after.mean
+    for other in sets[1:]:
+        metrics[f"{other.name}/pass_at_1_rl"] = other.comparison.after.pass_at_1.mean
+        metrics[f"{other.name}/gain"] = other.comparison.gain.mean
+    return metrics
 
 
 def evaluate_part(
@@ -159,34 +146,35 @@ def evaluate_part(
 ) -> pd.DataFrame:
     """Return both models' rows of one share of the problems, `part` of `config.map_parts`.
 
-    Parts are for several machines that need not start together. Both models answer the same share,
-    so joined tables are those of one machine, to the bit where its arithmetic is.
+    Joined tables are those of one machine, to the bit where its arithmetic is.
     """
     config = settings.config
-    ray = ray_session("ray" if uses_ranks(config) else "local", LOCAL_OBJECT_STORE_BYTES)
-    with ray:
+    with ray_for(uses_ranks(config)):
         say(f"evaluation: part {part + 1} of {config.map_parts} starts")
         models = {"warm_start": warm_start.local(), "rl": policy.local()}
-        problems, share = read_problems(dataset.local()), (part, config.map_parts)
-        rows = answer_problems(models, problems, settings.data, config, settings.seed, share)
+        problems = summary.read_problems(dataset.local())
+        rows = answer_problems(models, problems, settings, (part, config.map_parts))
         return pd.concat(list(rows.values()), ignore_index=True)
 
 
 def answer_problems(
     models: Mapping[str, Path],
     problems: Mapping[str, pd.DataFrame],
-    data: DataConfig,
-    config: EvaluateConfig,
-    seed: int,
+    settings: EvaluationSettings,
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, pd.DataFrame]:
     """Return each model's rows, with a progress bar."""
+    data, config = settings.data, settings.config
     share = share_of(sum(map(len, problems.values())), part)
     each = (share.stop - share.start) * (1 + config.samples)
     rows: dict[str, pd.DataFrame] = {}
     bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
     with bar:
         for name, folder in models.items():
+
+            def report(done: int, start: int = len(rows) * each) -> None:
+                bar.update(start + done - bar.count)
+
             rows[name] = evaluate_model(
                 folder,
                 problems,
@@ -194,36 +182,26 @@ def answer_problems(
                 config,
                 max_response_length=data.max_response_length,
                 max_prompt_length=data.max_prompt_length,
-                seed=seed,
+                seed=settings.seed,
                 part=part,
-                on_progress=update_progress(bar, len(rows) * each),
+                on_progress=report,
             )
     return rows
 
 
-def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:
-    """Return a callback that sets the bar to `offset` plus one model's finished completions."""
-    return lambda done: bar.update(offset + done - bar.count)
-
-
-def harness_scores(
+def harness_metrics(
     folder: Path, models: Mapping[str, Path], config: EvaluateConfig, seed: int
-) -> dict[str, list[HarnessScore]]:
-    """Run the lm-evaluation-harness on each model, as configured, and write `lm_eval.json`."""
-    scores: dict[str, list[HarnessScore]] = {}
+) -> dict[str, float]:
+    """Run the lm-evaluation-harness on each model, if configured; return its scores as metrics."""
+    scores: dict[str, list[lm_eval.HarnessScore]] = {}
     if not config.lm_eval.tasks:
-        return scores
+        return {}
     for name, model in models.items():
         with tempfile.TemporaryDirectory(prefix="hybridflyte-lm-eval-") as scratch:
-            scores[name] = run_lm_eval(model, config.lm_eval, seed, Path(scratch))
-        summary = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
-        say(f"evaluation: lm-evaluation-harness on {name}: {summary}")
-    (folder / FILE).write_text(to_json(scores, config.confidence))
-    return scores
-
-
-def harness_metrics(scores: Mapping[str, Sequence[HarnessScore]]) -> dict[str, float]:
-    """Return the harness's scores as metrics of the stage: the RL model's by their names."""
+            scores[name] = lm_eval.run_lm_eval(model, config.lm_eval, seed, Path(scratch))
+        line = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
+        say(f"evaluation: lm-evaluation-harness on {name}: {line}")
+    (folder / lm_eval.FILE).write_text(lm_eval.to_json(scores, config.confidence))
     return {
         score.key if name == "rl" else f"{score.key}_{name}": score.value
         for name, model_scores in scores.items()
@@ -248,11 +226,6 @@ def known_from_training(dataset: Path, test: pd.DataFrame) -> int:
     return sum(trained_on(texts, training, rule.ngram, rule.overlap))
 
 
-def check_held_out(dataset: Path) -> None:
-    """Raise DataError when a test prompt is in any split that a stage trained or chose on."""
-    check_disjoint({name: pd.read_parquet(dataset / f"{name}.parquet") for name in SPLITS})
-
-
 def training_curves(policy: Path) -> dict[str, list[float]]:
     """Return the per-step metrics of training that made the model; empty where it is not known."""
     run = read_policy_steps(policy)
@@ -271,80 +244,58 @@ def training_curves(policy: Path) -> dict[str, list[float]]:
     return {label: steps[key].tolist() for label, key in columns.items() if key in steps}
 
 
-def read_comparison(evaluation: Path) -> dict[str, Any]:
-    """Return `comparison.json` of an evaluation artifact; LineageError when it is unreadable."""
-    path = evaluation / "comparison.json"
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise LineageError(
-            f"{path} can't be read ({error}); the evaluation is incomplete, so nothing is "
-            "promoted; run again with --overwrite-cache"
-        ) from error
-    if not isinstance(values, dict):
-        raise LineageError(f"{path} is not a JSON object; run again with --overwrite-cache")
-    return values
-
-
-# The pages of a run that judged a model: its evaluation with the verdict, and its lineage. They are
-# written into the run's folder at its end. The artifact `evaluation` has a page from before the
-# decision; artifacts stay as they are.
-
-
-def comparison_page(
-    comparison: EvaluationComparison,
-    rows: Mapping[str, pd.DataFrame],
-    facts: Mapping[str, str | Link],
+def evaluation_page(
+    evaluation: Path,
     policy: Path,
     parents: Sequence[Parent],
-    harness: Sequence[tuple[HarnessScore, HarnessScore]],
-    sets: Sequence[EvaluatedSet],
+    facts: Mapping[str, str | Link],
     verdict: Verdict | None,
 ) -> str:
-    """Return the page of an evaluation whose manifest has these parents."""
+    """Return the page of an evaluation that has all other files, and whose parents these are."""
+    harness = evaluation / lm_eval.FILE
+    scores = lm_eval.from_json(harness.read_bytes(), str(harness)) if harness.is_file() else {}
+    tables = (pd.read_parquet(evaluation / f"rows_{name}.parquet") for name in MODELS)
+    sets = summary.read_sets(evaluation)
+    before, after = (summary.rows_of_set(table, summary.TEST) for table in tables)
     return render_report(
-        comparison,
-        rows_of_set(rows["warm_start"], TEST),
-        rows_of_set(rows["rl"], TEST),
+        sets[0].comparison,
+        before,
+        after,
         facts=facts,
         curves=training_curves(policy),
         verdict=verdict,
         before=first_model(parents),
         after=trained_by(parents),
         overoptimisation=read_overoptimisation(policy),
-        harness=harness,
+        harness=lm_eval.pairs(scores, *MODELS),
         sets=sets,
     )
 
 
 def write_pages(run: RunContext, promotion: Path) -> Path:
-    """Write `report.html` and `lineage.html` of the model that the artifact `promotion` is about.
+    """Write and show `report.html` and `lineage.html` of the model that `promotion` is about.
 
-    They are shown as well. Returns the path of the report.
+    Artifacts stay as they are: the page in `evaluation` is from before the decision.
     """
     parents = {parent.name: parent for parent in read_manifest(promotion).parents}
     evaluation, policy = (local_path(parents[name].uri) for name in ("evaluation", "policy"))
-    comparison = EvaluationComparison.from_dict(read_comparison(evaluation))
-    digest, folder, sets = parents["policy"].digest, run_folder(run), read_sets(evaluation)
-    graph = lineage_page(parents["policy"].uri, [parents["evaluation"].uri, str(promotion)])
-    if graph:
+    folder, sets, graph = run_folder(run), summary.read_sets(evaluation), ""
+    # All that the shared store holds would be more than the end of a run should read.
+    stores = [parents["evaluation"].uri, str(promotion)]
+    try:
+        graph = render_page(lookup.review([parents["policy"].uri], stores))
         write_page(folder / LINEAGE, graph)
+    except EngineError as error:
+        say(f"report: there is no page of the lineage: {error}")
+    problems, dataset = sets[0].comparison.problems, parents["dataset"].digest[:12]
     facts = {
         "run": run.run_id,
-        "data": f"{comparison.problems} held-out problems of {parents['dataset'].digest[:12]}",
+        "data": f"{problems} held-out problems of {dataset}",
         "known from training": "; ".join(f"{s.name}: {s.contamination}" for s in sets),
-        **model_facts(digest, policy, page=bool(graph)),
+        **model_facts(parents["policy"].digest, policy, page=bool(graph)),
     }
-    page = comparison_page(
-        comparison,
-        {name: pd.read_parquet(evaluation / f"rows_{name}.parquet") for name in MODELS},
-        facts,
-        policy,
-        read_manifest(evaluation).parents,
-        read_harness(evaluation),
-        sets,
-        read_verdict(promotion),
-    )
+    made_of, verdict = read_manifest(evaluation).parents, read_verdict(promotion)
+    page = evaluation_page(evaluation, policy, made_of, facts, verdict)
     write_page(folder / REPORT, page)
     host().show("Evaluation", page)
     if graph:
@@ -352,37 +303,13 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
     return folder / REPORT
 
 
-def read_harness(evaluation: Path) -> list[tuple[HarnessScore, HarnessScore]]:
-    """Return both models' scores in the lm-evaluation-harness; none where it was not run."""
-    file = evaluation / FILE
-    if not file.is_file():
-        return []
-    return pairs(from_json(file.read_bytes(), str(file)), "warm_start", "rl")
-
-
 def model_facts(digest: str, policy: Path, page: bool = False) -> dict[str, str | Link]:
-    """Return the model's digest, its step of the RL run that made it, and its lineage.
-
-    That is a page beside the report, or the command.
-    """
+    """Return the model's digest, its step of RL, and its lineage: a page here, or the command."""
     command = f"python -m engine.lineage {digest[:12]} --html {LINEAGE}"
     link = Link(f"{LINEAGE} (in a Deck: the tab Lineage)", LINEAGE)
     steps = read_policy_steps(policy)
     trained = {} if steps is None else {"step of training": str(steps)}
     return {"model": digest, **trained, "lineage": link if page else command}
-
-
-def lineage_page(policy: str, stores: Sequence[str]) -> str:
-    """Return the page of a model's lineage; empty, with a printed reason, where it can't be read.
-
-    stores: where its descendants are looked for. All that the shared store holds would be more than
-    the end of a run should read.
-    """
-    try:
-        return render_page(review([policy], stores))
-    except EngineError as error:
-        say(f"report: there is no page of the lineage: {error}")
-        return ""
 
 
 def read_verdict(promotion: Path) -> Verdict:
@@ -397,3 +324,225 @@ def read_verdict(promotion: Path) -> Verdict:
     else:
         title = f"{version} was not promoted"
     return Verdict(holds, title, decision["reason"])
+
+
+def report(
+    run: RunContext,
+    config_digest: str,
+    dataset: Artifact,
+    warm_start: Artifact,
+    policy: Artifact,
+    evaluation: Artifact,
+    promotion: Artifact,
+) -> Path:
+    """Write the run's pages and `summary.json`, end the MLflow parent run, print the summary."""
+    trained = policy.local()
+    folders = {
+        "dataset": dataset.local(),
+        "sft": warm_start.local(),
+        **made_before(trained),
+        POLICY: trained,
+        "evaluation": evaluation.local(),
+        "promotion": promotion.local(),
+    }
+    facts = summarise(run, config_digest, folders)
+    facts["report"] = str(write_pages(run, folders["promotion"]))
+    path = write_summary(run, facts)
+    low, high = facts["gain_interval"]
+    metrics = {f"pass_at_1_{name}": value for name, value in facts["pass_at_1"].items()}
+    metrics |= {"gain": facts["gain"], "gain_low": low, "gain_high": high}
+    Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
+    print_summary(facts, path, folders)
+    return path
+
+
+def made_before(policy: Path) -> dict[str, Path]:
+    """Return what the policy learned from beside dataset and warm start: pairs, reward model."""
+    folders: dict[str, Path] = {}
+    for parent in read_manifest(policy).parents:
+        if parent.kind in LEARNED_FROM:
+            folder = local_path(parent.uri)
+            folders |= made_before(folder) | {parent.kind: folder}
+    return folders
+
+
+def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, Any]:
+    """Collect the run's facts from its artifacts."""
+    manifests = {name: read_manifest(folder) for name, folder in folders.items()}
+    start = manifests["sft"].config.get("model")
+    comparison = summary.read_sets(folders["evaluation"])[0].comparison
+    decision = json.loads((folders["promotion"] / "decision.json").read_text())
+    gain, execution = comparison.gain, host().execution or run.run_id
+    passed = {"warm_start": comparison.before.pass_at_1, "rl": comparison.after.pass_at_1}
+    steps = read_policy_steps(folders[POLICY])
+    return {
+        "run_id": run.run_id,
+        # Folder or hub id; empty: from scratch; null where the warm start does not say.
+        "start_model": start["path"] if isinstance(start, dict) else None,
+        "warm_start": manifests["sft"].kind != START_MODEL,
+        # "rl", "preference", or "model" for one from elsewhere
+        "trained_by": manifests[POLICY].kind,
+        "pass_at_1": {name: rate.mean for name, rate in passed.items()},
+        "pass_at_1_interval": {name: [rate.low, rate.high] for name, rate in passed.items()},
+        "policy_step": None if steps is None else str(steps),  # of its RL run
+        "gain": gain.mean,
+        "gain_interval": [gain.low, gain.high],
+        "problems": comparison.problems,
+        "seconds": {
+            # A model that was made elsewhere has no time of its own.
+            **{name: manifest.metrics.get("seconds", 0.0) for name, manifest in manifests.items()},
+            "total": time.time() - run.started_at,
+        },
+        "cached": [n for n, m in manifests.items() if m.flyte_execution != execution],
+        "config_digest": config_digest,
+        "digests": {name: manifest.digest for name, manifest in manifests.items()},
+        "artifacts": {name: str(folder) for name, folder in folders.items()},
+        "promotion": decision,
+        "mlflow": {
+            "tracking_uri": redact(default_uri()),
+            "experiment": run.experiment,
+            "run_id": run.mlflow_run,
+            "url": run.mlflow_url,  # its page on a server; empty for a store without one
+        },
+    }
+
+
+def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
+    """Write `runs/<run id>/summary.json` whole or not at all."""
+    path = run_folder(run) / "summary.json"
+    try:
+        write_atomically(path, [f"{json.dumps(facts, indent=2)}\n".encode()])
+    except OSError as error:
+        raise StorageError(
+            f"can't write {path}: {error}; free space or set HYBRIDFLYTE_HOME"
+        ) from error
+    return path
+
+
+def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -> None:
+    """Print the summary table and where to look further."""
+
+    def rate(name: str) -> str:
+        low, high = facts["pass_at_1_interval"][name]
+        return f"{facts['pass_at_1'][name]:.1%}  [{low:.1%}, {high:.1%}]"
+
+    low, high = facts["gain_interval"]
+    cached = set(facts["cached"])
+    times = ", ".join(
+        f"{facts['trained_by'] if name == POLICY else name} "
+        f"{'cached' if name in cached else human_time(seconds)}"
+        for name, seconds in facts["seconds"].items()
+        if name != "total"
+    )
+    decision = facts["promotion"]
+    method = "preferences" if facts["trained_by"] == "preference" else "RL"
+    first = "warm start" if facts["warm_start"] else "start model"
+    rows = {
+        f"pass@1 {first}": rate("warm_start"),
+        f"pass@1 after {method}": rate("rl"),
+        "gain": f"{points(facts['gain'], low, high)} on {facts['problems']} problems",
+        "promotion": f"version {decision['model_version']} "
+        f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",
+        "time": f"{human_time(facts['seconds']['total'])} ({times})",
+        **({} if facts["warm_start"] else {"start model": facts["start_model"]}),
+        "model": display_path(folders[POLICY]),
+        "model's step": facts["policy_step"] or "not recorded",
+        "report (Deck)": display_path(Path(facts["report"])),
+        "summary": display_path(path),
+        "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
+        "MLflow UI": facts["mlflow"]["url"]
+        or f"mlflow ui --backend-store-uri {facts['mlflow']['tracking_uri']}",
+        "lineage": f"python -m engine.lineage {display_path(folders[POLICY])}",
+    }
+    episodes = summary.read_sets(folders["evaluation"])[0].comparison.episodes
+    kind = "Preference" if facts["trained_by"] == "preference" else "RLHF"
+    title = f"{'Agents' if episodes else kind} run {facts['run_id']}"
+    table(title, [{"": k, "result": v} for k, v in rows.items()])
+    for episode in episodes:
+        say(f"episodes: {episode.line()}")
+    if "reward_model" in folders:
+        say(f"reward model: {ranking(read_manifest(folders['reward_model']).metrics)}")
+    if learned := read_overoptimisation(folders[POLICY]):
+        say(f"over-optimisation: {learned.sentence()}")
+    say(f"promotion: {decision['reason']}")  # too long for a table's column
+    if max(facts["pass_at_1"].values()) < NEAR_ZERO:
+        say(near_zero_advice(facts["start_model"]))
+
+
+def near_zero_advice(start_model: str | None) -> str:
+    """Say what to do where neither model solves anything."""
+    if start_model == "":
+        return (
+            "Both models are near 0: a model this small, from scratch, can't solve these problems. "
+            "Start from a pretrained one with --model FOLDER."
+        )
+    name = f"the start model {start_model}" if start_model else "the model that RL started from"
+    return (
+        f"Both models are near 0: {name} solves almost none of these problems. Look at its answers "
+        "in the report, and start from a stronger model with --model FOLDER."
+    )
+
+
+def ranking(metrics: dict[str, float]) -> str:
+    """Say how well a reward model ranks held-out pairs."""
+    values = {key.removeprefix("reward_model/validation_"): value for key, value in metrics.items()}
+    if "accuracy" not in values:
+        return "no pairs are held out, so how well it ranks is not known"
+    return (
+        f"ranks {values['accuracy']:.1%} of held-out pairs right "
+        f"[{values['accuracy_low']:.1%}, {values['accuracy_high']:.1%}], calibration error "
+        f"{values['calibration_error']:.3f}"
+    )
+
+
+def finalize(run: RunContext, artifact: Artifact) -> Artifact:
+    """End the run with the artifact's metrics, and a promotion's pages; return the artifact."""
+    folder = artifact.local()
+    manifest = read_manifest(folder)
+    if manifest.kind == "promotion":
+        say(f"run {run.run_id}: report in {display_path(write_pages(run, folder))}")
+    metrics = {k: v for k, v in manifest.metrics.items() if k != "seconds"}
+    Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
+    where = f"{manifest.kind} in {display_path(folder)}"
+    say(f"run {run.run_id}: MLflow run {run.mlflow_run}; {where}")
+    return shared(folder)
+
+
+def finalize_skipped(run: RunContext, reason: str) -> Path:
+    """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
+    tracker = Tracker(experiment=run.experiment)
+    with tracker.translated("record why a run was skipped"):
+        tracker.client.set_tag(run.mlflow_run, "hybridflyte.skipped", redact(reason))
+    tracker.finish_pipeline(run.mlflow_run, "FINISHED")
+    path = write_summary(run, {"run_id": run.run_id, "skipped": reason})
+    say(f"run {run.run_id}: skipped: {reason}")
+    show_facts("Skipped", {"run": run.run_id, "reason": redact(reason)})
+    return path
+
+
+def review(artifact: str, against: str, store: str, verify_content: bool) -> Path:
+    """Write the page of an artifact's lineage; LineageError, with the page shown, on tampering.
+
+    Like `python -m engine.lineage`, but where the artifacts are. `against` (empty: nothing) is
+    compared with it, and `store` (empty: the one it lies in) is searched. With `verify_content`,
+    all that it was made from and that came of it is re-hashed.
+    """
+    lineage = lookup.review([*filter(None, [against]), artifact], [store] if store else [])
+    starts = lineage.starts
+    comparison = compare(lineage.graph, starts[0], starts[-1]) if against else None
+    checked = audit(lineage) if verify_content else None
+    page = render_page(lineage, checked, comparison)
+    host().show("Lineage", page)
+    folder = home() / "reviews"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = Path(tempfile.mkdtemp(prefix="review-", dir=folder)) / LINEAGE
+    write_page(path, page)
+    for finding in checked.findings if checked else ():
+        say(f"review: {'FAULT' if finding.is_fault else 'note'}: {finding.text}")
+    say(f"review: {lineage.summary} → {path}")
+    if checked is not None and checked.faults:
+        host().publish_pages()
+        texts = "; ".join(finding.text for finding in checked.faults[:SHOWN_FAULTS])
+        more = len(checked.faults) - SHOWN_FAULTS
+        raise LineageError(texts + (f"; and {more} more" if more > 0 else ""))
+    return path

@@ -1,7 +1,6 @@
 """Stage `fetch` makes a model from elsewhere, or the start model, an artifact of this run.
 
-The artifact is the model's own (`rl`, `sft`) where it has a manifest, else `model`, a copy of the
-folder.
+It is the model's own artifact (`rl`, `sft`) where that has a manifest, else `model`, a copy.
 """
 
 from __future__ import annotations
@@ -48,13 +47,10 @@ START_MODEL: Literal["start_model"] = "start_model"  # kind of the artifact with
 
 
 def fetch(run: RunContext, reference: str, name: str) -> Artifact:
-    """Download a model.
+    """Download a model; `name` is the input that it came from, for messages.
 
-    Args:
-        run: The pipeline run.
-        reference: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the MLflow registry, or a
-            folder, address (s3://…) or hub id of an artifact or a Hugging Face model.
-        name: The input that it came from, for messages.
+    reference: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the MLflow registry, or a folder,
+    address (s3://…) or hub id of an artifact or a Hugging Face model.
     """
     folder = resolve(reference, name, run.experiment)
     say(f"fetch: {name} {reference} → {display_path(folder)}")
@@ -81,16 +77,19 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
 
 
 def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
-    """Return the artifact that a version was registered from, or MLflow's copy of it.
-
-    Both are checked against the version's tags. A model that another tool registered has no tags
-    and is used as it is, with a notice.
-    """
-    for path in _candidate_paths(version):
-        with contextlib.suppress(LineageError, StorageError, OSError):
-            require_tagged_content(folder := local_path(path), version)
-            return folder
-    if not version.tags.get(ARTIFACT_TAG):
+    """Return the artifact that a version was registered from, or MLflow's copy, as tagged."""
+    tags = version.tags
+    kind, digest, own_digest = (
+        tags.get(tag, "") for tag in ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
+    )
+    if kind and digest and own_digest:
+        uri = tags.get("artifact_uri")
+        here = _artifact_paths(kind, digest, own_digest)
+        for path in (uri, *here) if uri else here:
+            with contextlib.suppress(LineageError, StorageError, OSError):
+                require_tagged_content(folder := local_path(path), version)
+                return folder
+    if not digest:
         say(
             f"fetch: {version.name} version {version.version} has no tag {ARTIFACT_TAG}: whether "
             "its files are those that were registered can't be checked"
@@ -101,11 +100,10 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
             return _publish_copy(folder, f"{REGISTERED}{version.name}/{version.version}")
         manifest = read_manifest(folder)
         target, alternative = _artifact_paths(manifest.kind, manifest.digest, manifest.own_digest)
-        present = _verified_manifest_digest(target)
-        if present == manifest.own_digest:
-            return target
-        if present:  # its children refer to that manifest
-            target = alternative
+        with contextlib.suppress(LineageError):  # missing or damaged
+            if verify(target).own_digest == manifest.own_digest:
+                return target
+            target = alternative  # the children of what is there refer to that manifest
         fsync_tree(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
@@ -114,28 +112,10 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
     return target
 
 
-def _candidate_paths(version: ModelVersion) -> list[Path | str]:
-    """Return paths where a version's artifact may be; none for models of another tool."""
-    tags = ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
-    kind, digest, manifest = (version.tags.get(tag, "") for tag in tags)
-    if not (kind and digest and manifest):
-        return []
-    uri = version.tags.get("artifact_uri")
-    return [*([uri] if uri else []), *_artifact_paths(kind, digest, manifest)]
-
-
 def _artifact_paths(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
     """Return an artifact's path, and the path for equal content with another manifest."""
     path = artifact_path(kind, digest)
     return path, path.with_name(f"{path.name}-{manifest[:8]}")
-
-
-def _verified_manifest_digest(folder: Path) -> str:
-    """Return the digest of an intact artifact's manifest; empty where it is missing or damaged."""
-    try:
-        return verify(folder).own_digest
-    except LineageError:
-        return ""
 
 
 def _publish_copy(folder: Path, source: str) -> Path:
@@ -150,11 +130,7 @@ def _publish_copy(folder: Path, source: str) -> Path:
 def publish_start_model(
     run: RunContext, dataset: Artifact, start: ModelConfig, start_digest: str
 ) -> Artifact:
-    """Make the start model an artifact, for `sft.skip`; an EngineError where it is not there.
-
-    It has the dataset's tokenizer where `data.apply_chat_template_kwargs` gave that another chat
-    template.
-    """
+    """Make the start model an artifact, with the dataset's chat template, for `sft.skip`."""
     settings = {"model": start.model_dump(mode="json"), "start_digest": start_digest}
     with stage(START_MODEL, run, settings) as this:
         data = this.load_parent("dataset", dataset)

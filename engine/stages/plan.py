@@ -1,6 +1,8 @@
 """Checks all that can be checked before compute, opens the run, and splits its settings by stage.
 
-Data and model are resolved to digests, so that changed files miss the cache.
+What settings refer to by name is pinned, so that changed files miss the cache, and manifests say
+what they were: a hub model gets the commit that it is loaded at; data, code, files and folders get
+a digest. What modules import from elsewhere is not in it.
 """
 
 from __future__ import annotations
@@ -10,55 +12,44 @@ import json
 import os
 import time
 import uuid
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from engine.config import LoRAConfig, ModelConfig, PairsConfig, PipelineConfig, digest, explain
+from engine.config import (
+    AgentConfig,
+    EvaluateConfig,
+    LoRAConfig,
+    ModelConfig,
+    MultiTurnConfig,
+    PairsConfig,
+    PipelineConfig,
+    RewardConfig,
+    RLConfig,
+    digest,
+    explain,
+)
 from engine.console import say
 from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
-from engine.stages.pinning import model_digest, pin_model_commit, pinned_evaluation
-from engine.stages.profiles import (
-    LAPTOP,
-    apply_profile,
-    check_memory,
-    check_model_layouts,
-    read_profile,
-    require_shared_home,
-)
-from engine.stages.settings import (
-    DatasetSettings,
-    EvaluationSettings,
-    PairsSettings,
-    Plan,
-    PreferenceSettings,
-    PromotionPlan,
-    PromotionSettings,
-    RewardModelGateSettings,
-    RewardModelSettings,
-    RLSettings,
-    RunContext,
-    SFTSettings,
-)
+from engine.stages import profiles, settings
+from engine.stages.profiles import changed
 from engine.stages.stage import Artifact, execution_tags, host, library_versions, show_run
-from engine.storage.digests import PACKAGES, code_version, sources_digest
-from engine.storage.filesystem import as_path, is_remote, require_model_name
+from engine.storage import digests
+from engine.storage.digests import PACKAGES, sources_digest
+from engine.storage.filesystem import as_path, is_remote, pin_revision, require_model_name
 from engine.tracking import Tracker
 
 BY_RL = ("rlhf", "agents", "classic_rlhf")  # workflows with a warm start and RL
 BY_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")
 
 C = TypeVar("C", bound=PipelineConfig)
-
-
-class Digests(NamedTuple):
-    """Digests of a run's inputs as they are now."""
-
-    data: str
-    model: str = ""  # content of the start model's folder, or owner/name@commit
+Scored = TypeVar("Scored", EvaluateConfig, PairsConfig)
 
 
 def plan(
@@ -70,90 +61,83 @@ def plan(
     seed: int,
     profile: str,
     workflow: str,
-) -> Plan:
+) -> settings.Plan:
     """Check the inputs, open the MLflow parent run, and split the configuration by stage.
 
-    `source`, `path`, `model`, `preferences` (which is `pairs.path`; empty: as configured) and
-    `seed` (negative: as configured) win over the configuration; `profile` fills in layout and GPUs
-    where it leaves them open. `workflow` names the run.
+    What is given (not empty or negative) wins over the configuration; `preferences` is
+    `pairs.path`. `profile` fills in layout and GPUs where they are open. `workflow` names the run.
     """
-    machines = read_profile(profile)
+    machines = profiles.read_profile(profile)
     config = with_overrides(config, source, path, model, preferences, seed)
     if workflow == "agents" and not config.rl.rollout.multi_turn.enable:
         raise ConfigError(
             "the workflow agents plays episodes, and rl.rollout.multi_turn.enable is false; set it "
             "with rl.rollout.agent.environment.name, or run workflows/rlhf.py"
         )
-    pairs_digest = preferences_digest(config.pairs) if workflow in BY_PREFERENCES else ""
+    by_preferences = workflow in BY_PREFERENCES
+    pairs_digest = preferences_digest(config.pairs) if by_preferences else ""
     data_digest = check_names(config)
-    config = pin_model_commit(apply_profile(config, machines))
+    config = pin_model_commit(profiles.apply_profile(pin_named_content(config), machines))
     if workflow != "evaluate_only":
-        require_shared_home(config)
-    digests = Digests(data_digest, check_inputs(config))
-    check_memory(config, machines, trains=workflow in BY_RL)
-    context = context_length(config.model)
-    if workflow in BY_PREFERENCES:
-        check_preference_stages(config, workflow)
-    settings = stage_settings(config, digests, context, pairs_digest, workflow)
-    run = open_run(config, digests, workflow)
+        profiles.require_shared_home(config)
+    start_digest, context = check_inputs(config)
+    profiles.check_memory(config, machines, trains=workflow in BY_RL)
     facts: dict[str, object] = {}
-    if workflow in BY_PREFERENCES:
+    if by_preferences:
+        check_preference_stages(config, workflow)
         source = f"{pairs_digest[:12]} in {config.pairs.path}" if pairs_digest else "of rollouts"
         facts["preferences"] = source
+    run = open_run(config, data_digest, workflow)
     more = "".join(f", {name} {text}" for name, text in facts.items())
-    say(f"run {run.run_id}: config {digest(config)[:12]}, data {digests.data[:12]}{more}")
-    show_run(run, config, digests.data, machines, **facts)
-    return Plan(
+    say(f"run {run.run_id}: config {digest(config)[:12]}, data {data_digest[:12]}{more}")
+    show_run(run, config, data_digest, machines, **facts)
+    data, seed, skip, start = config.data, config.seed, config.sft.skip, config.model
+    dtype = start.dtype if skip else ""  # a warm start resolves it
+    weights: dict[str, Any] = {"dtype": dtype, "seed": seed}
+    on_pairs = {"too_long": config.pairs.too_long, **weights}
+    lora = start.lora if skip else rl_lora(start)
+    labels = config.preference.loss == "kto" and workflow == "preference"
+    return settings.Plan(
         run=run,
         profile=machines,
-        sft_profile=LAPTOP if config.sft.skip else machines,
-        **settings,
-        needs_approval=config.promote.approval == "required",
-        config_digest=digest(config),
-    )
-
-
-def stage_settings(
-    config: PipelineConfig, digests: Digests, context: int, pairs_digest: str, workflow: str
-) -> dict[str, Any]:
-    """Split checked settings by stage, as the fields of a plan."""
-    data, seed, skip = config.data, config.seed, config.sft.skip
-    lora = config.model.lora if skip else rl_lora(config.model)
-    dtype = config.model.dtype if skip else ""  # a warm start resolves it
-    too_long = config.pairs.too_long
-    labels = config.preference.loss == "kto" and workflow == "preference"
-    return {
-        "dataset": DatasetSettings(
+        sft_profile=profiles.LAPTOP if skip else machines,
+        dataset=settings.DatasetSettings(
             data=data,
-            source_digest=digests.data,
-            model_path=config.model.path,
-            model_digest=digests.model,
+            source_digest=data_digest,
+            model_path=start.path,
+            model_digest=start_digest,
             context=context,
             seed=seed,
         ),
-        "sft": SFTSettings(
-            start=config.model, start_digest=digests.model, config=config.sft, seed=seed
+        sft=settings.SFTSettings(
+            start=start, start_digest=start_digest, config=config.sft, seed=seed
         ),
-        "rl": RLSettings(data=data, config=config.rl, lora=lora, seed=seed, dtype=dtype),
-        "pairs": PairsSettings(
+        rl=settings.RLSettings(data=data, config=config.rl, lora=lora, **weights),
+        pairs=settings.PairsSettings(
             data=data,
             config=config.pairs,
             source_digest=pairs_digest,
             kind="labels" if labels else "pairs",
             seed=seed,
         ),
-        "preference": PreferenceSettings(
-            config=config.preference, lora=lora, dtype=dtype, too_long=too_long, seed=seed
+        preference=settings.PreferenceSettings(config=config.preference, lora=lora, **on_pairs),
+        reward_model=settings.RewardModelSettings(config=config.reward_model, **on_pairs),
+        reward_model_gate=settings.RewardModelGateSettings(
+            config=config.promote.reward_model, seed=seed
         ),
-        "reward_model": RewardModelSettings(
-            config=config.reward_model, dtype=dtype, too_long=too_long, seed=seed
-        ),
-        "reward_model_gate": RewardModelGateSettings(config=config.promote.reward_model, seed=seed),
-        "evaluation": EvaluationSettings(data=data, config=config.evaluate, seed=seed),
-        "promotion": PromotionSettings(
-            data=data, evaluate=config.evaluate, config=config.promote, seed=seed
-        ),
-    }
+        evaluation=settings.EvaluationSettings(data=data, config=config.evaluate, seed=seed),
+        promotion=promotion_settings(config),
+        needs_approval=config.promote.approval == "required",
+        config_digest=digest(config),
+    )
+
+
+def promotion_settings(config: PipelineConfig) -> settings.PromotionSettings:
+    """Return the settings of `promote`."""
+    evaluate, promote = config.evaluate, config.promote
+    return settings.PromotionSettings(
+        data=config.data, evaluate=evaluate, config=promote, seed=config.seed
+    )
 
 
 def plan_promotion(
@@ -163,26 +147,24 @@ def plan_promotion(
     evaluation: Artifact,
     seed: int,
     profile: str,
-) -> PromotionPlan:
+) -> settings.PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
     from engine.evaluation.comparability import require_same_settings
     from engine.promotion.champions import check_evidence
     from engine.storage.artifacts import read_manifest
 
-    machines = read_profile(profile)
-    folders = [artifact.local() for artifact in (dataset, policy, evaluation)]
-    digests = Digests(check_evidence(*folders))
-    settings = PromotionSettings(
-        data=config.data,
-        evaluate=pinned_evaluation(config),
-        config=config.promote,
-        seed=seed if seed >= 0 else config.seed,
+    machines, folders = (
+        profiles.read_profile(profile),
+        [a.local() for a in (dataset, policy, evaluation)],
     )
+    config = with_overrides(config, seed=seed)
+    data_digest = check_evidence(*folders)
+    promotion = promotion_settings(changed(config, "evaluate", pinned_evaluation(config)))
     evidence = read_manifest(folders[2])
-    require_same_settings(evidence, settings.data, settings.evaluate, settings.seed)
+    require_same_settings(evidence, promotion.data, promotion.evaluate, promotion.seed)
     Tracker(experiment=config.tracking.experiment).check()
-    run = open_run(config, digests, "promote_only")
-    return PromotionPlan(run, machines, settings, config.promote.approval == "required")
+    run = open_run(config, data_digest, "promote_only")
+    return settings.PromotionPlan(run, machines, promotion, config.promote.approval == "required")
 
 
 def with_overrides(
@@ -221,7 +203,7 @@ def rl_lora(model: ModelConfig) -> LoRAConfig:
 def check_settings(config: PipelineConfig) -> None:
     """Raise ConfigError for settings that can't work with any data or model.
 
-    The checks load torch, seconds that a rerun with unchanged settings and sources does not spend.
+    Checks that load torch, for seconds, are not repeated for the same settings and sources.
     """
     from engine.evaluation.lm_eval import require_lm_eval
     from engine.tracking.metric_logs import require_packages
@@ -248,10 +230,7 @@ def check_settings(config: PipelineConfig) -> None:
 
 
 def checks_key(config: PipelineConfig) -> str:
-    """Return the digest of what the checks depend on; empty where it isn't all known.
-
-    That is so with a user's modules, a model behind an address, a teacher and a critic's own model.
-    """
+    """Return the digest of what the checks depend on; empty where it isn't all known."""
     rl, evaluation = config.rl, config.evaluation()
     named = json.dumps(config.model_dump(mode="json"), separators=(",", "="))  # colons are values'
     plugins = {*config.data.plugins, *rl.plugins, *evaluation.plugins}
@@ -263,10 +242,7 @@ def checks_key(config: PipelineConfig) -> str:
 
 
 def check_names(config: PipelineConfig) -> str:
-    """Check that model, reward and data are there, before seconds go into loading torch.
-
-    Returns the data's digest.
-    """
+    """Check that model, reward and data are there, before torch loads; return the data's digest."""
     require_model_name(config.model.path)
     if config.sft.skip and not config.model.path:
         raise ConfigError(
@@ -283,30 +259,21 @@ def check_names(config: PipelineConfig) -> str:
     return source_digest(config.data, config.seed)
 
 
-def check_inputs(config: PipelineConfig) -> str:
-    """Check settings, the model's folder and the tracking server; return the model's digest."""
+def check_inputs(config: PipelineConfig) -> tuple[str, int]:
+    """Check settings, model and tracking server; return the model's digest and context (tokens)."""
     check_settings(config)
-    model = ""
-    if config.model.path:
-        from engine.models import require_model_folder
+    path, start_digest, context = config.model.path, "", config.model.max_position_embeddings
+    if path:
+        from engine.models import require_model_folder, vocabulary_and_context
 
-        require_model_folder(config.model.path)
-        check_model_layouts(config)
-        model = model_digest(config.model.path)
+        require_model_folder(path)
+        profiles.check_model_layouts(config)
+        start_digest, context = model_digest(path), vocabulary_and_context(path)[1]
     Tracker(experiment=config.tracking.experiment).check()
-    return model
+    return start_digest, context
 
 
-def context_length(model: ModelConfig) -> int:
-    """Return the longest prompt plus completion that the model can read, in tokens."""
-    if not model.path:
-        return model.max_position_embeddings
-    from engine.models import vocabulary_and_context
-
-    return vocabulary_and_context(model.path)[1]
-
-
-def open_run(config: PipelineConfig, digests: Digests, workflow: str = "rlhf") -> RunContext:
+def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> settings.RunContext:
     """Start the parent run in MLflow."""
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     execution = host().execution or run_id
@@ -317,13 +284,13 @@ def open_run(config: PipelineConfig, digests: Digests, workflow: str = "rlhf") -
         {
             "hybridflyte.run": run_id,
             **execution_tags(execution),
-            "code_version": code_version(),
+            "code_version": digests.code_version(),
             "config_digest": digest(config),
-            "data_digest": digests.data,
+            "data_digest": data_digest,
         },
         key=execution,
     )
-    return RunContext(
+    return settings.RunContext(
         run_id=run_id,
         mlflow_run=parent,
         experiment=config.tracking.experiment,
@@ -333,22 +300,16 @@ def open_run(config: PipelineConfig, digests: Digests, workflow: str = "rlhf") -
     )
 
 
-# Preferences.
-
-
 def preferences_digest(pairs: PairsConfig) -> str:
-    """Return the SHA-256 (hex) of the files of preferences; empty for rollouts.
-
-    Raises DataError where they are not there.
-    """
+    """Return the SHA-256 (hex) of the files of preferences; empty for rollouts."""
     from engine.data.row_files import address_digest, data_files
 
     if not pairs.path:
         return ""
     if not is_remote(pairs.path) and not as_path(pairs.path).exists():
         raise DataError(f"pairs.path={pairs.path!r} does not exist; check the path")
-    digests = "\n".join(map(address_digest, data_files(pairs.path)))
-    return hashlib.sha256(digests.encode()).hexdigest()
+    contents = "\n".join(map(address_digest, data_files(pairs.path)))
+    return hashlib.sha256(contents.encode()).hexdigest()
 
 
 def check_preference_stages(config: PipelineConfig, workflow: str) -> None:
@@ -369,8 +330,8 @@ def check_preference_stages(config: PipelineConfig, workflow: str) -> None:
         return
     if config.reward_model.head == "token":
         raise ConfigError(
-            f"reward_model.head={config.reward_model.head} learns from steps, not pairs; train "
-            "it by ProcessRewardTrainer or python -m engine.main_reward_model"
+            "reward_model.head=token learns from steps, not pairs; train it by "
+            "ProcessRewardTrainer or python -m engine.main_reward_model"
         )
     check_offline_layout(config.reward_model, LoRAConfig())
     if workflow == "classic_rlhf" and config.rl.reward.name == "reward_model":
@@ -379,3 +340,117 @@ def check_preference_stages(config: PipelineConfig, workflow: str) -> None:
             "is the true reward there, which pairs are ranked by and over-optimisation is measured "
             "with"
         )
+
+
+def pin_named_content(config: C) -> C:
+    """Return the settings with what `rl`, `pairs` and `evaluate` name pinned; or ModelError."""
+    rl = config.rl
+    for setting in ("algorithm.teacher", "critic.model_path"):
+        rl = changed(rl, setting, pin_revision(attrgetter(setting)(rl), f"rl.{setting}"))
+    several = "algorithm.distillation.teachers"
+    teachers = tuple(
+        changed(teacher, "model", pin_revision(teacher.model, f"rl.{several}[{i}].model"))
+        for i, teacher in enumerate(rl.algorithm.distillation.teachers)
+    )
+    rl = changed(rl, several, teachers)
+    rl = changed(rl, "named_content", named_content(rl))
+    if rl.rollout.multi_turn.enable:
+        agent = pinned_agent(rl.rollout.agent, rl.rollout.multi_turn)
+        rl = changed(rl, "rollout.agent", agent)
+    pairs = _with_reward_code(config.ranking())
+    evaluate = pinned_evaluation(config)
+    return config.model_copy(update={"rl": rl, "pairs": pairs, "evaluate": evaluate})
+
+
+def pin_model_commit(config: C) -> C:
+    """Return the settings with the commit of a hub id in `model.path`; ModelError if unknown."""
+    return changed(config, "model.path", pin_revision(config.model.path))
+
+
+def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
+    """Return how models are evaluated, with digests of the reward's modules and of own tasks."""
+    evaluate = _with_reward_code(config.evaluation())
+    folder = evaluate.lm_eval.include_path
+    if folder and Path(folder).is_dir():
+        content = digests.tree_digest(Path(folder))
+        evaluate = changed(evaluate, "lm_eval.named_content", content)
+    if evaluate.multi_turn is not None and evaluate.multi_turn.enable:
+        agent = pinned_agent(evaluate.environments, evaluate.multi_turn)
+        evaluate = changed(evaluate, "agent", agent)
+    return evaluate
+
+
+def _with_reward_code(config: Scored) -> Scored:
+    code = _code_digest(_reward_names(config.scorer), *config.plugins)
+    return changed(config, "named_content", code)
+
+
+def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
+    """Return the settings of episodes, with the digest of environment, tools and parser.
+
+    Options count with the modules and files that they name, verifiers with its package.
+    """
+    from engine.agents.environments import verifiers_module
+
+    environment = agent.environment
+    named = [environment.name, multi_turn.format, *_texts(environment.options)]
+    files = [digests.hash_file(name) for name in named if _is_file(name)]
+    modules = []
+    if environment.name == "verifiers":
+        modules.append(verifiers_module(str(environment.options.get("id", ""))))
+    content = _joined(_code_digest(named, *modules), *files)
+    return changed(agent, "named_content", content)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield all texts in an option's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | Sequence):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # no name of a file: too long, or with a null character
+        return False
+
+
+def _reward_names(reward: RewardConfig) -> list[str]:
+    return [spec.name for spec in reward.specs().values()]
+
+
+def _code_digest(names: Iterable[str], *modules: str) -> str:
+    """Return the digest of modules, and of those of names like `package.module:name`."""
+    named = (name.partition(":")[0] for name in names if ":" in name)
+    return digests.modules_digest([*modules, *named])
+
+
+def _joined(*parts: str) -> str:
+    """Return one digest of several; empty where all are."""
+    text = "\0".join(filter(None, parts))
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+
+
+def named_content(rl: RLConfig) -> str:
+    """Return the digest of plugins and modules that settings name, and of models' folders."""
+    algorithm, loss = rl.algorithm, rl.actor.policy_loss.loss_mode
+    names = [algorithm.dataflow, algorithm.adv_estimator, rl.rollout.engine, loss]
+    names += [algorithm.preference.loss, *_reward_names(rl.reward)]
+    folders = map(Path, filter(None, [*algorithm.teacher_models.values(), rl.critic.model_path]))
+    weights = (digests.tree_digest(folder) for folder in folders if folder.is_dir())
+    return _joined(_code_digest(names, *rl.plugins), *weights)
+
+
+def model_digest(path: str) -> str:
+    """Return the digest of a model's folder and of an adapter's base; a pinned id as it is."""
+    from engine.models.loading import adapter_base_path
+
+    if not Path(path).is_dir():
+        return path
+    content, base = digests.tree_digest(Path(path)), adapter_base_path(path)
+    if base is None:
+        return content
+    return _joined(content, model_digest(pin_revision(base, f"the base of model.path={path!r}")))

@@ -1,19 +1,18 @@
 """Resource profiles: the machines of a run as values, and whether settings and models fit them.
 
-The input `profile` of a workflow is the name of one in `profiles.yaml`, or sizes of your own as a
-YAML mapping. A plan reads it once (`read_profile`) and fills in the settings (`apply_profile`);
+A plan reads the input `profile` once (`read_profile`) and fills in the settings (`apply_profile`);
 `tasks.variants` makes the resources and the Ray cluster of each stage of it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from engine.config import (
     OfflineConfig,
@@ -27,7 +26,6 @@ from engine.config import (
 from engine.config.base import filled_up
 from engine.console import say
 from engine.errors import ConfigError
-from engine.stages.pinning import pin_named_content
 from engine.storage.filesystem import home
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 ONE_RANK = ParallelConfig()
 ROOMY_GPU_GIB = 128.0  # of a GPU on which layers' activations can stay
-
 # Both NCCL and RCCL read NCCL_*.
 _COLLECTIVES = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
@@ -49,14 +46,12 @@ class Replicas(Section):
     start: int = Field(1, ge=1)
     most: int = Field(1, ge=1)
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if not self.fewest <= self.start <= self.most:
-            raise ValueError(
+            yield (
                 f"replicas fewest={self.fewest}, start={self.start}, most={self.most} are not in "
                 "ascending order; give fewest <= start <= most"
             )
-        return self
 
 
 class Profile(Section):
@@ -87,20 +82,17 @@ class Profile(Section):
         "GPUs, dp over workers, bfloat16",
     )
 
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.shared_memory_gib >= self.memory_gib:
-            raise ValueError(
+            yield (
                 f"shared_memory_gib={self.shared_memory_gib} leaves nothing of "
                 f"memory_gib={self.memory_gib}, which it is part of; lower it"
             )
         if self.accelerator and not self.gpus:
-            raise ValueError(f"accelerator={self.accelerator!r} with gpus=0; set gpus")
-        return self
+            yield f"accelerator={self.accelerator!r} with gpus=0; set gpus"
 
     @property
     def vendor(self) -> Literal["", "nvidia", "amd"]:
-        """Return the vendor of the GPUs; empty without any."""
         if not self.gpus:
             return ""
         from engine.planner.resources import gpu
@@ -112,26 +104,20 @@ class Profile(Section):
 
     @property
     def resource(self) -> str:
-        """Return Kubernetes' name of a GPU, e.g. `amd.com/gpu`; empty without any."""
+        """Kubernetes' name of a GPU, e.g. `amd.com/gpu`; empty without any."""
         return self.gpu_resource or (f"{self.vendor}.com/gpu" if self.gpus else "")
 
     @property
     def image_kind(self) -> str:
-        """Return the kind of image, see `tasks.flytekit_setup`."""
         return self.image or {"": "default", "nvidia": "cuda", "amd": "rocm"}[self.vendor]
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment variables of all processes."""
         return (_COLLECTIVES if self.gpus else {}) | self.environment
 
     @property
     def layout(self) -> ParallelConfig:
-        """Return the actor's layout, which settings without one get.
-
-        With several workers it is HYBRID_SHARD: shards over a node's links, copies over the
-        network.
-        """
+        """The actor's layout: shards over a node's links, copies over the network between them."""
         if self.parallel is not None or not self.gpus:
             return self.parallel or ONE_RANK
         from engine.planner.resources import gpu
@@ -145,34 +131,25 @@ class Profile(Section):
 
     @property
     def max_gpus(self) -> int:
-        """Return the GPUs of as many workers as there can be."""
+        """The GPUs of as many workers as there can be."""
         return self.gpus * self.replicas.most
 
     @property
-    def several_gpus(self) -> bool:
-        """Tell whether a model can be on several GPUs."""
-        return self.max_gpus > 1
-
-    @property
     def world(self) -> int:
-        """Return the GPUs of all workers at the start."""
+        """The GPUs of all workers at the start."""
         return self.gpus * self.replicas.start
 
 
-def _shipped() -> dict[str, Profile]:
-    values = yaml.safe_load(Path(__file__).with_name("profiles.yaml").read_text())
-    return {name: Profile(name=name, **fields) for name, fields in values.items()}
-
-
-PROFILES: Mapping[str, Profile] = _shipped()
+_SHIPPED = yaml.safe_load(Path(__file__).with_name("profiles.yaml").read_text())
+PROFILES = {name: Profile(name=name, **fields) for name, fields in _SHIPPED.items()}
 LAPTOP = PROFILES["laptop"]
 
 
 def read_profile(text: str) -> Profile:
-    """Return the profile that the input names or describes.
+    """Return the profile that `text` names or describes; ConfigError for anything else.
 
-    `text`: a name in `profiles.yaml`, or a mapping in YAML or JSON of `Profile`'s fields, which
-    with `base: NAME` replace those of that one. Raises ConfigError for anything else.
+    That is a name in `profiles.yaml`, or a mapping in YAML or JSON of `Profile`'s fields, which
+    with `base: NAME` replace those of that one.
     """
     if text in PROFILES:
         return PROFILES[text]
@@ -186,10 +163,9 @@ def read_profile(text: str) -> Profile:
             f"profile={text!r} is none of {names}; give one of them, or sizes of your own as YAML, "
             'such as {base: 8xA100, gpus: 4}, or a file\'s content: --profile "$(cat FILE)"'
         )
-    base = values.pop("base", "")
-    if base and base not in PROFILES:
-        raise ConfigError(f"profile base={base!r} is none of {names}")
-    if base:
+    if base := values.pop("base", ""):
+        if base not in PROFILES:
+            raise ConfigError(f"profile base={base!r} is none of {names}")
         values = filled_up(PROFILES[base], {"name": "custom"} | values)
     try:
         return Profile.model_validate(values)
@@ -202,84 +178,69 @@ def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = Tru
 
     A model from scratch, and a profile that names no known kind of GPU, are let through.
     """
-    if not (profile.accelerator and config.model.path):
+    model, data, path = config.model, config.data, config.model.path
+    if not (profile.accelerator and path):
         return
     from engine.evaluation.decode import check_evaluation_memory
-    from engine.models import text_config
-    from engine.trainers.auto_placement import gpu_kinds
+    from engine.models import resolve_dtype, resolve_lora, text_config
+    from engine.trainers import auto_placement
 
-    machines = cluster(profile, gpu_kinds(config.rl))
+    machines, shape = cluster(profile, auto_placement.gpu_kinds(config.rl)), text_config(path)
     each = machines.machines[0].gpu_memory
     if not each:
         return
-    if trains:
-        _check_training(config, machines)
-    check_evaluation_memory(config.evaluate, text_config(config.model.path), each, profile.gpus)
-
-
-def _check_training(config: PipelineConfig, machines: Cluster) -> None:
-    """Raise PlacementError for a warm start or RL that can't fit."""
-    from engine.models import resolve_dtype, resolve_lora, text_config
-    from engine.trainers.auto_placement import check_rl_memory, check_sft_memory
-
-    model, data, path = config.model, config.data, config.model.path
-    lora, width = resolve_lora(path, model.lora), text_config(path).hidden_size
 
     def dtype(parallel: ParallelConfig) -> str:
-        return resolve_dtype(model.dtype, width, gpu=True, compute_dtype=parallel.compute_dtype)
+        compute_dtype = parallel.compute_dtype
+        return resolve_dtype(model.dtype, shape.hidden_size, gpu=True, compute_dtype=compute_dtype)
 
-    longest = (data.max_prompt_length or data.max_response_length) + data.max_response_length
+    prompt = data.max_prompt_length or data.max_response_length
     limits: dict[str, Any] = {
         "model_path": path,
-        "lora": lora,
+        "lora": resolve_lora(path, model.lora),
         "max_response_length": data.max_response_length,
-        "max_model_len": longest,
+        "max_model_len": prompt + data.max_response_length,
     }
-    if not config.sft.skip:
-        check_sft_memory(config.sft, machines, dtype=dtype(config.sft.parallel), **limits)
-    check_rl_memory(config.rl, machines, dtype=dtype(config.rl.actor.parallel), **limits)
+    sft, rl = config.sft, config.rl
+    if trains and not sft.skip:
+        auto_placement.check_sft_memory(sft, machines, dtype=dtype(sft.parallel), **limits)
+    if trains:
+        auto_placement.check_rl_memory(rl, machines, dtype=dtype(rl.actor.parallel), **limits)
+    check_evaluation_memory(config.evaluate, shape, each, profile.gpus)
 
 
 def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Cluster:
-    """Return the profile's machines, as many as there are at the start.
-
-    `kinds`: GPUs that the table of hardware does not have.
-    """
+    """Return the machines at the start; `kinds`: GPUs that the table of hardware lacks."""
     from engine.planner import Cluster, Machine
     from engine.planner.resources import GIB, gpu
 
     each = int(gpu(profile.accelerator, kinds).memory_gib * GIB)
-    machines = (
-        Machine(
-            f"worker {number}",
-            float(profile.cpus),
-            profile.memory_gib * GIB,
-            profile.gpus,
-            each,
-            profile.accelerator,
-        )
-        for number in range(profile.replicas.start)
-    )
-    return Cluster(tuple(machines), kinds or {})
+    size = (float(profile.cpus), profile.memory_gib * GIB, profile.gpus, each, profile.accelerator)
+    numbers = range(profile.replicas.start)
+    return Cluster(tuple(Machine(f"worker {n}", *size) for n in numbers), kinds or {})
 
 
+S = TypeVar("S", bound=BaseModel)
 C = TypeVar("C", bound=PipelineConfig)
-Offline = TypeVar("Offline", bound=OfflineConfig)
 
 # Roles that share the policy's processes, in the order in which they are built.
 _POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
 
 
+def changed(section: S, path: str, value: object) -> S:
+    """Return a copy of settings with this value at a dotted path; it is not validated."""
+    name, _, rest = path.partition(".")
+    inner = changed(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: inner})
+
+
 def apply_profile(config: C, profile: Profile) -> C:
     """Return the settings with the profile's layout and GPUs where they leave both open.
 
-    They get `rl.named_content` as well, which stages are keyed by. Layout: `rl.actor.parallel` and
-    those of `sft`, `preference` and `reward_model`, where they are the default of one rank. GPUs:
-    `rl.trainer.pools` (where rollout waits for training) and theirs, where they are empty. With
-    `rl.trainer.placement=auto` RL's stay open for the engine's planner, which sees the machines at
-    each start. Raises ConfigError for settings that the profile's machines can't take.
+    Layouts are open where they are the default of one rank, GPUs where pools are empty (of RL, and
+    where rollout waits for training). With `rl.trainer.placement=auto` RL's stay open for the
+    planner. Raises ConfigError for settings that the profile's machines can't take.
     """
-    config = pin_named_content(config)
     if not profile.gpus:
         return config
     if config.rl.trainer.placement == "local":
@@ -287,104 +248,65 @@ def apply_profile(config: C, profile: Profile) -> C:
             f"rl.trainer.placement=local with profile={profile.name}: the profile's GPUs are on "
             "Ray workers; set rl.trainer.placement=ray, or profile=laptop"
         )
-    auto = config.rl.trainer.placement == "auto"
-    rl = (_with_precision if auto else _with_layout)(config.rl, profile)
-    _check_evaluation(config.evaluate.parallel, profile)
-    sft = config.sft if config.sft.skip else _on_gpus(config.sft, profile)
-    others = {
-        name: _on_gpus(getattr(config, name), profile) for name in ("preference", "reward_model")
-    }
-    return config.model_copy(update={"rl": rl, "sft": sft, **others})
+    placed: dict[str, object] = {"rl": _rl_on_gpus(config.rl, profile)}
+    if config.evaluate.parallel is not None:
+        _check_size("evaluate.parallel", config.evaluate.parallel, profile, one_machine=True)
+    for section in (config.sft, config.preference, config.reward_model):
+        if section is not config.sft or not config.sft.skip:
+            placed[section.section] = _on_gpus(section, profile)
+    return config.model_copy(update=placed)
 
 
 def check_model_layouts(config: PipelineConfig) -> None:
-    """Raise ConfigError for a layout of several ranks that the model can't be split over.
-
-    Layouts that are still to be chosen (`rl.trainer.placement=auto`) are left to the planner.
-    """
-    from engine.parallel.layout import Layout
-
-    rl, sft, evaluation, lora = config.rl, config.sft, config.evaluate.parallel, config.model.lora
-    critic = rl.critic.parallel or rl.actor.parallel
-    warm_start = not sft.skip and Layout.of(sft.parallel).world_size > 1
-    ranks = max(Layout.of(p).world_size for p in (rl.actor.parallel, critic))
-    trained = rl.trainer.placement != "auto" and ranks > 1
-    evaluated = evaluation is not None and evaluation.tp > 1
-    if not (warm_start or trained or evaluated):
-        return
+    """Raise ConfigError for a layout that the model can't be split over; `auto` has none yet."""
     from engine.evaluation.decode import check_evaluation_layout
     from engine.models import text_config
     from engine.trainers.layout_checks import check_layouts
     from engine.trainers.offline import check_offline_layout
 
-    model = text_config(config.model.path)
-    if warm_start:
-        check_offline_layout(sft, lora, model)
-    if trained:
-        check_layouts(rl, lora, model)
+    model, lora = text_config(config.model.path), config.model.lora
+    if not config.sft.skip:
+        check_offline_layout(config.sft, lora, model)
+    if config.rl.trainer.placement != "auto":
+        check_layouts(config.rl, lora, model)
     check_evaluation_layout(config.evaluate, model)
 
 
-def _check_evaluation(parallel: ParallelConfig | None, profile: Profile) -> None:
-    """Raise ConfigError for an evaluation on more than the one machine that it has."""
-    from engine.parallel.layout import Layout
-
-    ranks = 1 if parallel is None else Layout.of(parallel).world_size
-    if ranks > profile.gpus:
-        raise ConfigError(
-            f"evaluate.parallel is a layout of {ranks} ranks, but a machine of "
-            f"profile={profile.name}, which evaluates, has {profile.gpus} GPUs; choose a smaller "
-            "layout, or leave it out for all of them"
-        )
-
-
-def _on_gpus(config: Offline, profile: Profile) -> Offline:
+def _on_gpus(config: OfflineConfig, profile: Profile) -> OfflineConfig:
     """Put training on ranks where the profile's machines have several GPUs."""
-    section = config.section
-    if not profile.several_gpus:
-        _check_size(f"{section}.parallel", config.parallel, profile)
-        return config
-    if config.placement == "local":
+    section, several = config.section, profile.max_gpus > 1
+    if several and config.placement == "local":
         raise ConfigError(
             f"{section}.placement=local with profile={profile.name}: the profile's GPUs are on Ray "
             f"workers; leave {section}.placement out, or set profile=laptop"
         )
-    parallel = profile.layout if config.parallel == ONE_RANK else config.parallel
+    parallel = profile.layout if several and config.parallel == ONE_RANK else config.parallel
     _check_size(f"{section}.parallel", parallel, profile)
+    if not several:
+        return config
     pool = PoolConfig(roles=(section,), cpus=_cpus(profile), gpus=1.0)
     placed = {"parallel": parallel, "placement": "ray", "pools": config.pools or (pool,)}
     return config.model_copy(update=placed)
 
 
-def _with_precision(rl: RLConfig, profile: Profile) -> RLConfig:
-    """Set the profile's compute dtype alone; the planner chooses the layout.
-
-    The planner treats any layout that differs from the default as the user's choice.
-    """
-    say("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
-    if rl.actor.parallel.compute_dtype:
-        return rl
-    precision = {"compute_dtype": profile.layout.compute_dtype}
-    parallel = rl.actor.parallel.model_copy(update=precision)
-    actor = rl.actor.model_copy(update={"parallel": parallel})
-    return rl.model_copy(update={"actor": actor})
-
-
-def _with_layout(rl: RLConfig, profile: Profile) -> RLConfig:
+def _rl_on_gpus(rl: RLConfig, profile: Profile) -> RLConfig:
+    """Fill in layout and pools; of `auto`, which the planner lays out, the compute dtype alone."""
+    parallel = rl.actor.parallel
+    if rl.trainer.placement == "auto":
+        say("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
+        # The planner treats any layout that differs from the default as the user's choice.
+        compute_dtype = parallel.compute_dtype or profile.layout.compute_dtype
+        return changed(rl, "actor.parallel.compute_dtype", compute_dtype)
     if rl.trainer.mode != "sync":
         say(
             f"plan: rl.trainer.mode={rl.trainer.mode}: layout and pools stay as configured, as "
             "rollout processes need GPUs of their own (rl.trainer.pools)"
         )
         return rl
-    if rl.actor.parallel == ONE_RANK:
-        actor = rl.actor.model_copy(update={"parallel": profile.layout})
-        rl = rl.model_copy(update={"actor": actor})
+    if parallel == ONE_RANK:
+        rl = changed(rl, "actor.parallel", profile.layout)
     _check_size("rl.actor.parallel", rl.actor.parallel, profile)
-    if rl.trainer.pools:
-        return rl
-    trainer = rl.trainer.model_copy(update={"pools": _pools(rl, profile)})
-    return rl.model_copy(update={"trainer": trainer})
+    return rl if rl.trainer.pools else changed(rl, "trainer.pools", _pools(rl, profile))
 
 
 def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
@@ -409,22 +331,27 @@ def _cpus(profile: Profile) -> int:
     return max(1, profile.cpus // profile.gpus - 1)
 
 
-def _check_size(setting: str, parallel: ParallelConfig, profile: Profile) -> None:
+def _check_size(
+    setting: str, parallel: ParallelConfig, profile: Profile, *, one_machine: bool = False
+) -> None:
+    """Raise ConfigError for a layout of more ranks than GPUs."""
     from engine.parallel.layout import Layout
 
-    ranks = Layout.of(parallel).world_size
-    if ranks > profile.max_gpus:
+    ranks, most = Layout.of(parallel).world_size, f"profile={profile.name} has at most"
+    if one_machine:
+        most = f"a machine of profile={profile.name}, which evaluates, has"
+    gpus = profile.gpus if one_machine else profile.max_gpus
+    if ranks > gpus:
         raise ConfigError(
-            f"{setting} is a layout of {ranks} ranks, but profile={profile.name} has at most "
-            f"{profile.max_gpus} GPUs; choose a smaller layout, or another profile"
+            f"{setting} is a layout of {ranks} ranks, but {most} {gpus} GPUs; choose a smaller "
+            "layout, or another profile"
         )
 
 
 def require_shared_home(config: PipelineConfig) -> None:
-    """Raise ConfigError where ranks in other pods could not see the run's files.
+    """Raise ConfigError in a Kubernetes pod whose files ranks in other pods could not see.
 
-    That is so in a Kubernetes pod whose $HYBRIDFLYTE_HOME is on the container's own disk. Where a
-    volume is mounted, the stage itself asks every machine (`require_shared`).
+    Where a volume is mounted, the stage itself asks every machine (`require_shared`).
     """
     on_ray = config.rl.trainer.placement != "local" or config.sft.placement == "ray"
     if not on_ray or "KUBERNETES_SERVICE_HOST" not in os.environ:

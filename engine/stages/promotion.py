@@ -1,35 +1,32 @@
-"""Stages `promote` and `rollback`: move the champion's alias forward or back."""
+"""Stages that move a champion's alias: `promote`, `reward_model_promotion` and `rollback`."""
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
 import uuid
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
+from engine.config import PromoteConfig
+from engine.config.pipeline import RewardModelGateConfig
 from engine.console import display_path, say
-from engine.errors import TrackingError
+from engine.errors import LineageError, TrackingError
 from engine.evaluation.comparability import require_same_settings
-from engine.promotion import Champions, Decision, decide_on_sets
-from engine.promotion.champions import check_evidence, require_intact_copy, require_unmodified
-from engine.promotion.gate import (
-    Evaluated,
-    champion_evaluation,
-    decide_and_move,
-    judged_sets,
-    measure,
-)
+from engine.preferences import ranked_right
+from engine.promotion import Champions, Decision, champions, decide_on_sets, gate
 from engine.stages.fetch import first_model
-from engine.stages.settings import PromotionSettings, RunContext
+from engine.stages.settings import PromotionSettings, RewardModelGateSettings, RunContext
 from engine.stages.stage import Artifact, Stage, host, shared, show_facts, stage
 from engine.storage.artifacts import Draft, Parent, publish, read_manifest, staging
 from engine.tracking import Tracker
-from engine.tracking.model_versions import ModelVersion, version_parent
+from engine.tracking.model_versions import ModelVersion, intact_copy, version_parent
 
 CHAMPION_ROWS = "rows_champion.parquet"
 
@@ -54,54 +51,194 @@ def promote(
     config = settings.config
     recorded = {"promote": config.model_dump(mode="json"), "seed": settings.seed}
     # The call after approval is another stage, not a retry of the first.
-    with stage("promotion", run, recorded, "approved" if approved_by else "") as this:
+    key = "approved" if approved_by else ""
+    with stage("promotion", run, recorded, attempt_key=key) as this:
         test = this.load_parent("dataset", dataset)
         model = this.load_parent("policy", policy)
         evidence = this.load_parent("evaluation", evaluation)
-        check_evidence(test, model, evidence)
+        champions.check_evidence(test, model, evidence)
         manifest = read_manifest(evidence)
         require_same_settings(manifest, settings.data, settings.evaluate, settings.seed)
-        datasets = require_unmodified([this.parents[1].uri, this.parents[2].uri])
-        tracker = Tracker(experiment=run.experiment)
-        version = register_model(tracker, this, model, run, config.model_name)
-        require_intact_copy(tracker, version)
-        champions = Champions(tracker, config.model_name, config.alias)
-        champions.record_approval_rule(config.approval)
-        case = PromotionCase(this, test, model, evidence, datasets, settings, approved_by)
-        comparison = pass_gate(case, tracker, champions, version, run.run_id)
-        former = comparison.former
-        parents = [comparison.recorded, version_parent(former, "champion") if former else None]
-        this.parents += [parent for parent in parents if parent is not None]
-        facts = {
-            "gain": comparison.gain,
-            "evaluation_digest": manifest.digest,
-            "waits_for_approval": comparison.decision.waits_for_approval,
-        }
-        decision = comparison.decision
-        return publish_decision(this, version, former, decision, config.alias, facts)
+        source, judged_by = this.parent("policy"), this.parent("evaluation")
+        datasets = champions.require_unmodified([source.uri, judged_by.uri])
+        tags = {"evaluation_uri": judged_by.uri, "evaluation_manifest": judged_by.manifest}
+        comparisons: list[Comparison] = []
+
+        def judge(tracker: Tracker, former: ModelVersion | None) -> Decision:
+            comparison = compare_and_decide(this, settings, datasets, tracker, former, approved_by)
+            comparisons.append(comparison)
+            return comparison.decision
+
+        def facts(decision: Decision) -> dict[str, object]:
+            gain = None
+            if comparisons and comparisons[-1].decision is decision:  # else it is champion already
+                _, gain, recorded = comparisons[-1]
+                this.parents += [recorded] if recorded else []
+            waits = {"waits_for_approval": decision.waits_for_approval}
+            return {"gain": gain, "evaluation_digest": manifest.digest, **waits}
+
+        return decide(this, run, source, config, tags, judge, facts, approved_by)
 
 
-def publish_decision(
+class Comparison(NamedTuple):
+    """A decision, and what it was made on."""
+
+    decision: Decision
+    gain: list[float] | None  # mean and ends of the interval
+    recorded: Parent | None  # the champion's evaluation, where it was there already
+
+
+def compare_and_decide(
     this: Stage,
-    version: ModelVersion,
-    former: ModelVersion | None,
-    decision: Decision,
-    alias: str,
-    facts: Mapping[str, object],
-) -> Artifact:
-    """Write `decision.json` with the champion that it was made against, and publish the artifact.
+    settings: PromotionSettings,
+    datasets: list[Path],
+    tracker: Tracker,
+    champion: ModelVersion | None,
+    approved_by: str,
+) -> Comparison:
+    """Compare with the champion, or the warm start; `datasets` are all of its lineage."""
+    folder, evaluate = this.inputs["evaluation"], settings.evaluate
+    manifest, after = read_manifest(folder), pd.read_parquet(folder / "rows_rl.parquet")
+    champion_rows = this.folder / CHAMPION_ROWS
+    champion_rows.unlink(missing_ok=True)  # of a decision that is made again
+    recorded: Parent | None = None
+    against: Literal["champion", "warm_start", "start_model"] = "champion"
+    if champion is None:
+        against = first_model(manifest.parents)
+        before = pd.read_parquet(folder / "rows_warm_start.parquet")
+    else:
+        evaluated = gate.champion_evaluation(
+            tracker,
+            champion,
+            settings.config.alias,
+            gate.Evaluated(
+                this.inputs["dataset"], after, manifest, settings.data, evaluate, settings.seed
+            ),
+            scratch=this.folder.parent,
+            notify=lambda text: say(f"promotion: {text}"),
+        )
+        before, recorded = evaluated.rows, evaluated.recorded
+        if recorded is None:
+            before.to_parquet(champion_rows, index=False)
+    names = ["test", *(extra.name for extra in settings.data.evaluation_sets)]
+    sets = {
+        name: gate.measure(
+            before,
+            after,
+            against,
+            dataset=name,
+            policy=this.inputs["policy"],
+            datasets=datasets,
+            rules=settings.config,
+            evaluate=evaluate,
+            seed=settings.seed,
+            approved_by=approved_by,
+        )
+        for name in gate.judged_sets(after, settings.config.dataset, names)
+    }
+    # The set that decides: the one with the least certain gain.
+    name = min(sets, key=lambda name: gain.low if (gain := sets[name].gain) else -math.inf)
+    written = sets[name].to_dict() | {"dataset": name}
+    if len(sets) > 1:
+        written["sets"] = {name: measured.to_dict() for name, measured in sets.items()}
+    (this.folder / "evidence.json").write_text(json.dumps(written, indent=2, sort_keys=True))
+    gain = sets[name].gain
+    interval = [gain.mean, gain.low, gain.high] if gain is not None else None
+    return Comparison(decide_on_sets(sets, settings.config), interval, recorded)
 
-    facts: what else it holds of this kind of model.
+
+def reward_model_promotion(
+    run: RunContext, settings: RewardModelGateSettings, pairs: Artifact, reward_model: Artifact
+) -> Artifact:
+    """Register the reward model; make it champion if it ranks held-out pairs by the rules.
+
+    Artifact `reward_model_promotion`: `decision.json` as of `promote`, and `rows.parquet`, a row a
+    held-out pair with who ranked it right. The rules are `engine.promotion.gate`'s.
     """
-    record: dict[str, object] = {
+    config = settings.config
+    recorded = {"reward_model_gate": config.model_dump(mode="json"), "seed": settings.seed}
+    with stage("reward_model_promotion", run, recorded) as this:
+        held_out = pd.read_parquet(this.load_parent("pairs", pairs) / "validation.parquet")
+        model = this.load_parent("reward_model", reward_model)
+        pairs_parent, source = this.parent("pairs"), this.parent("reward_model")
+        trained_on = {p.name: p.digest for p in read_manifest(model).parents}.get("pairs")
+        if trained_on != pairs_parent.digest:
+            raise LineageError(
+                f"the reward model {source.digest[:12]} was trained on pairs "
+                f"{str(trained_on)[:12]}, and pairs={pairs_parent.digest[:12]} were given; give "
+                "the artifacts of one run"
+            )
+        champions.require_unmodified([source.uri])
+        right = ranked_right(model, held_out)
+
+        def judge(tracker: Tracker, former: ModelVersion | None) -> Decision:
+            """Write who ranked which held-out pair right, and decide."""
+            table, before = held_out[["chosen", "rejected"]].assign(right=right), None
+            if former is not None:
+                with tempfile.TemporaryDirectory(dir=this.folder.parent) as scratch:
+                    before = ranked_right(intact_copy(tracker, former, Path(scratch)), held_out)
+                table = table.assign(champion_right=before)
+            table.to_parquet(this.folder / "rows.parquet", index=False)
+            return gate.decide_reward_model(right, before, config, settings.seed)
+
+        def facts(decision: Decision) -> dict[str, object]:
+            measured = {outcome.rule: outcome.value for outcome in decision.outcomes}
+            figures = {rule: measured.get(rule) for rule in ("accuracy", "gain")}
+            return {**figures, "held_out_pairs": len(held_out)}
+
+        return decide(this, run, source, config, {"pairs_uri": pairs_parent.uri}, judge, facts)
+
+
+def decide(
+    this: Stage,
+    run: RunContext,
+    source: Parent,
+    config: PromoteConfig | RewardModelGateConfig,
+    tags: Mapping[str, object],
+    judge: Callable[[Tracker, ModelVersion | None], Decision],
+    facts: Callable[[Decision], Mapping[str, object]],
+    approved_by: str = "",
+) -> Artifact:
+    """Register a model, move the alias where `judge` says so, and publish `decision.json`.
+
+    The same content is registered once. Its files go to the MLflow run that made it, or where that
+    is unknown or deleted (a lost attempt), to the pipeline's run, which every retry shares.
+
+    source: the model, a parent of the stage. facts: what its kind's decision holds besides.
+    """
+    tracker = Tracker(experiment=run.experiment)
+    model, name = this.inputs[source.name], config.model_name
+    owner = tracker.active_run(read_manifest(model).mlflow_run, run.mlflow_run)
+    origin = {"hybridflyte.run": run.run_id, "flyte.execution": this.execution}
+    tags = {"artifact_uri": source.uri, **tags, **origin}
+    number = tracker.register_model(model, name, owner, tags)
+    version = tracker.model_version(f"models:/{name}/{number}")
+    champions.require_intact_copy(tracker, version)
+    registered = Champions(tracker, name, config.alias)
+    if isinstance(config, PromoteConfig):
+        registered.record_approval_rule(config.approval)
+    decision, former = gate.decide_and_move(
+        tracker,
+        registered,
+        version,
+        partial(judge, tracker),
+        request=f"{run.run_id}:{source.digest[:16]}",
+        by=approved_by or run.run_id,
+        approved_by=approved_by,
+        notify=lambda text: say(f"{this.kind}: {text}"),
+    )
+    record = {
         "promoted": decision.promote,
         "reason": decision.reason,
-        "model_name": version.name,
+        "model_name": name,
         "model_version": version.version,
-        "alias": alias,
+        "alias": config.alias,
         "previous_champion": former.version if former else None,
-        **facts,
+        **facts(decision),
     }
+    champion = version_parent(former, "champion") if former else None
+    if champion is not None and champion.digest != source.digest:
+        this.parents.append(champion)
     this.tracked.set_tags({key: str(value) for key, value in record.items()})
     text = json.dumps({**record, "outcomes": decision.to_dict()["outcomes"]}, indent=2)
     (this.folder / "decision.json").write_text(text)
@@ -126,131 +263,6 @@ def approval_request(promotion: Artifact) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PromotionCase:
-    """The inputs of one promotion decision."""
-
-    this: Stage
-    dataset: Path
-    policy: Path
-    evaluation: Path
-    datasets: list[Path]  # all that the model descends from
-    settings: PromotionSettings
-    approved_by: str  # empty: nobody
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A decision, and the champion that it was made against."""
-
-    former: ModelVersion | None  # the champion; None: there was none
-    decision: Decision
-    gain: list[float] | None = None  # mean and ends of the interval
-    recorded: Parent | None = None  # the champion's evaluation, where it was there already
-
-
-def register_model(
-    tracker: Tracker, this: Stage, model: Path, run: RunContext, name: str
-) -> ModelVersion:
-    """Register the model as a version tagged with its origin; once for the same content.
-
-    Its files go to the MLflow run that made it. Where that is unknown or deleted (a lost attempt),
-    they go to the pipeline's run, which every retry shares.
-    """
-    policy, evidence = this.parents[1], this.parents[2]
-    tags = {
-        "artifact_uri": policy.uri,
-        "evaluation_uri": evidence.uri,
-        "evaluation_manifest": evidence.manifest,
-        "hybridflyte.run": run.run_id,
-        "flyte.execution": this.execution,
-    }
-    owner = tracker.active_run(read_manifest(model).mlflow_run, run.mlflow_run)
-    number = tracker.register_model(model, name, owner, tags)
-    return tracker.model_version(f"models:/{name}/{number}")
-
-
-def pass_gate(
-    case: PromotionCase, tracker: Tracker, champions: Champions, version: ModelVersion, run_id: str
-) -> Comparison:
-    """Decide against the present champion, and move the alias if the rules allow."""
-    comparisons: list[Comparison] = []
-
-    def judge(former: ModelVersion | None) -> Decision:
-        comparisons.append(compare_and_decide(case, tracker, former))
-        return comparisons[-1].decision
-
-    decision, former = decide_and_move(
-        tracker,
-        champions,
-        version,
-        judge,
-        request=f"{run_id}:{read_manifest(case.policy).digest[:16]}",
-        by=case.approved_by or run_id,
-        approved_by=case.approved_by,
-        notify=lambda text: say(f"promotion: {text}"),
-    )
-    if comparisons and comparisons[-1].decision is decision:
-        return comparisons[-1]
-    return Comparison(former, decision)  # it is the champion already
-
-
-def compare_and_decide(
-    case: PromotionCase, tracker: Tracker, former: ModelVersion | None
-) -> Comparison:
-    """Compare the new model with the champion (without one, the warm start), and decide."""
-    settings, scratch = case.settings, case.this.folder.parent
-    evidence = read_manifest(case.evaluation)
-    after = pd.read_parquet(case.evaluation / "rows_rl.parquet")
-    against: Literal["champion", "warm_start", "start_model"]
-    against = "champion" if former else first_model(evidence.parents)
-    if former is None:
-        before, recorded = pd.read_parquet(case.evaluation / "rows_warm_start.parquet"), None
-    else:
-        evaluated = Evaluated(
-            case.dataset, after, evidence, settings.data, settings.evaluate, settings.seed
-        )
-        champion = champion_evaluation(
-            tracker,
-            former,
-            settings.config.alias,
-            evaluated,
-            scratch=scratch,
-            notify=lambda text: say(f"promotion: {text}"),
-        )
-        before, recorded = champion.rows, champion.recorded
-    rows = case.this.folder / CHAMPION_ROWS
-    rows.unlink(missing_ok=True)  # of a decision that is made again
-    if former is not None and recorded is None:
-        before.to_parquet(rows, index=False)
-    names = ["test", *(extra.name for extra in settings.data.evaluation_sets)]
-    sets = {
-        name: measure(
-            before,
-            after,
-            against,
-            dataset=name,
-            policy=case.policy,
-            datasets=case.datasets,
-            rules=settings.config,
-            evaluate=settings.evaluate,
-            seed=settings.seed,
-            approved_by=case.approved_by,
-        )
-        for name in judged_sets(after, settings.config.dataset, names)
-    }
-    # The set that decides: the one with the least certain gain.
-    name = min(sets, key=lambda name: gain.low if (gain := sets[name].gain) else -math.inf)
-    written = sets[name].to_dict() | {"dataset": name}
-    if len(sets) > 1:
-        written["sets"] = {name: measured.to_dict() for name, measured in sets.items()}
-    text = json.dumps(written, indent=2, sort_keys=True)
-    (case.this.folder / "evidence.json").write_text(text)
-    gain = sets[name].gain
-    interval = [gain.mean, gain.low, gain.high] if gain is not None else None
-    return Comparison(former, decide_on_sets(sets, settings.config), interval, recorded)
-
-
 def rollback(
     model_name: str,
     reason: str,
@@ -261,15 +273,14 @@ def rollback(
     approved_by: str = "",
     request: str = "",
 ) -> Artifact:
-    """Move the alias back to the previous champion, or to a given version.
+    """Move the alias back to the previous champion, or to the version `to`.
 
     Artifact `rollback`: `rollback.json`, the move with its reason; its parents are the restored
     model and the replaced one. `python -m engine.promotion rollback` does the same.
 
-    `to` (empty: the one that the present champion replaced) is restored, if `expected` (empty: any)
-    is the champion now. `forced` takes `to` even if it never was champion, which is recorded.
-    `approved_by` agrees, where approval is required and the version has none. A second call with
-    the same `request` (empty: the execution) changes nothing.
+    It needs `expected` (empty: any) to be the champion. `forced` takes a `to` that never was one.
+    `approved_by` agrees, where the version has no approval that it needs. A second call with the
+    same `request` (empty: the execution) changes nothing.
     """
     execution = host().execution
     request = request or execution or f"local-{uuid.uuid4().hex[:12]}"

@@ -1,12 +1,12 @@
 """The inputs of stages beside artifacts: their run, and their share of the settings.
 
-A plan splits a configuration into these, so that a changed setting changes the inputs of those
-stages alone that read it.
+A plan splits a configuration into `SFTSettings` of the stage `sft` and others, so that a changed
+setting changes the inputs of those stages alone that read it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -44,8 +44,6 @@ class RunContext(_Values):
 
 
 class DatasetSettings(_Values):
-    """Settings of `preprocess`."""
-
     data: DataConfig
     source_digest: str  # what the source holds now
     model_path: str  # the start model's folder, or owner/name@commit; empty for one from scratch
@@ -64,8 +62,6 @@ class NewData(_Values):
 
 
 class IngestSettings(_Values):
-    """Settings of `ingest`."""
-
     new_data: NewData
     data: DataConfig
     retrain: RetrainConfig
@@ -73,8 +69,6 @@ class IngestSettings(_Values):
 
 
 class SFTSettings(_Values):
-    """Settings of `sft`."""
-
     start: ModelConfig
     start_digest: str  # content of the start model's folder, or owner/name@commit
     config: SFTConfig
@@ -82,8 +76,6 @@ class SFTSettings(_Values):
 
 
 class RLSettings(_Values):
-    """Settings of `rl`."""
-
     data: DataConfig
     config: RLConfig
     lora: LoRAConfig
@@ -92,18 +84,14 @@ class RLSettings(_Values):
 
 
 class PairsSettings(_Values):
-    """Settings of `pairs`."""
-
     data: DataConfig
     config: PairsConfig
     source_digest: str  # what the files of preferences hold now; empty for rollouts
-    kind: str  # "pairs", or "labels" for KTO
+    kind: Literal["pairs", "labels"]  # labels are for KTO
     seed: int
 
 
 class PreferenceSettings(_Values):
-    """Settings of `reference_log_probs` and `preference_training`."""
-
     config: PreferenceTrainingConfig
     lora: LoRAConfig
     dtype: str  # of the weights; empty: the folder's
@@ -112,8 +100,6 @@ class PreferenceSettings(_Values):
 
 
 class RewardModelSettings(_Values):
-    """Settings of `reward_model_training`."""
-
     config: RewardModelTrainingConfig
     dtype: str  # of the weights; empty: the folder's
     too_long: str  # `pairs.too_long`
@@ -121,23 +107,17 @@ class RewardModelSettings(_Values):
 
 
 class RewardModelGateSettings(_Values):
-    """Settings of `reward_model_promotion`."""
-
     config: RewardModelGateConfig
     seed: int
 
 
 class EvaluationSettings(_Values):
-    """Settings of `evaluate`."""
-
     data: DataConfig
     config: EvaluateConfig
     seed: int
 
 
 class PromotionSettings(_Values):
-    """Settings of `promote`."""
-
     data: DataConfig
     evaluate: EvaluateConfig
     config: PromoteConfig

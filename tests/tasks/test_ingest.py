@@ -21,8 +21,14 @@ from engine.data.decontamination import NewRows, find_new_rows
 from engine.data.incremental_data import NewFiles, find_new_files
 from engine.data.sources import load_splits
 from engine.errors import ConfigError, DataError
-from engine.stages.dataset import SPLITS, check_contract, write_split
-from engine.stages.new_data import check_kickoff, skip_reason, with_new_rows
+from engine.stages.dataset import (
+    SPLITS,
+    check_contract,
+    check_kickoff,
+    skip_reason,
+    with_new_rows,
+    write_split,
+)
 from engine.stages.settings import NewData
 from engine.tracking.model_versions import ModelVersion
 

@@ -9,7 +9,7 @@ import pytest
 from engine.config import ParallelConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
-from engine.stages.pinning import pin_named_content
+from engine.stages.plan import pin_named_content
 from engine.stages.profiles import PROFILES, apply_profile, read_profile
 from engine.trainers.auto_placement import fixed_settings
 from engine.trainers.layout_checks import check_layouts

@@ -13,8 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 from promotion_bench import Bench, digest, new_run
 
 from engine.evaluation.report_page import Verdict
-from engine.stages.evaluation import read_verdict
-from engine.stages.report import print_summary
+from engine.stages.evaluation import print_summary, read_verdict
 from engine.storage.artifacts import verify
 from tasks.stages import finalize
 

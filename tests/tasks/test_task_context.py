@@ -22,7 +22,7 @@ from s3_server import flyte_variables, s3_server
 
 from engine.errors import DataError
 from engine.stages.fetch import resolve
-from engine.stages.plan import Digests, open_run
+from engine.stages.plan import open_run
 from engine.stages.settings import RunContext
 from engine.stages.stage import execution_tags, library_versions, shared, stage
 from engine.storage.artifacts import read_manifest
@@ -279,9 +279,9 @@ def test_every_node_s_inputs_lead_to_the_parent_run(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    assert open_run(RLHFConfig(), Digests("d")).mlflow_url == ""
+    assert open_run(RLHFConfig(), "d", "rlhf").mlflow_url == ""
     monkeypatch.setenv("HYBRIDFLYTE_MLFLOW_URL", "https://mlflow.example.com")
-    run = open_run(RLHFConfig(), Digests("d"))
+    run = open_run(RLHFConfig(), "d", "rlhf")
     experiment = MlflowClient(uri).get_run(run.mlflow_run).info.experiment_id
     page = f"https://mlflow.example.com/#/experiments/{experiment}/runs/{run.mlflow_run}"
     assert run.mlflow_url == page

@@ -18,7 +18,7 @@ from protobufs import Registered
 
 from engine.config import digest
 from engine.errors import ConfigError
-from engine.stages.pinning import pin_named_content
+from engine.stages.plan import pin_named_content
 from tasks.inputs import RLHFConfig
 from workflows import launch_plans
 from workflows.launching import LAUNCH_PLANS, NOTIFY_VARIABLE, Launch, launch_plan, settings
@@ -176,7 +176,6 @@ def test_a_schedule_and_those_who_are_told(
         "nightly",
         schedule=CronSchedule(schedule="0 2 * * *"),
         notify_on=launch_plans.TERMINAL_PHASES,
-        labels={"team": "post-training"},
     )
     spec = specification(nightly)
     assert spec.entity_metadata.schedule.cron_schedule.schedule == "0 2 * * *"
@@ -188,7 +187,7 @@ def test_a_schedule_and_those_who_are_told(
         WorkflowExecution.TIMED_OUT,
         WorkflowExecution.SUCCEEDED,
     }
-    assert spec.labels.values["team"] == "post-training"
+    assert spec.labels.values["launch-plan"] == "nightly"
     assert LAUNCH_PLANS["nightly"] is nightly
 
 

@@ -43,7 +43,7 @@ def test_other_start_weights_and_limits_have_folders_of_their_own(
 
 
 def test_records_of_steps_outlive_the_checkpoints(tmp_path: Path) -> None:
-    stage = SimpleNamespace(checkpoints=lambda: SimpleNamespace(folder=str(tmp_path / "run")))
+    stage = SimpleNamespace(_local_checkpoints=lambda: tmp_path / "run")
     for name in ("step_20/a", "rollouts/b", "recorded/step_3/step.pt"):
         (tmp_path / "run" / name).parent.mkdir(parents=True)
         (tmp_path / "run" / name).touch()

@@ -14,7 +14,7 @@ import pytest
 from flyte_runs import REPOSITORY, Place
 from flytekit.interaction.click_types import DateTimeType
 
-from engine.stages.new_data import check_kickoff
+from engine.stages.dataset import check_kickoff
 from workflows.register import image_digest
 
 README = REPOSITORY / "README.md"

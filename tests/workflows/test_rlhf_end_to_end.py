@@ -20,7 +20,7 @@ from tracker_files import tensorboard_points
 from engine.config import digest
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.lineage.__main__ import main as lineage
-from engine.stages.pinning import pin_named_content
+from engine.stages.plan import pin_named_content
 from engine.storage.artifacts import read_manifest, verify
 from engine.storage.digests import hash_file
 from tasks.inputs import RLHFConfig
