@@ -48,6 +48,12 @@ class Choice:
     compiled_ms: float
     library_ms: float
 
+    def __str__(self) -> str:
+        """Say it in one line."""
+        times = f"{self.compiled_ms:.3f} ms, {self.library_ms:.3f} ms"
+        chosen = "compiled" if self.is_compiled else "library"
+        return f"{self.kernel} {'x'.join(map(str, self.shape))}, {self.threads}: {times} → {chosen}"
+
     @property
     def is_compiled(self) -> bool:
         """Whether the compiled kernel runs."""
