@@ -1,9 +1,9 @@
 """`make bench-quick`: ratios to TRL and to transformers.generate against the stored ones.
 
 Fails where a ratio is below the stored one by more than `--noise`, or where an update by the
-kernels that this machine has chosen takes longer than by PyTorch's products. `quick.json` has the ratios by
-kind of machine (its matrix instructions and cores); on a kind that isn't there nothing is compared,
-and `--store` adds it. A few rounds of small cases: below 4 minutes once TRL's environment is there.
+kernels that this machine has chosen takes longer than by PyTorch's products. `quick.json` has the
+ratios by kind of machine (its matrix instructions and cores); on a kind that isn't there nothing is
+compared, and `--store` adds it. Below 4 minutes once TRL's environment is there.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ at that rate, and the bytes that it must read at that bandwidth. Counted is what
 needs, not what is computed: a group's prompt once, no padding, and the head and what follows the
 last layer's attention for the tokens that predict a response's. Of a training phase there is also
 what its products alone take, each at the rate that the library reaches at that very shape, and
-which share of the phase that is. At the end stands which kernels this machine has chosen. The update is the actor's call in a
-GRPO step of `vs_trl_cases` (forward, backward, AdamW), sft a whole step of the warm start; prefill
-and decoding are the native engine alone. `--growth` shows instead how a step's time grows with
-prompts, length, parameters and ranks.
+which share of the phase that is. The update is the actor's call in a GRPO step of `vs_trl_cases`
+(forward, backward, AdamW), sft a whole step of the warm start; prefill and decoding are the native
+engine alone. At the end stands which kernels this machine has chosen. `--growth` shows instead how
+a step's time grows with prompts, length, parameters and ranks.
 """
 
 from __future__ import annotations
