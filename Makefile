@@ -46,7 +46,7 @@ test-slow: env  ## run the tests that take minutes, and each property on many ex
 gpu-check: env  ## on a machine with a GPU: measure and check what needs one, below 10 minutes (gpu-report.json, gpu-report.md)
 	@$(BIN)/python benchmarks/gpu_proof.py $(OPTIONS)
 
-bench-quick: env  ## compare speed ratios to TRL and transformers with the stored ones (below 3 minutes)
+bench-quick: env  ## compare speed ratios to TRL and transformers with the stored ones (below 4 minutes)
 	@$(BIN)/python benchmarks/quick.py
 
 docs: env  ## build the documentation as a site, every link checked (outputs/site)

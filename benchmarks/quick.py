@@ -1,8 +1,9 @@
 """`make bench-quick`: ratios to TRL and to transformers.generate against the stored ones.
 
-Fails where a ratio is below the stored one by more than `--noise`. `quick.json` has the ratios by
-kind of machine (its matrix instructions and cores); on a kind that isn't there nothing is compared,
-and `--store` adds it. A few rounds of small cases: below 3 minutes once TRL's environment is there.
+Fails where a ratio is below the stored one by more than `--noise`, or where an update by the
+kernels that this machine has chosen takes longer than by PyTorch's products. `quick.json` has the
+ratios by kind of machine (its matrix instructions and cores); on a kind that isn't there nothing is
+compared, and `--store` adds it. Below 4 minutes once TRL's environment is there.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import time
 from pathlib import Path
 
 import rollout
+import roofline
 import torch
 import vs_trl
 from trl_environment import trl_python
 
 from engine.console import quiet
+from engine.kernels import choices
 
 STORED = Path(__file__).with_name("quick.json")
 
@@ -39,18 +42,23 @@ def main() -> None:
     kind = f"{vs_trl.matrix_unit() or 'no bf16 unit'}, {threads} cores"
     trl_python()
     begin = time.perf_counter()
-    found = training_ratios(threads) | rollout_ratios(threads)
+    ratios = training_ratios(threads) | rollout_ratios(threads)
+    by_library = library_ratios(threads)
     stored = json.loads(STORED.read_text()) if STORED.is_file() else {}
     known: dict[str, float] = stored.get(kind, {})
-    lost = []
+    lost: list[str] = []
     print(f"\n{kind}; {time.perf_counter() - begin:.0f} s\n{'':<36}{'now':>7}{'stored':>8}")
-    for name, ratio in found.items():
+    for name, ratio in by_library.items():
+        print(f"{name:<36}{ratio:>7.2f}{1:>8.2f}")
+        if ratio < 1 - args.noise / 2:
+            lost.append(f"{name}: {ratio:.2f}, so the chosen kernels are slower than the library")
+    for name, ratio in ratios.items():
         before = known.get(name)
         print(f"{name:<36}{ratio:>7.2f}" + (f"{before:>8.2f}" if before else f"{'–':>8}"))
         if before and ratio < before * (1 - args.noise):
             lost.append(f"{name}: {ratio:.2f}, stored {before:.2f}")
     if args.store:
-        stored[kind] = {name: round(ratio, 2) for name, ratio in found.items()}
+        stored[kind] = {name: round(ratio, 2) for name, ratio in ratios.items()}
         STORED.write_text(json.dumps(stored, indent=2) + "\n")
         print(f"stored in {STORED}")
     elif lost:
@@ -91,6 +99,22 @@ def rollout_ratios(threads: int) -> dict[str, float]:
         results = rollout.run(args)
         name = f"rollout {size} bf16 / transformers"
         ratios[name] = results["native"]["wall"] / results["transformers"]["wall"]
+    return ratios
+
+
+def library_ratios(threads: int) -> dict[str, float]:
+    """Seconds of an update by PyTorch's products over those by the chosen kernels, in turns."""
+    ratios = {}
+    for size in ("1M", "10M"):
+        args = roofline.parse_args(["--repeats", "2", "--threads", str(threads)])
+        seconds: dict[str, float] = {}
+        for implementation in ("", "library") * 2:
+            os.environ[choices.VARIABLE] = implementation
+            turns = roofline.run_ours(args, size, "short", ["model.dtype=bfloat16"])
+            least = min(turn["actor.update_s"] for turn in turns)
+            seconds[implementation] = min(least, seconds.get(implementation, least))
+        del os.environ[choices.VARIABLE]
+        ratios[f"update {size} bf16 / by the library"] = seconds["library"] / seconds[""]
     return ratios
 
 

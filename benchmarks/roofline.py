@@ -9,10 +9,10 @@ at that rate, and the bytes that it must read at that bandwidth. Counted is what
 needs, not what is computed: a group's prompt once, no padding, and the head and what follows the
 last layer's attention for the tokens that predict a response's. Of a training phase there is also
 what its products alone take, each at the rate that the library reaches at that very shape, and
-which share of the phase that is. The update is the actor's call in a
-GRPO step of `vs_trl_cases` (forward, backward, AdamW), sft a whole step of the warm start; prefill
-and decoding are the native engine alone. `--growth` shows instead how a step's time grows with
-prompts, length, parameters and ranks.
+which share of the phase that is. The update is the actor's call in a GRPO step of `vs_trl_cases`
+(forward, backward, AdamW), sft a whole step of the warm start; prefill and decoding are the native
+engine alone. At the end stands which kernels this machine has chosen. `--growth` shows instead how
+a step's time grows with prompts, length, parameters and ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import argparse
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from vs_trl_cases import (
 from engine.console import quiet
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
+from engine.kernels.choices import known_choices
 from engine.rollout.protocol import SamplingParams, create_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -97,9 +98,19 @@ def main() -> None:
                     * bool(phase.products),
                     flush=True,
                 )
+    print_choices(args.sizes)
 
 
-def parse_args() -> argparse.Namespace:
+def print_choices(sizes: Iterable[str]) -> None:
+    """Print which kernels run at the widths of these models, as this machine has measured them."""
+    widths = {SIZES[size].hidden for size in sizes}
+    print("\nkernel, rows and widths, threads: compiled ms, library ms")
+    for choice in known_choices():
+        if choice.shape[1] in widths:
+            print(f"  {choice}")
+
+
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Measured rates against the machine's, by phase; and how a step's time grows.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -114,7 +125,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mix", default="short", help="short or tail, of the update")
     parser.add_argument("--new-tokens", type=int, default=64, help="decoded of each completion")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.ours, args.trl = [], []
     return args
 

@@ -20,6 +20,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from engine.kernels import training_ops
 from engine.kernels.attention import Run, attention_forward, attention_gradients, takes_runs
+from engine.kernels.choices import all_compiled
 from engine.kernels.training_ops import Rotary, RowsRead, input_gradient, linear, weight_gradient
 
 _CHUNK_ELEMENTS = 1 << 18  # whose float32 intermediates stay in a core's cache
@@ -68,8 +69,8 @@ def rotated_linears(
     divisible = all(len(weight) % training_ops.STEP == 0 for weight in weights)
     if (
         divisible
-        and training_ops.takes_products(x, weights, biases)
         and training_ops.takes(cos, sin)
+        and training_ops.compiles_linears(x, weights, biases)
     ):
         flat = [tensor for affine in affines for tensor in affine]
         rotary = training_ops.Rotary(cos, sin, len(affines) - 1)
@@ -203,7 +204,7 @@ class _Linears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = affines[::2], affines[1::2]
         ctx.save_for_backward(x, *weights)
-        ctx.compiled = training_ops.takes_products(x, weights, biases)  # type: ignore[arg-type]
+        ctx.compiled = rotary is not None or training_ops.compiles_linears(x, weights, biases)  # type: ignore[arg-type]
         if ctx.compiled:
             ctx.rotary, rows = rotary, x.reshape(-1, x.shape[-1])
             outs = training_ops.linears(rows, weights, biases, rotary)  # type: ignore[arg-type]
@@ -273,7 +274,8 @@ class _GatedMLP(torch.autograd.Function):
         keep: bool,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        ctx.compiled = training_ops.takes_products(rows, [gate, up, down], [residual])
+        choice = training_ops.choose_mlp(rows, gate, up, down, residual)
+        ctx.compiled = choice is not None and choice.is_compiled
         if ctx.compiled:
             out, *saved = training_ops.mlp(rows, gate, up, down, residual, keep=keep)
             ctx.save_for_backward(x, gate, up, down, *saved)
@@ -386,15 +388,21 @@ class LayerCall:
 
 
 def takes_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> bool:
-    """Whether `compiled_layer` computes this; x: [1, T, H]."""
+    """Whether `compiled_layer` computes this, and faster than its parts; x: [1, T, H]."""
     d = call.rotary.cos.shape[-1]
-    matrices = [*weights.projections, weights.out, *weights.mlp]
-    biases = [*weights.biases, weights.out_bias, *weights.norms, call.rotary.cos, call.rotary.sin]
-    return (
+    if not (
         d % training_ops.STEP == 0
-        and training_ops.takes_products(x, matrices, biases)
+        and training_ops.takes(*weights.norms, call.rotary.cos, call.rotary.sin)
         and takes_runs(call.runs, len(weights.projections[1]) // d)
+    ):
+        return False
+    attended = x.new_empty(x.numel() // x.shape[-1], weights.out.shape[1])
+    choices = (
+        training_ops.choose_linears(x, weights.projections, weights.biases),
+        training_ops.choose_linears(attended, [weights.out], [weights.out_bias]),
+        training_ops.choose_mlp(x, *weights.mlp),
     )
+    return None not in choices and all_compiled([each for each in choices if each is not None])
 
 
 def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:

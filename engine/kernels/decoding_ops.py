@@ -13,7 +13,6 @@ from collections.abc import Callable
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -81,7 +80,7 @@ class LiveCache(NamedTuple):
 @cache
 def library() -> ctypes.CDLL | None:
     """Compile `cpu/step.c`; None where that can't be done or used."""
-    functions = compiled(Path(__file__).parent / "cpu" / "step.c")
+    functions = compiled("step.c")
     if functions is None:
         return None
     functions.decode_step.argtypes = [c_void_p, c_void_p, c_int64]

@@ -6,20 +6,20 @@ block of rows at a time through all that follows on each other while it is in a 
 and gradients of weights are float32, and results are rounded where transformers' modules round
 them, or less often. Functions here have no gradient; `decoder_layer` calls them.
 
-MKL computes float32 products on AMD processors at half of oneDNN's rate; elsewhere, and in
-bfloat16, torch's own choice is the faster one. The choice is a rule and not a timing, so that a run
-repeats bit for bit.
+MKL computes float32 products on AMD processors at half of oneDNN's rate; in bfloat16 torch's own
+choice is the faster one. `choices` decides by a timing that is kept.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import platform
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,16 +28,46 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from engine.kernels import compiled
+from engine.kernels import compiled, has_tiles
+from engine.kernels.choices import Choice, choose
 from engine.parallel.module_shards import local_tensor
+
+log = logging.getLogger(__name__)
 
 _NUMBERS_OF_TWO = 1 << 14  # from which more than one thread is worth waking
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Compile `cpu/train.c`; None where that can't be done or used."""
-    functions = compiled(Path(__file__).parent / "cpu" / "train.c")
+    """Compile `cpu/train.c`; None where that can't be done or used.
+
+    Products are by AMX's tiles where they agree with those by vectors, and are faster.
+    """
+    vectors = _load(tiles=False)
+    tiles = _load(tiles=True) if vectors is not None and has_tiles() else None
+    if vectors is None or tiles is None:
+        return vectors
+    draw = torch.Generator().manual_seed(0)
+    x, *matrices = (
+        torch.randn(shape, generator=draw).mul_(0.1).bfloat16()
+        for shape in ((512, 256), (768, 256), (768, 256), (256, 768))
+    )
+
+    def forward(by_tiles: bool, rows: int) -> Tensor:
+        out = torch.empty_like(x[:rows])
+        tensors = (x[:rows], *matrices, None, None, out, None, None, None, None, None)
+        (tiles if by_tiles else vectors).mlp_forward(ctypes.byref(_mlp_call(tensors)))
+        return out
+
+    if not torch.allclose(forward(True, 512), forward(False, 512), rtol=0.05, atol=1e-3):
+        log.warning("products by AMX give other numbers than those by vectors; they are left out")
+        return vectors
+    choice = choose("AMX, not AVX512-BF16", 512, (256, 768), forward)
+    return tiles if choice.is_compiled else vectors
+
+
+def _load(*, tiles: bool) -> ctypes.CDLL | None:
+    functions = compiled("train.c", tiles=tiles)
     if functions is None:
         return None
     p, n = c_void_p, c_int64
@@ -231,7 +261,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 STEP = 16  # widths of inputs are multiples of it; those of outputs that are rotated, too
-_LARGEST = 1 << 19  # elements of a matrix; beyond, oneDNN's products are the faster ones
+_LARGEST = 1 << 21  # elements of a matrix, beyond which oneDNN is faster everywhere
 
 _MLP = (
     *("x", "gate", "up", "down", "gated", "raised", "out", "grad_output"),
@@ -269,13 +299,86 @@ class Rotary(NamedTuple):
 def takes_products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()
 ) -> bool:
-    """Whether the functions here compute with these."""
+    """Whether `linears`, `mlp` and their gradients compute with these."""
     tensors = [bias for bias in biases if bias is not None]
     return (
         all(weight.shape[1] % STEP == 0 for weight in weights)
         and all(weight.numel() <= _LARGEST for weight in weights)
         and takes(x, *weights, *tensors)
     )
+
+
+def choose_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()
+) -> Choice | None:
+    """Choose between `linears` with its gradients and the library; None: `linears` can't."""
+    if not takes_products(x, weights, biases):
+        return None
+    sizes = (x.shape[-1], *(len(weight) for weight in weights))
+    return choose("linears", x.numel() // x.shape[-1], sizes, _run_linears(weights))
+
+
+def compiles_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()
+) -> bool:
+    """Whether `linears` and its gradients compute with these, and faster than the library."""
+    choice = choose_linears(x, weights, biases)
+    return choice is not None and choice.is_compiled
+
+
+def _run_linears(weights: Sequence[Tensor]) -> Callable[[bool, int], object]:
+    """Return what is timed: the layers, and all their gradients."""
+
+    def run(by_loops: bool, rows: int) -> object:
+        x = weights[0].new_full((rows, weights[0].shape[1]), 0.5)
+        if by_loops:
+            outs = linears(x, weights, [None] * len(weights))
+            needed = [True] * len(weights)
+            return linear_gradients(
+                x, weights, outs, to_x=True, to_weights=needed, to_biases=[False] * len(weights)
+            )
+        grad_x: Tensor | None = None
+        for weight in weights:
+            out = linear(x, weight)
+            grad_x = input_gradient(out, weight, grad_x)
+            weight_gradient(out, x)
+        return grad_x
+
+    return run
+
+
+def choose_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor | None = None
+) -> Choice | None:
+    """Choose between `mlp` with its gradients and the library; None: `mlp` can't."""
+    if not takes_products(x, [gate, up, down], [residual]):
+        return None
+    rows, sizes = x.numel() // x.shape[-1], (x.shape[-1], len(gate))
+    return choose("mlp", rows, sizes, _run_mlp(gate, up, down))
+
+
+def _run_mlp(gate: Tensor, up: Tensor, down: Tensor) -> Callable[[bool, int], object]:
+    """Return what is timed: the MLP, and all its gradients."""
+
+    def run(by_loops: bool, rows: int) -> object:
+        x = gate.new_full((rows, gate.shape[1]), 0.5)
+        if by_loops:
+            out, *kept = mlp(x, gate, up, down, keep=True)
+            matrices, activations = [gate, up, down], [each for each in kept if each is not None]
+            return mlp_gradients(matrices, x, activations, out, to_x=True, to_weights=True)
+        gated, raised = linear(x, gate), linear(x, up)
+        out = linear(silu_product(gated, raised), down)
+        grad_product = input_gradient(out, down)
+        grad_gated, grad_raised, product = silu_product_gradients(
+            gated, raised, grad_product, product=True
+        )
+        assert product is not None
+        weight_gradient(out, product)
+        weight_gradient(grad_gated, x)
+        weight_gradient(grad_raised, x)
+        return input_gradient(grad_raised, up, input_gradient(grad_gated, gate))
+
+    return run
 
 
 def mlp(
@@ -447,15 +550,20 @@ def _by_onednn(left: Tensor, right: Tensor) -> bool:
     return both_float32 and left.device.type == "cpu" and left.numel() > 0 and mkl_is_slow()
 
 
-@cache
 def mkl_is_slow() -> bool:
-    """Whether oneDNN multiplies float32 faster than MKL, which PyTorch chooses: on AMD's CPUs."""
-    if not torch.backends.mkldnn.is_available():
+    """Whether oneDNN multiplies float32 faster than MKL, which PyTorch chooses."""
+    if not torch.backends.mkldnn.is_available() or platform.machine() not in ("x86_64", "AMD64"):
         return False
-    try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux: keep torch's own choice
-        return False
+    return not _mkl_is_fast(torch.get_num_threads())
+
+
+@cache
+def _mkl_is_fast(threads: int) -> bool:
+    def run(by_mkl: bool, rows: int) -> Tensor:
+        x, weight = torch.ones(rows, 512), torch.ones(512, 512)
+        return F.linear(x, weight) if by_mkl else onednn_linear(x, weight, None)
+
+    return choose("float32: MKL, not oneDNN", 512, (512, 512), run).is_compiled
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,7 @@ class _Head(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if training_ops.takes_products(hidden, [weight], [bias]):
+    if training_ops.compiles_linears(hidden, [weight], [bias]):
         [out] = training_ops.linears(hidden, [weight], [bias])
         return out
     with torch.autocast(hidden.device.type, enabled=False):
@@ -292,7 +292,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of hidden states, weight and bias, where they are needed."""
     to_hidden, to_weight, to_bias = needed
-    if training_ops.takes_products(hidden, [weight], [grad_logits]):
+    if training_ops.compiles_linears(hidden, [weight], [grad_logits]):
         grad_hidden, others = training_ops.linear_gradients(
             hidden,
             [weight],

@@ -262,6 +262,7 @@ int64_t packed_attention(const Attention *a, int64_t backward) {
     int64_t failed = 0;
 #pragma omp parallel num_threads(a->threads) reduction(+ : failed)
     {
+        BEGIN_TILES
         Room r;
         word *room = make_room(a, (int)backward, &r);
         if (!room) failed = 1;

@@ -4,17 +4,20 @@
 
 #include "model.h"
 
-// x[i]·w[j] of four rows each, [in] long, at lane 4i + j.
-INLINE __m512 products(const bf16 *const x[4], const bf16 *const w[4], int64_t in) {
+// x[i]·w[j] of `count` rows and four rows, [in] long, at lane 4i + j; the rest of the lanes is 0. The
+// four rows that follow those of w are fetched: reading the weights is what a step of few rows takes.
+INLINE __m512 products_of(const bf16 *const x[4], const bf16 *const w[4], int64_t in, int count) {
     __m512 sum[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
     int64_t c = 0;
     for (; c + 32 <= in; c += 32) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) fetch(w[j] + c + 4 * in);
         __m512bh w0 = pairs(w[0] + c), w1 = pairs(w[1] + c);
         __m512bh w2 = pairs(w[2] + c), w3 = pairs(w[3] + c);
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < count; i++) {
             __m512bh xi = pairs(x[i] + c);
             sum[4 * i] = _mm512_dpbf16_ps(sum[4 * i], xi, w0);
             sum[4 * i + 1] = _mm512_dpbf16_ps(sum[4 * i + 1], xi, w1);
@@ -25,13 +28,19 @@ INLINE __m512 products(const bf16 *const x[4], const bf16 *const w[4], int64_t i
     if (c < in) {
         __mmask32 left = (__mmask32)((1u << (in - c)) - 1);
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
+        for (int i = 0; i < 4 * count; i++) {
             __m512bh xi = (__m512bh)_mm512_maskz_loadu_epi16(left, x[i / 4] + c);
             __m512bh wj = (__m512bh)_mm512_maskz_loadu_epi16(left, w[i % 4] + c);
             sum[i] = _mm512_dpbf16_ps(sum[i], xi, wj);
         }
     }
     return sums(sum);
+}
+
+// The same of up to four rows.
+INLINE __m512 products(const bf16 *const x[4], const bf16 *const w[4], int64_t in, int64_t count) {
+    if (count == 1) return products_of(x, w, in, 1);
+    return count == 2 ? products_of(x, w, in, 2) : products_of(x, w, in, 4);
 }
 
 // Four rows of [rows, width] from `at` on; beyond `end` the last one again.
@@ -71,7 +80,7 @@ INLINE void linear(const bf16 *x, int64_t in, const bf16 *w, const bf16 *bias, b
         __m512 b = biases(bias, n, columns.to);
         for (int64_t m = rows.from; m < rows.to; m += 4) {
             four(xs, x, in, m, rows.to);
-            __m512 tile = _mm512_add_ps(products(xs, ws, in), b);
+            __m512 tile = _mm512_add_ps(products(xs, ws, in, rows.to - m), b);
             put(out + m * width + n, width, tile, rows.to - m, columns.to - n, add);
         }
     }
@@ -99,8 +108,8 @@ static void gate_up(const Model *m, const Layer *l, const Scratch *t, Span rows,
         __m512 up_bias = biases(l->up_bias, n, columns.to);
         for (int64_t r = rows.from; r < rows.to; r += 4) {
             four(xs, t->h, in, r, rows.to);
-            __m512 g = rounded(_mm512_add_ps(products(xs, gates, in), gate_bias));
-            __m512 u = rounded(_mm512_add_ps(products(xs, ups, in), up_bias));
+            __m512 g = rounded(_mm512_add_ps(products(xs, gates, in, rows.to - r), gate_bias));
+            __m512 u = rounded(_mm512_add_ps(products(xs, ups, in, rows.to - r), up_bias));
             __m512 s = _mm512_div_ps(g, _mm512_add_ps(one, exp16(_mm512_sub_ps(zero, g))));
             bf16 *out = t->gated + r * m->inner + n;
             put(out, m->inner, _mm512_mul_ps(rounded(s), u), rows.to - r, columns.to - n, 0);
@@ -116,7 +125,7 @@ static void logits(const Model *m, const Step *s, const Scratch *t, Span rows, S
         for (int64_t r = rows.from; r < rows.to; r += 4) {
             four(xs, t->h, m->hidden, r, rows.to);
             float tile[16];
-            _mm512_storeu_ps(tile, rounded(_mm512_add_ps(products(xs, ws, m->hidden), b)));
+            _mm512_storeu_ps(tile, rounded(_mm512_add_ps(products(xs, ws, m->hidden, rows.to - r), b)));
             int64_t count = least(4, columns.to - n);
             for (int64_t i = 0; i < 4 && r + i < rows.to; i++)
                 memcpy(s->logits + t->row[r + i] * m->vocabulary + n, tile + 4 * i, 4 * count);

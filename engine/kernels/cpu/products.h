@@ -9,8 +9,7 @@
 #include <stdlib.h>
 
 #include "elementwise.h"
-
-typedef uint32_t word;
+#include "tiles.h"
 
 #define STRIP 6         // rows of a product that are summed together
 #define PANEL 64        // columns of it
@@ -22,88 +21,6 @@ typedef uint32_t word;
 // Words of a matrix as panels of PANEL columns, one behind the other, of `depth` rows each.
 INLINE int64_t panels(int64_t width, int64_t depth) {
     return (width + PANEL - 1) / PANEL * PANEL * depth;
-}
-
-// c[rows, 16 · n] (+)= a · b of `count` words; a's rows and columns are `row` and `column` apart.
-INLINE void words_tile(float *c, int64_t ldc, const word *a, int64_t row, int64_t column,
-                       const word *b, int64_t ldb, int64_t count, int rows, int n, int add) {
-    __m512 sum[STRIP][4];
-#pragma GCC unroll 6
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++)
-            sum[i][j] = add ? _mm512_loadu_ps(c + i * ldc + 16 * j) : _mm512_setzero_ps();
-    for (int64_t t = 0; t < count; t++) {
-        __m512bh part[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) part[j] = (__m512bh)_mm512_loadu_si512(b + t * ldb + 16 * j);
-#pragma GCC unroll 6
-        for (int i = 0; i < rows; i++) {
-            __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[i * row + t * column]);
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], x, part[j]);
-        }
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) _mm512_storeu_ps(c + i * ldc + 16 * j, sum[i][j]);
-}
-
-#define STRIPS(rows, n)                                                                          \
-    for (; i + rows <= count_rows; i += rows)                                                    \
-        words_tile(to + i * ldc, ldc, a + i * row, row, column, part, ldb, count, rows, n, add);
-
-#define COLUMNS(n)                                                                               \
-    do { STRIPS(6, n) STRIPS(4, n) STRIPS(2, n) STRIPS(1, n) } while (0)
-
-// c[count_rows, width] (+)= a · b; b's panels are `next` words apart, its rows `ldb`.
-static void words_product(float *c, int64_t ldc, const word *a, int64_t row, int64_t column,
-                          const word *b, int64_t ldb, int64_t next, int64_t count_rows,
-                          int64_t width, int64_t count, int add) {
-    for (int64_t j = 0; j < width; j += PANEL) {
-        const word *part = b + j / PANEL * next;
-        float *to = c + j;
-        int64_t left = (width - j) / 16, i = 0;
-        if (left >= 4) COLUMNS(4);
-        else if (left == 3) COLUMNS(3);
-        else if (left == 2) COLUMNS(2);
-        else COLUMNS(1);
-    }
-}
-
-// Sixteen words of a's lanes below b's.
-INLINE __m512i below(__m256i a, __m256i b) {
-    __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
-    return _mm512_or_si512(_mm512_cvtepu16_epi32(a), high);
-}
-
-// Rows [from, to) of m [.., width], each below the next, to [(to − from + 1) / 2, width + PAD] words.
-static void pair_rows(const bf16 *m, int64_t width, int64_t from, int64_t to, word *out) {
-    for (int64_t r = from; r < to; r += 2, out += width + PAD)
-        for (int64_t c = 0; c < width; c += 16) {
-            __m256i a = _mm256_loadu_si256((const __m256i *)(m + r * width + c)), b = {0};
-            if (r + 1 < to) b = _mm256_loadu_si256((const __m256i *)(m + (r + 1) * width + c));
-            _mm512_storeu_si512(out + c, below(a, b));
-        }
-}
-
-INLINE int64_t upto(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-// A matrix m [rows, width] as panels, a row below the next, and zeros up to a multiple of 16 rows. As
-// in the functions that follow, the threads share the work, and don't wait for each other at its end.
-static void panels_of_rows(const bf16 *m, int64_t width, int64_t rows, word *out) {
-    int64_t depth = upto(rows, 16) / 2;
-#pragma omp for schedule(static) nowait
-    for (int64_t r = 0; r < depth; r++)
-        for (int64_t c = 0; c < width; c += 16) {
-            const bf16 *from = m + 2 * r * width + c;
-            __m256i a = {0}, b = {0};
-            if (2 * r < rows) a = _mm256_loadu_si256((const __m256i *)from);
-            if (2 * r + 1 < rows) b = _mm256_loadu_si256((const __m256i *)(from + width));
-            int64_t at = c / PANEL * PANEL * depth + r * PANEL + c % PANEL;
-            _mm512_storeu_si512(out + at, below(a, b));
-        }
 }
 
 // Columns of up to 16 rows of up to 16 words, `step` apart, to rows that are `to_step` apart.
@@ -140,6 +57,141 @@ INLINE void transpose16(const word *from, int64_t step, int64_t rows, int64_t co
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++)
         if (i < columns) _mm512_mask_storeu_epi32(to + i * to_step, out, t[i]);
+}
+
+// c[rows, 16 · n] (+)= a · b of `count` words; a's rows and columns are `row` and `column` apart.
+INLINE void words_tile(float *c, int64_t ldc, const word *a, int64_t row, int64_t column,
+                       const word *b, int64_t ldb, int64_t count, int rows, int n, int add) {
+    __m512 sum[STRIP][4];
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++)
+            sum[i][j] = add ? _mm512_loadu_ps(c + i * ldc + 16 * j) : _mm512_setzero_ps();
+    for (int64_t t = 0; t < count; t++) {
+        __m512bh part[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++) part[j] = (__m512bh)_mm512_loadu_si512(b + t * ldb + 16 * j);
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) {
+            __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[i * row + t * column]);
+#pragma GCC unroll 4
+            for (int j = 0; j < n; j++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], x, part[j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < n; j++) _mm512_storeu_ps(c + i * ldc + 16 * j, sum[i][j]);
+}
+
+#define STRIPS(rows, n)                                                                          \
+    for (; i + rows <= count_rows; i += rows)                                                    \
+        words_tile(to + i * ldc, ldc, a + i * row, row, column, part, ldb, count, rows, n, add);
+
+#define COLUMNS(n)                                                                               \
+    do { STRIPS(6, n) STRIPS(4, n) STRIPS(2, n) STRIPS(1, n) } while (0)
+
+// c[count_rows, width] (+)= a · b by AVX512-BF16; b's panels are `next` words apart, its rows `ldb`.
+static void vectors_product(float *c, int64_t ldc, const word *a, int64_t row, int64_t column,
+                            const word *b, int64_t ldb, int64_t next, int64_t count_rows,
+                            int64_t width, int64_t count, int add) {
+    for (int64_t j = 0; j < width; j += PANEL) {
+        const word *part = b + j / PANEL * next;
+        float *to = c + j;
+        int64_t left = (width - j) / 16, i = 0;
+        if (left >= 4) COLUMNS(4);
+        else if (left == 3) COLUMNS(3);
+        else if (left == 2) COLUMNS(2);
+        else COLUMNS(1);
+    }
+}
+
+#ifdef TILES
+#define BEGIN_TILES begin_tiles();
+// The same of whole tiles: all columns, `rows` and `count` multiples of 16.
+static void tiles_product(float *c, int64_t ldc, const word *a, int64_t row, int64_t column,
+                          const word *b, int64_t ldb, int64_t next, int64_t rows, int64_t width,
+                          int64_t count, int add) {
+    word turned[2 * TILE * MOST_TRANSPOSED] __attribute__((aligned(64)));
+    for (int64_t i = 0, m; i < rows; i += TILE * m) {
+        const word *left = a + i * row;
+        int64_t lda = row;
+        m = least(2, (rows - i) / TILE);
+        if (column != 1) {
+            for (int64_t t = 0; t < count; t += TILE)
+                for (int64_t k = 0; k < m; k++)
+                    transpose16(left + TILE * k * row + t * column, column, TILE, TILE,
+                                turned + TILE * k * count + t, count);
+            left = turned, lda = count;
+        }
+        for (int64_t j = 0; j < width; j += 2 * TILE) {
+            const word *right = b + j / PANEL * next + j % PANEL;
+            float *to = c + i * ldc + j;
+            int both = width - j > TILE;
+            if (m > 1 && both) tile_block(to, ldc, left, lda, right, ldb, count, 2, 2, add);
+            else if (m > 1) tile_block(to, ldc, left, lda, right, ldb, count, 2, 1, add);
+            else if (both) tile_block(to, ldc, left, lda, right, ldb, count, 1, 2, add);
+            else tile_block(to, ldc, left, lda, right, ldb, count, 1, 1, add);
+        }
+    }
+}
+#else
+#define BEGIN_TILES
+#endif
+
+// The same by the fastest instructions there are: tiles, and vectors for what fills none.
+static void words_product(float *c, int64_t ldc, const word *a, int64_t row, int64_t column,
+                          const word *b, int64_t ldb, int64_t next, int64_t rows, int64_t width,
+                          int64_t count, int add) {
+    int64_t done = 0;
+#ifdef TILES
+    int64_t deep = count / TILE * TILE;
+    if (deep && (column == 1 || (row == 1 && deep <= MOST_TRANSPOSED))) done = rows / TILE * TILE;
+    if (done) {
+        tiles_product(c, ldc, a, row, column, b, ldb, next, done, width, deep, add);
+        if (deep < count)
+            vectors_product(c, ldc, a + deep * column, row, column, b + deep * ldb, ldb, next, done,
+                            width, count - deep, 1);
+    }
+#endif
+    if (done < rows)
+        vectors_product(c + done * ldc, ldc, a + done * row, row, column, b, ldb, next, rows - done,
+                        width, count, add);
+}
+
+// Sixteen words of a's lanes below b's.
+INLINE __m512i below(__m256i a, __m256i b) {
+    __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(a), high);
+}
+
+// Rows [from, to) of m [.., width], each below the next, to [(to − from + 1) / 2, width + PAD] words.
+static void pair_rows(const bf16 *m, int64_t width, int64_t from, int64_t to, word *out) {
+    for (int64_t r = from; r < to; r += 2, out += width + PAD)
+        for (int64_t c = 0; c < width; c += 16) {
+            __m256i a = _mm256_loadu_si256((const __m256i *)(m + r * width + c)), b = {0};
+            if (r + 1 < to) b = _mm256_loadu_si256((const __m256i *)(m + (r + 1) * width + c));
+            _mm512_storeu_si512(out + c, below(a, b));
+        }
+}
+
+INLINE int64_t upto(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// A matrix m [rows, width] as panels, a row below the next, and zeros up to a multiple of 16 rows. As
+// in the functions that follow, the threads share the work, and don't wait for each other at its end.
+static void panels_of_rows(const bf16 *m, int64_t width, int64_t rows, word *out) {
+    int64_t depth = upto(rows, 16) / 2;
+#pragma omp for schedule(static) nowait
+    for (int64_t r = 0; r < depth; r++)
+        for (int64_t c = 0; c < width; c += 16) {
+            const bf16 *from = m + 2 * r * width + c;
+            __m256i a = {0}, b = {0};
+            if (2 * r < rows) a = _mm256_loadu_si256((const __m256i *)from);
+            if (2 * r + 1 < rows) b = _mm256_loadu_si256((const __m256i *)(from + width));
+            int64_t at = c / PANEL * PANEL * depth + r * PANEL + c % PANEL;
+            _mm512_storeu_si512(out + at, below(a, b));
+        }
 }
 
 // Its transpose, of m [width, depth · 2].
@@ -211,6 +263,7 @@ int64_t mlp_forward(const Mlp *m) {
     int64_t failed = !gate;
 #pragma omp parallel num_threads(m->threads) reduction(+ : failed)
     if (gate) {
+        BEGIN_TILES
         float *g = room_for((2 * INNER + h + INNER / 2) * SOME), *u = g + SOME * INNER;
         float *o = u + SOME * INNER;
         bf16 *p = (bf16 *)(o + SOME * h);
@@ -328,6 +381,7 @@ int64_t mlp_backward(const Mlp *m) {
     if (!failed) {
 #pragma omp parallel num_threads(m->threads) reduction(+ : failed)
         {
+            BEGIN_TILES
             MlpRoom t;
             float *room = make_mlp_room(m, &t), *own = shares + 3 * size * omp_get_thread_num();
             int64_t from, to;
@@ -398,6 +452,7 @@ int64_t linears_forward(const Linears *l) {
     if (!failed) {
 #pragma omp parallel num_threads(l->threads)
         {
+            BEGIN_TILES
             float some[SOME * INNER] __attribute__((aligned(64)));
             int64_t from, to, at = 0;
             for (int64_t k = 0; k < l->count; at += panels(l->parts[k++].width, depth))
@@ -486,6 +541,7 @@ int64_t linears_backward(const Linears *l) {
     if (!failed) {
 #pragma omp parallel num_threads(l->threads) reduction(+ : failed)
         {
+            BEGIN_TILES
             word *room = room_for(own);
             float *sums = shares + size * omp_get_thread_num();
             int64_t from, to, at = 0;

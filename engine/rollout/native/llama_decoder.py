@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.kernels import triton_kernels
+from engine.kernels.choices import choose
 from engine.kernels.decoding_ops import LayerWeights, LinearWeights, RMSNorm, cpu_step
 from engine.rollout.native.decoder import Prefilled
 from engine.rollout.native.decoding_weights import LlamaWeights, UnsupportedModel, bind
@@ -275,20 +276,28 @@ class LlamaDecoder:
         `tokens`, their `positions` in the sequence and `columns` in the completion are int64 `[L]`.
         """
         if self._cpu_step is not None and self._graphed is None:
-            columns = columns if self.shares_prompts else positions
-            return self._cpu_step.run(tokens, positions, columns, self._cache.live(columns))
-        if isinstance(self._cache, SharedPromptCache):
-            self._cache.begin(columns)
-            return self._layers(tokens, positions)
-        if self._graphed is None:
-            self._cache.begin(positions)
-            return self._layers(tokens, positions)
+
+            def step(compiled: bool, rows: int = len(tokens)) -> Tensor:
+                if not compiled:
+                    return self._decode_eagerly(tokens, positions, columns)
+                written = columns if self.shares_prompts else positions
+                assert self._cpu_step is not None
+                return self._cpu_step.run(tokens, positions, written, self._cache.live(written))
+
+            return step(choose("decode step", len(tokens), self._sizes, step).is_compiled)
+        if self._graphed is None or isinstance(self._cache, SharedPromptCache):
+            return self._decode_eagerly(tokens, positions, columns)
         width = self._graphed.padded_columns(self._longest(positions) + 1)
         self._cache.reserve(width)
         if self._captured_at != self._cache.reallocations:
             self._captured_at = self._cache.reallocations
             self._graphed.clear()
         return self._graphed.run(tokens, positions, width)
+
+    def _decode_eagerly(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+        """Run a step by PyTorch's operations."""
+        self._cache.begin(columns if isinstance(self._cache, SharedPromptCache) else positions)
+        return self._layers(tokens, positions)
 
     def _longest(self, positions: Tensor) -> int:
         """Bound the largest of `positions` from above, rarely waiting for the device.
@@ -354,6 +363,12 @@ class LlamaDecoder:
         half = w.head_dim // 2
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         self._cpu_step = cpu_step(w, self._cos, self._sin) if w.tp is None else None
+        self._sizes = (
+            w.embedding.shape[1],
+            w.layers[0].gate.weight.shape[0],
+            len(w.layers),
+            len(w.head.weight),
+        )
         on_device = w.embedding.is_cuda and triton_kernels.takes(w.embedding)
         self._fuses = on_device and w.activation is F.silu
 

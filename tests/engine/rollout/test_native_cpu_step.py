@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.errors import DivergedRolloutError
-from engine.kernels import decoding_ops
+from engine.kernels import choices, decoding_ops
 from engine.kernels.decoding_ops import CpuStep, library
 from engine.rollout.native import NativeEngine, llama_decoder
 from engine.rollout.protocol import Completion, SamplingParams
@@ -192,3 +192,24 @@ def test_a_compiler_that_fails_is_done_without(
     monkeypatch.setattr(decoding_ops, "library", lambda: None)
     done = NativeEngine(build("qwen2").bfloat16()).generate([[5, 6]], SAMPLED)
     assert [len(c.token_ids) > 0 for c in done] == [True] * 3
+
+
+@compiled
+def test_a_step_is_the_faster_one_of_two(
+    calls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(choices.VARIABLE, raising=False)
+    monkeypatch.setattr(choices, "_file", lambda: tmp_path / "choices.jsonl")
+    choices._known.cache_clear()
+    model, prompts = MODELS["llama"]().bfloat16(), make_prompts(4)
+    params = SamplingParams(n=2, max_new_tokens=12, seed=3)
+    engine = NativeEngine(model, max_num_seqs=8)
+    assert errors(model, prompts, engine.generate(prompts, params)).max() < 0.2
+    [measured] = {choice.kernel for choice in choices.known_choices()}
+    assert measured == "decode step"
+    for name in choices.IMPLEMENTATIONS:
+        calls.clear()
+        with choices.force(name):
+            assert errors(model, prompts, engine.generate(prompts, params)).max() < 0.2
+        assert bool(calls) == (name == "compiled")
+    choices._known.cache_clear()

@@ -1,0 +1,184 @@
+"""Which of two implementations of a kernel runs on this machine, decided by timing both once.
+
+The compiled loops of `cpu/` and the library's operations (oneDNN's and MKL's products, by PyTorch)
+compute the same. Which is faster depends on the processor and the shape. The first use of a shape
+times both in turns and writes the choice to a file beside the compiled ones; later processes read
+it, so that a run on this machine repeats bit for bit. The compiled one is kept unless the library
+takes less than `_MARGIN` of its time. `HYBRIDFLYTE_KERNELS=compiled` or `=library` forces a choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from engine.kernels import cache_folder, has_tiles, sources_digest
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "HYBRIDFLYTE_KERNELS"
+IMPLEMENTATIONS = ("compiled", "library")
+_MARGIN = 0.9
+_ROUNDS = 3
+_LONG_S = 0.2  # of a first round, after which one more is enough
+_MOST_ROWS = 512  # of the tensors that are timed
+
+_lock = threading.RLock()
+_forced = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was measured of a kernel at a shape, in milliseconds, and what runs since."""
+
+    kernel: str  # e.g. linears
+    shape: tuple[int, ...]  # e.g. (512, 256, 256, 64, 64): rows, and sizes of the matrices
+    threads: int
+    compiled_ms: float
+    library_ms: float
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        times = f"{self.compiled_ms:.3f} ms, {self.library_ms:.3f} ms"
+        chosen = "compiled" if self.is_compiled else "library"
+        return f"{self.kernel} {'x'.join(map(str, self.shape))}, {self.threads}: {times} → {chosen}"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled kernel runs."""
+        return self.library_ms >= _MARGIN * self.compiled_ms
+
+
+def choose(
+    kernel: str, rows: int, sizes: tuple[int, ...], run: Callable[[bool, int], object]
+) -> Choice:
+    """Return the choice for a shape; at the first use of one `run(compiled, rows)` is timed.
+
+    Rows are counted in powers of two up to 512; one choice holds for all with the same.
+    """
+    shape = (min(_MOST_ROWS, 1 << max(4, (rows - 1).bit_length())), *sizes)
+    key = (kernel, shape, torch.get_num_threads())
+    if (implementation := _forced_implementation()) is not None:
+        by_library = implementation == "library"
+        return Choice(*key, compiled_ms=float(by_library), library_ms=float(not by_library))
+    if (choice := _known().get(key)) is not None:
+        return choice
+    with _lock:
+        _read()
+        if key not in _known():
+            _write(Choice(*key, *_milliseconds(run, shape[0])))
+            _read()  # another process may have been first
+        return _known()[key]
+
+
+def all_compiled(choices: Sequence[Choice]) -> bool:
+    """Whether several kernels take less time together where all of them are compiled."""
+    compiled, library = (sum(getattr(c, f"{name}_ms") for c in choices) for name in IMPLEMENTATIONS)
+    return library >= _MARGIN * compiled
+
+
+@contextlib.contextmanager
+def force(implementation: str) -> Iterator[None]:
+    """Run the compiled kernels, or the library's operations, in this thread."""
+    before = getattr(_forced, "implementation", None)
+    _forced.implementation = implementation
+    try:
+        yield
+    finally:
+        _forced.implementation = before
+
+
+def known_choices() -> list[Choice]:
+    """Return what this machine has measured so far, in order."""
+    with _lock:
+        _read()
+        return list(_known().values())
+
+
+def _forced_implementation() -> str | None:
+    implementation = getattr(_forced, "implementation", None) or os.environ.get(VARIABLE)
+    if implementation not in (None, "", *IMPLEMENTATIONS):
+        raise ValueError(f"{VARIABLE} is {implementation!r}; use compiled or library, or unset it")
+    return implementation or None
+
+
+def _milliseconds(run: Callable[[bool, int], object], rows: int) -> tuple[float, float]:
+    """Return the least time of the compiled kernel and of the library, in turns."""
+
+    def seconds(implementation: str) -> float:
+        begin = time.perf_counter()
+        with torch.no_grad():
+            run(implementation == "compiled", rows)
+        return time.perf_counter() - begin
+
+    warm_up = sum(map(seconds, IMPLEMENTATIONS))
+    rounds = _ROUNDS if warm_up < _LONG_S else 1
+    turns = [[seconds(name) for name in IMPLEMENTATIONS] for _ in range(rounds)]
+    compiled_s, library_s = map(min, zip(*turns, strict=True))
+    return round(1e3 * compiled_s, 4), round(1e3 * library_s, 4)
+
+
+@cache
+def _known() -> dict[tuple[str, tuple[int, ...], int], Choice]:
+    return {}
+
+
+def _read() -> None:
+    """Add what the file has; of two lines of one shape the first holds, in every process."""
+    try:
+        lines = _file().read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            values = json.loads(line)
+            choice = Choice(**values | {"shape": tuple(values["shape"])})
+        except (ValueError, TypeError, KeyError):  # cut off by a full disk
+            continue
+        _known().setdefault((choice.kernel, choice.shape, choice.threads), choice)
+
+
+def _write(choice: Choice) -> None:
+    """Append a line in one write; where the folder can't be written, this process keeps it."""
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(_file(), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, f"{json.dumps(asdict(choice))}\n".encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        log.debug("the choice of %s is not kept: %s", choice.kernel, error)
+        _known().setdefault((choice.kernel, choice.shape, choice.threads), choice)
+
+
+@cache
+def _file() -> Path:
+    """Return the file of the choices of this processor, these sources and this torch."""
+    machine = f"{sources_digest()} {torch.__version__} {processor()}"
+    name = hashlib.sha256(machine.encode()).hexdigest()[:20]
+    return cache_folder() / f"choices-{name}.jsonl"
+
+
+def processor() -> str:
+    """Return the processor's name and the instructions that matrix products use."""
+    name = platform.processor()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    units = ("AMX",) * has_tiles() + ("AVX512-BF16",) * torch.cpu._is_avx512_bf16_supported()
+    return f"{name} ({units[0] if units else 'no bfloat16 products'})"
