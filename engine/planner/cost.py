@@ -37,13 +37,11 @@ class Price:
     ahead: float = 0.0  # of processes that only decode, meanwhile
 
     @property
-    def trainer(self) -> float:
-        """Seconds of the trainer's ranks."""
+    def trainer(self) -> float:  # of the trainer's ranks
         return self.compute + self.traffic + self.switch + self.rollout
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return max(self.trainer, self.ahead)
 
 
@@ -59,13 +57,10 @@ def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price
 
 
 def _flops(work: Workload) -> float:
-    """Return the FLOPs of a token's forward pass, by the parameters that it meets.
-
-    A token meets the chosen experts alone. Half of a row's attention is masked.
-    """
+    """Return the FLOPs of a token's forward pass, by the parameters that it meets."""
     shape, parts = work.shape, sizes(work.shape)
     matrices = parts.active * parts.layers + shape.vocab * shape.hidden
-    attention = shape.layers * shape.heads * shape.head_dim * work.length
+    attention = shape.layers * shape.heads * shape.head_dim * work.length  # half of it is masked
     return 2.0 * (matrices + attention)
 
 
@@ -149,16 +144,15 @@ def _collectives(
     times: float = 1.0,
 ) -> float:
     """Return seconds of `times` collectives over the axes, each bringing a rank `moved` bytes."""
-    sizes, device = candidate.layout.sizes, allocation.device
-    size = math.prod(sizes[axis] for axis in axes)
+    axis_sizes = candidate.layout.sizes
+    size = math.prod(axis_sizes[axis] for axis in axes)
     if size == 1:
         return 0.0
-    names = list(sizes)
-    outermost = min(names.index(axis) for axis in axes if sizes[axis] > 1)
-    span = math.prod(sizes[name] for name in names[outermost:])
-    if span <= allocation.per_machine:
-        return times * (moved / device.link + device.latency_s * math.log2(size))
-    return times * (moved / device.network + device.network_latency_s * math.log2(size))
+    names = list(axis_sizes)
+    outermost = min(names.index(axis) for axis in axes if axis_sizes[axis] > 1)
+    span = math.prod(axis_sizes[name] for name in names[outermost:])
+    bandwidth, latency_s = allocation.link(span)
+    return times * (moved / bandwidth + latency_s * math.log2(size))
 
 
 def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
@@ -168,9 +162,7 @@ def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> flo
     if candidate.shares_storage:
         return 0.0
     layout = candidate.layout
-    total = sizes(work.shape).total * work.weight_bytes
-    if work.adapters:
-        total = work.adapters * work.weight_bytes
+    total = (work.adapters or sizes(work.shape).total) * work.weight_bytes
     has = 1 / (candidate.shards * layout.tp * layout.pp)
     moved = total * max(0.0, 1 / candidate.rollout_tp - has)
     return _collectives(candidate, allocation, ("pp", "fsdp", "sp", "tp"), moved)
@@ -193,9 +185,7 @@ def rollout_seconds(work: Workload, candidate: Candidate, allocation: Allocation
     step = max(read / (device.bandwidth * STREAMED), together * flops)
     step += shape.layers * device.kernel_s
     if tp > 1:
-        one_machine = tp <= allocation.per_machine
-        latency = device.latency_s if one_machine else device.network_latency_s
-        link = device.link if one_machine else device.network
+        bandwidth, latency_s = allocation.link(tp)
         moved = 2 * together * shape.hidden * work.weight_bytes * (tp - 1) / tp
-        step += 2 * shape.layers * (latency * math.log2(tp) + moved / link)
+        step += 2 * shape.layers * (latency_s * math.log2(tp) + moved / bandwidth)
     return prefill + waves * work.response_length * step
