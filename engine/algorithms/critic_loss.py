@@ -1,8 +1,4 @@
-"""The critic's loss, and the choice of rows that have a gradient at all.
-
-`value_loss` and its clipping, and which rows an update may leave out because their loss is
-exactly zero. How returns are made is in `advantages`.
-"""
+"""The critic's loss, and which rows an update may leave out because their loss is exactly zero."""
 
 from __future__ import annotations
 
@@ -10,9 +6,9 @@ import torch
 from torch import Tensor
 
 from engine.algorithms.aggregation import accumulate_mean
+from engine.algorithms.checks import check_not_negative, check_shapes
 from engine.algorithms.masked import at_least_float, mask_out
 from engine.algorithms.policy_losses import LossOutput, get_policy_loss
-from engine.errors import ConfigError, DataError
 
 
 def value_loss(
@@ -29,14 +25,9 @@ def value_loss(
     `vf_clipfrac`, `vpred_mean`. Source: PPO's reference code; arXiv 1506.02438, appendix.
     Raises ConfigError for a negative range, DataError for unequal shapes.
     """
-    if cliprange_value is not None and cliprange_value < 0:
-        raise ConfigError(f"cliprange_value={cliprange_value} must not be negative")
+    check_not_negative(cliprange_value=cliprange_value)
     mask = response_mask.bool()
-    for name, tensor in (("values", values), ("old_values", old_values), ("returns", returns)):
-        if tensor.shape != mask.shape:
-            raise DataError(
-                f"{name} has shape {list(tensor.shape)} but response_mask {list(mask.shape)}"
-            )
+    check_shapes({"values": values, "old_values": old_values, "returns": returns}, mask)
     values = mask_out(mask, at_least_float(values))
     old_values = mask_out(mask, at_least_float(old_values.detach()))
     returns = mask_out(mask, at_least_float(returns.detach()))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from engine.algorithms.checks import check_same_shape
 from engine.algorithms.masked import at_least_float, mask_out
 from engine.errors import ConfigError, DataError
 
@@ -91,10 +92,7 @@ def check_kind(kind: str) -> None:
 
 
 def kl_estimate(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    kind: str = "low_var_kl",
-    mask: Tensor | None = None,
+    log_probs: Tensor, ref_log_probs: Tensor, kind: str = "low_var_kl", mask: Tensor | None = None
 ) -> Tensor:
     """Estimate KL(π ‖ π_ref) at each token, `[B, T]`, with d = log π − log π_ref.
 
@@ -112,11 +110,7 @@ def kl_estimate(
             "KL estimator 'full' needs the distributions over the vocabulary; "
             "use engine.algorithms.divergences.full_kl with logits"
         )
-    if log_probs.shape != ref_log_probs.shape:
-        raise DataError(
-            f"log_probs {list(log_probs.shape)} and ref_log_probs {list(ref_log_probs.shape)} "
-            "differ in shape"
-        )
+    check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
     d = at_least_float(log_probs) - at_least_float(ref_log_probs.detach())
     if mask is not None:
         # Cleaning d, where all estimators are 0 and have finite slopes, cleans both directions.
@@ -191,10 +185,7 @@ def full_kl(
     tokens at a time, in the backward pass too. Where `mask [...]` is 0 the result is 0.
     Raises DataError for unequal shapes.
     """
-    if logits.shape != ref_logits.shape:
-        raise DataError(
-            f"logits {list(logits.shape)} and ref_logits {list(ref_logits.shape)} differ in shape"
-        )
+    check_same_shape(logits=logits, ref_logits=ref_logits)
 
     def chunk(policy: Tensor, reference: Tensor) -> Tensor:
         log_p, log_q = (_log_softmax(x, temperature) for x in (policy, reference))

@@ -25,14 +25,12 @@ def at_least_float(x: Tensor) -> Tensor:
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return Σ x·m over `dim` (all dimensions when None)."""
-    inside = mask_out(mask, x)
-    return inside.sum() if dim is None else inside.sum(dim)
+    return mask_out(mask, x).sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return Σ x·m / Σ m over `dim`; 0 where the mask is empty."""
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    return masked_sum(x, mask, dim) / count.clamp(min=1)
+    return masked_sum(x, mask, dim) / mask.bool().sum(dim).clamp(min=1)
 
 
 def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
@@ -86,8 +84,7 @@ class Groups:
 
     index: Tensor
     size: Tensor
-    rows: Tensor
-    """`[B]` bool: rows that count; the others are left out of group statistics."""
+    rows: Tensor  # [B] bool; rows that count: the others are left out of group statistics
 
     @staticmethod
     def of(group_ids: Tensor, rows: Tensor | None = None) -> Groups:
@@ -163,8 +160,7 @@ class Turns:
             episode = torch.arange(rows, device=mask.device)
         else:
             episode = torch.unique(episode_ids, return_inverse=True)[1]
-        before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
-        number = (mask & ~before).long().cumsum(1) - 1
+        number = _starts(mask).long().cumsum(1) - 1
         if first_turn is not None:
             number = number + first_turn[:, None]
         number = number.clamp(min=0)
@@ -182,10 +178,13 @@ class Turns:
 
     def first(self, x: Tensor) -> Tensor:
         """Return `x` `[B, T]` at the first token of each turn, `[E, K]`; 0 where there is none."""
-        before = torch.nn.functional.pad(self.mask, (1, 0))[:, :-1]
-        starts = mask_out(self.mask & ~before, x)
-        return self.sum(starts)
+        return self.sum(mask_out(_starts(self.mask), x))
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Put `x` `[E, K]` on all tokens of each turn, `[B, T]`; 0 outside the mask."""
         return mask_out(self.mask, x[self.episode[:, None], self.number])
+
+
+def _starts(mask: Tensor) -> Tensor:
+    """Return the first token of each run inside the mask [B, T] bool."""
+    return mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]

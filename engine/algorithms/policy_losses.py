@@ -1,9 +1,6 @@
 """Policy losses turn log-probs and advantages into a loss for every token.
 
-The inputs and outputs of a loss, the registry, what ratios share, and all losses that are
-shipped, one function each. How losses of tokens become one number is in `aggregation`, the
-critic's loss in `critic_loss`.
-
+How losses of tokens become one number is in `aggregation`, the critic's loss in `critic_loss`.
 A loss is a function of its own row only. What needs a view of the whole batch (a covariance, a
 rank) is computed once over the global batch by `prepare`, as a `[B, T]` tensor that is cut into
 micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.
@@ -18,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.algorithms.aggregation import (
-    MeanAccumulator,
-    accumulate_mean,
-    check_mode,
+from engine.algorithms.aggregation import MeanAccumulator, accumulate_mean, check_mode
+from engine.algorithms.checks import (
+    check_not_negative,
+    check_positive,
+    check_shapes,
     require_finite_loss,
 )
 from engine.algorithms.masked import at_least_float, mask_out, masked_mean
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry, keyword_defaults
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this, so that their exponentials stay finite."""
+LOG_RATIO_BOUND = 20.0  # log-ratios are clamped to ± this, so that exponentials stay finite
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -41,8 +38,7 @@ def bounds(
     clip_ratio: float, clip_ratio_low: float | None, clip_ratio_high: float | None
 ) -> tuple[float, float]:
     """Return ε_l and ε_h; `clip_ratio` sets each one that is None."""
-    low = clip_ratio if clip_ratio_low is None else clip_ratio_low
-    high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+    low, high = (clip_ratio if e is None else e for e in (clip_ratio_low, clip_ratio_high))
     return low, high
 
 
@@ -54,23 +50,9 @@ def clipped_surrogate(
     return torch.maximum(free, clipped), clipped > free
 
 
-def check_clip(
-    *,
-    clip_ratio: float,
-    clip_ratio_low: float | None,
-    clip_ratio_high: float | None,
-    clip_ratio_c: float | None = None,
-    **_: object,
-) -> None:
+def check_clip(*, clip_ratio_c: float | None = None, **ranges: Any) -> None:
     """Raise ConfigError when a bound is negative or the dual-clip constant is not above 1."""
-    ranges = {
-        "clip_ratio": clip_ratio,
-        "clip_ratio_low": clip_ratio_low,
-        "clip_ratio_high": clip_ratio_high,
-    }
-    for name, value in ranges.items():
-        if value is not None and value < 0:
-            raise ConfigError(f"{name}={value} must not be negative")
+    check_not_negative(**ranges)
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ConfigError(
             f"clip_ratio_c={clip_ratio_c} must be above 1, since it caps ratios well outside the "
@@ -87,8 +69,7 @@ def fraction(condition: Tensor, mask: Tensor) -> MeanAccumulator:
 class LossOutput:
     """A loss for every token and metrics as sums and counts."""
 
-    loss: Tensor
-    """`[B, T]`, 0 outside the mask."""
+    loss: Tensor  # [B, T], 0 outside the mask
     metrics: Mapping[str, MeanAccumulator] = field(default_factory=dict)
 
 
@@ -109,19 +90,13 @@ class PolicyLoss:
     name: str
     formula: Formula
     options: Options
-    default_mode: str
-    """The aggregation that the method was published with."""
-    fixed: bool
-    """Whether another aggregation would make it another method."""
-    regularized: bool
-    """Whether it has a gradient where advantages are 0."""
-    sequence_weights: bool
-    """Whether importance weights enter as one geometric mean a completion."""
-    prepare: Prepare | None
-    """Computes `prepared` tensors over the global batch; None: nothing to prepare."""
+    default_mode: str  # the aggregation that the method was published with
+    fixed: bool  # another aggregation would make it another method
+    regularized: bool  # it has a gradient where advantages are 0
+    sequence_weights: bool  # importance weights enter as one geometric mean a completion
+    prepare: Prepare | None  # computes `prepared` tensors over the global batch
     prepared: tuple[str, ...]
-    validate: Callable[..., None] | None
-    """Raises ConfigError for options that contradict each other."""
+    validate: Callable[..., None] | None  # raises ConfigError for options that contradict
 
     def __call__(
         self,
@@ -141,6 +116,11 @@ class PolicyLoss:
         """
         tensors = {k: v for k, v in options.items() if k in self.prepared}
         self.check_options({k: v for k, v in options.items() if k not in self.prepared})
+        if missing := set(self.prepared) - tensors.keys():
+            raise DataError(
+                f"policy loss {self.name!r} needs {min(missing)} [B, T]; call losses.prepare over "
+                "the global batch and cut its tensors into micro-batches with the rest"
+            )
         mask = response_mask.bool()
         inputs = {
             "log_probs": log_probs,
@@ -148,17 +128,17 @@ class PolicyLoss:
             "advantages": advantages.detach(),
         }
         extra = {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
-        self._check_tensors(inputs | tensors | extra, mask)
-        clean = {name: mask_out(mask, at_least_float(tensor)) for name, tensor in inputs.items()}
+        check_shapes(inputs | tensors | extra, mask)
+        new, old, advantages = (mask_out(mask, at_least_float(x)) for x in inputs.values())
         read = keyword_defaults(self.formula)
         used = {k: v for k, v in options.items() if k in read or k in tensors}
-        out = self.formula(*clean.values(), mask, **used)
+        out = self.formula(new, old, advantages, mask, **used)
         loss = out.loss
         owner = f"policy loss {self.name!r}"
-        require_finite_loss(owner, self.formula, loss, *clean.values(), mask=mask)
+        require_finite_loss(owner, self.formula, loss, new, old, advantages, mask=mask)
         if rollout_is_weights is not None:
             loss = loss * self._weights(rollout_is_weights.detach().to(loss.dtype), mask)
-        kl = accumulate_mean(clean["old_log_probs"] - clean["log_probs"], mask)
+        kl = accumulate_mean(old - new, mask)
         return LossOutput(mask_out(mask, loss), {"ppo_kl": kl, **out.metrics})
 
     def check_options(self, options: Mapping[str, object]) -> None:
@@ -166,19 +146,6 @@ class PolicyLoss:
         self.options.require_known(options)
         if self.validate is not None:
             self.validate(**(dict(self.options) | dict(options)))
-
-    def _check_tensors(self, tensors: Mapping[str, Tensor], mask: Tensor) -> None:
-        for name in self.prepared:
-            if name not in tensors:
-                raise DataError(
-                    f"policy loss {self.name!r} needs {name} [B, T]; call losses.prepare over "
-                    "the global batch and cut its tensors into micro-batches with the rest"
-                )
-        for name, tensor in tensors.items():
-            if tensor.shape != mask.shape:
-                raise DataError(
-                    f"{name} has shape {list(tensor.shape)} but response_mask {list(mask.shape)}"
-                )
 
     def _weights(self, weights: Tensor, mask: Tensor) -> Tensor:
         if not self.sequence_weights:
@@ -189,10 +156,7 @@ class PolicyLoss:
 
 
 _registry: Registry[PolicyLoss] = Registry(
-    "policy loss",
-    "actor.policy_loss.loss_mode",
-    (),
-    "@register_policy_loss(name)",
+    "policy loss", "actor.policy_loss.loss_mode", (), "@register_policy_loss(name)"
 )
 
 
@@ -219,18 +183,8 @@ def register_policy_loss(
     def decorate(formula: Formula) -> PolicyLoss:
         functions = (formula, prepare) if prepare else (formula,)
         accepted = Options(f"policy loss {name!r}", *functions)
-        entry = PolicyLoss(
-            name=name,
-            formula=formula,
-            options=accepted,
-            default_mode=default_mode,
-            fixed=fixed,
-            regularized=regularized,
-            sequence_weights=sequence_weights,
-            prepare=prepare,
-            prepared=prepared,
-            validate=validate,
-        )
+        facts = (default_mode, fixed, regularized, sequence_weights, prepare, prepared, validate)
+        entry = PolicyLoss(name, formula, accepted, *facts)
         _registry.add(name, entry, formula, aliases=aliases, options=accepted)
         return entry
 
@@ -467,13 +421,7 @@ def cispo(
     return LossOutput(loss, {"pg_clipfrac": fraction(weight != ratio, mask)})
 
 
-def _check_sapo(*, tau_pos: float, tau_neg: float, **_: object) -> None:
-    for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
-        if value <= 0:
-            raise ConfigError(f"{name}={value} must be above 0; the paper has 1.0 and 1.05")
-
-
-@register_policy_loss("sapo", default_mode="seq-mean-token-mean", validate=_check_sapo)
+@register_policy_loss("sapo", default_mode="seq-mean-token-mean", validate=check_positive)
 def sapo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -496,14 +444,7 @@ def sapo(
     return LossOutput(-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)))
 
 
-def _check_dro(*, dro_beta: float, **_: object) -> None:
-    if dro_beta <= 0:
-        raise ConfigError(
-            f"dro_beta={dro_beta} must be above 0; for no pull use loss_mode=reinforce"
-        )
-
-
-@register_policy_loss("dro", regularized=True, validate=_check_dro)
+@register_policy_loss("dro", regularized=True, validate=check_positive)
 def dro(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -544,11 +485,10 @@ def _select_clip_cov(
 
 
 def _check_clip_cov(
-    *, clip_cov_ratio: float, clip_cov_lb: float, clip_cov_ub: float, **rest: Any
+    *, clip_cov_ratio: float, clip_cov_lb: float, clip_cov_ub: float, **ranges: Any
 ) -> None:
-    check_clip(**rest)
-    if clip_cov_ratio <= 0:
-        raise ConfigError(f"clip_cov_ratio={clip_cov_ratio} must be above 0")
+    check_clip(**ranges)
+    check_positive(clip_cov_ratio=clip_cov_ratio)
     if clip_cov_lb >= clip_cov_ub:
         raise ConfigError(f"clip_cov_lb={clip_cov_lb} must be below clip_cov_ub={clip_cov_ub}")
 
@@ -605,8 +545,7 @@ def _select_kl_cov(
 def _check_kl_cov(*, kl_cov_ratio: float, ppo_kl_coef: float, **_: object) -> None:
     if not 0 < kl_cov_ratio <= 1:
         raise ConfigError(f"kl_cov_ratio={kl_cov_ratio} must be above 0 and at most 1")
-    if ppo_kl_coef < 0:
-        raise ConfigError(f"ppo_kl_coef={ppo_kl_coef} must not be negative")
+    check_not_negative(ppo_kl_coef=ppo_kl_coef)
 
 
 @register_policy_loss(
