@@ -54,21 +54,15 @@ class Exchange:
         """
         self._plan, self._source, self._target, self._group = plan, source, target, group
         _check_group(plan, group)
-        _check_source(plan, source)
-        _check_target(plan, target)
+        _check_tensors(plan, source, target)
         self._bucket_bytes = bucket_bytes
         self._all_to_alls = list(make_all_to_alls(plan, bucket_bytes))
         tensors = [*target.values(), *source.values()]
         self._device = torch.device(device or (tensors[0].device if tensors else "cpu"))
         self._failure = "they were never filled"
 
-    @property
-    def intact(self) -> bool:
-        """Whether the last run succeeded on every rank, so that the target is of one version."""
-        return not self._failure
-
     def require_intact(self) -> None:
-        """Raise RolloutError unless the target is `intact`."""
+        """Raise RolloutError unless the last run succeeded on all ranks, so that versions agree."""
         if self._failure:
             raise RolloutError(
                 f"rollout's weights on rank {self._plan.rank} can't be served: {self._failure}; "
@@ -80,8 +74,8 @@ class Exchange:
         """Update the target to the source's current values. All ranks of the plan must call it.
 
         Raises RolloutError, caused by what went wrong, on every rank if one of them fails: on the
-        others within their group's deadline. The target may then hold old and new values, and is
-        not `intact` until a run succeeds.
+        others within their group's deadline. The target may then hold old and new values, until a
+        run succeeds.
         """
         self._failure = "an exchange is under way"
         try:
@@ -106,10 +100,8 @@ class Exchange:
         incoming = self._buffer(r.receive.elements * r.dtype.itemsize for r in self._all_to_alls)
         sent = received = 0
         for step in self._all_to_alls:
-            sent_view, received_view = (
-                _bucket(outgoing, step, step.send),
-                _bucket(incoming, step, step.receive),
-            )
+            sent_view = _bucket(outgoing, step, step.send)
+            received_view = _bucket(incoming, step, step.receive)
             for part in step.send.slices:
                 source = self._source[part.parameter]
                 _bucket_view(sent_view, part).copy_(view(source, part.start, part.size))
@@ -135,11 +127,8 @@ class Exchange:
             source = view(self._source[local.parameter], local.source, local.size)
             target = self._target[self._plan.storages[local.parameter]]
             target_view = view(target, local.target, local.size)
-            same_layout = (source.dtype, source.stride()) == (
-                target_view.dtype,
-                target_view.stride(),
-            )
-            if source.data_ptr() == target_view.data_ptr() and same_layout:
+            ours, theirs = ((t.data_ptr(), t.dtype, t.stride()) for t in (source, target_view))
+            if ours == theirs:
                 shared += target_view.nbytes
             else:
                 target_view.copy_(source)
@@ -187,17 +176,12 @@ def _check_group(plan: RankPlan, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _check_source(plan: RankPlan, source: Mapping[str, Tensor]) -> None:
-    boxes = [(s.parameter, s.start, s.size) for s in plan.sends]
-    boxes += [(copy.parameter, copy.source, copy.size) for copy in plan.local_copies]
-    for name, start, size in boxes:
+def _check_tensors(
+    plan: RankPlan, source: Mapping[str, Tensor], target: Mapping[str, Tensor]
+) -> None:
+    for name, start, size in plan.source_boxes():
         _check_fit(source.get(name), "trainer", name, start, size)
-
-
-def _check_target(plan: RankPlan, target: Mapping[str, Tensor]) -> None:
-    boxes = [(s.parameter, s.start, s.size) for s in plan.receives]
-    boxes += [(copy.parameter, copy.target, copy.size) for copy in plan.local_copies]
-    for name, start, size in boxes:
+    for name, start, size in plan.target_boxes():
         storage, dtype = plan.storages[name], plan.dtypes[name]
         tensor = _check_fit(target.get(storage), "rollout engine", storage, start, size)
         if tensor.dtype != dtype:

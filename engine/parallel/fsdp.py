@@ -35,7 +35,7 @@ _RUN = "_run_with_weights"  # the method of a sharded model that `run_forward` c
 
 
 def shards_weights(ranks: Ranks) -> bool:
-    """Whether this layout shards weights, so that `shard_model` does something."""
+    """Tell whether this layout shards weights, so that `shard_model` does something."""
     return ranks.size(*SHARD_AXES) > 1
 
 
@@ -59,7 +59,11 @@ def shard_model(
     offload = OffloadPolicy()
     if config.offload_params:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    special = {p for p in model.parameters() if type(p) is not nn.Parameter and not _dtensor(p)}
+    special = {
+        p
+        for p in model.parameters()
+        if type(p) is not nn.Parameter and not isinstance(p.data, DTensor)
+    }
     for module in (*layers, model):
         fully_shard(
             module,
@@ -110,24 +114,17 @@ def checkpoint_activations(layers: Sequence[nn.Module]) -> None:
     Call it before `shard_model`. Names of parameters stay as they are.
     """
     for layer in layers:
-        layer.forward = _CheckpointedForward(layer.forward)
+        layer.forward = partial(_checkpointed, layer.forward)
 
 
-class _CheckpointedForward:
-    """A forward method that is run again in backward."""
-
-    def __init__(self, forward: Callable[..., object]) -> None:
-        self._forward = forward
-
-    def __call__(self, *args: object, **kwargs: Any) -> object:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: Any) -> object:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _run(model: nn.Module, function: Callable[[], T]) -> T:
-    """The body of `_RUN`; FSDP's hooks are around it."""
-    return function()
+    return function()  # FSDP's hooks are around it
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:
@@ -140,11 +137,6 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
 
 
 def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
-    """Cut along the second dimension where the first is shorter than there are ranks, as one of
-    experts often is: else some ranks would keep nothing. None: along the first."""
+    """Return the dimension to cut: the second where the ranks don't divide a first of experts."""
     few = parameter.dim() > 2 and parameter.shape[0] % shards
     return Shard(1) if few and parameter.shape[1] % shards == 0 else None
-
-
-def _dtensor(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor)

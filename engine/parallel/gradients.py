@@ -13,8 +13,8 @@ Parameters may be plain or DTensors, on meshes of one or more dimensions named a
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,6 @@ from engine.parallel.fsdp import shards_weights
 from engine.parallel.layout import AXES
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
-
-BUCKET_ELEMENTS = 16 << 20  # of float32: 64 MiB
 
 
 def redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -43,13 +41,13 @@ def redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def zero_gradient(parameter: nn.Parameter) -> Tensor:
-    """A gradient of 0, in the dtype that the parameter's gradients are accumulated in."""
+    """Make a gradient of 0, in the dtype that the parameter's are accumulated in."""
     return torch.zeros_like(parameter, dtype=parameter.grad_dtype or torch.float32)
 
 
 @torch.no_grad()
 def all_reduce_gradients(
-    parameters: Iterable[nn.Parameter], ranks: Ranks, bucket_elements: int = BUCKET_ELEMENTS
+    parameters: Iterable[nn.Parameter], ranks: Ranks, bucket_elements: int = 16 << 20
 ) -> None:
     """Sum gradients over the copies of the model, in float32, one all-reduce a bucket.
 
@@ -117,7 +115,7 @@ def clip_grad_norm(
     norm = global_grad_norm(parameters, ranks, tied_duplicates)
     factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
     if math.isfinite(norm) and factor < 1.0:
-        for _, grads in _by_kind([local_tensor(p.grad) for p in parameters if p.grad is not None]):
+        for grads in _by_kind([local_tensor(p.grad) for p in parameters if p.grad is not None]):
             torch._foreach_mul_(grads, factor)
     return norm
 
@@ -138,20 +136,18 @@ def _counts_here(parameter: nn.Parameter, ranks: Ranks) -> bool:
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> float:
     total = 0.0
-    for _, alike in _by_kind([t for t in tensors if t.numel()]):
+    for alike in _by_kind([t for t in tensors if t.numel()]):
         norms = torch._foreach_norm(alike, 2, dtype=torch.float32)
         total += float(torch.stack(norms).double().square().sum())
     return total
 
 
-def _by_kind(tensors: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield tensors of one device and dtype together, as foreach kernels want them."""
-
-    def kind(tensor: Tensor) -> str:
-        return f"{tensor.device} {tensor.dtype}"
-
-    for key, alike in groupby(sorted(tensors, key=kind), kind):
-        yield key, list(alike)
+def _by_kind(tensors: Sequence[Tensor]) -> Collection[list[Tensor]]:
+    """Group tensors of one device and dtype, as foreach kernels want them."""
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return groups.values()
 
 
 def _fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:

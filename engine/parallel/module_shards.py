@@ -7,11 +7,11 @@ weights for a rollout engine go through `exchange`, which sends slices.
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from engine.errors import CheckpointError, ConfigError
 from engine.parallel import fsdp
+from engine.parallel.exchange import view
 from engine.parallel.process_groups import Ranks
 from engine.parallel.shard_maps import Box, Index, Shard, ShardedParameter, ShardMap, chunk
 
@@ -117,12 +118,11 @@ def local_box(parameter: Tensor) -> Box:
     return box
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorInfo:
+class _TensorInfo(NamedTuple):
     """A tensor of the full model, and the pipeline stage that has it."""
 
-    name: str  # e.g. "model.layers.3.mlp.up_proj.weight"
-    shape: tuple[int, ...]  # of the full tensor
+    name: str
+    shape: tuple[int, ...]
     dtype: torch.dtype
     stage: int
 
@@ -160,7 +160,8 @@ def gather_full_tensors(
         if entry.stage == ranks.index("pp"):
             full = _full_tensor(local[entry.name])
         else:
-            full = torch.empty(entry.shape, dtype=entry.dtype, device=_device(ranks))
+            assert ranks.mesh is not None, "a rank alone has all tensors"
+            full = torch.empty(entry.shape, dtype=entry.dtype, device=ranks.mesh.device_type)
         if stages is not None:
             dist.broadcast(full, group_src=entry.stage, group=stages)
         yield entry.name, full
@@ -203,7 +204,7 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
         if not isinstance(placement, DTensorShard | _StridedShard | Replicate):
             raise ValueError(f"a parameter can't be loaded into the placement {placement}")
     box = local_box(like)
-    return full[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
+    return view(full, box.offset, box.size)
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
@@ -227,10 +228,6 @@ def _tensor_infos(local: Mapping[str, Tensor], ranks: Ranks) -> list[_TensorInfo
     stages: list[list[_TensorInfo]] = [[] for _ in range(ranks.size("pp"))]
     dist.all_gather_object(stages, infos, group=group)
     by_name: dict[str, _TensorInfo] = {}
-    for entry in (entry for entries in stages for entry in entries):
+    for entry in itertools.chain(*stages):
         by_name.setdefault(entry.name, entry)  # a buffer may be on all stages
     return list(by_name.values())
-
-
-def _device(ranks: Ranks) -> torch.device:
-    return torch.device(ranks.mesh.device_type if ranks.mesh is not None else "cpu")

@@ -23,15 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError, ModelError
-from engine.parallel.shard_maps import (
-    Box,
-    Index,
-    Shard,
-    ShardMap,
-    disjoint_boxes,
-    flat_range,
-    subtract_all,
-)
+from engine.parallel import shard_maps
+from engine.parallel.shard_maps import Box, Index, Shard, ShardMap
 
 RankArray = NDArray[np.int32]
 
@@ -109,7 +102,7 @@ def _find_transfers(group: TransferGroup) -> Iterable[Transfer]:
     receivers_by_box: dict[Box, set[int]] = defaultdict(set)
     for shard in group.target:
         receivers_by_box[shard.box].update(shard.ranks)
-    available = disjoint_boxes((shard.box, shard.ranks) for shard in group.source)
+    available = shard_maps.disjoint_boxes((shard.box, shard.ranks) for shard in group.source)
     for wanted_box, ranks in receivers_by_box.items():
         covered = 0
         for tile, holders in available:
@@ -211,12 +204,20 @@ class RankPlan:
     # By dtype: the most elements that any rank sends or receives, and the most peers.
     max_traffic: dict[torch.dtype, tuple[int, int]]
 
+    def source_boxes(self) -> Iterator[tuple[str, Index, Index]]:
+        """Yield parameter, start and size of what is read of the source's tensors."""
+        yield from (piece[:3] for piece in self.sends)
+        yield from ((copy.parameter, copy.source, copy.size) for copy in self.local_copies)
+
+    def target_boxes(self) -> Iterator[tuple[str, Index, Index]]:
+        """Yield parameter, start and size of what is written to the target's tensors."""
+        yield from (piece[:3] for piece in self.receives)
+        yield from ((copy.parameter, copy.target, copy.size) for copy in self.local_copies)
+
     def target_shapes(self) -> dict[str, Index]:
         """Return the smallest target shapes for what this rank wants, by storage name."""
         ends: dict[str, Index] = {}
-        boxes = [(s.parameter, s.start, s.size) for s in self.receives]
-        boxes += [(k.parameter, k.target, k.size) for k in self.local_copies]
-        for name, start, size in boxes:
+        for name, start, size in self.target_boxes():
             end = tuple(a + n for a, n in zip(start, size, strict=True))
             known_end = ends.get(self.storages[name], end)
             ends[self.storages[name]] = tuple(map(max, known_end, end))
@@ -303,7 +304,8 @@ class ReshardPlan:
             size = group.dtype.itemsize * len(group.names)
             for shard in group.target:
                 for rank in shard.ranks:
-                    parts = subtract_all(shard.box, (held.box for held in sources.get(rank, ())))
+                    held_boxes = (held.box for held in sources.get(rank, ()))
+                    parts = shard_maps.subtract_all(shard.box, held_boxes)
                     total[rank] += size * sum(part.elements for part in parts)
         return total
 
@@ -390,7 +392,6 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """Elements in it."""
         return sum(self.counts)
 
 
@@ -441,9 +442,9 @@ class _PeerSlices:
         number = bisect_right(self.ends, start)
         while start < stop:
             piece, end = self.slices[number], self.ends[number]
-            slice_start = end - math.prod(piece.size)
+            before = end - math.prod(piece.size)  # elements of earlier slices
             slice_stop = min(stop, end)
-            for box in flat_range(piece.size, start - slice_start, slice_stop - slice_start):
+            for box in shard_maps.flat_range(piece.size, start - before, slice_stop - before):
                 at = tuple(a + b for a, b in zip(piece.start, box.offset, strict=True))
                 yield BucketSlice(piece.parameter, at, box.size, offset, box.elements)
                 offset += box.elements

@@ -62,9 +62,8 @@ def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
 def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return this rank's stretch of `ids` [B, L] and its positions, both [B, L' / sp] long.
 
-    Rows start at column 0 and have their padding last: causal attention alone keeps padding out,
-    so L is filled up, to the next multiple L' of `sp` · `tp`, with id 0: tensor parallelism may
-    share out a rank's stretch once more.
+    L is filled up, to the next multiple L' of `sp` · `tp`, with id 0: rows start at column 0, so
+    causal attention keeps padding out, and tp may share out a rank's stretch once more.
     """
     size, index, tp = ranks.size("sp"), ranks.index("sp"), ranks.size("tp")
     length = math.ceil(ids.shape[1] / (size * tp)) * tp
@@ -87,10 +86,8 @@ def split_packed(ids: Tensor, positions: Tensor, ranks: Ranks) -> tuple[Tensor, 
 def local_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Find the tokens on this rank, of those at columns `positions` [N] of whole rows.
 
-    Each rank has `length` columns.
-
-    Returns their indices in `positions` [M] and their columns in this rank's stretch [M]; every
-    token is one rank's, and M may be 0.
+    Each rank has `length` columns. Returns their indices in `positions` [M] and their columns in
+    this rank's stretch [M]; every token is one rank's, and M may be 0.
     """
     start = ranks.index("sp") * length
     mine = ((positions >= start) & (positions < start + length)).nonzero().squeeze(1)
@@ -231,9 +228,8 @@ def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:
             f"of this {config.model_type} model; choose a divisor of it"
         )
     layers = len(model.layers) if isinstance(model, PipelineStage) else config.num_hidden_layers
-    if len(attentions) != layers or any(
-        getattr(module, "sinks", None) is not None for module in attentions
-    ):
+    sinks = any(getattr(module, "sinks", None) is not None for module in attentions)
+    if len(attentions) != layers or sinks:
         raise ConfigError(
             f"the attention of {name} is not that of a plain decoder; use sp=1, and tp or fsdp"
         )

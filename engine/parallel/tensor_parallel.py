@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -75,7 +76,7 @@ class ShardedStyle(ParallelStyle):
     """Shards a module's parameters; its forward pass then computes on their local parts."""
 
     def __init__(self, placements: Mapping[str, Placement], forward: Callable[..., Tensor]) -> None:
-        """Set `placements` by parameter name (others are replicated) and the module's `forward`."""
+        """`placements`: by parameter name; others are replicated. `forward`: of the module."""
         self.placements, self.forward = placements, forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -86,18 +87,17 @@ class ShardedStyle(ParallelStyle):
         return module
 
 
-class ColumnParallel(ShardedStyle):
+_BY_ROWS = {"weight": Shard(0), "bias": Shard(0)}
+
+
+def column_parallel() -> ShardedStyle:
     """A linear whose weight's rows, so its outputs, are sharded. Inputs are replicated."""
-
-    def __init__(self) -> None:
-        super().__init__({"weight": Shard(0), "bias": Shard(0)}, _forward_on_local)
+    return ShardedStyle(_BY_ROWS, partial(_class_forward, sum_gradients=False))
 
 
-class GatheredColumns(ShardedStyle):
+def gathered_columns() -> ShardedStyle:
     """A linear whose weight's rows are sharded, and whose outputs every rank gets in full."""
-
-    def __init__(self) -> None:
-        super().__init__({"weight": Shard(0), "bias": Shard(0)}, _gathered_forward)
+    return ShardedStyle(_BY_ROWS, _gathered_forward)
 
 
 class SelectedColumns(ShardedStyle):
@@ -110,8 +110,8 @@ class SelectedColumns(ShardedStyle):
     """
 
     def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Set the rows and heads of each part, e.g. [(1024, 8), (256, 2), (256, 2)]."""
-        super().__init__({"weight": Shard(0), "bias": Shard(0)}, self._select)
+        """`parts`: rows and heads of each, e.g. [(1024, 8), (256, 2), (256, 2)]."""
+        super().__init__(_BY_ROWS, self._select)
         self._parts = parts
 
     def _select(self, module: nn.Linear, x: Tensor) -> Tensor:
@@ -124,42 +124,33 @@ class SelectedColumns(ShardedStyle):
         size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
         full = parameter.redistribute(placements=[Replicate()])
         full = full.to_local(grad_placements=[Partial()])
-        local_rows = []
-        for part, (_, heads) in zip(
-            full.split([n for n, _ in self._parts]), self._parts, strict=True
-        ):
-            shares = min(size, heads)
-            local_rows.append(part.chunk(shares)[index * shares // size])
-        return torch.cat(local_rows)
+        rows, heads = zip(*self._parts, strict=True)
+        shares = [min(size, count) for count in heads]
+        parts = zip(full.split(rows), shares, strict=True)
+        return torch.cat([part.chunk(n)[index * n // size] for part, n in parts])
 
 
-class RowParallel(ShardedStyle):
+def row_parallel(shard_tokens: bool, split_input: bool = False) -> ShardedStyle:
     """A linear whose weight's columns, and inputs `x [B, L, in/tp]`, are sharded.
 
     y = Σ_ranks x_local W_localᵀ + b is replicated, or, with `shard_tokens`, this rank's shard of
     the padded tokens. With `split_input` each rank has all of x and takes its part.
     """
-
-    def __init__(self, shard_tokens: bool, split_input: bool = False) -> None:
-        forward = _row_forward_on_tokens if shard_tokens else _row_forward
-        super().__init__({"weight": Shard(1)}, _split(forward) if split_input else forward)
+    forward = partial(_row_forward, shard_tokens=shard_tokens, split_input=split_input)
+    return ShardedStyle({"weight": Shard(1)}, forward)
 
 
-class VocabularyParallel(ShardedStyle):
+def vocabulary_parallel() -> ShardedStyle:
     """An embedding whose rows are sharded: ranks look up their own, and the sum is replicated."""
-
-    def __init__(self) -> None:
-        super().__init__({"weight": Shard(0)}, _embedding_forward)
+    return ShardedStyle({"weight": Shard(0)}, _embedding_forward)
 
 
-class Replicated(ShardedStyle):
+def replicated(sum_gradients: bool) -> ShardedStyle:
     """A module of any kind whose parameters are on every rank.
 
     `sum_gradients`: ranks put different activations through them.
     """
-
-    def __init__(self, sum_gradients: bool) -> None:
-        super().__init__({}, _forward_on_copies if sum_gradients else _forward_on_local)
+    return ShardedStyle({}, partial(_class_forward, sum_gradients=sum_gradients))
 
 
 @torch.no_grad()
@@ -171,19 +162,13 @@ def shard_parameter(
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _forward_on_local(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
-    """Run the forward pass of the module's class, on local parts of its parameters."""
-    return _forward_with(module, False, args, kwargs)
-
-
-def _forward_on_copies(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
-    """Run the same forward pass; sum gradients of replicated parameters over the ranks."""
-    return _forward_with(module, True, args, kwargs)
-
-
-def _forward_with(
-    module: nn.Module, sum_gradients: bool, args: tuple[object, ...], kwargs: Mapping[str, object]
+def _class_forward(
+    module: nn.Module, *args: object, sum_gradients: bool, **kwargs: object
 ) -> Tensor:
+    """Run the forward pass of the module's class, on local parts of its parameters.
+
+    `sum_gradients`: over the ranks, those of replicated parameters.
+    """
     parameters = module._parameters
     local = {name: _local(p, sum_gradients) for name, p in parameters.items()}
     module.__dict__["_parameters"] = local
@@ -194,33 +179,22 @@ def _forward_with(
 
 
 def _gathered_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    y: Tensor = _forward_with(module, False, (x,), {})
+    y = _class_forward(module, x, sum_gradients=False)
     weight: Any = module.weight
     return redistribute(y, weight.device_mesh, Shard(y.dim() - 1), Replicate())
 
 
-def _split(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A linear's forward pass, of this rank's part of an input that all ranks have."""
-
-    def forward_on_part(module: nn.Linear, x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        return forward(module, redistribute(x, weight.device_mesh, Replicate(), Shard(x.dim() - 1)))
-
-    return forward_on_part
-
-
-def _row_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    weight: Any = module.weight
-    y = redistribute(F.linear(x, weight.to_local()), weight.device_mesh, Partial(), Replicate())
-    return y if module.bias is None else y + _local(module.bias, False)
-
-
-def _row_forward_on_tokens(module: nn.Linear, x: Tensor) -> Tensor:
+def _row_forward(module: nn.Linear, x: Tensor, *, shard_tokens: bool, split_input: bool) -> Tensor:
     weight: Any = module.weight
     mesh = weight.device_mesh
-    y = pad_tokens(F.linear(x, weight.to_local()), mesh)
-    y = redistribute(y, mesh, Partial(), TOKENS)
-    return y if module.bias is None else y + _local(module.bias, True)
+    if split_input:
+        x = redistribute(x, mesh, Replicate(), Shard(x.dim() - 1))
+    y = F.linear(x, weight.to_local())
+    if shard_tokens:
+        y = redistribute(pad_tokens(y, mesh), mesh, Partial(), TOKENS)
+    else:
+        y = redistribute(y, mesh, Partial(), Replicate())
+    return y if module.bias is None else y + _local(module.bias, shard_tokens)
 
 
 def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
@@ -335,12 +309,9 @@ def apply_tensor_parallel(
     """
     if mesh.size() == 1:
         return
-    split = _check(model, mesh.size())
+    split = _check(model, mesh.size(), sequence_parallel)
     tied = tied_parameters(model)
-    plan = [
-        *_parameter_plan(model, split, sequence_parallel).items(),
-        *_activation_plan(model, split, sequence_parallel),
-    ]
+    plan = [*_parameter_plan(model, split).items(), *_activation_plan(model, split)]
     for name, style in plan:
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     for module, name, owner, name_there in tied:
@@ -354,30 +325,29 @@ class _Split:
     plan: DecoderPlan
     shape: ModelShape
     tp: int
+    sequence_parallel: bool
 
     def columns(self, name: str) -> ParallelStyle:
         """Return the style of a layer's linear whose outputs are split."""
         shape, last = self.shape, name.rpartition(".")[2]
         keys = (shape.kv_heads * shape.head_dim, shape.kv_heads)
         if self.plan.computes_whole(name):
-            return GatheredColumns()
+            return gathered_columns()
         if last == "qkv_proj":
             return SelectedColumns([(shape.heads * shape.head_dim, shape.heads), keys, keys])
         if last == "gate_up_proj":
             return SelectedColumns([(shape.intermediate, self.tp)] * 2)
         if last in ("k_proj", "v_proj") and shape.kv_heads < self.tp:
             return SelectedColumns([keys])
-        return ColumnParallel()
+        return column_parallel()
 
-    def rows(self, name: str, sequence_parallel: bool) -> ParallelStyle:
-        """Return the style of a layer's linear whose inputs are split."""
-        return RowParallel(sequence_parallel, split_input=self.plan.computes_whole(name))
-
-    def norm(self, name: str, sequence_parallel: bool) -> ParallelStyle:
-        """Return the style of a layer's other modules, which every rank has."""
+    def others(self, name: str | None) -> ParallelStyle:
+        """Return the style of a layer's other modules, or those outside of it: all ranks' own."""
+        if name is None:
+            return replicated(sum_gradients=False)
         if name.partition(".")[0] in self.plan.blocks:  # on this rank's heads
-            return Replicated(sum_gradients=not self.plan.computes_whole(name))
-        return Replicated(sum_gradients=sequence_parallel)  # on its share of the tokens
+            return replicated(sum_gradients=not self.plan.computes_whole(name))
+        return replicated(sum_gradients=self.sequence_parallel)  # on its share of the tokens
 
     def changes_heads(self, block: str) -> bool:
         """Whether attention needs its number of heads set."""
@@ -385,42 +355,35 @@ class _Split:
         return not self.plan.computes_whole(block) and (packed or self.shape.kv_heads < self.tp)
 
 
-def _parameter_plan(
-    model: nn.Module, split: _Split, sequence_parallel: bool
-) -> dict[str, ParallelStyle]:
+def _parameter_plan(model: nn.Module, split: _Split) -> dict[str, ParallelStyle]:
     """Return the style of every module that has parameters of its own, by the module's name."""
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         within, last = within_layer(name), name.rpartition(".")[2]
         if within in split.plan.columns or last == _HEAD:
             base, downs, ups = _linear_names(name, module)
-            style = split.columns(within) if within else ColumnParallel()
+            style = split.columns(within) if within else column_parallel()
             plan |= dict.fromkeys((base, *ups), style)
             # Their gradient comes from this rank's part of the output alone.
-            plan |= dict.fromkeys(downs, Replicated(sum_gradients=True))
+            plan |= dict.fromkeys(downs, replicated(sum_gradients=True))
         elif within is not None and within in split.plan.rows:
             base, downs, ups = _linear_names(name, module)
-            plan |= dict.fromkeys((base, *downs), split.rows(within, sequence_parallel))
-            plan |= dict.fromkeys(ups, Replicated(sum_gradients=sequence_parallel))
+            style = row_parallel(split.sequence_parallel, split.plan.computes_whole(within))
+            plan |= dict.fromkeys((base, *downs), style)
+            plan |= dict.fromkeys(ups, replicated(split.sequence_parallel))
         elif last == split.plan.embedding and isinstance(module, nn.Embedding):
-            plan[name] = VocabularyParallel()
+            plan[name] = vocabulary_parallel()
     for name, module in model.named_modules():  # norms, and a value head among them
         if name not in plan and any(True for _ in module.parameters(recurse=False)):
-            within = within_layer(name)
-            if within is None:
-                plan[name] = Replicated(sum_gradients=False)
-            else:
-                plan[name] = split.norm(within, sequence_parallel)
+            plan[name] = split.others(within_layer(name))
     return plan
 
 
-def _activation_plan(
-    model: nn.Module, split: _Split, sequence_parallel: bool
-) -> Iterator[tuple[str, ParallelStyle]]:
+def _activation_plan(model: nn.Module, split: _Split) -> Iterator[tuple[str, ParallelStyle]]:
     """Yield names of modules, and what ranks communicate where activations enter and leave them."""
     named = list(model.named_modules())
     layers = [name for name, _ in named if within_layer(name) == ""]
-    enter = gather_tokens if sequence_parallel else copy_to_ranks
+    enter = gather_tokens if split.sequence_parallel else copy_to_ranks
     for name, module in named:
         block = within_layer(name)
         if block is not None and block in split.plan.blocks:
@@ -429,7 +392,7 @@ def _activation_plan(
                 yield name, LocalHeads()
         elif name.rpartition(".")[2] == _HEAD:
             yield name, InputStyle(copy_to_ranks)
-    if sequence_parallel and layers:
+    if split.sequence_parallel and layers:
         yield layers[0], InputStyle(shard_tokens)
         yield layers[-1], GatherOutput()
 
@@ -457,7 +420,7 @@ def tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, s
     return tied
 
 
-def _check(model: nn.Module, tp: int) -> _Split:
+def _check(model: nn.Module, tp: int, sequence_parallel: bool) -> _Split:
     """Plan how to split the model; raise ConfigError for one that tp can't split."""
     configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
     plan = DecoderPlan.of(configs[0] if configs else model)
@@ -469,20 +432,18 @@ def _check(model: nn.Module, tp: int) -> _Split:
         )
     for name, module in model.named_modules():
         _check_module(name, module, plan)
-    return _Split(plan, shape, tp)
+    return _Split(plan, shape, tp, sequence_parallel)
 
 
 def _check_module(name: str, module: nn.Module, plan: DecoderPlan) -> None:
     within, last = within_layer(name), name.rpartition(".")[2]
     base = getattr(module, "base_layer", module)
+    problem = ""
     if within in plan.columns | plan.rows or last == _HEAD:
         if type(base) is not nn.Linear:
-            raise ConfigError(
-                f"{name!r} is a {type(base).__name__}, which tp can't split (only plain linear "
-                "modules); set tp=1 and shard it by fsdp"
-            )
-        if base is not module and len(getattr(module, "lora_magnitude_vector", ())):
-            raise ConfigError(f"{name!r} has a DoRA adapter, which tp can't split; set tp=1")
+            problem = f"is a {type(base).__name__}"
+        elif base is not module and len(getattr(module, "lora_magnitude_vector", ())):
+            problem = "has a DoRA adapter"
     elif base is not module:
         raise ConfigError(
             f"model.lora.target_modules names {name!r}, whose adapter tp can't split; leave "
@@ -490,14 +451,9 @@ def _check_module(name: str, module: nn.Module, plan: DecoderPlan) -> None:
         )
     elif isinstance(module, nn.Embedding):
         if type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
-            raise ConfigError(
-                f"{name!r} is a {type(module).__name__}, which tp can't split; set tp=1 and shard "
-                "it by fsdp"
-            )
+            problem = f"is a {type(module).__name__}"
     elif within is not None and not plan.covers(within):
-        matrices = [n for n, p in module.named_parameters(recurse=False) if p.dim() > 1]
-        if matrices:
-            raise ConfigError(
-                f"{name!r} has a matrix {matrices[0]!r} that the model's tensor-parallel plan does "
-                "not name; set tp=1 and shard it by fsdp"
-            )
+        for matrix in (n for n, p in module.named_parameters(recurse=False) if p.dim() > 1):
+            problem = f"has a matrix {matrix!r} that the model's plan doesn't name"
+    if problem:
+        raise ConfigError(f"{name!r} {problem}, which tp can't split; set tp=1, and use fsdp")

@@ -62,9 +62,8 @@ class VocabParallelStatistics:
     ) -> dict[str, Tensor]:
         """Compute `log_probs`, and `entropy`, `sum_pi_squared`, `full_kl` if requested: `[N]`.
 
-        Computed in float32 whatever the logits are (float64 for float64), with softmax(logits /
-        temperature). No gradient flows to Σπ², to the reference, or, without `entropy_gradient`, to
-        entropy. KL is as in `engine.algorithms.divergences`.
+        In float32 whatever the logits are (float64 for float64). No gradient flows to Σπ², to the
+        reference, or, without `entropy_gradient`, to entropy.
         """
         width = self.stop - self.start
         log_probs, entropies, squared, kl = _Statistics.apply(
@@ -161,12 +160,10 @@ def _tops(logits: Tensor, reference: Tensor | None, temperature: float) -> Tenso
 def _sums(
     logits: Tensor, reference: Tensor | None, targets: Tensor, tops: Tensor, options: _Options
 ) -> Tensor:
-    """Return this shard's sums `[6, N]` over v.
+    """Return this shard's sums `[6, N]` over v; those that were not requested are 0.
 
-    With u = exp(z − top) and ' for the reference they are:
-
-    Σu, (z − top) of the target, Σu(z − top), Σu², Σu', Σu((z − top) − (z − top)').
-    Rows of statistics that were not requested are 0.
+    With u = exp(z − top) and ' for the reference: Σu, (z − top) of the target, Σu(z − top), Σu²,
+    Σu', Σu((z − top) − (z − top)').
     """
     sums = tops.new_zeros((6, logits.shape[0]))
     for at in _chunks(logits):
