@@ -15,12 +15,7 @@ from engine.models.loading import (
     text_config,
     vocabulary_and_context,
 )
-from engine.models.lora import (
-    BaseModelView,
-    adapter_parameters,
-    add_adapters,
-    has_adapters,
-)
+from engine.models.lora import BaseModelView, adapter_parameters, add_adapters, has_adapters
 from engine.models.policy import (
     UnloadedModel,
     load_policy_model,

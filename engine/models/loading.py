@@ -40,11 +40,7 @@ from engine.models.lora import has_adapters, merged_copy, save_adapter
 from engine.storage.filesystem import is_hub_id, loading_error, require_model_name, split_revision
 from engine.storage.weight_files import file_tensors, write_weights
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_HIDDEN_SIZE = 96  # the narrowest whose learning was compared, see docs/precision.md
 
 

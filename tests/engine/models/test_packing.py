@@ -10,7 +10,7 @@ import torch
 from gloo_ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_engine import VOCABULARY, shared_prompts_batch, tiny_model
+from tiny_engine import VOCABULARY, response_log_probs, shared_prompts_batch, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -20,7 +20,6 @@ from engine.errors import ConfigError, DataError
 from engine.kernels import attention
 from engine.kernels.training_ops import recurring_size
 from engine.models import create_critic_model, packed_attention, packing
-from engine.models.forward import response_log_probs
 from engine.models.packed_attention import Segments
 from engine.models.packing import (
     PackedRows,

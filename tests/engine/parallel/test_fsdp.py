@@ -18,12 +18,12 @@ from sharded_training import (
     train,
 )
 from thorough import and_slow
-from tiny_engine import tiny_model, training_batch
+from tiny_engine import response_log_probs, tiny_model, training_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config import OptimConfig, ParallelConfig
-from engine.models.forward import response_log_probs, response_values, token_outputs
+from engine.models.forward import response_values, token_outputs
 from engine.models.lora import BaseModelView
 from engine.models.value_head import create_critic_model
 from engine.parallel import fsdp
