@@ -512,7 +512,6 @@ def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
     """ReMax: the reward of a greedy completion as the baseline.
 
     A_t = G_t − b: G the undiscounted reward-to-go, b the greedy completion's reward.
-
     Source: Li et al., arXiv 2310.10505.
     """
     returns = reward_to_go(inputs.token_level_rewards, inputs.response_mask)
@@ -537,7 +536,6 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """REINFORCE++ with the group's mean as the baseline.
 
     A = whiten((S − μ_g)·m) over all tokens of the batch; a group of one has baseline 0.
-
     Source: Hu, arXiv 2501.03262, the variant with a group baseline.
     """
     centered = grpo_scores(inputs.scores, inputs.groups, by_std=False, epsilon=0.0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.algorithms.checks import check_same_shape
+from engine.algorithms import checks
 from engine.algorithms.masked import mask_out, masked_mean, masked_sum
 from engine.errors import ConfigError, DataError
 
@@ -121,7 +121,7 @@ def aggregate(
     Raises DataError when the part has tokens and the denominators have none.
     """
     check_mode(mode)
-    check_same_shape(loss=loss, mask=mask)
+    checks.same_shape(loss=loss, mask=mask)
     if scale_factor is not None and scale_factor <= 0:
         raise ConfigError(f"loss_scale_factor={scale_factor} must be above 0")
     if denominators.tokens == 0 and bool(mask.bool().any()):

@@ -12,7 +12,7 @@ from engine.errors import ConfigError, DataError, EngineError
 from engine.registry import origin
 
 
-def check_shapes(tensors: Mapping[str, Tensor], mask: Tensor) -> None:
+def shapes(tensors: Mapping[str, Tensor], mask: Tensor) -> None:
     """Raise DataError for a tensor that isn't of the shape of the response mask."""
     for name, tensor in tensors.items():
         if tensor.shape != mask.shape:
@@ -21,28 +21,28 @@ def check_shapes(tensors: Mapping[str, Tensor], mask: Tensor) -> None:
             )
 
 
-def check_same_shape(**tensors: Tensor) -> None:
+def same_shape(**tensors: Tensor) -> None:
     """Raise DataError unless all are of one shape."""
     if len({tensor.shape for tensor in tensors.values()}) > 1:
-        shapes = (f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-        raise DataError(f"{' and '.join(shapes)} differ in shape")
+        texts = (f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise DataError(f"{' and '.join(texts)} differ in shape")
 
 
-def check_positive(**options: Any) -> None:
+def positive(**options: Any) -> None:
     """Raise ConfigError for an option that isn't above 0."""
     for name, value in options.items():
         if value <= 0:
             raise ConfigError(f"{name}={value} must be above 0")
 
 
-def check_not_negative(**options: Any) -> None:
+def not_negative(**options: Any) -> None:
     """Raise ConfigError for an option below 0; None is left alone."""
     for name, value in options.items():
         if value is not None and value < 0:
             raise ConfigError(f"{name}={value} must not be negative")
 
 
-def require_finite_loss(
+def finite_loss(
     owner: str, formula: Callable[..., object], loss: Tensor, *inputs: Tensor, mask: Tensor
 ) -> None:
     """Raise EngineError, now or in the backward pass, where a plugin's formula gives NaN or ±∞.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.algorithms import checks
 from engine.algorithms.aggregation import MeanAccumulator, accumulate_max, accumulate_mean
-from engine.algorithms.checks import check_shapes
 from engine.algorithms.masked import at_least_float, mask_out, masked_mean, masked_sum
 from engine.errors import ConfigError
 
@@ -168,7 +168,7 @@ def correct_rollout(
     """
     low, high = check_correction(rollout_is, rollout_is_threshold, rollout_rs, rollout_rs_threshold)
     both = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
-    check_shapes(both, response_mask)
+    checks.shapes(both, response_mask)
     old = mask_out(response_mask, at_least_float(old_log_probs.detach()))
     rollout = mask_out(response_mask, at_least_float(rollout_log_probs.detach()))
     metrics, mask = mismatch_metrics(old, rollout, response_mask), response_mask

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.algorithms import checks
 from engine.algorithms.aggregation import accumulate_mean
-from engine.algorithms.checks import check_not_negative, check_shapes
 from engine.algorithms.masked import at_least_float, mask_out
 from engine.algorithms.policy_losses import LossOutput, get_policy_loss
 
@@ -25,9 +25,9 @@ def value_loss(
     `vf_clipfrac`, `vpred_mean`. Source: PPO's reference code; arXiv 1506.02438, appendix.
     Raises ConfigError for a negative range, DataError for unequal shapes.
     """
-    check_not_negative(cliprange_value=cliprange_value)
+    checks.not_negative(cliprange_value=cliprange_value)
     mask = response_mask.bool()
-    check_shapes({"values": values, "old_values": old_values, "returns": returns}, mask)
+    checks.shapes({"values": values, "old_values": old_values, "returns": returns}, mask)
     values = mask_out(mask, at_least_float(values))
     old_values = mask_out(mask, at_least_float(old_values.detach()))
     returns = mask_out(mask, at_least_float(returns.detach()))

@@ -1,8 +1,7 @@
 """Arithmetic under a mask, within groups and over turns; entries outside the mask never matter.
 
-Means, whitening, group statistics, and which tokens of an episode the policy sampled together.
-Entries outside may be NaN or infinite: they are replaced before arithmetic, not multiplied by zero,
-so they touch neither results nor gradients.
+They may be NaN or infinite: they are replaced before arithmetic, not multiplied by zero, so they
+touch neither results nor gradients.
 """
 
 from __future__ import annotations

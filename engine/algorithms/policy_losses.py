@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.algorithms import checks
 from engine.algorithms.aggregation import MeanAccumulator, accumulate_mean, check_mode
-from engine.algorithms.checks import (
-    check_not_negative,
-    check_positive,
-    check_shapes,
-    require_finite_loss,
-)
 from engine.algorithms.masked import at_least_float, mask_out, masked_mean
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry, keyword_defaults
@@ -52,7 +47,7 @@ def clipped_surrogate(
 
 def check_clip(*, clip_ratio_c: float | None = None, **ranges: Any) -> None:
     """Raise ConfigError when a bound is negative or the dual-clip constant is not above 1."""
-    check_not_negative(**ranges)
+    checks.not_negative(**ranges)
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ConfigError(
             f"clip_ratio_c={clip_ratio_c} must be above 1, since it caps ratios well outside the "
@@ -110,16 +105,15 @@ class PolicyLoss:
     ) -> LossOutput:
         """Compute a micro-batch's loss. All tensors `[B, T]`; gradient flows into `log_probs` only.
 
-        Options include the tensors that `prepare` made. Entries outside the mask may be NaN.
-        Raises ConfigError for unknown or contradictory options, DataError for unequal shapes, and
-        EngineError for a plugin's loss that is not finite.
+        Options include the tensors that `prepare` made. Raises ConfigError for wrong options,
+        DataError for unequal shapes, and EngineError for a plugin's loss that is not finite.
         """
         tensors = {k: v for k, v in options.items() if k in self.prepared}
         self.check_options({k: v for k, v in options.items() if k not in self.prepared})
         if missing := set(self.prepared) - tensors.keys():
             raise DataError(
-                f"policy loss {self.name!r} needs {min(missing)} [B, T]; call losses.prepare over "
-                "the global batch and cut its tensors into micro-batches with the rest"
+                f"policy loss {self.name!r} needs {min(missing)} [B, T]; call "
+                "policy_losses.prepare over the global batch and cut its tensors with the rest"
             )
         mask = response_mask.bool()
         inputs = {
@@ -128,14 +122,14 @@ class PolicyLoss:
             "advantages": advantages.detach(),
         }
         extra = {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
-        check_shapes(inputs | tensors | extra, mask)
+        checks.shapes(inputs | tensors | extra, mask)
         new, old, advantages = (mask_out(mask, at_least_float(x)) for x in inputs.values())
         read = keyword_defaults(self.formula)
         used = {k: v for k, v in options.items() if k in read or k in tensors}
         out = self.formula(new, old, advantages, mask, **used)
         loss = out.loss
         owner = f"policy loss {self.name!r}"
-        require_finite_loss(owner, self.formula, loss, new, old, advantages, mask=mask)
+        checks.finite_loss(owner, self.formula, loss, new, old, advantages, mask=mask)
         if rollout_is_weights is not None:
             loss = loss * self._weights(rollout_is_weights.detach().to(loss.dtype), mask)
         kl = accumulate_mean(old - new, mask)
@@ -175,8 +169,8 @@ def register_policy_loss(
 
     The formula sees cleaned inputs (float32 or float64, 0 outside a boolean mask) and returns a
     LossOutput whose row i depends on row i alone. `prepare(old_log_probs, advantages, mask,
-    generator, *, option=default, …)` returns the `[B, T]` tensors named in `prepared`. The fields
-    of PolicyLoss say what the other arguments mean.
+    generator, *, option=default, …)` returns the `[B, T]` tensors named in `prepared`. For the
+    other arguments see PolicyLoss.
     """
     check_mode(default_mode)
 
@@ -224,9 +218,8 @@ def prepare(
 ) -> dict[str, Tensor]:
     """Compute the tensors `[B, T]` that the loss `name` needs of the GLOBAL batch; often none.
 
-    Call it once before the update, with the same options as the loss, and cut the tensors into
-    micro-batches with the other fields. `generator` draws where a method draws at random.
-    Raises ConfigError for wrong options.
+    Call it once before the update, with the loss's options, and cut the tensors into micro-batches
+    with the other fields. `generator` draws at random. Raises ConfigError for wrong options.
     """
     entry = _registry.get(name)
     entry.check_options(options)
@@ -311,7 +304,6 @@ def reinforce(
     """REINFORCE: log-probability times advantage.
 
     −A·log π. No trust region: for one update a batch, or with importance weights.
-
     Source: Williams (1992); with rollout weights, the policy gradient of verl's bypass mode.
     """
     return LossOutput(-advantages * log_probs)
@@ -322,7 +314,6 @@ def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tens
     """GPG: the plain policy gradient that goes with the `gpg` advantage.
 
     −A·log π: REINFORCE under GPG's name, as in verl.
-
     Source: Chu et al., arXiv 2504.02546.
     """
     return LossOutput(-advantages * log_probs)
@@ -411,7 +402,6 @@ def cispo(
     """CISPO: clip the importance weight, keep every token's gradient.
 
     −A·sg(clip(ρ, 1−ε_l, 1+ε_h))·log π: rare tokens outside the range still learn.
-
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
     """
     low, high = bounds(clip_ratio, clip_ratio_low, clip_ratio_high)
@@ -421,7 +411,7 @@ def cispo(
     return LossOutput(loss, {"pg_clipfrac": fraction(weight != ratio, mask)})
 
 
-@register_policy_loss("sapo", default_mode="seq-mean-token-mean", validate=check_positive)
+@register_policy_loss("sapo", default_mode="seq-mean-token-mean", validate=checks.positive)
 def sapo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -444,7 +434,7 @@ def sapo(
     return LossOutput(-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)))
 
 
-@register_policy_loss("dro", regularized=True, validate=check_positive)
+@register_policy_loss("dro", regularized=True, validate=checks.positive)
 def dro(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -456,7 +446,6 @@ def dro(
     """DRO: policy gradient with a quadratic pull to the old policy.
 
     −(A·log π − β/2·Δ²): no ratio, so old data can't blow it up.
-
     Source: Richemond et al., arXiv 2405.19107, with the advantage in place of r − V.
     """
     delta = log_ratio(log_probs, old_log_probs)
@@ -488,7 +477,7 @@ def _check_clip_cov(
     *, clip_cov_ratio: float, clip_cov_lb: float, clip_cov_ub: float, **ranges: Any
 ) -> None:
     check_clip(**ranges)
-    check_positive(clip_cov_ratio=clip_cov_ratio)
+    checks.positive(clip_cov_ratio=clip_cov_ratio)
     if clip_cov_lb >= clip_cov_ub:
         raise ConfigError(f"clip_cov_lb={clip_cov_lb} must be below clip_cov_ub={clip_cov_ub}")
 
@@ -509,8 +498,7 @@ def clip_cov(
 ) -> LossOutput:
     """Clip-Cov: PPO, with a few tokens of high covariance left out to keep entropy.
 
-    PPO's clip, 0 on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
-
+    PPO's clip, 0 on the tokens in `cov_selected [B, T]` (from `policy_losses.prepare`).
     Source: Cui et al., arXiv 2505.22617.
     """
     selected = cov_selected.bool()
@@ -545,7 +533,7 @@ def _select_kl_cov(
 def _check_kl_cov(*, kl_cov_ratio: float, ppo_kl_coef: float, **_: object) -> None:
     if not 0 < kl_cov_ratio <= 1:
         raise ConfigError(f"kl_cov_ratio={kl_cov_ratio} must be above 0 and at most 1")
-    check_not_negative(ppo_kl_coef=ppo_kl_coef)
+    checks.not_negative(ppo_kl_coef=ppo_kl_coef)
 
 
 @register_policy_loss(
@@ -566,8 +554,7 @@ def kl_cov(
 ) -> LossOutput:
     """KL-Cov: policy gradient, with a KL penalty on the tokens of highest covariance.
 
-    −Aρ, plus coef·|Δ| on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
-
+    −Aρ, plus coef·|Δ| on the tokens in `cov_selected [B, T]` (from `policy_losses.prepare`).
     Source: Cui et al., arXiv 2505.22617.
     """
     delta = log_ratio(log_probs, old_log_probs)
