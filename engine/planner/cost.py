@@ -5,9 +5,8 @@ arXiv:2001.08361, section 2.1) plus attention; decoding reads all weights and th
 (HybridFlow, arXiv:2409.19256, section 6, prices its stages likewise). Collectives over n ranks move
 (n − 1)/n of their data, an all-reduce twice that, at the slowest link between the ranks; each
 costs a latency. Pipelines lose (pp − 1)/(micro-batches + pp − 1) (Narayanan et al.,
-arXiv:2104.04473, section 2.2) and wait for their heaviest stage. Every row counts as the longest
-one. FSDP's traffic is hidden behind arithmetic where there is a GPU, which gathers the next layer
-meanwhile (Zhao et al., arXiv:2304.11277, section 3.3); nothing else overlaps.
+arXiv:2104.04473, section 2.2) and wait for their heaviest stage. On a GPU, FSDP's traffic is hidden
+behind arithmetic (Zhao et al., arXiv:2304.11277, section 3.3); nothing else overlaps.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engine.planner.memory import micro_tokens, rank_elements, stage_elements
 from engine.planner.resources import EFFICIENCY, FLOAT32_SHARE, STREAMED, Allocation
 from engine.planner.sizes import Candidate, Workload, sizes
 
-HIDDEN = 0.8  # of the arithmetic's time, that traffic may hide behind
+HIDDEN = 0.8  # of the arithmetic's time, that FSDP's traffic may hide behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,9 @@ class Price:
 
 def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price:
     """Return what one step of `work` costs under `candidate` on the ranks of `allocation`."""
-    return Price(
-        compute=_compute(work, candidate, allocation),
-        traffic=_traffic(work, candidate, allocation),
-        switch=_switch(work, candidate, allocation),
-        rollout=rollout_seconds(work, candidate, allocation),
-        ahead=work.ahead.seconds if work.ahead else 0.0,
-    )
+    parts = (_compute, _traffic, _switch, rollout_seconds)
+    seconds = (part(work, candidate, allocation) for part in parts)
+    return Price(*seconds, ahead=work.ahead.seconds if work.ahead else 0.0)
 
 
 def _flops(work: Workload) -> float:
@@ -65,7 +60,7 @@ def _flops(work: Workload) -> float:
 
 
 def _rate(work: Workload, allocation: Allocation) -> float:
-    """Return FLOPs a second that a rank's matrices get."""
+    """Return the FLOPs a second that a rank's matrices get."""
     return allocation.device.flops * EFFICIENCY * (1.0 if work.compute_bytes < 4 else FLOAT32_SHARE)
 
 
@@ -157,10 +152,8 @@ def _collectives(
 
 def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     """Return seconds to bring a rank what it lacks for rollout (HybridFlow, table 2)."""
-    if work.runs_ahead:
+    if work.runs_ahead or candidate.shares_storage:
         return work.ahead.sending if work.ahead else 0.0
-    if candidate.shares_storage:
-        return 0.0
     layout = candidate.layout
     total = (work.adapters or sizes(work.shape).total) * work.weight_bytes
     has = 1 / (candidate.shards * layout.tp * layout.pp)

@@ -47,8 +47,8 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
     return "\n".join([*lines, *table])
 
 
-def _excess(candidate: PricedCandidate) -> str:
-    return f"{candidate.excess_bytes / USABLE / GIB:.2f}"
+def _excess(priced: PricedCandidate) -> str:
+    return f"{priced.excess_bytes / USABLE / GIB:.2f}"
 
 
 def _roles(plan: PlacementPlan) -> list[str]:
@@ -95,8 +95,8 @@ def _parts(priced: PricedCandidate) -> str:
         "rollout": ("weights", "moments", "rollout", "cache"),
         "loading": ("loading",),
     }
-    shown = {name: getattr(priced.memory, name) / GIB for name in names[priced.memory.when]}
-    large = [f"{name} {size:.2f}" for name, size in shown.items() if size >= 0.005]
+    sizes = {name: getattr(priced.memory, name) / GIB for name in names[priced.memory.when]}
+    large = [f"{name} {size:.2f}" for name, size in sizes.items() if size >= 0.005]
     return ", ".join([*large, f"process {RUNTIME / GIB:.2f}"])
 
 

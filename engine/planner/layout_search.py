@@ -1,7 +1,6 @@
 """The search for a layout: every one that can run is priced, and those that fit are ranked.
 
-The search is pure: the same workload, machines and settings give the same plan. `refusal` says what
-else the trainer refuses. Prices are in `memory` and `cost`, the words in `explain`.
+The search is pure: the same workload, machines and settings give the same plan.
 
 In the modes that run ahead (`search_apart`) some GPUs decode and the others compute. A step then
 takes as long as the slower of the two: samplers take new weights and decode a step's completions,
@@ -166,19 +165,19 @@ def _offloads(
     layout: Layout, allocation: Allocation, fixed: FixedSettings
 ) -> list[tuple[bool, bool]]:
     """Return pairs of offload_params and offload_optimizer; without a GPU nothing can move."""
-    params, optimizer = fixed.offload_params, fixed.offload_optimizer
+    least = (fixed.offload_params, fixed.offload_optimizer)
     if not allocation.gpus:
-        return [(params, optimizer)]
+        return [least]
     sharded = layout.fsdp * layout.sp > 1
     pairs = [(False, False), (False, True), *([(True, True)] if sharded else [])]
-    return [pair for pair in pairs if pair[0] >= params and pair[1] >= optimizer]
+    return [pair for pair in pairs if pair[0] >= least[0] and pair[1] >= least[1]]
 
 
 def _budgets(work: Workload, layout: Layout, fixed: FixedSettings) -> list[int]:
     """Return tokens of a micro-batch: halves of the largest, down to one row, that differ."""
     if fixed.tokens:
         return [fixed.tokens]
-    all_tokens = -(-work.rows // layout.data_ranks) * work.length
+    all_tokens = work.rows_of(layout) * work.length
     sizes = [BUDGET]
     while sizes[-1] > max(64, work.length):
         sizes.append(max(sizes[-1] // 2, 64))
@@ -234,11 +233,9 @@ def search(
     `reserved_cpus` of a machine are left to other processes. Raises ConfigError where no layout is
     valid, and PlacementError, with what is missing, where none fits.
     """
-    fixed = fixed or FixedSettings()
-    refused: list[str] = []
-    valid: list[PricedCandidate] = []
-    for allocation in cluster.allocations(reserved_cpus):
-        valid += candidates(work, allocation, fixed)
+    fixed, refused = fixed or FixedSettings(), list[str]()
+    allocations = cluster.allocations(reserved_cpus)
+    valid = [priced for one in allocations for priced in candidates(work, one, fixed)]
     ranked = sorted((priced for priced in valid if priced.fits), key=lambda priced: priced.order)
     too_large = [priced for priced in valid if not priced.fits]
     listed = _first(ranked, refusal, refused)

@@ -45,8 +45,8 @@ def stage_elements(shape: ModelShape, pp: int) -> int:
 
 def micro_tokens(work: Workload, candidate: Candidate) -> int:
     """Return tokens of the largest micro-batch of a data-parallel rank; no row is cut."""
-    rows = -(-work.rows // candidate.layout.data_ranks)
-    return min(max(candidate.tokens, work.length), rows * work.length)
+    tokens = work.rows_of(candidate.layout) * work.length
+    return min(max(candidate.tokens, work.length), tokens)
 
 
 def activations(work: Workload, candidate: Candidate) -> float:
@@ -63,11 +63,9 @@ def activations(work: Workload, candidate: Candidate) -> float:
     layers = -(-shape.layers // layout.pp)
     micros = -(-work.rows * work.length // (layout.data_ranks * micro_tokens(work, candidate)))
     flights = min(layout.pp, micros)  # 1F1B keeps as many micro-batches as there are stages
-    elements = layers * layer
+    elements = layers * layer * flights
     if candidate.activation_checkpointing:
         elements = layers * hidden * size * flights + layer
-    else:
-        elements *= flights
     return tokens * elements + logits(work, layout, tokens)
 
 
