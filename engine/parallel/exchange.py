@@ -2,8 +2,7 @@
 
 Each uneven all-to-all moves at most one bucket a rank each way. Slices are packed from the
 trainer's tensors, in the target's dtype, and unpacked into the rollout's: no full tensor is made,
-and two buckets are all the memory needed. After a run that fails, `require_intact` raises, which
-a rollout engine calls before it serves.
+and two buckets are all the memory needed.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ class Exchange:
         """Check that tensors fit the plan and plan the all-to-alls; nothing is sent yet.
 
         source: parameter name → this rank's own part. target: storage name → tensor to fill, whose
-        rows or columns beyond the plan stay as they are. Both are looked up at each run, so their
-        tensors may move. bucket_bytes: of one bucket; there are two. device: of the buckets, where
-        `group` works; the target's own if None. Raises ConfigError or ModelError for what doesn't
-        fit.
+        rows or columns beyond the plan stay as they are. Both are looked up at each run. Of the two
+        buckets each has `bucket_bytes`, on `device`, where `group` works; None: the target's own.
+        Raises ConfigError or ModelError for what doesn't fit.
         """
         self._plan, self._source, self._target, self._group = plan, source, target, group
         _check_group(plan, group)
@@ -82,14 +80,11 @@ class Exchange:
             stats = self._run()
             self._barrier()
         except Exception as error:
-            self._failure = (
-                f"an exchange failed midway ({type(error).__name__}: {error}), and left old and "
-                "new values"
-            )
+            why = f"{type(error).__name__}: {error}"
+            self._failure = f"an exchange failed midway ({why}), and left old and new values"
             raise RolloutError(
                 f"bringing rollout's weights on rank {self._plan.rank} of {self._plan.world_size} "
-                f"up to date failed: {type(error).__name__}: {error}; they must not be served "
-                "until an exchange succeeds"
+                f"up to date failed: {why}; they must not be served until an exchange succeeds"
             ) from error
         self._failure = ""
         return stats

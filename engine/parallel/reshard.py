@@ -169,9 +169,6 @@ def _assign_senders(
     return senders
 
 
-ByteCounts = NDArray[np.int64]
-
-
 class RemoteSlice(NamedTuple):
     """A box of a parameter that this rank sends to, or receives from, another."""
 
@@ -226,37 +223,12 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """The parts of all ranks. `for_rank` writes one out; the totals need none of them."""
+    """The parts of all ranks; `for_rank` writes one out."""
 
     source: ShardMap
     target: ShardMap
     groups: Sequence[TransferGroup] = field(repr=False)
     traffic: dict[torch.dtype, NDArray[np.int64]] = field(repr=False)  # elements [from, to]
-
-    @property
-    def sent(self) -> ByteCounts:
-        """Bytes that each rank sends, [W]."""
-        return self._total(axis=1)
-
-    @property
-    def received(self) -> ByteCounts:
-        """Bytes that each rank receives, [W]."""
-        return self._total(axis=0)
-
-    @property
-    def lower_bound(self) -> ByteCounts:
-        """Bytes that each rank wants and lacks, [W]: from the shard maps alone."""
-        return self._target_bytes(lacking=True)
-
-    @property
-    def kept(self) -> ByteCounts:
-        """Bytes that each rank wants and has already, [W]."""
-        return self._target_bytes() - self._target_bytes(lacking=True)
-
-    @property
-    def model_bytes(self) -> int:
-        """Bytes of the whole model in the target's dtypes."""
-        return sum(g.dtype.itemsize * math.prod(g.shape) * len(g.names) for g in self.groups)
 
     def for_rank(self, rank: int) -> RankPlan:
         """Return the slices that `rank` sends, receives and copies."""
@@ -290,24 +262,6 @@ class ReshardPlan:
             },
             max_traffic={dtype: _max_traffic(matrix) for dtype, matrix in self.traffic.items()},
         )
-
-    def _total(self, axis: int) -> ByteCounts:
-        total = np.zeros(self.target.world_size, np.int64)
-        for dtype, matrix in self.traffic.items():
-            total += dtype.itemsize * matrix.sum(axis=axis)
-        return total
-
-    def _target_bytes(self, lacking: bool = False) -> ByteCounts:
-        total = np.zeros(self.target.world_size, np.int64)
-        for group in self.groups:
-            sources = shards_by_rank(group.source) if lacking else {}
-            size = group.dtype.itemsize * len(group.names)
-            for shard in group.target:
-                for rank in shard.ranks:
-                    held_boxes = (held.box for held in sources.get(rank, ()))
-                    parts = shard_maps.subtract_all(shard.box, held_boxes)
-                    total[rank] += size * sum(part.elements for part in parts)
-        return total
 
 
 def plan_reshard(source: ShardMap, target: ShardMap) -> ReshardPlan:

@@ -2,8 +2,7 @@
 
 Every rank runs all layers on its own stretch of tokens. Only attention needs the others': one
 all-to-all turns "my tokens, all heads" into "all tokens, my heads", and another one back. Here is
-that attention, and how tokens are split before the model and brought together after it. Who calls
-it, and the loss, are the workers' matter.
+that attention, and how tokens are split before the model and brought together after it.
 
 Gradients. Every `sp` rank computes the same whole loss and calls `backward()` on it, unscaled.
 `sum_tokens` gives each rank the gradient of its own tokens, once. So the sum of a parameter's
@@ -31,7 +30,6 @@ from engine.parallel.pipeline_parallel import PipelineStage
 from engine.parallel.process_groups import Ranks
 
 _NAME = "hybridflyte_ulysses"  # transformers' name of `_attention`
-_ATTENTION = ("is_causal", "layer_idx", "config")  # attributes that attention modules have
 _SHARE = "sequence_share"  # an attention module's attribute
 _LOCAL = "local_config"  # another: its configuration as it was, with what each rank computes
 
@@ -39,17 +37,16 @@ _LOCAL = "local_config"  # another: its configuration as it was, with what each 
 def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
     """Let `model`'s attention, in place, see the tokens of all `sp` ranks.
 
-    It is a language model, a critic, or a pipeline stage of either, with their `config`. From then
-    on the model takes what `split_tokens` gives. Call it before or after sharding, and after the
-    heads are sharded over `tp`; other models of this process stay as they are, those that share a
-    configuration with this one too. One `sp` rank: nothing happens.
-
-    Raises ConfigError for a model whose attention can't be shared by these ranks.
+    It is a language model, a critic, or a pipeline stage of either, and takes what `split_tokens`
+    gives from then on. Call it before or after sharding, and after the heads are sharded over
+    `tp`. One `sp` rank: nothing happens. Raises ConfigError for a model whose attention can't be
+    shared by these ranks.
     """
     group = ranks.group("sp")
     if group is None:
         return
-    attentions = [m for m in model.modules() if all(hasattr(m, name) for name in _ATTENTION)]
+    names = ("is_causal", "layer_idx", "config")  # attributes that attention modules have
+    attentions = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
     _check_model(model, attentions, ranks)
     share = _Share(group, ranks.size("sp"), ranks.index("sp"))
     for attention in attentions:  # the model keeps its configuration: its masks don't change
@@ -219,29 +216,25 @@ class _Merge(torch.autograd.Function):
 def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:
     """Raise ConfigError for attention that is not plain, or not divisible."""
     config = model.config.get_text_config()
-    sp, across = ranks.size("sp"), ranks.size("sp", "tp")
-    name = f"{config.model_type} (sp={sp})"
-    implementation = config._attn_implementation
-    if config.num_attention_heads % across:
-        raise ConfigError(
-            f"sp · tp = {across} does not divide the {config.num_attention_heads} attention heads "
-            f"of this {config.model_type} model; choose a divisor of it"
-        )
+    across, kind = ranks.size("sp", "tp"), config._attn_implementation
     layers = len(model.layers) if isinstance(model, PipelineStage) else config.num_hidden_layers
     sinks = any(getattr(module, "sinks", None) is not None for module in attentions)
-    if len(attentions) != layers or sinks:
-        raise ConfigError(
-            f"the attention of {name} is not that of a plain decoder; use sp=1, and tp or fsdp"
+    window = getattr(config, "sliding_window", None)  # Mistral's layers have it from there
+    windows = any(getattr(module, "sliding_window", window) for module in attentions)
+    problem = ""
+    if config.num_attention_heads % across:
+        heads = config.num_attention_heads
+        problem = (
+            f"sp · tp = {across} does not divide the {heads} attention heads; choose a divisor"
         )
-    default = getattr(config, "sliding_window", None)  # Mistral's layers have it from there
-    windows = any(getattr(module, "sliding_window", default) for module in attentions)
-    if implementation != "sdpa" and not implementation.startswith("flash"):
-        raise ConfigError(
-            f"the model {name} was loaded with attn_implementation={implementation!r}, which needs "
-            "a mask of all tokens; use 'sdpa'"
+    elif len(attentions) != layers or sinks:
+        problem = "its attention is not that of a plain decoder; use sp=1, and tp or fsdp"
+    elif kind != "sdpa" and not kind.startswith("flash"):
+        problem = f"attn_implementation={kind!r} needs a mask of all tokens; use 'sdpa'"
+    elif windows and kind == "sdpa":
+        problem = (
+            "sliding-window attention by sdpa needs a mask of all tokens; use "
+            "attn_implementation='flash_attention_2', or sp=1"
         )
-    if windows and implementation == "sdpa":
-        raise ConfigError(
-            f"the model {name} has sliding-window attention, for which sdpa needs a mask of all "
-            "tokens; use attn_implementation='flash_attention_2', or sp=1"
-        )
+    if problem:
+        raise ConfigError(f"sp={ranks.size('sp')} with a {config.model_type} model: {problem}")

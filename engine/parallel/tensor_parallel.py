@@ -294,15 +294,14 @@ def apply_tensor_parallel(
     """Shard `model` over the ranks of the one-dimensional `mesh`, in place.
 
     `model` is a causal language model whose configuration has a `DecoderPlan`, a critic or
-    classifier on such a body, or a pipeline stage of one; every rank of the mesh has the same
-    weights. LoRA adapters must be in place already. Afterwards
+    classifier on such a body, or a pipeline stage of one, with LoRA adapters in place already; all
+    ranks have the same weights. Afterwards
 
     - every parameter is a DTensor on `mesh` of the same full shape and name, tied ones are one,
       and gradients arrive placed as their parameter is;
     - hidden states that leave the layers are full on every rank, for any sequence length, and so
       must their gradient be: run the same loss on every rank;
-    - the head gives logits of this rank's part of the vocabulary (`VocabParallelStatistics.of`),
-      uneven where tp does not divide it.
+    - the head gives logits of this rank's part of the vocabulary (`VocabParallelStatistics.of`).
 
     A mesh of one rank leaves the model as it is. Raises ConfigError, before anything has changed,
     for a model that can't be sharded so.

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import RankError, run_ranks
 from live_layouts import storages, tiny, trained, wrong
-from reshard_cases import contiguous, merge_stages, renumber, shards_of_rank, training_shard_map
+from reshard_cases import (
+    Totals,
+    contiguous,
+    merge_stages,
+    renumber,
+    shards_of_rank,
+    training_shard_map,
+)
 from thorough import and_slow
 from torch import Tensor, nn
 
@@ -67,13 +74,14 @@ def carry(
                 tensor.mul_(2)
         exchange.run()
     mistakes += wrong(target, rank, filled, {name: 2 * t for name, t in whole.items()})
+    totals = Totals(planned)
     return {
         **asdict(stats),
         "mistakes": mistakes,
         "alike": shard_map(live) == shard_map(expected),
-        "planned": [int(planned.sent[rank]), int(planned.received[rank]), int(planned.kept[rank])],
-        "bound": int(planned.lower_bound[rank]),
-        "model_bytes": planned.model_bytes,
+        "planned": [int(part[rank]) for part in (totals.sent, totals.received, totals.kept)],
+        "bound": int(totals.lower_bound[rank]),
+        "model_bytes": totals.model_bytes,
         "wire": on_the_wire[0],
     }
 
