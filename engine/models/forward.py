@@ -52,6 +52,7 @@ class TokenOutputs:
     entropy: Tensor | None = None  # in nats
     sum_pi_squared: Tensor | None = None  # Σ_v π(v)²
     full_kl: Tensor | None = None  # KL(π ‖ π_ref), exact over the vocabulary, in nats
+    router_balance: Tensor | None = None  # see `Routing.load_balancing_loss`
 
     def named(self) -> dict[str, Tensor]:
         """Return those that were computed, by name."""
@@ -85,21 +86,15 @@ def token_outputs(
     return read_tokens(logits, seqs, batch, temperature, statistics, reference_logits, **options)
 
 
-def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
+def response_values(critic: CriticModel, batch: Batch) -> Tensor:
     """Compute values `[B, R]` of the states before each response token; 0 where there is none."""
     seqs = left_align(batch)
-    if isinstance(critic, CriticModel) and (rows := pack(critic, seqs)) is not None:
-        flat = critic.values(_packed_states(critic, rows, seqs))
-        return scatter_tokens(flat, seqs.to(flat.device), batch["responses"])
-    values: Tensor = critic(seqs.input_ids.to(next(critic.parameters()).device), None)
-    return read_values(values, seqs, batch)
+    flat = critic.values(response_states(critic, seqs))
+    return scatter_tokens(flat, seqs.to(flat.device), batch["responses"])
 
 
 def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
-    """Compute the body's outputs `[N, H]` that predict response tokens: what the head reads.
-
-    `model` is a language model or a critic.
-    """
+    """Compute what the head of a model or critic reads: the outputs `[N, H]` before each token."""
     if (rows := _packed(model, seqs)) is not None:
         return _packed_states(model, rows, seqs)
     return seqs.states(hidden_states(model, seqs))
@@ -198,12 +193,6 @@ def read_tokens(
         logits, seqs.targets, temperature, reference_logits=reference_logits, **options
     )
     return _in_columns(flat, seqs, batch)
-
-
-def read_values(values: Tensor, seqs: Sequences, batch: Batch) -> Tensor:
-    """Put a critic's outputs `[B, L]` into the batch's response columns, `[B, R]` in float32."""
-    flat = seqs.states(values).float()
-    return scatter_tokens(flat, seqs.to(values.device), batch["responses"])
 
 
 def model_logits(model: Model, seqs: Sequences) -> Tensor:
@@ -344,12 +333,12 @@ class ValueReader(OutputReader):
     def names(self) -> tuple[str, ...]:
         return ("values",)
 
-    def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
+    def from_model(self, module: Any, micro: Batch) -> Outputs:
         return {"values": response_values(module, micro)}
 
     def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
-        values = head_values(module.get_output_embeddings(), hidden)
-        return {"values": read_values(values, seqs, micro)}
+        flat = head_values(module.get_output_embeddings(), seqs.states(hidden))
+        return {"values": scatter_tokens(flat, seqs.to(flat.device), micro["responses"])}
 
 
 class _LogitsReader(OutputReader):

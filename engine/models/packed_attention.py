@@ -2,8 +2,7 @@
 
 On CUDA in half precision it is torch's variable-length flash kernel. Elsewhere (CPU, ROCm, float32)
 it is a pass over the rows that keeps no scores; on the CPU `compiled_attention` of bfloat16, and
-`row_attention` of other short rows.
-`packing` lays the rows out.
+`row_attention` of other short rows. `packing` lays the rows out.
 """
 
 from __future__ import annotations
@@ -49,18 +48,6 @@ class Segments:
     longest_keys: int  # the same with its prefix
 
     @classmethod
-    def of(cls, groups: Sequence[tuple[int, list[int]]], device: torch.device) -> Segments:
-        """Make segments of groups in order: (tokens of the prefix, of each segment after it)."""
-        runs, at = [], 0
-        for prefix, sizes in groups:
-            begin = at
-            if prefix:
-                runs.append((at, at, at, at := at + prefix))
-            for size in sizes:
-                runs.append((begin, begin + prefix, at, at := at + size))
-        return cls.of_runs(runs, device)
-
-    @classmethod
     def of_runs(cls, runs: Sequence[Run], device: torch.device) -> Segments:
         """Make segments of runs that follow each other."""
         seen = [sum(run[1::2]) - sum(run[::2]) for run in runs]
@@ -75,10 +62,7 @@ class Segments:
 
     @functools.cached_property
     def keys(self) -> Tensor | None:
-        """Return the tokens in the order of `key_starts`: [K] long; None: there are no prefixes.
-
-        Compiled attention doesn't read them, and of many runs they take long.
-        """
+        """The tokens in the order of `key_starts`: [K] long; None: there are no prefixes."""
         parts = [ends for run in self.runs for ends in zip(run[::2], run[1::2], strict=True)]
         keys = np.concatenate([np.arange(*ends) for ends in parts])
         if len(keys) == self.runs[-1][-1]:
@@ -169,11 +153,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, out = ctx.saved_tensors
         q, k, v = (at_least_float(t[0]) for t in (query, key, value))  # [heads, T, d]
         g, o = (at_least_float(t[0]).transpose(0, 1) for t in (grad, out))
-        grad_query, grad_key, grad_value = (
-            torch.empty_like(q),
-            torch.zeros_like(k),
-            torch.zeros_like(v),
-        )
+        grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (q, k, v))
         sums = (g * o).sum(-1, keepdim=True)  # [heads, T, 1]
         for block in _blocks(ctx.runs, query.device):
             keys, values = block.keys(k), block.keys(v)

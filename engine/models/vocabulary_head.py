@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypedDict, TypeGuard, Unpack
 
 import torch
@@ -45,7 +46,7 @@ def vocabulary_head(model: Any) -> Head | None:
     head: Head = model.get_output_embeddings()
     factor = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    return head if factor == 1.0 and cap is None else _ChangedLogits(head, factor, cap)
+    return head if factor == 1.0 and cap is None else partial(_changed_logits, head, factor, cap)
 
 
 def require_vocabulary_head(model: Any) -> Head:
@@ -59,17 +60,9 @@ def require_vocabulary_head(model: Any) -> Head:
     return head
 
 
-@dataclass(frozen=True, slots=True)
-class _ChangedLogits:
-    """A head whose logits are multiplied by `factor`, or kept within ± `cap` by tanh."""
-
-    head: Head
-    factor: float
-    cap: float | None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        logits = self.head(states) * self.factor
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+def _changed_logits(head: Head, factor: float, cap: float | None, states: Tensor) -> Tensor:
+    logits = head(states) * factor
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class StatisticsOptions(TypedDict, total=False):
