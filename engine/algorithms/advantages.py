@@ -14,10 +14,10 @@ from engine.algorithms.masked import (
     Turns,
     at_least_float,
     mask_out,
+    masked_sum,
     masked_whiten,
     reward_to_go,
     safe_divide,
-    sequence_scores,
 )
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
@@ -52,7 +52,7 @@ class AdvantageInputs:
     @property
     def scores(self) -> Tensor:
         """S `[B]`: the rewards inside the mask, summed by completion, or by episode."""
-        scores = sequence_scores(self.token_level_rewards, self.response_mask)
+        scores = masked_sum(self.token_level_rewards, self.response_mask, 1)
         if self.episode_ids is None:
             return scores
         episode = torch.unique(self.episode_ids, return_inverse=True)[1]

@@ -72,11 +72,6 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     return out
 
 
-def sequence_scores(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
-    """Return S_i = Σ_t r_it·m_it, `[B]`."""
-    return masked_sum(token_level_rewards, mask, 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Rows sorted into groups: `index [B]` in 0..G-1, `size [G]`; rows may be left out."""

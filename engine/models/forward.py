@@ -71,8 +71,7 @@ def token_outputs(
 ) -> TokenOutputs:
     """Run `model` over a batch, its distributions being softmax(logits / temperature).
 
-    The KL is that to `reference`, if one is given. The batch may be on another device than the
-    model; results are on the model's.
+    The KL is that to `reference`, if one is given. Results are on the model's device.
     """
     seqs = left_align(batch)
     if reference is None and (head := _head(model)) is not None:
@@ -101,10 +100,9 @@ def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
 
 
 def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None = None) -> Tensor:
-    """Compute the outputs of the body's last norm `[B, L, H]` for padded rows.
+    """Compute the outputs of a body's last norm `[B, L, H]` for padded rows; at padding, anything.
 
-    `model` is a language model or a critic. `position_ids [B, L]` are those of columns that are a
-    share of longer rows. Outputs at padding have no meaning.
+    `position_ids [B, L]` are those of columns that are a share of longer rows.
     """
     body: Any = model.base_model
     ids = seqs.input_ids.to(_device(model))
@@ -185,8 +183,7 @@ def read_tokens(
 ) -> TokenOutputs:
     """Read statistics of the N response tokens off their logits `[N, V]` into the batch's columns.
 
-    `reference_logits` are of the same shape. V is whatever `statistics` can read: a share of the
-    vocabulary, for one that knows the other shares' ranks.
+    V is whatever `statistics` can read: a share of the vocabulary, where it knows other ranks'.
     """
     seqs = seqs.to(logits.device)
     flat = statistics(

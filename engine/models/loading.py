@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import copy
 import difflib
-import functools
 import json
 import logging
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -61,10 +60,10 @@ def resolve_dtype(
 ) -> str:
     """Return the dtype that `model.dtype` stands for; a dtype itself stays.
 
-    `auto` is bfloat16 for a model of `MIN_HIDDEN_SIZE` or wider where `computes_in_bfloat16`, else
-    float32; float32 also where `compute_dtype` asks for it. `gpu`: where the model will be; None:
-    on this process's device. Raises ConfigError for an unknown dtype, and for reduced weights with
-    another `compute_dtype`.
+    `auto` is bfloat16 for a model of `MIN_HIDDEN_SIZE` or wider where `computes_in_bfloat16`,
+    unless `compute_dtype` is float32; else float32. `gpu`: where the model will be; None: on this
+    process's device. Raises ConfigError for an unknown dtype, and reduced weights with another
+    compute_dtype.
     """
     if dtype == "auto":
         gpu = torch.cuda.is_available() if gpu is None else gpu
@@ -86,35 +85,31 @@ def check_dtype(dtype: str) -> None:
         raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
 
 
-_making = threading.RLock()
+class _ModelLock(ContextDecorator):
+    """Has other threads wait while a function makes a model.
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def with_model_lock(make: Callable[P, T]) -> Callable[P, T]:
-    """Have other threads wait while one makes a model.
-
-    Meanwhile transformers has set the whole process's default dtype and initialisers, and seeds
-    borrow its random generator.
+    Meanwhile transformers has set the process's default dtype, initialisers and random generator.
     """
 
-    @functools.wraps(make)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _making:
-            return make(*args, **kwargs)
+    _lock = threading.RLock()
 
-    return alone
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+with_model_lock = _ModelLock()
 
 
 @with_model_lock
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """Make a small Qwen2-shaped model with random weights drawn from `seed`.
+    """Make a small Qwen2-shaped model with random weights drawn, in float32, from `seed`.
 
-    The vocabulary is the tokenizer's; input and output embeddings are tied. Weights are drawn in
-    float32, whatever `config.dtype` is.
+    The vocabulary is the tokenizer's; input and output embeddings are tied.
     """
     shape = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -181,10 +176,9 @@ def load_pretrained(
 
 
 def adapter_base_path(path: str | Path) -> str | None:
-    """Return the model that an adapter's folder belongs to; None for other folders.
+    """Return the model, with its revision, of an adapter's folder; None for other folders.
 
-    It is a path, or a hub id with the revision that the folder names, if any. Raises ModelError
-    when the folder doesn't say.
+    Raises ModelError when the folder doesn't say.
     """
     config = Path(path) / "adapter_config.json"
     if not config.is_file():
@@ -269,9 +263,7 @@ def _require_whole_index(folder: Path, setting: str) -> None:
             f"({type(error).__name__}: {loading_error(error)}); copy the whole folder again"
         ) from error
     if missing:
-        raise ModelError(
-            f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them too"
-        )
+        raise ModelError(f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them")
 
 
 def check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
@@ -354,8 +346,8 @@ _NUMBER = re.compile(r"-?\d+(\.\d*)?[eE][-+]?\d+")
 def check_overrides(path: str, changes: Mapping[str, Any]) -> dict[str, object]:
     """Check the changes; return them as keys of the configuration of `path`.
 
-    Raises ConfigError for a key that it has not, and for a value with which the weights would have
-    other names or shapes; ModelError where the configuration can't be read.
+    Raises ConfigError for a key that it has not, or a value that gives weights other names or
+    shapes; ModelError where the configuration can't be read.
     """
     inner = changes.get("model_config") or {}  # where verl's Megatron settings have them
     changes = {k: v for k, v in changes.items() if k != "model_config"} | dict(inner)
@@ -456,10 +448,8 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str
     """Write safetensors, configuration and tokenizer of a transformers model to `folder`.
 
     A model with adapters is written as the plain model that they make of it, and they alone, in
-    peft's format, to `folder/adapter`; `model` itself stays as it is.
-
-    Raises StorageError (disk full, no permission). The caller publishes the folder by renaming
-    it, so a half-written one is never seen.
+    peft's format, to `folder/adapter`; `model` itself stays as it is. Raises StorageError (disk
+    full, no permission). The caller publishes the folder by renaming it.
     """
     folder = Path(folder)
     policy: Any = model
@@ -483,8 +473,8 @@ def save_tensors(
 ) -> Path:
     """Save as `save_model` a model whose tensors come one by one: few are in memory at a time.
 
-    They are a plain model's, and `adapters` by parameter name those that were merged into it. Of
-    `model` itself only the class and the configuration are read.
+    `adapters`, by parameter name, were merged into them. Of `model` only the class and the
+    configuration are read.
     """
     folder = Path(folder)
     with _writing(folder):

@@ -37,8 +37,8 @@ def add_adapters(
 ) -> None:
     """Put new adapters into `model`, in place, and freeze all else; `setting` asked for them.
 
-    They add nothing at first (B = 0; A is drawn from `seed`), and are float32 whatever the model
-    is. Raises ConfigError for target modules that the model lacks, or whose weights it ties.
+    They add nothing at first (B = 0; A is drawn from `seed`), and are float32. Raises ConfigError
+    for target modules that the model lacks, or whose weights it ties.
     """
     from peft import LoraConfig
 

@@ -20,13 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.algorithms.masked import at_least_float
-from engine.kernels.attention import (
-    Run,
-    compiled_attention,
-    row_attention,
-    takes_compiled,
-    takes_rows,
-)
+from engine.kernels import attention
+from engine.kernels.attention import Run
 
 _BLOCK = 256  # queries whose scores exist at a time
 _TOGETHER = 64  # queries of several segments that are computed with a mask (≤ _BLOCK)
@@ -87,10 +82,10 @@ def packed_attention(
     query, key, value = _cast(query, key, value)
     if dropout:
         return _by_segment(query, key, value, segments, scale, dropout)
-    if takes_compiled(query, key, value, segments.runs):
-        return compiled_attention(query, key, value, segments.runs, scale)
-    if takes_rows(segments.runs, query.device):
-        return row_attention(query, key, value, segments.runs, scale)
+    if attention.takes_compiled(query, key, value, segments.runs):
+        return attention.compiled_attention(query, key, value, segments.runs, scale)
+    if attention.takes_rows(segments.runs, query.device):
+        return attention.row_attention(query, key, value, segments.runs, scale)
     if not _has_kernel(query):
         return _by_block(query, key, value, segments, scale)
     from torch.nn.attention.varlen import varlen_attn
@@ -139,9 +134,7 @@ class _Attention(torch.autograd.Function):
         o = out[0].transpose(0, 1)
         for block in _blocks(runs, query.device):
             weights = _weights(block.queries(q, k), block.keys(k), scale, block)
-            o[:, block.first : block.stop] = torch.bmm(weights, block.keys(v)).view(
-                len(q), -1, v.shape[2]
-            )
+            o[:, block.span] = torch.bmm(weights, block.keys(v)).view(len(q), -1, v.shape[2])
         ctx.save_for_backward(query, key, value, out)
         ctx.runs, ctx.scale = runs, scale
         return out
@@ -161,9 +154,7 @@ class _Attention(torch.autograd.Function):
             weights = _weights(queries, keys, ctx.scale, block)
             scores = torch.bmm(above, values.transpose(1, 2))
             scores.sub_(block.queries(sums, k)).mul_(weights).mul_(ctx.scale)
-            grad_query[:, block.first : block.stop] = torch.bmm(scores, keys).view(
-                len(q), -1, q.shape[2]
-            )
+            grad_query[:, block.span] = torch.bmm(scores, keys).view(len(q), -1, q.shape[2])
             block.add(grad_key, torch.bmm(scores.transpose(1, 2), queries))
             block.add(grad_value, torch.bmm(weights.transpose(1, 2), above))
         grads = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
@@ -175,13 +166,12 @@ class _Block:
     """Queries that are computed together, and their keys: a prefix, and what follows it."""
 
     seen: tuple[slice, ...]  # the keys, in order; the last ones end with the queries
-    first: int  # the first query
-    stop: int  # the last query and key, and 1
+    span: slice  # the queries
     unseen: Tensor  # bool [n, n]; which of the last n keys, its own tokens, a query doesn't see
 
     def queries(self, tokens: Tensor, keys: Tensor) -> Tensor:
         """Select of [heads, T, d] the queries of each head of `keys`: [kv heads, g · n, d]."""
-        return tokens[:, self.first : self.stop].reshape(len(keys), -1, tokens.shape[2])
+        return tokens[:, self.span].reshape(len(keys), -1, tokens.shape[2])
 
     def keys(self, tokens: Tensor) -> Tensor:
         """Select of [heads, T, d] the keys; a view where all are neighbours."""
@@ -210,7 +200,7 @@ def _blocks(runs: tuple[Run, ...], device: torch.device) -> list[_Block]:
                 parts = sizes if len(sizes) > 1 else [stop - first]
                 unseen = torch.block_diag(*(torch.ones(n, n).tril_() for n in parts)) == 0
                 seen = _joined([*prefix, (start, stop)])
-                blocks.append(_Block(seen, first, stop, unseen.to(device)))
+                blocks.append(_Block(seen, slice(first, stop), unseen.to(device)))
     return blocks
 
 

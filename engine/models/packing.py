@@ -3,7 +3,7 @@
 Every layer computes on real tokens only, and on a shared prompt once: of G completions R tokens
 long of a prompt of P, P + G·R tokens in place of G·(P + R). Positions go on from the prompt, and
 attention (`packed_attention`) keeps rows apart, so that outputs and gradients are those of padded
-rows. Which rows go together, and what is read off the outputs, are the callers' matter.
+rows.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class PrefixTree:
            │     └─ b ── r2
            └─ c ── r3           each piece is computed once
 
-    `shared[i]` are the tokens that row `order[i]` has in common with the one before it, and that
-    are computed with that one.
+    Row `order[i]` has its first `shared[i]` tokens in common, and computed, with the one before it.
     """
 
     order: tuple[int, ...]
@@ -52,16 +51,10 @@ class PrefixTree:
 
     def pieces(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """Yield each row in order, and its pieces after what it shares: (first, last token + 1)."""
-        for i, row in enumerate(self.order):
-            cuts = {self.shared[i], lengths[row]}
-            lowest = lengths[row]
-            for later in range(i + 1, len(self.order)):
-                depth = self.shared[later]  # where that row leaves this one's tokens
-                if depth <= self.shared[i]:
-                    break
-                if depth < lowest:
-                    lowest = depth
-                    cuts.add(depth)
+        for i, (row, start) in enumerate(zip(self.order, self.shared, strict=True)):
+            # Where later rows leave this one's tokens, until one has none of its own.
+            depths = itertools.takewhile(start.__lt__, self.shared[i + 1 :])
+            cuts = {start, *itertools.accumulate(depths, min, initial=lengths[row])}
             yield row, list(itertools.pairwise(sorted(cuts)))
 
 
@@ -76,8 +69,7 @@ def prefix_tree(
 ) -> PrefixTree:
     """Make the tree of left-aligned rows `ids` [B, L] long of `lengths` [B] tokens each.
 
-    Rows with one prompt (of `prompts` [B] tokens) share at least that; other common beginnings
-    count from `least` tokens on.
+    Rows share their prompt (of `prompts` [B] tokens), and other beginnings from `least` tokens on.
     """
     rows = [row[:end] for row, end in zip(ids.cpu().numpy(), lengths, strict=True)]
     order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
@@ -185,10 +177,10 @@ def pack_rows(
         )
     if prompts is not None and bool((prompts > lengths).any()):
         raise DataError("a row to pack is shorter than its prompt; give the whole prompt")
-    if tree is None and prompts is None:
+    if tree is None:
         tree = PrefixTree(tuple(range(len(ids))), (0,) * len(ids))
-    elif tree is None:
-        tree = prompt_tree(same_prompts(ids, prompts), prompts.tolist())
+        if prompts is not None:
+            tree = prompt_tree(same_prompts(ids, prompts), prompts.tolist())
     firsts: list[int] = []  # of each piece, flat among `ids`
     runs: list[Run] = []
     path: list[tuple[int, int, int]] = []  # pieces before: a column's end, first and last + 1 here
@@ -262,9 +254,8 @@ def is_worthwhile(packing: Packing, tokens: int, positions: int) -> bool:
 def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True) -> None:
     """Let `model`, in place, take packed rows by `packed_forward`; padded ones as before.
 
-    `packing_of` tells `packing` from then on; called again, it changes that alone. Goes with FSDP,
-    TP and adapters, and with `apply_ulysses` after it. Raises ConfigError where attention is not
-    plain and causal.
+    `packing_of` tells `packing` from then on; called again, it changes that alone. Apply Ulysses
+    after it. Raises ConfigError where attention is not plain and causal.
     """
     names = ("is_causal", "layer_idx", "config")  # attributes that attention modules have
     attentions = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
@@ -384,15 +375,14 @@ class Sequences:
     def to(self, device: torch.device) -> Self:
         """Return the same on `device`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **tensors)
+        moved: Any = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def left_align(batch: Batch) -> Sequences:
-    """Drop the left padding of `input_ids` and list the response tokens (N in all).
+    """Drop the left padding of `input_ids` and list the N response tokens, whose mask is 1.
 
-    A response token is one whose attention_mask is 1, masked out of the loss or not. Raises
-    DataError for a row without a prompt: nothing would predict its first token.
+    Raises DataError for a row without a prompt: nothing would predict its first token.
     """
     ids, mask = batch["input_ids"], batch["attention_mask"].bool()
     width = batch["responses"].shape[1]
@@ -437,7 +427,6 @@ def pack(
     """Pack the rows on the model's device, where the model is to be given them so; else None.
 
     The last token of a row predicts nothing, and is left out. `packing`: None is the model's own.
-    `multiple`: as in `pack_rows`.
     """
     packing = packing_of(model) if packing is None else packing
     if not packing or seqs.lengths is None or seqs.prompts is None:
@@ -449,5 +438,5 @@ def pack(
     if not is_worthwhile(packing, tree.size(sizes), seqs.input_ids.numel()):
         return None
     device = next(model.parameters()).device
-    inputs = (t.to(device) for t in (seqs.input_ids, lengths, seqs.prompts))
-    return pack_rows(*inputs, multiple, tree=tree, recurring=device.type == "cpu")
+    ids, lengths, prompts = (t.to(device) for t in (seqs.input_ids, lengths, seqs.prompts))
+    return pack_rows(ids, lengths, prompts, multiple, tree=tree, recurring=device.type == "cpu")

@@ -89,8 +89,8 @@ def _put_adapters(model: PreTrainedModel, path: str | Path, lora: LoRAConfig, se
 def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:
     """Return `lora` with the rank, alpha and target modules of its folder, for `from_folder`.
 
-    Without it, `lora` is returned as it is. Raises ConfigError for a folder without adapters, with
-    adapters that are not plain LoRA, or of another rank than the one asked for.
+    Raises ConfigError for a folder without adapters, with adapters that are not plain LoRA, or of
+    another rank than the one asked for.
     """
     if not lora.from_folder:
         return lora
@@ -101,9 +101,9 @@ def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:
             "leave rank out with model.lora.from_folder, or start new ones without that"
         )
     targets = settings.target_modules or ()
-    targets = targets if isinstance(targets, str) else tuple(sorted(targets))
+    names = targets if isinstance(targets, str) else tuple(sorted(targets))
     values = {"rank": int(settings.r), "alpha": float(settings.lora_alpha)}
-    return lora.model_copy(update=values | {"target_modules": targets})
+    return lora.model_copy(update=values | {"target_modules": names})
 
 
 def _folder_settings(path: str | Path) -> LoraConfig:
@@ -247,8 +247,7 @@ def open_critic_model(
 def _with_adapters(opened: UnloadedModel, put: Callable[[Any], None]) -> UnloadedModel:
     """Put adapters into the model by `put`; the model's own weights stay in the files.
 
-    peft makes adapters on the device of what they adapt, so that is on the CPU meanwhile: single
-    zeros, of the shapes of matrices.
+    peft makes adapters on the device of what they adapt: meanwhile single zeros on the CPU.
     """
     module = opened.module
     _replace_parameters(module, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))

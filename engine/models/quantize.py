@@ -89,10 +89,9 @@ def quantize_linears(
 ) -> None:
     """Replace `model`'s linears but the head, in place, by QuantizedLinear of `kind`.
 
-    Embeddings, norms and biases stay; nothing of the base can be trained afterwards. Call it before
-    adapters are added. `fill(name, linear)` gives a linear of a model on the meta device its
-    weight, which is packed next. Raises ConfigError where the library, the device or the model
-    can't.
+    Nothing of the base can be trained afterwards. Call it before adapters are added.
+    `fill(name, linear)` gives a linear of a model on the meta device its weight, which is packed
+    next. Raises ConfigError where the library, the device or the model can't.
     """
     device = next(model.parameters()).device
     check_quantization(kind, "cpu" if device.type == "meta" else device)

@@ -43,9 +43,8 @@ from engine.storage.filesystem import fsync, fsync_tree
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Make a new model of `model`'s decoder layers `layers`, in order, e.g. `(0, 2)` of three.
 
-    Embeddings and the last norm stay. Its weights are copies, its dtype is `model`'s. Raises
-    ModelError for layers that `model` doesn't have, or that aren't in ascending order, and for a
-    model without a list of layers.
+    Embeddings and the last norm stay; weights are copies. Raises ModelError for layers that `model`
+    doesn't have, or that aren't in ascending order, and for a model without a list of layers.
     """
     prefix, depth = _decoder_layers(model)
     rising = all(a < b for a, b in itertools.pairwise(layers))

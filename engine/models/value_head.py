@@ -145,10 +145,10 @@ def create_critic_model(
 def classifier_of(
     config: PretrainedConfig, dtype: torch.dtype, pad_token_id: int, *, of_tokens: bool = False
 ) -> PreTrainedModel:
-    """Make a classifier (of tokens or sequences) of one label for a causal LM's backbone.
+    """Make a classifier (of tokens or sequences) of one label for a causal LM, without storage.
 
-    It has no storage; `config` is the language model's.
-    Raises ModelError for a family that has none, or one with more than a matrix as its head.
+    It has no storage. Raises ModelError for a family that has none, or with another head than one
+    row.
     """
     config = copy.deepcopy(config)
     config.num_labels, config.pad_token_id = 1, pad_token_id
@@ -190,8 +190,7 @@ def save_adapted(
 ) -> None:
     """Write a critic with adapters as the classifier that they make of its base.
 
-    The adapters and the head alone go to `folder/adapter` in peft's format. Raises StorageError as
-    `save_tensors`.
+    Adapters and head alone go to `folder/adapter`, for peft. Raises StorageError as `save_tensors`.
     """
     head = {f"head.{name}": value for name, value in critic.head.state_dict().items()}
     plain = merged_copy(critic.backbone).state_dict()

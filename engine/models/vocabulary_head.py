@@ -36,9 +36,9 @@ Head = Callable[[Tensor], Tensor]
 def vocabulary_head(model: Any) -> Head | None:
     """Return what makes logits `[…, V]` of the body's outputs `[…, H]`; None for an unknown family.
 
-    What some families do to logits after their head (a scale, a soft cap) is part of it. `model` is
-    a language model or the last pipeline stage of one. Of a head that tensor parallelism has split
-    it makes this rank's part of the logits.
+    A scale or soft cap of the logits is part of it. `model` is a language model or the last
+    pipeline stage of one. A head that tensor parallelism has split makes this rank's part of the
+    logits.
     """
     config = model.config
     if config.model_type not in _FAMILIES:
@@ -145,13 +145,13 @@ def chunked_statistics(
 ) -> dict[str, Tensor]:
     """Compute statistics `[N]` of softmax(head(hidden) / temperature), as `TokenStatistics`.
 
-    Logits [N, V] of a whole batch never exist, in the backward pass neither: it computes each
-    chunk's again. Where all tokens fit in one chunk they are stored instead. On CUDA, and in
-    bfloat16 on the CPU, compiled loops read logits as they are.
+    Logits [N, V] of a whole batch never exist: the backward pass computes each chunk's again. Where
+    all tokens fit in one chunk they are stored instead. On CUDA, and in bfloat16 on the CPU,
+    compiled loops read logits as they are.
 
     `hidden` [N, H] predicts `targets` [N]. Logits have the head's dtype, or autocast's; what
-    follows is float32 (float64 for float64). The weight's gradient is summed over chunks in
-    float32. `chunk_tokens`: 0 chooses by the vocabulary.
+    follows, and the sum of the weight's gradient, is float32 (float64 for float64). `chunk_tokens`:
+    0 chooses by the vocabulary.
     """
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
@@ -247,9 +247,9 @@ class _Head(torch.autograd.Function):
                     read = _logits(hidden[at], weight, bias)
                     if not (training_ops.takes(read) or triton_kernels.takes(read)):
                         read = _log_softmax(read, request)
-                chunk = (targets, sums, grad_log_probs, entropies, grad_entropy)
+                chunk = (grad_log_probs[at], entropies[at], grad_entropy[at])
                 grad_logits = _logits_gradient(
-                    read, *(numbers[at] for numbers in chunk), request, in_place=saved is None
+                    read, targets[at], sums[at], *chunk, request, in_place=saved is None
                 ).to(weight.dtype)
                 if by_product and grad_weight is not None:
                     torch.addmm(
@@ -280,7 +280,7 @@ def _gradients(
     """Compute the gradients of hidden states, weight and bias, where they are needed."""
     to_hidden, to_weight, to_bias = needed
     if training_ops.takes_products(hidden, [weight], [grad_logits]):
-        to_others = {"to_weights": [to_weight], "to_biases": [to_bias]}
+        to_others: dict[str, Any] = {"to_weights": [to_weight], "to_biases": [to_bias]}
         grad_hidden, others = training_ops.linear_gradients(
             hidden, [weight], [grad_logits], to_x=to_hidden, **to_others
         )
@@ -300,13 +300,13 @@ def _statistics(
     logs of sums of exponentials, entropies and Σ p²."""
     tokens = (logits, targets, request.temperature)
     if training_ops.takes(logits):
-        log_probs, *others = training_ops.head_statistics(
+        log_probs, sums, entropies, squares = training_ops.head_statistics(
             *tokens, entropy=request.entropy, squares=request.sum_pi_squared
         )
-        return log_probs, logits, *others
+        return log_probs, logits, sums, entropies, squares
     if triton_kernels.takes(logits):
-        log_probs, *others = triton_kernels.statistics(*tokens)
-        return log_probs, logits, *others
+        log_probs, sums, entropies, squares = triton_kernels.statistics(*tokens)
+        return log_probs, logits, sums, entropies, squares
     log_p = _log_softmax(logits, request)
     entropies = squares = None
     if request.entropy or request.sum_pi_squared:
@@ -336,9 +336,8 @@ def _logits_gradient(
     if training_ops.takes(read):
         return training_ops.head_gradients(read, *numbers)
     if triton_kernels.takes(read):
-        return triton_kernels.gradients(
-            read, *numbers, read if in_place else torch.empty_like(read)
-        )
+        out = read if in_place else torch.empty_like(read)
+        return triton_kernels.gradients(read, *numbers, out)
     gradient, terms = read.exp(), None
     if request.entropy_gradient:
         terms = _finite(read).add_(entropies[:, None]).mul_(gradient)

@@ -71,9 +71,9 @@ class Exchange:
     def run(self) -> ExchangeStats:
         """Update the target to the source's current values. All ranks of the plan must call it.
 
-        Raises RolloutError, caused by what went wrong, on every rank if one of them fails: on the
-        others within their group's deadline. The target may then hold old and new values, until a
-        run succeeds.
+        Raises RolloutError, caused by what went wrong, on every rank if one fails: on the others
+        within their group's deadline. The target may then hold old and new values, until a run
+        succeeds.
         """
         self._failure = "an exchange is under way"
         try:

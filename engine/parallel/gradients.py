@@ -6,8 +6,6 @@ Who sums what. A backward pass leaves on each rank the gradients of that rank's 
 - tp: DTensor sums inside a layer; what it leaves as partial sums, `redistribute_gradients` adds up;
 - pp: each stage has its own parameters; `pipeline_parallel` sums the gradients of a tied embedding.
 Nothing divides: losses carry global denominators.
-
-Parameters may be plain or DTensors, on meshes of one or more dimensions named after the axes.
 """
 
 from __future__ import annotations
@@ -51,9 +49,8 @@ def all_reduce_gradients(
 ) -> None:
     """Sum gradients over the copies of the model, in float32, one all-reduce a bucket.
 
-    A parameter that has a gradient on some ranks only counts as 0 on the others, and has one on all
-    afterwards. All ranks must call it with the same parameters in the same order. It does nothing
-    where FSDP sums, or where there is one copy.
+    Where some ranks have none it counts as 0, and all have one afterwards. All ranks must call it
+    with the same parameters in the same order. It does nothing where FSDP sums.
     """
     group = None if shards_weights(ranks) else ranks.group("dp")
     if group is None:

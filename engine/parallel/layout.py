@@ -131,8 +131,7 @@ class RankGrid(ABC):
     def data_shard(self, rank: int) -> DataShard:
         """Return the part of a batch's rows that `rank` gets.
 
-        Ranks that differ in other axes than `data_axes` get the same part, and the one whose other
-        coordinates are 0 returns the result.
+        Of the ranks with the same part, the one whose other coordinates are 0 returns the result.
         """
         split, coordinates = self.data_axes, self.coordinates(rank)
         count = math.prod(self.sizes[axis] for axis in split)

@@ -1,8 +1,8 @@
 """The shards of a module, and full tensors from and into a model sharded over ranks.
 
-Shards are read from the module's parameters (DTensors or plain tensors), so they are right for any
-layout. Full tensors, one at a time, are for Hugging Face folders and checkpoints of other layouts;
-weights for a rollout engine go through `exchange`, which sends slices.
+Shards are read from the module's parameters, so they are right for any layout. Full tensors, one
+at a time, are for Hugging Face folders and checkpoints of other layouts; weights for a rollout
+engine go through `exchange`, which sends slices.
 """
 
 from __future__ import annotations
@@ -79,15 +79,11 @@ def gather_shard_map(
                 )
             if box.elements:
                 boxes[name][box].append(rank)
-    parameters = {
-        name: ShardedParameter(
-            shape,
-            name,
-            tuple(Shard(b, (0,) * len(shape), tuple(r)) for b, r in boxes[name].items()),
-        )
-        for name, (shape, _, _) in seen.items()
-    }
-    dtypes = {name: dtype for name, (_, dtype, _) in seen.items()}
+    parameters, dtypes = {}, {}
+    for name, (shape, dtype, _) in seen.items():
+        origin = (0,) * len(shape)
+        shards = tuple(Shard(box, origin, tuple(ranks)) for box, ranks in boxes[name].items())
+        parameters[name], dtypes[name] = ShardedParameter(shape, name, shards), dtype
     return ShardMap(len(everyone), parameters, dtypes, tuple(host for host, _ in everyone))
 
 
@@ -144,10 +140,9 @@ def gather_full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and persistent buffer, in full, in its own dtype, on the ranks' device.
 
-    All ranks must iterate to the end together: each step is a collective, yields the same name and
-    tensor on all of them, and needs memory for that tensor. A tensor may be the model's own
-    storage: read it, or copy. `copies` maps this rank's tensors that repeat one of another stage (a
-    tied head) to the name of that one; they are left out. `include`: which names; None: all.
+    All ranks must iterate to the end together: each step is a collective. A tensor may be the
+    model's own storage: read it, or copy. `copies` maps this rank's tensors that repeat one of
+    another stage (a tied head) to that one's name; they are left out. `include`: which names.
     """
     fsdp.reshard(model)
     local = {
@@ -176,9 +171,8 @@ def load_full_tensors(
 ) -> None:
     """Copy full tensors into this rank's shards, in place and without communication.
 
-    `tensors` has every name that `gather_full_tensors` yields, or that this rank's model has;
-    `copies` is as there. Raises CheckpointError, before anything has changed, for a missing name or
-    a wrong shape.
+    `tensors` has the names that `gather_full_tensors` yields, or this rank's; `copies` is as there.
+    Raises CheckpointError, before anything has changed, for a missing name or a wrong shape.
     """
     fsdp.reshard(model)
     local = named_tensors(model)

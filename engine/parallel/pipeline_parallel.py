@@ -67,8 +67,6 @@ def layers_by_stage(shape: ModelShape, stages: int) -> list[range]:
 class PipelineStage(nn.Module, PeftAdapterMixin):
     """A run of a decoder's layers; the first stage has the embedding too, the last norm and head.
 
-    A decoder's parts are those of its `DecoderPlan`.
-
     `forward(ids [B, L] long)` on the first, `forward(hidden [B, L, H])` on the others, returns
     hidden states [B, L, H], normed on the last. Rows start at column 0 and have their padding last:
     causal attention alone keeps it out. `position_ids` [B, L] are for a share of longer rows, and
@@ -189,9 +187,9 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
 def extract_stage(model: Any, stage: int, stages: int) -> PipelineStage:
     """Extract one stage of a full causal language model, or critic of a `backbone` and a `head`.
 
-    The stage shares the model's modules: drop `model` to free those of other stages.
-    Where embedding and head are tied, first and last stage each have the matrix, under the
-    embedding's and the head's name. Raises ConfigError for a model that is not of `FAMILIES`.
+    The stage shares the model's modules: drop `model` to free those of other stages. A matrix that
+    is embedding and head is on the first and the last. Raises ConfigError for others than
+    `FAMILIES`.
     """
     critic = hasattr(model, "backbone")
     base: Any = model.backbone if critic else model.base_model
@@ -244,9 +242,8 @@ def tied_duplicates(stage: nn.Module) -> set[nn.Parameter]:
 def sum_tied_gradients(stage: PipelineStage, ranks: Ranks) -> None:
     """Add up the gradients of a tied matrix's two copies, in both, to the same bits.
 
-    Every rank of the first and the last stage calls it, after its gradients are whole otherwise
-    (`Pipeline.run`, FSDP) and before they are clipped. Sharded gradients must be so alike: ranks of
-    one pipeline hold the same rows. Raises WorkerError where they don't.
+    Every rank of the first and the last stage calls it, after its gradients are whole otherwise and
+    before they are clipped. Raises WorkerError where the copies are not sharded alike.
     """
     for name in stage.tied:
         parameter = stage.get_parameter(name)
@@ -291,20 +288,15 @@ OnHidden = Callable[[int, Tensor], Tensor | None]
 class Pipeline:
     """This rank's stage, connected to those before and after it.
 
-    `stage(ids [b, L])` on the first rank of the axis `pp`, `stage(hidden [b, L, hidden_size])` on
-    the others, gives hidden states [b, L, hidden_size] of `dtype` (the last stage's may be of any).
+    `stage(ids [b, L])` on the first rank of the axis `pp`, `stage(hidden [b, L, width])` on the
+    others, gives hidden states [b, L, width] of `dtype` (the last stage's may be of any).
     """
 
     def __init__(
-        self,
-        stage: nn.Module,
-        ranks: Ranks,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, stage: nn.Module, ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._stage, self._ranks = stage, ranks
-        self._like = torch.empty(0, 0, hidden_size, dtype=dtype, device="meta")
+        self._like = torch.empty(0, 0, width, dtype=dtype, device="meta")
         self._device = device
         self._scheduled: dict[tuple[int, bool], _ScheduledStage] = {}
 
@@ -358,8 +350,8 @@ class _ScheduledStage(TorchPipelineStage):
     """This rank's stage, with a schedule for so many micro-batches.
 
     torch is given empty messages, whose shapes never change; a message's real buffer is allocated
-    when it is about to be received, and freed after use. Methods of torch that this overrides are
-    checked by tests/engine/parallel/test_torch_internals.py.
+    when it is about to be received, and freed after use. What this overrides of torch is checked by
+    tests/engine/parallel/test_torch_internals.py.
     """
 
     def __init__(

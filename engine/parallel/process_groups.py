@@ -1,8 +1,4 @@
-"""This process's place in a layout: its process groups, and sums over them.
-
-A role with several ranks first calls `init_process_group`; the controller numbers the ranks. The
-other files of this room apply a layout to a model.
-"""
+"""This process's place in a layout: its process groups, and sums over them."""
 
 from __future__ import annotations
 

@@ -65,8 +65,7 @@ def shards_by_rank(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
 def make_transfer_groups(source: ShardMap, target: ShardMap) -> list[TransferGroup]:
     """Sort the target's parameters into groups, with the transfers that each needs but no senders.
 
-    Raises ModelError for what the source does not hold, and ConfigError for a target that wants
-    an element of a parameter twice on one rank.
+    Raises ModelError for what the source lacks, ConfigError for an element twice on one rank.
     """
     numbers: dict[tuple[Shard, ...], int] = {}
     seen: dict[int, int] = {}  # id of a tuple → number of its value; alike layers share tuples
@@ -145,12 +144,10 @@ def choose_senders(groups: Sequence[TransferGroup], world_size: int, hosts: Sequ
         turns = min(len(group.names), len(transfer.holders))
         for turn in range(turns):
             alike = len(range(turn, len(group.names), turns))
-            transfer.senders.append(_assign_senders(transfer, size * alike, load, hosts))
+            transfer.senders.append(_assign(transfer, size * alike, load, hosts))
 
 
-def _assign_senders(
-    transfer: Transfer, size: int, load: list[int], hosts: Sequence[str]
-) -> RankArray:
+def _assign(transfer: Transfer, size: int, load: list[int], hosts: Sequence[str]) -> RankArray:
     """Return the sender of each receiver; adds `size` bytes for each to its sender's load."""
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank in transfer.holders if hosts else ():
@@ -361,9 +358,8 @@ class AllToAll:
 def make_all_to_alls(plan: RankPlan, bucket_bytes: int) -> Iterator[AllToAll]:
     """Cut what goes between each two ranks into as many equal parts as the busiest rank needs.
 
-    All ranks know `max_traffic`, so every rank makes the same number of all-to-alls, and both ends
-    of a pair know the sizes without sending them. Raises ConfigError for buckets too small for an
-    element of each peer.
+    All ranks know `max_traffic`, so all make the same number of all-to-alls, and both ends of a
+    pair know the sizes. Raises ConfigError for buckets too small for an element of each peer.
     """
     for dtype in sorted(plan.max_traffic, key=str):
         elements, peers = plan.max_traffic[dtype]

@@ -38,9 +38,8 @@ def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
     """Let `model`'s attention, in place, see the tokens of all `sp` ranks.
 
     It is a language model, a critic, or a pipeline stage of either, and takes what `split_tokens`
-    gives from then on. Call it before or after sharding, and after the heads are sharded over
-    `tp`. One `sp` rank: nothing happens. Raises ConfigError for a model whose attention can't be
-    shared by these ranks.
+    gives from then on. Call it after the heads are sharded over `tp`. One `sp` rank: nothing
+    happens. Raises ConfigError for a model whose attention can't be shared by these ranks.
     """
     group = ranks.group("sp")
     if group is None:
@@ -224,9 +223,7 @@ def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:
     problem = ""
     if config.num_attention_heads % across:
         heads = config.num_attention_heads
-        problem = (
-            f"sp · tp = {across} does not divide the {heads} attention heads; choose a divisor"
-        )
+        problem = f"sp · tp = {across} does not divide the {heads} attention heads; use a divisor"
     elif len(attentions) != layers or sinks:
         problem = "its attention is not that of a plain decoder; use sp=1, and tp or fsdp"
     elif kind != "sdpa" and not kind.startswith("flash"):

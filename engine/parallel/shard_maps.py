@@ -6,6 +6,7 @@ module, `rollout_shard_map` one of a layout and sizes alone; `reshard` plans fro
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -147,11 +148,8 @@ def flat_range(size: Index, start: int, stop: int) -> list[Box]:
         return [Box((first, *box.offset), (1, *box.size)) for box in inner]
     head = (first + 1) * row if start % row else start
     tail = last * row if stop % row else stop
-    return [
-        *flat_range(size, start, head),
-        *flat_range(size, head, tail),
-        *flat_range(size, tail, stop),
-    ]
+    spans = itertools.pairwise((start, head, tail, stop))
+    return [box for span in spans for box in flat_range(size, *span)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +217,9 @@ def rollout_shard_map(
     """Return the shards that rollout ranks need: full layers of their stage, split by `layout.tp`.
 
     stages: each rollout stage's layers. fused: as vLLM stores them, with the rows of q, k and v in
-    one tensor, those of gate and up in another, and the vocabulary rounded up to 64 above it is
-    split (rows beyond it have no source and stay as they are). A key head is on several ranks where
-    there are more ranks than key heads. Raises ConfigError where names or sizes do not fit.
+    one tensor, those of gate and up in another, and a vocabulary rounded up to 64 (rows beyond it
+    stay as they are). A key head is on several ranks where there are more ranks than key heads.
+    Raises ConfigError where names or sizes do not fit.
     """
     _check_rollout(layout, model)
     stages = [range(model.layers)] if stages is None else stages
@@ -230,7 +228,7 @@ def rollout_shard_map(
             f"stages {[list(stage) for stage in stages]} are not {model.layers} layers over "
             f"{layout.pp} stages; give each layer to one stage"
         )
-    stages_by_name = _stages_by_name(shapes, stages, model.tied)
+    stages_by_name = _find_stages(shapes, stages, model.tied)
     coordinates = [layout.place(rank) for rank in range(layout.world_size)]
     cache: dict[tuple[object, ...], tuple[Shard, ...]] = {}
 
@@ -302,9 +300,7 @@ def _fused(name: str) -> tuple[str, tuple[str, ...]]:
     return name, ()
 
 
-def _stages_by_name(
-    shapes: Iterable[str], stages: Stages, tied: bool
-) -> dict[str, tuple[int, ...]]:
+def _find_stages(shapes: Iterable[str], stages: Stages, tied: bool) -> dict[str, tuple[int, ...]]:
     """Return the stages that hold each parameter."""
     stage_by_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     last = len(stages) - 1

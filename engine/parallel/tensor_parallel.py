@@ -30,7 +30,6 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional as F
 
 from engine.errors import ConfigError
@@ -72,99 +71,75 @@ def pad_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-class ShardedStyle(ParallelStyle):
-    """Shards a module's parameters; its forward pass then computes on their local parts."""
+Style = Callable[[nn.Module, DeviceMesh], None]  # changes a module in place, for a mesh's ranks
 
-    def __init__(self, placements: Mapping[str, Placement], forward: Callable[..., Tensor]) -> None:
-        """`placements`: by parameter name; others are replicated. `forward`: of the module."""
-        self.placements, self.forward = placements, forward
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+def sharded(placements: Mapping[str, Placement], forward: Callable[..., Tensor]) -> Style:
+    """Shard a module's parameters; `forward`, its forward pass then, computes on local parts.
+
+    `placements`: by parameter name; others are replicated.
+    """
+
+    @torch.no_grad()
+    def apply(module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            placement = self.placements.get(name, Replicate())
-            module.register_parameter(name, shard_parameter(parameter, device_mesh, placement))
-        module.forward = MethodType(self.forward, module)
-        return module
+            # All ranks have the same one, so that nothing is sent.
+            placement, full = placements.get(name, Replicate()), parameter.detach()
+            local = distribute_tensor(full, mesh, [placement], src_data_rank=None)
+            trained = parameter.requires_grad
+            module.register_parameter(name, nn.Parameter(local, requires_grad=trained))
+        module.forward = MethodType(forward, module)
+
+    return apply
 
 
 _BY_ROWS = {"weight": Shard(0), "bias": Shard(0)}
 
 
-def column_parallel() -> ShardedStyle:
+def column_parallel() -> Style:
     """A linear whose weight's rows, so its outputs, are sharded. Inputs are replicated."""
-    return ShardedStyle(_BY_ROWS, partial(_class_forward, sum_gradients=False))
+    return sharded(_BY_ROWS, partial(_forward, sum_gradients=False))
 
 
-def gathered_columns() -> ShardedStyle:
+def gathered_columns() -> Style:
     """A linear whose weight's rows are sharded, and whose outputs every rank gets in full."""
-    return ShardedStyle(_BY_ROWS, _gathered_forward)
+    return sharded(_BY_ROWS, _gathered_forward)
 
 
-class SelectedColumns(ShardedStyle):
+def selected_columns(parts: Sequence[tuple[int, int]]) -> Style:
     """A linear whose weight's rows are sharded, though a rank computes with others than it stores.
 
-    Of each of `parts`, sizes that add up to the weight's rows, it computes with a share. A part has
-    a number of heads as well: where there are fewer than ranks, several ranks have one in common.
-    Ranks gather the matrix while they compute with it, as FSDP does; gradients are summed and
-    sharded again.
+    Of each of `parts`, which have rows and heads, e.g. [(1024, 8), (256, 2), (256, 2)], it computes
+    with a share; several ranks have a head in common where there are too few. Ranks gather the
+    matrix while they compute with it, as FSDP does; gradients are summed and sharded again.
     """
-
-    def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
-        """`parts`: rows and heads of each, e.g. [(1024, 8), (256, 2), (256, 2)]."""
-        super().__init__(_BY_ROWS, self._select)
-        self._parts = parts
-
-    def _select(self, module: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, self._local_rows(module.weight), self._local_rows(module.bias))
-
-    def _local_rows(self, parameter: Any) -> Any:
-        """Return the rows of a sharded parameter that this rank computes with."""
-        if parameter is None:
-            return None
-        size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
-        full = parameter.redistribute(placements=[Replicate()])
-        full = full.to_local(grad_placements=[Partial()])
-        rows, heads = zip(*self._parts, strict=True)
-        shares = [min(size, count) for count in heads]
-        parts = zip(full.split(rows), shares, strict=True)
-        return torch.cat([part.chunk(n)[index * n // size] for part, n in parts])
+    return sharded(_BY_ROWS, partial(_selected_forward, parts=parts))
 
 
-def row_parallel(shard_tokens: bool, split_input: bool = False) -> ShardedStyle:
+def row_parallel(shard_tokens: bool, split_input: bool = False) -> Style:
     """A linear whose weight's columns, and inputs `x [B, L, in/tp]`, are sharded.
 
     y = Σ_ranks x_local W_localᵀ + b is replicated, or, with `shard_tokens`, this rank's shard of
     the padded tokens. With `split_input` each rank has all of x and takes its part.
     """
     forward = partial(_row_forward, shard_tokens=shard_tokens, split_input=split_input)
-    return ShardedStyle({"weight": Shard(1)}, forward)
+    return sharded({"weight": Shard(1)}, forward)
 
 
-def vocabulary_parallel() -> ShardedStyle:
+def vocabulary_parallel() -> Style:
     """An embedding whose rows are sharded: ranks look up their own, and the sum is replicated."""
-    return ShardedStyle({"weight": Shard(0)}, _embedding_forward)
+    return sharded({"weight": Shard(0)}, _embedding_forward)
 
 
-def replicated(sum_gradients: bool) -> ShardedStyle:
+def replicated(sum_gradients: bool) -> Style:
     """A module of any kind whose parameters are on every rank.
 
     `sum_gradients`: ranks put different activations through them.
     """
-    return ShardedStyle({}, partial(_class_forward, sum_gradients=sum_gradients))
+    return sharded({}, partial(_forward, sum_gradients=sum_gradients))
 
 
-@torch.no_grad()
-def shard_parameter(
-    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement
-) -> nn.Parameter:
-    """Return this rank's part of a parameter that is the same on all ranks; no communication."""
-    sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-
-
-def _class_forward(
-    module: nn.Module, *args: object, sum_gradients: bool, **kwargs: object
-) -> Tensor:
+def _forward(module: nn.Module, *args: object, sum_gradients: bool, **kwargs: object) -> Tensor:
     """Run the forward pass of the module's class, on local parts of its parameters.
 
     `sum_gradients`: over the ranks, those of replicated parameters.
@@ -179,9 +154,25 @@ def _class_forward(
 
 
 def _gathered_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    y = _class_forward(module, x, sum_gradients=False)
+    y = _forward(module, x, sum_gradients=False)
     weight: Any = module.weight
     return redistribute(y, weight.device_mesh, Shard(y.dim() - 1), Replicate())
+
+
+def _selected_forward(module: nn.Linear, x: Tensor, *, parts: Sequence[tuple[int, int]]) -> Tensor:
+    def local_rows(parameter: Any) -> Any:
+        """Return the rows of a sharded parameter that this rank computes with."""
+        if parameter is None:
+            return None
+        size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+        full = parameter.redistribute(placements=[Replicate()])
+        full = full.to_local(grad_placements=[Partial()])
+        rows, heads = zip(*parts, strict=True)
+        shares = [min(size, count) for count in heads]
+        pieces = zip(full.split(rows), shares, strict=True)
+        return torch.cat([piece.chunk(n)[index * n // size] for piece, n in pieces])
+
+    return F.linear(x, local_rows(module.weight), local_rows(module.bias))
 
 
 def _row_forward(module: nn.Linear, x: Tensor, *, shard_tokens: bool, split_input: bool) -> Tensor:
@@ -205,12 +196,10 @@ def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
     padding = module.padding_idx  # its row gets no gradient
     if padding is not None:
         padding = padding - start if start <= padding < stop else None
-    embedded = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
-    embedded = redistribute(
-        embedded.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate()
-    )
+    states = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
+    states = redistribute(states.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate())
     scale: Tensor | None = getattr(module, "embed_scale", None)  # Gemma's
-    return embedded if scale is None else embedded * scale.to(embedded.dtype)
+    return states if scale is None else states * scale.to(states.dtype)
 
 
 def _local(parameter: Any, sum_gradients: bool) -> Any:
@@ -221,63 +210,56 @@ def _local(parameter: Any, sum_gradients: bool) -> Any:
     return copy_to_ranks(local, parameter.device_mesh) if sum_gradients and replicated else local
 
 
-class InputStyle(ParallelStyle):
-    """Changes the first argument of a module's forward pass, e.g. by `gather_tokens`."""
+def change_input(change: Callable[[Tensor, DeviceMesh], Tensor]) -> Style:
+    """Change the first argument of a module's forward pass, e.g. by `gather_tokens`."""
 
-    def __init__(self, change: Callable[[Tensor, DeviceMesh], Tensor]) -> None:
-        self.change = change
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(module: nn.Module, mesh: DeviceMesh) -> None:
         def prepare(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return self.change(args[0], device_mesh), *args[1:]
+            return change(args[0], mesh), *args[1:]
 
         module.register_forward_pre_hook(prepare)
-        return module
+
+    return apply
 
 
-class BlockInput(InputStyle):
-    """Changes the hidden states that attention or MLP read; attention's are without padding."""
+def change_block_input(change: Callable[[Tensor, DeviceMesh], Tensor]) -> Style:
+    """Change the hidden states that attention or MLP read; attention's are without padding."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(module: nn.Module, mesh: DeviceMesh) -> None:
         def prepare(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            states: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            hidden = self.change(states, device_mesh)
+            named = "hidden_states" in kwargs
+            hidden = change(kwargs["hidden_states"] if named else args[0], mesh)
             if "position_embeddings" in kwargs:
                 hidden = hidden[:, : _length(kwargs)]
-            if "hidden_states" in kwargs:
+            if named:
                 return args, kwargs | {"hidden_states": hidden}
             return (hidden, *args[1:]), kwargs
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
-        return module
+
+    return apply
 
 
-class LocalHeads(ParallelStyle):
-    """Lets attention count this rank's heads, where it reads their number off its configuration."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        attention: Any = module
-        config, size = copy.copy(attention.config), device_mesh.size()
-        key_heads = max(1, config.num_key_value_heads // size)
-        config.num_attention_heads //= size
-        config.num_key_value_heads = key_heads
-        attention.config = config
-        attention.num_key_value_groups = config.num_attention_heads // key_heads
-        if hasattr(attention, "num_key_value_heads"):
-            attention.num_key_value_heads = key_heads
-        return module
+def count_local_heads(attention: Any, mesh: DeviceMesh) -> None:
+    """Let attention count this rank's heads, where it reads their number off its configuration."""
+    config, size = copy.copy(attention.config), mesh.size()
+    key_heads = max(1, config.num_key_value_heads // size)
+    config.num_attention_heads //= size
+    config.num_key_value_heads = key_heads
+    attention.config = config
+    attention.num_key_value_groups = config.num_attention_heads // key_heads
+    if hasattr(attention, "num_key_value_heads"):
+        attention.num_key_value_heads = key_heads
 
 
-class GatherOutput(ParallelStyle):
-    """Makes the token shards that a decoder layer returns replicated, without padding."""
+def gather_output(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the token shards that a decoder layer returns replicated, without padding."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(module: nn.Module, args: object, kwargs: dict[str, Any], out: Tensor) -> Tensor:
-            full = redistribute(out, device_mesh, TOKENS, Replicate())[:, : _length(kwargs)]
-            return full.clone()  # FSDP's backward hooks are on outputs, and views may lose them
+    def gather(module: nn.Module, args: object, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        full = redistribute(out, mesh, TOKENS, Replicate())[:, : _length(kwargs)]
+        return full.clone()  # FSDP's backward hooks are on outputs, and views may lose them
 
-        module.register_forward_hook(gather, with_kwargs=True)
-        return module
+    layer.register_forward_hook(gather, with_kwargs=True)
 
 
 def _length(kwargs: dict[str, Any]) -> int:
@@ -312,7 +294,7 @@ def apply_tensor_parallel(
     tied = tied_parameters(model)
     plan = [*_parameter_plan(model, split).items(), *_activation_plan(model, split)]
     for name, style in plan:
-        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+        style(model.get_submodule(name), mesh)
     for module, name, owner, name_there in tied:
         module.register_parameter(name, owner.get_parameter(name_there))
 
@@ -326,21 +308,21 @@ class _Split:
     tp: int
     sequence_parallel: bool
 
-    def columns(self, name: str) -> ParallelStyle:
+    def columns(self, name: str) -> Style:
         """Return the style of a layer's linear whose outputs are split."""
         shape, last = self.shape, name.rpartition(".")[2]
         keys = (shape.kv_heads * shape.head_dim, shape.kv_heads)
         if self.plan.computes_whole(name):
             return gathered_columns()
         if last == "qkv_proj":
-            return SelectedColumns([(shape.heads * shape.head_dim, shape.heads), keys, keys])
+            return selected_columns([(shape.heads * shape.head_dim, shape.heads), keys, keys])
         if last == "gate_up_proj":
-            return SelectedColumns([(shape.intermediate, self.tp)] * 2)
+            return selected_columns([(shape.intermediate, self.tp)] * 2)
         if last in ("k_proj", "v_proj") and shape.kv_heads < self.tp:
-            return SelectedColumns([keys])
+            return selected_columns([keys])
         return column_parallel()
 
-    def others(self, name: str | None) -> ParallelStyle:
+    def others(self, name: str | None) -> Style:
         """Return the style of a layer's other modules, or those outside of it: all ranks' own."""
         if name is None:
             return replicated(sum_gradients=False)
@@ -354,9 +336,9 @@ class _Split:
         return not self.plan.computes_whole(block) and (packed or self.shape.kv_heads < self.tp)
 
 
-def _parameter_plan(model: nn.Module, split: _Split) -> dict[str, ParallelStyle]:
+def _parameter_plan(model: nn.Module, split: _Split) -> dict[str, Style]:
     """Return the style of every module that has parameters of its own, by the module's name."""
-    plan: dict[str, ParallelStyle] = {}
+    plan: dict[str, Style] = {}
     for name, module in model.named_modules():
         within, last = within_layer(name), name.rpartition(".")[2]
         if within in split.plan.columns or last == _HEAD:
@@ -378,7 +360,7 @@ def _parameter_plan(model: nn.Module, split: _Split) -> dict[str, ParallelStyle]
     return plan
 
 
-def _activation_plan(model: nn.Module, split: _Split) -> Iterator[tuple[str, ParallelStyle]]:
+def _activation_plan(model: nn.Module, split: _Split) -> Iterator[tuple[str, Style]]:
     """Yield names of modules, and what ranks communicate where activations enter and leave them."""
     named = list(model.named_modules())
     layers = [name for name, _ in named if within_layer(name) == ""]
@@ -386,14 +368,14 @@ def _activation_plan(model: nn.Module, split: _Split) -> Iterator[tuple[str, Par
     for name, module in named:
         block = within_layer(name)
         if block is not None and block in split.plan.blocks:
-            yield name, BlockInput(enter)
+            yield name, change_block_input(enter)
             if split.changes_heads(block) and hasattr(module, "num_key_value_groups"):
-                yield name, LocalHeads()
+                yield name, count_local_heads
         elif name.rpartition(".")[2] == _HEAD:
-            yield name, InputStyle(copy_to_ranks)
+            yield name, change_input(copy_to_ranks)
     if split.sequence_parallel and layers:
-        yield layers[0], InputStyle(shard_tokens)
-        yield layers[-1], GatherOutput()
+        yield layers[0], change_input(shard_tokens)
+        yield layers[-1], gather_output
 
 
 def _linear_names(name: str, module: nn.Module) -> tuple[str, list[str], list[str]]:

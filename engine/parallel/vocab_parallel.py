@@ -33,10 +33,9 @@ def vocabulary_bounds(vocabulary: int, shards: int, index: int) -> tuple[int, in
 class VocabParallelStatistics:
     """Statistics of softmax over a vocabulary of which this rank has a shard.
 
-    A `engine.models.vocabulary_head.TokenStatistics`, of local logits `[N, V_local]` and targets
-    `[N]` that are numbers in the full vocabulary. Columns past `stop − start` are padding
-    and count as entries that can't be sampled. Every rank gets the same results, and must run the
-    same loss on them: the gradient of local logits is then exact without communication.
+    A `models.vocabulary_head.TokenStatistics`, of local logits `[N, V_local]` and targets `[N]`
+    that are numbers in the full vocabulary. Columns past `stop − start` are padding. Every rank
+    gets the same results, and must run the same loss on them: the gradient is then exact, unsent.
     """
 
     start: int  # number of the first local entry, e.g. 75968
@@ -72,13 +71,13 @@ class VocabParallelStatistics:
             targets - self.start,
             _Options(temperature, self.group, entropy, entropy_gradient, sum_pi_squared),
         )
-        named = {"entropy": entropies, "sum_pi_squared": squared, "full_kl": kl}
-        requested = {
-            "entropy": entropy,
-            "sum_pi_squared": sum_pi_squared,
-            "full_kl": reference_logits is not None,
+        out = {
+            "log_probs": log_probs,
+            "entropy": entropies if entropy else None,
+            "sum_pi_squared": squared if sum_pi_squared else None,
+            "full_kl": None if reference_logits is None else kl,
         }
-        return {"log_probs": log_probs} | {k: v for k, v in named.items() if requested[k]}
+        return {name: value for name, value in out.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,8 @@ class Price:
 
 def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price:
     """Return what one step of `work` costs under `candidate` on the ranks of `allocation`."""
-    parts = (_compute, _traffic, _switch, rollout_seconds)
-    seconds = (part(work, candidate, allocation) for part in parts)
-    return Price(*seconds, ahead=work.ahead.seconds if work.ahead else 0.0)
+    run, ahead = (work, candidate, allocation), work.ahead.seconds if work.ahead else 0.0
+    return Price(_compute(*run), _traffic(*run), _switch(*run), rollout_seconds(*run), ahead)
 
 
 def _flops(work: Workload) -> float:

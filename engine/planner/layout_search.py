@@ -333,9 +333,8 @@ def search_apart(
 ) -> PlacementPlan:
     """Return the cheapest split of `cluster`'s GPUs: the plan of what computes, and other splits.
 
-    `plan` searches the layouts of the trainer on what is left. `counts` of samplers are allowed,
-    empty: any, with `tps` GPUs each. Raises PlacementError where no sampler fits, or no trainer
-    beside one.
+    `plan` searches the layouts of the trainer on what is left. `counts` of samplers, empty: any,
+    have `tps` GPUs each. Raises PlacementError where no sampler fits, or no trainer beside one.
     """
     samplers = _fastest(work, cluster, counts, tps)
     if not samplers:
@@ -372,10 +371,8 @@ def _fastest(
     available = cluster.gpus - 1  # the trainer gets one
     for tp in tps:
         most = available // tp
-        worth_a_look = (
-            n for n in range(1, most + 1) if most <= 16 or n % 8 == 0 or n.bit_count() == 1
-        )
-        for count in counts or worth_a_look:
+        looked_at = (n for n in range(1, most + 1) if most <= 16 or not n % 8 or n.bit_count() == 1)
+        for count in counts or looked_at:
             if count <= most and (samplers := priced_samplers(work, cluster, count, tp)):
                 priced.append(samplers)
     faster: list[Samplers] = []

@@ -256,9 +256,8 @@ def cluster_of(
 ) -> Cluster:
     """Return the machines among Ray's nodes that run workers: those with CPUs or GPUs.
 
-    `gpu_memory` is what each node, by name, said of its GPUs, in bytes; `kinds` are GPUs that the
-    table of hardware does not have. Raises PlacementError where there are no such nodes, or a
-    GPU's memory is unknown.
+    `gpu_memory` is what each node, by name, said of its GPUs, in bytes; `kinds` as `gpu` has them.
+    Raises PlacementError where there are no such nodes, or a GPU's memory is unknown.
     """
     machines = []
     for node in nodes:

@@ -199,8 +199,8 @@ def sizes(shape: ModelShape) -> Sizes:
 def mlp_activations(shape: ModelShape) -> float:
     """Return what a token's MLP keeps for the backward pass, in elements, in a mean layer.
 
-    That is four products of its width, and of experts also the tokens given to each, what each
-    makes of them, and that weighted.
+    Four products of its width, and of experts their tokens, what they make of them, and that
+    weighted.
     """
     moe, dense = shape.experts, 4.0 * shape.intermediate
     if moe is None:

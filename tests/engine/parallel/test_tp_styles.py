@@ -11,10 +11,10 @@ from gloo_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from engine.parallel.tensor_parallel import (
     TOKENS,
+    Style,
     copy_to_ranks,
     gather_tokens,
     pad_tokens,
@@ -35,9 +35,10 @@ def two_ranks() -> tuple[DeviceMesh, int]:
     return mesh, mesh.get_local_rank()
 
 
-def sharded(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> Any:
+def sharded(module: nn.Module, mesh: DeviceMesh, style: Style) -> Any:
     """A copy of `module` in this style, of the same class."""
-    found = parallelize_module(copy.deepcopy(module), mesh, style, src_data_rank=None)
+    found = copy.deepcopy(module)
+    style(found, mesh)
     assert type(found) is type(module)
     return found
 
