@@ -224,17 +224,22 @@ def gae(
     them on unchanged. `whiten=False` keeps A = L.
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
-    rewards, values = inputs.token_level_rewards, inputs.need("values")
-    mask = inputs.response_mask.bool()
+    values, mask = inputs.need("values"), inputs.response_mask.bool()
+    advantages = _gae(inputs.token_level_rewards, values, mask, gamma, lam)
+    returns = advantages + values
+    return AdvantageOutputs(masked_whiten(advantages, mask) if whiten else advantages, returns)
+
+
+def _gae(rewards: Tensor, values: Tensor, present: Tensor, gamma: float, lam: float) -> Tensor:
+    """Return L over the actions that are `present`, in columns; others pass it on."""
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(values.shape[0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantages[:, t] = delta + gamma * lam * next_advantage
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
-    returns = advantages + values
-    return AdvantageOutputs(masked_whiten(advantages, mask) if whiten else advantages, returns)
+        next_value = torch.where(present[:, t], values[:, t], next_value)
+        next_advantage = torch.where(present[:, t], advantages[:, t], next_advantage)
+    return advantages
 
 
 @register_advantage("gae_turn", requires=("values",))
@@ -253,14 +258,7 @@ def gae_turn(
     turns = inputs.turns
     rewards = turns.sum(inputs.token_level_rewards)
     values = turns.first(inputs.need("values"))
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = values.new_zeros(values.shape[0])
-    for k in reversed(range(values.shape[1])):
-        present = turns.present[:, k]
-        delta = rewards[:, k] + gamma * next_value - values[:, k]
-        advantages[:, k] = torch.where(present, delta + gamma * lam * next_advantage, 0.0)
-        next_value = torch.where(present, values[:, k], next_value)
-        next_advantage = torch.where(present, advantages[:, k], next_advantage)
+    advantages = _gae(rewards, values, turns.present, gamma, lam)
     tokens = turns.to_tokens(advantages)
     returns = turns.to_tokens(advantages + values)
     return AdvantageOutputs(masked_whiten(tokens, turns.mask) if whiten else tokens, returns)
@@ -310,16 +308,15 @@ def grpo_turn(
     2505.11821. Both group by what is comparable: here, the number of the turn.
     """
     turns = inputs.turns
-    rewards = turns.sum(inputs.token_level_rewards)
+    returns = reward_to_go(turns.sum(inputs.token_level_rewards), turns.present, gamma)
     by_std = norm_adv_by_std_in_grpo
     episodes = grpo_scores(inputs.scores, inputs.groups, by_std, epsilon)
-    group_of = torch.zeros(len(turns.present), dtype=torch.long, device=rewards.device)
+    group_of = torch.zeros(len(turns.present), dtype=torch.long, device=returns.device)
     group_of[turns.episode] = inputs.group_ids
-    returns, relative = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    running = rewards.new_zeros(rewards.shape[0])
-    for k in reversed(range(rewards.shape[1])):
-        returns[:, k] = running = rewards[:, k] + gamma * running
-        relative[:, k] = _relative(running, group_of, turns.present[:, k], by_std, epsilon)
+    relative = torch.zeros_like(returns)
+    for k in range(returns.shape[1]):
+        present = turns.present[:, k]
+        relative[:, k] = _relative(returns[:, k], group_of, present, by_std, epsilon)
     tokens = turns.to_tokens(turn_weight * relative)
     tokens = tokens + turns.mask * episodes[:, None]
     return AdvantageOutputs(tokens, turns.to_tokens(returns))

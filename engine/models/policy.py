@@ -24,25 +24,9 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from engine.config import LoRAConfig
 from engine.errors import ConfigError, ModelError
-from engine.models.loading import (
-    DTYPES,
-    adapter_base_path,
-    check_dtype,
-    load_model,
-    load_model_config,
-    require_model_folder,
-    with_model_lock,
-)
+from engine.models import loading, value_head
 from engine.models.lora import ADAPTER, add_adapters, finalize_adapters
 from engine.models.quantize import load_packed, quantize_linears
-from engine.models.value_head import (
-    CriticModel,
-    create_critic_model,
-    is_classifier,
-    load_classifier,
-    output_size,
-    score_head,
-)
 from engine.storage.filesystem import split_revision
 from engine.storage.weight_files import WeightFiles, stack_experts
 
@@ -56,7 +40,7 @@ _SPECIAL = (  # of peft's settings, what makes adapters more than plain LoRA
 )
 
 
-@with_model_lock
+@loading.with_model_lock
 def load_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel:
@@ -66,7 +50,7 @@ def load_policy_model(
     that it names. Otherwise such a folder is merged first. Raises ConfigError and ModelError.
     """
     lora = resolve_lora(path, lora or LoRAConfig())
-    model = load_model(base_path(path, lora), dtype)
+    model = loading.load_model(base_path(path, lora), dtype)
     if lora.quantize:
         quantize_linears(model, lora.quantize)
     _put_adapters(model, path, lora, seed)
@@ -75,7 +59,7 @@ def load_policy_model(
 
 def base_path(path: str | Path, lora: LoRAConfig) -> str | Path:
     """Return the model whose weights a policy has: its adapters' base, where `path` is theirs."""
-    return (adapter_base_path(path) if lora.from_folder else None) or path
+    return (loading.adapter_base_path(path) if lora.from_folder else None) or path
 
 
 def _put_adapters(model: PreTrainedModel, path: str | Path, lora: LoRAConfig, seed: int) -> None:
@@ -110,12 +94,12 @@ def _folder_settings(path: str | Path) -> LoraConfig:
     """Read and check peft's LoraConfig in an adapter's folder."""
     from peft import LoraConfig, PeftConfig
 
-    if not Path(path).is_dir() or adapter_base_path(path) is None:
+    if not Path(path).is_dir() or loading.adapter_base_path(path) is None:
         raise ConfigError(
             f"model.lora.from_folder: model.path={str(path)!r} has no adapter_config.json; give an "
             "adapter's folder, or set model.lora.rank for new adapters"
         )
-    require_model_folder(path)
+    loading.require_model_folder(path)
     try:
         settings = PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -185,12 +169,12 @@ def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | Un
 
     It is loaded whole where it can't be built so. Raises what `load_model` does.
     """
-    check_dtype(dtype)
-    require_model_folder(path)
-    return _open(path, dtype, AutoModelForCausalLM) or load_model(path, dtype).eval()
+    loading.check_dtype(dtype)
+    loading.require_model_folder(path)
+    return _open(path, dtype, AutoModelForCausalLM) or loading.load_model(path, dtype).eval()
 
 
-@with_model_lock
+@loading.with_model_lock
 def open_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel | UnloadedModel:
@@ -209,34 +193,35 @@ def open_policy_model(
     return opened.eval()
 
 
-@with_model_lock
+@loading.with_model_lock
 def open_critic_model(
     path: str | Path,
     dtype: str,
     lora: LoRAConfig | None = None,
     seed: int = 0,
     setting: str = "critic.lora",
-) -> CriticModel | UnloadedModel:
+) -> value_head.CriticModel | UnloadedModel:
     """Open what `create_critic_model` makes of the model at `path`, as `open_model` does.
 
     A folder of a classifier of one label, such as a reward model, gives the head, too.
     """
     policy: PreTrainedModel | UnloadedModel
-    if is_classifier(path):
-        require_model_folder(path, "critic.model_path")
+    if value_head.is_classifier(path):
+        loading.require_model_folder(path, "critic.model_path")
         opened_classifier = _open(path, dtype, AutoModelForSequenceClassification)
-        policy = opened_classifier or load_classifier(path, dtype).eval()
+        policy = opened_classifier or value_head.load_classifier(path, dtype).eval()
     else:
         policy = open_model(path, dtype)
     if not isinstance(policy, UnloadedModel):
-        return create_critic_model(policy, lora, seed, setting).eval()
+        return value_head.create_critic_model(policy, lora, seed, setting).eval()
     module, backbone = policy.module, policy.module.base_model
     source = {id(t): policy.names[name] for name, t in _tensors(module).items()}
     names = {f"backbone.{name}": source[id(t)] for name, t in _tensors(backbone).items()}
-    if (head := score_head(module)) is not None:
+    if (head := value_head.score_head(module)) is not None:
         names["head.weight"] = source[id(head)]
+    width = value_head.output_size(module.config.get_text_config())
     with torch.device("meta"):
-        critic = CriticModel(backbone, output_size(module.config.get_text_config()))
+        critic = value_head.CriticModel(backbone, width)
     critic.to(next(backbone.parameters()).dtype).requires_grad_(True).eval()
     opened = UnloadedModel(critic, policy.files, names)
     if lora is None or not lora.rank:
@@ -280,16 +265,16 @@ def _open(path: str | Path, dtype: str, kind: Any) -> UnloadedModel | None:
     Where ranks share the model, the first warns that each loads all of it.
     """
     try:
-        return _build(path, DTYPES[dtype], kind)
+        return _build(path, loading.DTYPES[dtype], kind)
     except _WholeOnly as why:
         if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
             log.warning("each rank loads all of %s before it keeps its part: %s", path, why)
         return None
 
 
-@with_model_lock
+@loading.with_model_lock
 def _build(path: str | Path, dtype: torch.dtype, kind: Any) -> UnloadedModel:
-    if adapter_base_path(path) is not None:
+    if loading.adapter_base_path(path) is not None:
         raise _WholeOnly("it is an adapter, which is merged into its base")
     name, pinned = split_revision(path)
     revision = pinned or "main"
@@ -313,7 +298,7 @@ def _build(path: str | Path, dtype: torch.dtype, kind: Any) -> UnloadedModel:
 def _on_meta(path: str | Path, name: str, dtype: torch.dtype, kind: Any) -> Any:
     """Make the model, by one of transformers' automatic classes, without any storage."""
     try:
-        config = load_model_config(path)
+        config = loading.load_model_config(path)
         if getattr(config, "quantization_config", None):
             raise _WholeOnly("its weights are quantised")
         if config.get_text_config() is not config:

@@ -14,15 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -55,17 +48,17 @@ def shard_model(
         return
     mesh = _mesh(ranks)
     dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = OffloadPolicy()
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = fsdp.OffloadPolicy()
     if config.offload_params:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     special = {
         p
         for p in model.parameters()
         if type(p) is not nn.Parameter and not isinstance(p.data, DTensor)
     }
     for module in (*layers, model):
-        fully_shard(
+        fsdp.fully_shard(
             module,
             mesh=mesh,
             mp_policy=precision,
@@ -73,12 +66,12 @@ def shard_model(
             ignored_params=special,
             shard_placement_fn=partial(_placement, ranks.size(*SHARD_AXES)),
         )
-        assert isinstance(module, FSDPModule)
+        assert isinstance(module, fsdp.FSDPModule)
         module.set_gradient_divide_factor(1.0)  # of this module alone: the default is an average
         module.set_force_sum_reduction_for_comms(True)  # else it multiplies, which gloo can't
         module.set_reduce_scatter_unused_params(True, recurse=False)
     setattr(model, _RUN, MethodType(_run, model))
-    register_fsdp_forward_method(model, _RUN)
+    fsdp.register_fsdp_forward_method(model, _RUN)
 
 
 def run_forward(model: nn.Module, function: Callable[[], T]) -> T:
@@ -89,7 +82,7 @@ def run_forward(model: nn.Module, function: Callable[[], T]) -> T:
     them). Without FSDP it only calls the function. All ranks of the shard group must call it
     equally often, and equally often with gradients.
     """
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, fsdp.FSDPModule):
         return function()
     try:
         result: T = getattr(model, _RUN)(function)
@@ -104,7 +97,7 @@ def run_forward(model: nn.Module, function: Callable[[], T]) -> T:
 def reshard(model: nn.Module) -> None:
     """Free gathered weights, so that `model`'s parameters are the trained shards."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 

@@ -265,11 +265,6 @@ class RolloutLayout(RankGrid):
         """Stages in rollout, p_g."""
         return self._count(self.pp_axes)
 
-    @property
-    def data(self) -> int:
-        """Copies of the model in rollout."""
-        return self._count(self.data_axes)
-
     def place(self, rank: int) -> Place:
         """Return the rollout coordinates of a training rank."""
         coordinates = self.coordinates(rank)
@@ -278,19 +273,10 @@ class RolloutLayout(RankGrid):
 
     def tp_groups(self) -> list[list[int]]:
         """Return the ranks that share matrices, each group in the order of the tp coordinate."""
-        return self._groups("data", "pp")
-
-    def replicas(self) -> list[list[int]]:
-        """Return the ranks of each copy of the model, by stage and then by tp coordinate."""
-        return self._groups("data")
-
-    def _groups(self, *fields: str) -> list[list[int]]:
-        """Group ranks with the same values of `fields`, each by stage and then tp coordinate."""
-        by_fields: dict[tuple[int, ...], list[int]] = {}
-        for rank in sorted(range(self.world_size), key=self.place):
-            place = self.place(rank)
-            by_fields.setdefault(tuple(getattr(place, name) for name in fields), []).append(rank)
-        return [by_fields[key] for key in sorted(by_fields)]
+        groups: dict[tuple[int, int], list[int]] = {}
+        for place, rank in sorted((self.place(rank), rank) for rank in range(self.world_size)):
+            groups.setdefault((place.data, place.pp), []).append(rank)
+        return [groups[key] for key in sorted(groups)]
 
     def _count(self, names: tuple[str, ...]) -> int:
         return math.prod(size for name, size in self.axes if name in names)

@@ -22,14 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from engine.errors import ConfigError
@@ -85,7 +78,9 @@ def sharded(placements: Mapping[str, Placement], forward: Callable[..., Tensor])
         for name, parameter in list(module.named_parameters(recurse=False)):
             # All ranks have the same one, so that nothing is sent.
             placement, full = placements.get(name, Replicate()), parameter.detach()
-            local = distribute_tensor(full, mesh, [placement], src_data_rank=None)
+            local = torch.distributed.tensor.distribute_tensor(
+                full, mesh, [placement], src_data_rank=None
+            )
             trained = parameter.requires_grad
             module.register_parameter(name, nn.Parameter(local, requires_grad=trained))
         module.forward = MethodType(forward, module)
