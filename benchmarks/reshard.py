@@ -18,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -47,7 +47,6 @@ from engine.parallel.shard_maps import (
     ShardMap,
     chunk,
     rollout_shard_map,
-    subtract_all,
 )
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -364,6 +363,14 @@ def planned(sizes: Sequence[str]) -> list[dict[str, Any]]:
 
 def gigabytes(value: float | None) -> str:
     return "–" if value is None else f"{value / 1e9:.2f}"
+
+
+def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
+    """Return the elements of `box` that none of `others` has, as boxes that don't overlap."""
+    remaining = [box] if box.elements else []
+    for other in others:
+        remaining = [piece for part in remaining for piece in part.subtract(other)]
+    return remaining
 
 
 @dataclass(frozen=True)

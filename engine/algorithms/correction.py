@@ -37,10 +37,6 @@ class Criterion:
     low: float
     high: float
 
-    @property
-    def name(self) -> str:  # e.g. seq_mean_k1
-        return f"{self.level}_{self.kind}"
-
     def passes(self, gap: Tensor, mask: Tensor) -> Tensor:
         """Return the tokens `[B, T]` (bool) to keep; the gap is log π_old − log π_rollout."""
         statistic = _ESTIMATORS[self.kind](mask_out(mask, gap).clamp(-20.0, 20.0))
@@ -102,7 +98,7 @@ def reject(
     for criterion in criteria:
         failed = before & ~criterion.passes(gap, response_mask)
         share = masked_mean(failed.double(), before)
-        shares[f"rollout_rs_{criterion.name}_masked_fraction"] = float(share)
+        shares[f"rollout_rs_{criterion.level}_{criterion.kind}_masked_fraction"] = float(share)
         lost = lost | failed
     rows = masked_mean(lost.any(1).double(), before.any(1))
     shares["rollout_rs_masked_fraction"] = float(masked_mean(lost.double(), before))

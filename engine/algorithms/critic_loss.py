@@ -55,9 +55,8 @@ def rows_with_gradient(
     """Return the rows `[B]` (bool) that can change the gradient; train on these alone.
 
     A row can't when it has no token inside the mask, or when all its advantages are 0 and nothing
-    else pulls: no entropy bonus, no KL term, no penalty inside the loss (`dro`, `kl_cov`). The
-    rows left out contribute 0 to the loss as well; their metrics (e.g. ppo_kl) are not counted.
-    Denominators still come from the whole batch's mask, so the gradient stays the same.
+    else pulls: no entropy bonus, no KL term, no penalty inside the loss (`dro`, `kl_cov`). Its
+    metrics are not counted. Denominators still come from the whole batch's mask.
     """
     mask = response_mask.bool()
     pulled = bool(entropy_coeff or kl_loss_coef) or get_policy_loss(loss_mode).regularized

@@ -389,7 +389,7 @@ def check_overrides(path: str, changes: Mapping[str, Any]) -> dict[str, object]:
 
 def link_model(path: str, changes: Mapping[str, object], folder: Path) -> None:
     """Fill `folder` with links to the files of the model in `path`, and the changed config.json."""
-    source = _local(path)
+    source = _download(path) if is_hub_id(path) else Path(path)
     folder.mkdir()
     for file in sorted(source.iterdir()):
         if file.name != "config.json" and file.is_file():
@@ -425,10 +425,8 @@ def _shapes(config: PretrainedConfig, changes: Mapping[str, object]) -> dict[str
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def _local(path: str) -> Path:
-    """Return the model's folder, or that of the hub's cache, which is filled."""
-    if not is_hub_id(path):
-        return Path(path)
+def _download(path: str) -> Path:
+    """Fill the hub's cache; return its folder."""
     from huggingface_hub import snapshot_download
 
     name, revision = split_revision(path)

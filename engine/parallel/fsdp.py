@@ -46,7 +46,9 @@ def shard_model(
     """
     if not shards_weights(ranks):
         return
-    mesh = _mesh(ranks)
+    mesh = ranks.submesh(*(axis for axis in SHARD_AXES if ranks.size(axis) > 1))
+    if ranks.size("dp") > 1:  # two-dimensional: (copies, shards)
+        mesh = DeviceMesh._concatenate([ranks.submesh("dp"), mesh])
     dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = fsdp.OffloadPolicy()
@@ -118,15 +120,6 @@ def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: Any) 
 
 def _run(model: nn.Module, function: Callable[[], T]) -> T:
     return function()  # FSDP's hooks are around it
-
-
-def _mesh(ranks: Ranks) -> DeviceMesh:
-    """Return the ranks that shard the weights; with replicas, two-dimensional: (dp, shards)."""
-    axes = [axis for axis in SHARD_AXES if ranks.size(axis) > 1]
-    shards = ranks.submesh(*axes)
-    if ranks.size("dp") == 1:
-        return shards
-    return DeviceMesh._concatenate([ranks.submesh("dp"), shards])
 
 
 def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:

@@ -88,7 +88,11 @@ def global_grad_norm(
     redistribute_gradients(with_grad)
     skipped = {id(p) for p in tied_duplicates}
     counted = [p for p in with_grad if id(p) not in skipped and _counts_here(p, ranks)]
-    squares = _sum_of_squares([local_tensor(p.grad) for p in counted if p.grad is not None])
+    grads = [local_tensor(p.grad) for p in counted if p.grad is not None]
+    squares = 0.0
+    for alike in _by_kind([grad for grad in grads if grad.numel()]):
+        norms = torch._foreach_norm(alike, 2, dtype=torch.float32)
+        squares += float(torch.stack(norms).double().square().sum())
     if ranks.mesh is None:
         return math.sqrt(squares)
     local_squares = torch.tensor([squares], dtype=torch.float64, device=ranks.mesh.device_type)
@@ -129,14 +133,6 @@ def _counts_here(parameter: nn.Parameter, ranks: Ranks) -> bool:
                 holders -= axes
     coordinates = ranks.layout.coordinates(ranks.rank)
     return all(coordinates[axis] == 0 for axis in holders)
-
-
-def _sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    total = 0.0
-    for alike in _by_kind([t for t in tensors if t.numel()]):
-        norms = torch._foreach_norm(alike, 2, dtype=torch.float32)
-        total += float(torch.stack(norms).double().square().sum())
-    return total
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> Collection[list[Tensor]]:

@@ -1,11 +1,9 @@
 """Pipeline parallelism: which layers each stage has, and micro-batches through the stages (1F1B).
 
-A stage is extracted from a full model; its parameters keep their names. A matrix that is both
-embedding and head is in the first stage and in the last: `sum_tied_gradients` adds their gradients.
-The order of passes and messages is torch.distributed.pipelining's: 1F1B (Narayanan et al.,
-arXiv:1806.03377; at most as many micro-batches' activations as there are stages), or GPipe for
-fewer micro-batches than stages. Each micro-batch travels in its own shape: nothing is padded to the
-widest, and a buffer lives only while its micro-batch is on this stage.
+A stage is extracted from a full model; its parameters keep their names. The order of passes and
+messages is torch.distributed.pipelining's: 1F1B (Narayanan et al., arXiv:1806.03377; at most as
+many micro-batches' activations as there are stages), or GPipe for fewer micro-batches than stages.
+Each micro-batch travels in its own shape: nothing is padded to the widest.
 """
 
 from __future__ import annotations
@@ -212,18 +210,14 @@ def extract_stage(model: Any, stage: int, stages: int) -> PipelineStage:
     part.add_module(names[0], decoder)
     if part.last:
         part.add_module(names[1], model.get_submodule(names[1]))
-    if not critic and stages > 1 and _tied(model) and (part.first or part.last):
+    ends = () if critic else (model.get_input_embeddings(), model.get_output_embeddings())
+    tied = len({getattr(end, "weight", None) for end in ends}) == 1
+    if tied and stages > 1 and (part.first or part.last):
         part.tied = (f"{part.embedding_name if part.first else names[1]}.weight",)
     if getattr(model, "peft_config", None):  # adapters are switched on the stage as on the model
         part.peft_config = model.peft_config
         part._hf_peft_config_loaded = True
     return part.train(model.training)
-
-
-def _tied(model: Any) -> bool:
-    """Tell whether embedding and head are one matrix."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return getattr(ends[0], "weight", None) is getattr(ends[1], "weight", None)
 
 
 def tied_across_stages(stage: nn.Module) -> set[str]:

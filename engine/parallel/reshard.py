@@ -3,8 +3,7 @@
 Every destination element has one source: the rank itself where it holds it, else one of its
 holders. So the bytes received are those that the rank lacks, and no plan can do with fewer.
 Parameters that are sharded alike are planned together, and a rank's plan is cut into all-to-alls of
-bounded size, which `exchange` runs; `layout` has the order of ranks that makes it cheap
-(HybridFlow, arXiv:2409.19256, section 5).
+bounded size, which `exchange` runs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +96,12 @@ def make_transfer_groups(source: ShardMap, target: ShardMap) -> list[TransferGro
 
 def _find_transfers(group: TransferGroup) -> Iterable[Transfer]:
     """Find what ranks lack of a group's target, in boxes with the same holders."""
-    _check_disjoint(group)
+    for rank, shards in shards_by_rank(group.target).items():
+        if any(a.box.intersect(b.box) for a, b in combinations(shards, 2)):
+            raise ConfigError(
+                f"rank {rank} wants elements of {group.names[0]!r} in two places; share one "
+                "storage between them"
+            )
     receivers_by_box: dict[Box, set[int]] = defaultdict(set)
     for shard in group.target:
         receivers_by_box[shard.box].update(shard.ranks)
@@ -118,17 +122,6 @@ def _find_transfers(group: TransferGroup) -> Iterable[Transfer]:
                 f"elements of {group.names[0]!r} that rollout rank {min(ranks)} wants; the "
                 "trainer's ranks must hold the whole model together"
             )
-
-
-def _check_disjoint(group: TransferGroup) -> None:
-    """Raise ConfigError for a target that wants an element twice on one rank."""
-    for rank, shards in shards_by_rank(group.target).items():
-        for i, shard in enumerate(shards):
-            if any(shard.box.intersect(earlier.box) for earlier in shards[:i]):
-                raise ConfigError(
-                    f"rank {rank} wants elements of {group.names[0]!r} in two places; share one "
-                    "storage between them"
-                )
 
 
 def choose_senders(groups: Sequence[TransferGroup], world_size: int, hosts: Sequence[str]) -> None:

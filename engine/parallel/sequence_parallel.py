@@ -93,10 +93,6 @@ def local_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, 
 def sum_tokens(values: Tensor, ranks: Ranks) -> Tensor:
     """Sum `values`, of any shape, over `sp`; a rank's are 0 where a token isn't its own.
 
-    >>> mine, columns = local_tokens(positions, hidden.shape[1], ranks)       # doctest: +SKIP
-    >>> picked = log_probs_of(head(hidden[rows[mine], columns]), targets[mine])
-    >>> log_probs = sum_tokens(picked.new_zeros(N).index_put((mine,), picked), ranks)
-
     Backward hands the gradient on as it is.
     """
     group = ranks.group("sp")

@@ -88,14 +88,6 @@ def chunk(box: Box, dim: int | None, parts: int, index: int) -> Box:
     return box.cut(dim, box.offset[dim] + start, min(width, box.size[dim] - start))
 
 
-def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
-    """Return the elements of `box` that none of `others` has, as boxes that don't overlap."""
-    remaining = [box] if box.elements else []
-    for other in others:
-        remaining = [piece for part in remaining for piece in part.subtract(other)]
-    return remaining
-
-
 def disjoint_boxes(
     holders: Iterable[tuple[Box, Iterable[int]]],
 ) -> list[tuple[Box, tuple[int, ...]]]:

@@ -4,10 +4,8 @@ Matrices that read the residual stream are split by rows of the weight (queries,
 up, the head), those that write it by columns (output, down), and the vocabulary by entries. With
 sequence parallelism (Korthikanti et al., arXiv:2205.05198) norms and residuals between them are on
 shards of the tokens. Parameters become DTensors, so that FSDP, checkpoints and optimizers know
-their full shape. The forward pass computes on local tensors (`module.forward` is replaced, the
-class stays), and DTensor's redistribution does the communication. torch's own styles need
-vocabularies and sequences that the ranks divide; these don't. The loss over a split vocabulary is
-in `vocab_parallel`.
+their full shape; the forward pass computes on local tensors (`module.forward` is replaced, the
+class stays). torch's own styles need vocabularies and sequences that the ranks divide.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Softmax over a vocabulary that is split over ranks: log-probs, entropy, Σπ², and exact KL.
 
-Each rank has the logits of consecutive vocabulary entries, and no rank ever has a full row: ranks
-exchange a few numbers a token in the forward pass and nothing in the backward pass. The head that
-gives such logits is in `tensor_parallel`.
+Each rank has the logits of consecutive vocabulary entries: ranks exchange a few numbers a token in
+the forward pass and nothing in the backward pass.
 """
 
 from __future__ import annotations

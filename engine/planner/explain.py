@@ -58,17 +58,17 @@ def _roles(plan: PlacementPlan) -> list[str]:
     best, *others = plan.splits
     samplers, price = best.work.ahead, best.price
     decode = "decodes" if samplers and samplers.count == 1 else "decode"
-    lines = [
-        f"  roles   {best.allocation.ranks} GPU(s) compute for {price.trainer:.3g} s, while "
-        f"{samplers} {decode} for {price.ahead:.3g} s"
-    ]
     also = [
         f"{other.allocation.ranks} and {other.work.ahead} {other.price.total:.3g} s"
         for other in others[:SHOWN]
     ]
     if plan.together is not None:
         also.append(f"taking turns on all GPUs (trainer.mode=sync) {plan.together:.3g} s")
-    return lines + ([f"          instead of that: {'; '.join(also)}"] if also else [])
+    return [
+        f"  roles   {best.allocation.ranks} GPU(s) compute for {price.trainer:.3g} s, while "
+        f"{samplers} {decode} for {price.ahead:.3g} s",
+        *([f"          instead of that: {'; '.join(also)}"] if also else []),
+    ]
 
 
 def _lost(priced: PricedCandidate, chosen: PricedCandidate) -> str:

@@ -3,9 +3,8 @@
 The search is pure: the same workload, machines and settings give the same plan.
 
 In the modes that run ahead (`search_apart`) some GPUs decode and the others compute. A step then
-takes as long as the slower of the two: samplers take new weights and decode a step's completions,
-while the trainer's ranks compute, and hand their weights out. More samplers decode faster and leave
-fewer ranks, so the cheapest split is where both take about as long.
+takes as long as the slower of the two. More samplers decode faster and leave fewer ranks, so the
+cheapest split is where both take about as long.
 """
 
 from __future__ import annotations

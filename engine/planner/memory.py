@@ -3,9 +3,8 @@
 Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arXiv:1910.02054,
 section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
 (arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
-without stored scores (SDPA), and a gated MLP or experts. The peak is the largest of three
-moments: loading, training, and rollout. A rank loads its shards alone (`runtime.apply_layout`). A
-quantised base is whole on every rank; it is packed in the machine's memory, a matrix at a time.
+without stored scores (SDPA), and a gated MLP or experts. A rank loads its shards alone
+(`runtime.apply_layout`); a quantised base is whole on every rank, packed a matrix at a time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -26,7 +26,6 @@ from engine.parallel.shard_maps import (
     ShardMap,
     chunk,
     rollout_shard_map,
-    subtract_all,
 )
 
 
@@ -200,6 +199,14 @@ def local_parts(shard_map: ShardMap, whole: dict[str, Tensor], rank: int) -> dic
         part = view(whole[name], shard.box.offset, shard.box.size)
         view(found[storage], shard.start, shard.box.size).copy_(part)
     return found
+
+
+def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
+    """Return the elements of `box` that none of `others` has, as boxes that don't overlap."""
+    remaining = [box] if box.elements else []
+    for other in others:
+        remaining = [piece for part in remaining for piece in part.subtract(other)]
+    return remaining
 
 
 @dataclass(frozen=True)
