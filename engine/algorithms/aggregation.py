@@ -66,7 +66,6 @@ def merge(parts: Iterable[Metrics]) -> dict[str, MeanAccumulator]:
 
 
 def compute_means(metrics: Metrics) -> dict[str, float]:
-    """Divide each total by its count."""
     return {name: value.mean() for name, value in metrics.items()}
 
 

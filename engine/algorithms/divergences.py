@@ -122,11 +122,9 @@ class FixedKL:
         """Nothing to adapt."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore `state_dict`."""
         self.value = float(state["value"])
 
 

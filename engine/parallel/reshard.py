@@ -106,19 +106,19 @@ def _find_transfers(group: TransferGroup) -> Iterable[Transfer]:
     for shard in group.target:
         receivers_by_box[shard.box].update(shard.ranks)
     available = shard_maps.disjoint_boxes((shard.box, shard.ranks) for shard in group.source)
-    for wanted_box, ranks in receivers_by_box.items():
+    for target_box, ranks in receivers_by_box.items():
         covered = 0
         for tile, holders in available:
-            box = wanted_box.intersect(tile)
+            box = target_box.intersect(tile)
             if box is None:
                 continue
             covered += box.elements
             receivers = sorted(ranks.difference(holders))
             if receivers:
                 yield Transfer(box, holders, np.array(receivers, np.int32))
-        if covered != wanted_box.elements:
+        if covered != target_box.elements:
             raise ModelError(
-                f"no rank holds {wanted_box.elements - covered} of the {wanted_box.elements} "
+                f"no rank holds {target_box.elements - covered} of the {target_box.elements} "
                 f"elements of {group.names[0]!r} that rollout rank {min(ranks)} wants; the "
                 "trainer's ranks must hold the whole model together"
             )

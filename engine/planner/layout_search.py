@@ -234,7 +234,7 @@ def search(
     """
     fixed, refused = fixed or FixedSettings(), list[str]()
     allocations = cluster.allocations(reserved_cpus)
-    valid = [priced for one in allocations for priced in candidates(work, one, fixed)]
+    valid = [priced for part in allocations for priced in candidates(work, part, fixed)]
     ranked = sorted((priced for priced in valid if priced.fits), key=lambda priced: priced.order)
     too_large = [priced for priced in valid if not priced.fits]
     listed = _first(ranked, refusal, refused)
