@@ -260,14 +260,14 @@ def test_under_autocast_attention_takes_its_dtype(monkeypatch: pytest.MonkeyPatc
     where = ids.nonzero(as_tuple=True)
 
     def watch(name: str) -> None:
-        attend = getattr(packed_attention, name)
+        attend = getattr(attention, name)
 
         def watched(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
             dtypes.append({query.dtype, key.dtype, value.dtype})
             found: Tensor = attend(query, key, value, *options)
             return found
 
-        monkeypatch.setattr(packed_attention, name, watched)
+        monkeypatch.setattr(attention, name, watched)
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         wanted = padded(model, ids)[where]
