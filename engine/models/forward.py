@@ -234,6 +234,7 @@ def scatter_tokens(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
 
 Outputs = dict[str, Tensor]
 ReferenceLogits = Callable[[Batch], Tensor]  # at a micro-batch's response tokens
+Divergences = Iterator[tuple[int, Tensor]]  # [N] each, with the number of the teacher
 
 
 class OutputReader(ABC):
@@ -407,17 +408,13 @@ class DivergenceReader(_LogitsReader):
             total = total + weights[seqs.rows, i].to(divergence) * divergence
         return out | {"divergence": total}
 
-    def _from_logits(
-        self, logits: Tensor, seqs: Sequences, micro: Batch
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _from_logits(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Divergences:
         options: dict[str, Any] = {"beta": self.beta, "temperature": self.temperature}
         for i, teacher in enumerate(self.teachers):
             if not self.skip or bool(micro["teacher_weights"][:, i].any()):
                 yield i, full_divergence(logits, teacher(micro), self.kind, **options)
 
-    def _from_top_k(
-        self, logits: Tensor, seqs: Sequences, micro: Batch
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _from_top_k(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Divergences:
         options: dict[str, Any] = {"beta": self.beta, "temperature": self.temperature}
         count = micro["teacher_weights"].shape[1]
         teachers = (
