@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
@@ -37,8 +40,14 @@ from engine.parallel.layout import Layout, ModelShape, RolloutLayout, rollout_la
 from engine.parallel.module_shards import gather_full_tensors, gather_shard_map, local_tensors
 from engine.parallel.pipeline_parallel import extract_stage, layers_by_stage
 from engine.parallel.process_groups import Ranks
-from engine.parallel.reshard import RankPlan, ReshardPlan, plan_reshard
-from engine.parallel.shard_maps import Box, Shard, ShardMap, chunk, rollout_shard_map
+from engine.parallel.reshard import RankPlan, ReshardPlan, plan_reshard, shards_by_rank
+from engine.parallel.shard_maps import (
+    Box,
+    Shard,
+    ShardMap,
+    chunk,
+    rollout_shard_map,
+)
 from engine.parallel.tensor_parallel import apply_tensor_parallel
 
 WORLD = 4
@@ -211,16 +220,16 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     with counted(sent):
         stats = exchange.run()
     _, seconds = timed(exchange.run, args.repeats)
-    total = full.model_bytes
+    total = Totals(full).model_bytes
     figures = {
-        "planned": int(full.received[dist.get_rank()]),
+        "planned": int(Totals(full).received[dist.get_rank()]),
         "measured": sent[-1],
         "gathered": total - own,
         "peak": peak,
         "gather_peak": gather_peak,
         "copied": stats.copied,
     }
-    assert sent[-1] == stats.sent == full.sent[dist.get_rank()], "other bytes than planned"
+    assert sent[-1] == stats.sent == Totals(full).sent[dist.get_rank()], "other bytes than planned"
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, figures)
     means = {name: statistics.mean(f[name] for f in every) / total for name in figures}
@@ -356,6 +365,64 @@ def gigabytes(value: float | None) -> str:
     return "–" if value is None else f"{value / 1e9:.2f}"
 
 
+def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
+    """Return the elements of `box` that none of `others` has, as boxes that don't overlap."""
+    remaining = [box] if box.elements else []
+    for other in others:
+        remaining = [piece for part in remaining for piece in part.subtract(other)]
+    return remaining
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The bytes of a plan, by rank [W]."""
+
+    plan: ReshardPlan
+
+    @property
+    def sent(self) -> NDArray[np.int64]:
+        """Bytes that each rank sends, [W]."""
+        return self._total(axis=1)
+
+    @property
+    def received(self) -> NDArray[np.int64]:
+        """Bytes that each rank receives, [W]."""
+        return self._total(axis=0)
+
+    @property
+    def lower_bound(self) -> NDArray[np.int64]:
+        """Bytes that each rank wants and lacks, [W]: from the shard maps alone."""
+        return self._target_bytes(lacking=True)
+
+    @property
+    def kept(self) -> NDArray[np.int64]:
+        """Bytes that each rank wants and has already, [W]."""
+        return self._target_bytes() - self._target_bytes(lacking=True)
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the whole model in the target's dtypes."""
+        return sum(g.dtype.itemsize * math.prod(g.shape) * len(g.names) for g in self.plan.groups)
+
+    def _total(self, axis: int) -> NDArray[np.int64]:
+        total = np.zeros(self.plan.target.world_size, np.int64)
+        for dtype, matrix in self.plan.traffic.items():
+            total += dtype.itemsize * matrix.sum(axis=axis)
+        return total
+
+    def _target_bytes(self, lacking: bool = False) -> NDArray[np.int64]:
+        total = np.zeros(self.plan.target.world_size, np.int64)
+        for group in self.plan.groups:
+            sources = shards_by_rank(group.source) if lacking else {}
+            size = group.dtype.itemsize * len(group.names)
+            for shard in group.target:
+                for rank in shard.ranks:
+                    held_boxes = (held.box for held in sources.get(rank, ()))
+                    parts = subtract_all(shard.box, held_boxes)
+                    total[rank] += size * sum(part.elements for part in parts)
+        return total
+
+
 def plan_one(size: str, case: Case) -> dict[str, Any]:
     """Bytes a rank of one case, by HybridFlow's grouping and by groups of neighbours."""
     model, shapes = llama(size)
@@ -373,23 +440,24 @@ def plan_one(size: str, case: Case) -> dict[str, Any]:
     found = to(rollout_layout(case.layout, case.pp, case.tp))
     part = found.for_rank(case.layout.world_size - 1)
     seconds = time.perf_counter() - started
-    assert (found.received == found.lower_bound).all()
-    assert len(part.receives) > 0 or int(found.received[-1]) == 0
+    totals = Totals(found)
+    assert (totals.received == totals.lower_bound).all()
+    assert len(part.receives) > 0 or int(totals.received[-1]) == 0
     copies = case.layout.world_size // (case.pp * case.tp)
     other = to(RolloutLayout((("dp", copies), ("pp", case.pp), ("tp", case.tp))))
-    own = found.model_bytes / (case.layout.world_size / case.layout.dp)
+    own = totals.model_bytes / (case.layout.world_size / case.layout.dp)
     share = case.formula
     return {
         "model": size,
         "case": asdict(case),
-        "formula": None if share is None else share * found.model_bytes,
-        "planned": float(found.received.mean()),
-        "most": int(found.received.max()),
-        "bound": float(found.lower_bound.mean()),
-        "neighbours": float(other.received.mean()),
-        "gathered": found.model_bytes - own,
-        "peak": float((found.received + found.kept).mean()) + 2 * (64 << 20),
-        "model_bytes": found.model_bytes,
+        "formula": None if share is None else share * totals.model_bytes,
+        "planned": float(totals.received.mean()),
+        "most": int(totals.received.max()),
+        "bound": float(totals.lower_bound.mean()),
+        "neighbours": float(Totals(other).received.mean()),
+        "gathered": totals.model_bytes - own,
+        "peak": float((totals.received + totals.kept).mean()) + 2 * (64 << 20),
+        "model_bytes": totals.model_bytes,
         "seconds": seconds,
     }
 

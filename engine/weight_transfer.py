@@ -8,8 +8,7 @@ The sender keeps a bit-exact copy of the last version that it sent, and makes of
 full weights and a delta to that copy. A receiver applies a delta only to the version it was
 computed from, and verifies checksums of the delta and of the resulting weights. If a check fails,
 it raises WeightSyncError and refuses to sample until it receives full weights: a lost, damaged or
-reordered delta costs a full sync and never mixes versions. The controller decides who sends what to
-whom.
+reordered delta costs a full sync and never mixes versions.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def _compressed(new: np.ndarray, old: np.ndarray) -> np.ndarray:
 
 
 def _difference(chunk: DeltaChunk) -> np.ndarray:
-    """A chunk's differences, as a new array of signed integers."""
+    """Decode a chunk's differences, as a new array of signed integers."""
     planes, size = chunk.content, chunk.count * chunk.itemsize
     if planes.size < size:
         planes = np.frombuffer(_zstd().decompress(planes, size), np.uint8)
@@ -102,10 +101,7 @@ def _difference(chunk: DeltaChunk) -> np.ndarray:
 
 
 def apply_delta(chunks: Iterable[DeltaChunk], targets: Sequence[Tensor], pool: Executor) -> None:
-    """Update tensors in place from the old version to the new one.
-
-    `targets[i]` is the `integer_view` of tensor i, on any device.
-    """
+    """Update in place, from the old version, `targets`: the `integer_view` of each tensor."""
     for _ in pool.map(lambda chunk: _apply_chunk(chunk, targets[chunk.tensor]), chunks):
         pass  # re-raises an exception of a chunk
 
@@ -177,7 +173,7 @@ class SentWeights:
 
     version: int
     data: Tensor  # [bytes] uint8, on the CPU, read-only
-    digest: bytes
+    digest: Tensor  # [1, 32] uint8
 
 
 class WeightSender:
@@ -230,8 +226,8 @@ class WeightSender:
             return Batch(full)
         base = self._last
         self._last = SentWeights(version, data, _digest(self._layout.header, [data]))
-        self._delta = _delta_batch(base, self._last, chunks)
-        return Batch(full | {"digest": _row(self._last.digest)})
+        self._delta = None if base is None else _delta_batch(base, self._last, chunks)
+        return Batch(full | {"digest": self._last.digest})
 
     def delta(self) -> Batch:
         """Return the delta of the last `send` to the one before it.
@@ -251,7 +247,7 @@ class WeightReceiver:
     """Loads what a `WeightSender` sent; knows the version and whether it may be sampled with."""
 
     def __init__(self) -> None:
-        self._version, self._digest = -1, b""
+        self._version, self._digest = -1, torch.empty(0)
         self._failure = ""
 
     def load(self, tensors: Mapping[str, Tensor], sent: Batch) -> int:
@@ -267,11 +263,11 @@ class WeightReceiver:
                 self._load_delta(tensors, sent)
         except BaseException as error:
             self._failure = str(error)
-            self._version, self._digest = -1, b""
+            self._version, self._digest = -1, torch.empty(0)
             raise
         self._failure = ""
         self._version = int(sent["policy_version"][0])
-        self._digest = _tensor_bytes(sent["digest"]) if "digest" in sent else b""
+        self._digest = sent["digest"] if "digest" in sent else torch.empty(0)
         return self._version
 
     def check(self) -> None:
@@ -288,7 +284,7 @@ class WeightReceiver:
                 f"the actor sent {data.numel()} bytes of weights, this process's policy has "
                 f"{layout.size}; both must be built from the same model folder, dtype and adapters"
             )
-        if "digest" in sent and _digest(layout.header, [data]) != _tensor_bytes(sent["digest"]):
+        if "digest" in sent and not torch.equal(_digest(layout.header, [data]), sent["digest"]):
             raise WeightSyncError(
                 "the weights were damaged on their way, or are of another model of the same size"
             )
@@ -302,70 +298,54 @@ class WeightReceiver:
     def _load_delta(self, tensors: Mapping[str, Tensor], sent: Batch) -> None:
         if "delta" not in sent:
             raise WeightSyncError("the actor has no weights that it sent before; it was restarted")
-        if _checksum(sent) != _tensor_bytes(sent["checksum"]):
+        if not torch.equal(_checksum(sent), sent["checksum"]):
             raise WeightSyncError("a delta of the weights was damaged on its way")
         base = int(sent["base_version"][0])
-        if (base, _tensor_bytes(sent["base_digest"])) != (self._version, self._digest):
-            has = f"version {self._version}" if self._digest else "none"
+        if base != self._version or not torch.equal(sent["base_digest"], self._digest):
+            has = f"version {self._version}" if self._digest.numel() else "none"
             raise WeightSyncError(
                 f"a delta is for weights of version {base}, this process has {has}: one was "
                 "missed, or came from another sender"
             )
         row = [tensors[name].detach() for name in sorted(tensors)]
-        contiguous_tensors = [
-            tensor.contiguous() for tensor in row
-        ]  # itself, unless it is a strided view
+        targets = [tensor.contiguous() for tensor in row]  # itself, unless it is a strided view
         with _threads() as pool:
-            changes = unpack(sent["delta"][0])
-            apply_delta(changes, [integer_view(tensor) for tensor in contiguous_tensors], pool)
-        for tensor, contiguous in zip(row, contiguous_tensors, strict=True):
-            if contiguous.data_ptr() != tensor.data_ptr():
-                tensor.copy_(contiguous)
-        if _digest(FlatLayout.of(tensors).header, row) != _tensor_bytes(sent["digest"]):
+            apply_delta(unpack(sent["delta"][0]), list(map(integer_view, targets)), pool)
+        for tensor, target in zip(row, targets, strict=True):
+            if target.data_ptr() != tensor.data_ptr():
+                tensor.copy_(target)
+        if not torch.equal(_digest(FlatLayout.of(tensors).header, row), sent["digest"]):
             raise WeightSyncError(
                 f"with the delta on them, this process's weights are not the actor's of version "
                 f"{int(sent['policy_version'][0])}: they were changed here"
             )
 
 
-def _delta_batch(
-    base: SentWeights | None, last: SentWeights, chunks: list[DeltaChunk]
-) -> Batch | None:
-    if base is None:
-        return None
+def _delta_batch(base: SentWeights, last: SentWeights, chunks: list[DeltaChunk]) -> Batch:
     fields = {
         "delta": pack(chunks)[None],
         "policy_version": torch.tensor([last.version]),
-        "digest": _row(last.digest),
+        "digest": last.digest,
         "base_version": torch.tensor([base.version]),
-        "base_digest": _row(base.digest),
+        "base_digest": base.digest,
     }
     sent = Batch(fields)
-    return sent | {"checksum": _row(_checksum(sent))}
+    return sent | {"checksum": _checksum(sent)}
 
 
 def _threads() -> ThreadPoolExecutor:
-    """A pool of as many threads as torch uses in this process."""
     return ThreadPoolExecutor(torch.get_num_threads(), "weight-sync")
 
 
-def _digest(header: bytes, tensors: Iterable[Tensor]) -> bytes:
-    """Digest of tensors: their names, dtypes and shapes, then their bytes in order."""
+def _digest(header: bytes, tensors: Iterable[Tensor]) -> Tensor:
+    """Digest [1, 32] uint8 of tensors: names, dtypes and shapes, then their bytes in order."""
     digest = blake3(header, max_threads=torch.get_num_threads())
     for tensor in tensors:
         row = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(row.numpy().data)
-    return digest.digest()
+    return torch.tensor([list(digest.digest())], dtype=torch.uint8)
 
 
-def _checksum(sent: Batch) -> bytes:
+def _checksum(sent: Batch) -> Tensor:
     fields = ("delta", "policy_version", "digest", "base_version", "base_digest")
     return _digest(b"", (sent[name] for name in fields))
-
-
-def _row(digest: bytes) -> Tensor:
-    return torch.tensor([list(digest)], dtype=torch.uint8)
-
-
-def _tensor_bytes(row: Tensor) -> bytes:
-    return bytes(row[0].tolist())

@@ -1,13 +1,9 @@
-"""Advantage estimators turn rewards into `advantages [B, T]` and `returns [B, T]`.
-
-The inputs and outputs of an estimator, the registry, and all estimators that are shipped, one
-function each. Rewards are shaped in `shaping`, losses are in `policy_losses`.
-"""
+"""Advantage estimators turn rewards into `advantages [B, T]` and `returns [B, T]`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,55 +14,45 @@ from engine.algorithms.masked import (
     Turns,
     at_least_float,
     mask_out,
+    masked_sum,
     masked_whiten,
     reward_to_go,
     safe_divide,
-    sequence_scores,
 )
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
-REQUIREMENTS: dict[str, str] = {
+# Fields beyond rewards, mask and groups that entries may require, and where each comes from.
+REQUIREMENTS = {
     "values": "a critic that gives values [B, T]",
     "reward_components": "a reward that returns named components [B, K]",
     "baseline_rewards": "one greedy rollout a prompt, whose reward is the baseline [B]",
     "old_log_probs": "the policy's log-probs before the update [B, T]",
     "sum_pi_squared": "the sum of squared probabilities of each next-token distribution [B, T]",
 }
-"""Fields beyond rewards, mask and groups that entries may require, and where each comes from."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
     """Everything an estimator may read; the optional fields only where it requires them."""
 
-    token_level_rewards: Tensor
-    """`[B, T]` float."""
-    response_mask: Tensor
-    """`[B, T]`, non-zero on tokens the policy sampled."""
-    group_ids: Tensor
-    """`[B]` integer; rows with one id are completions of one prompt."""
-    values: Tensor | None = None
-    """`[B, T]` critic's value of the state before each token."""
-    reward_components: Tensor | None = None
-    """`[B, K]`, or `[B, T, K]` (summed over the mask), one column a component."""
-    baseline_rewards: Tensor | None = None
-    """`[B]` reward of the greedy completion of the row's prompt (ReMax)."""
-    old_log_probs: Tensor | None = None
-    """`[B, T]` log-probs of the policy before the update."""
-    sum_pi_squared: Tensor | None = None
-    """`[B, T]` Σ_v π(v)² of the distribution each token was sampled from."""
-    rollout_is_weights: Tensor | None = None
-    """`[B, T]` importance weights of rollout correction, where it is on."""
+    token_level_rewards: Tensor  # [B, T] float
+    response_mask: Tensor  # [B, T], non-zero on tokens the policy sampled
+    group_ids: Tensor  # [B] integer; rows with one id are completions of one prompt
+    values: Tensor | None = None  # [B, T]; the critic's, of the state before each token
+    reward_components: Tensor | None = None  # [B, K], or [B, T, K], which is summed over the mask
+    baseline_rewards: Tensor | None = None  # [B]; of the greedy completion of the row's prompt
+    old_log_probs: Tensor | None = None  # [B, T]; of the policy before the update
+    sum_pi_squared: Tensor | None = None  # [B, T]; Σ_v π(v)² where each token was sampled from
+    rollout_is_weights: Tensor | None = None  # [B, T]; of rollout correction, where it is on
+    # [B] integer; rows with one id go on from each other, as one completion; None: none do.
     episode_ids: Tensor | None = None
-    """`[B]` integer; rows with one id go on from each other, as one completion; None: none do."""
-    first_turn: Tensor | None = None
-    """`[B]` integer: number, within the episode, of a row's first turn; None: 0."""
+    first_turn: Tensor | None = None  # [B] integer; a row's first turn in its episode; None: 0
 
     @property
     def scores(self) -> Tensor:
-        """Return S `[B]`: the rewards inside the mask, summed by completion, or by episode."""
-        scores = sequence_scores(self.token_level_rewards, self.response_mask)
+        """S `[B]`: the rewards inside the mask, summed by completion, or by episode."""
+        scores = masked_sum(self.token_level_rewards, self.response_mask, 1)
         if self.episode_ids is None:
             return scores
         episode = torch.unique(self.episode_ids, return_inverse=True)[1]
@@ -74,7 +60,7 @@ class AdvantageInputs:
 
     @property
     def groups(self) -> Groups:
-        """Return the groups of rows with a token inside the mask; of an episode, its first row."""
+        """The groups of rows with a token inside the mask; of an episode, its first row."""
         rows = self.response_mask.bool().any(1)
         if self.episode_ids is not None:
             same = (self.episode_ids[:, None] == self.episode_ids) & rows
@@ -83,7 +69,6 @@ class AdvantageInputs:
 
     @property
     def turns(self) -> Turns:
-        """Return the turns of the responses."""
         return Turns.of(self.response_mask, self.episode_ids, self.first_turn)
 
     def need(self, name: str) -> Tensor:
@@ -98,10 +83,8 @@ class AdvantageInputs:
 class AdvantageOutputs:
     """What the losses train on; both are 0 outside the mask and carry no gradient."""
 
-    advantages: Tensor
-    """`[B, T]`."""
-    returns: Tensor
-    """`[B, T]` value targets where there is a critic; else what the advantage was made from."""
+    advantages: Tensor  # [B, T]
+    returns: Tensor  # [B, T]; value targets with a critic; else what advantages were made from
 
 
 Formula = Callable[..., AdvantageOutputs]
@@ -134,18 +117,12 @@ class AdvantageEstimator:
 
 
 _registry: Registry[AdvantageEstimator] = Registry(
-    "advantage estimator",
-    "algorithm.adv_estimator",
-    (),
-    "@register_advantage(name)",
+    "advantage estimator", "algorithm.adv_estimator", (), "@register_advantage(name)"
 )
 
 
 def register_advantage(
-    name: str,
-    *aliases: str,
-    requires: tuple[str, ...] = (),
-    min_group_size: int = 1,
+    name: str, *aliases: str, requires: tuple[str, ...] = (), min_group_size: int = 1
 ) -> Callable[[Formula], AdvantageEstimator]:
     """Register `formula(inputs, *, option=default, …) -> AdvantageOutputs` under `name`.
 
@@ -208,13 +185,10 @@ def _clean(entry: AdvantageEstimator, inputs: AdvantageInputs) -> AdvantageInput
             raise DataError(
                 f"advantage estimator {entry.name!r} needs {name}: {REQUIREMENTS[name]}"
             )
-    read = entry.requires | {"token_level_rewards", "rollout_is_weights"}
-    cleaned: dict[str, Any] = {
-        name: None if value is None else _clean_field(name, value, mask)
-        for name in (item.name for item in fields(inputs))
-        if name not in ("response_mask", "group_ids", "episode_ids", "first_turn")
-        for value in [getattr(inputs, name) if name in read else None]
-    }
+    cleaned: dict[str, Any] = dict.fromkeys(REQUIREMENTS)
+    for name in ("token_level_rewards", "rollout_is_weights", *entry.requires):
+        if (value := getattr(inputs, name)) is not None:
+            cleaned[name] = _clean_field(name, value, mask)
     return replace(inputs, **cleaned)
 
 
@@ -226,8 +200,7 @@ def _clean_field(name: str, value: Tensor, mask: Tensor) -> Tensor:
         raise DataError(
             f"{name} has shape {list(value.shape)} but response_mask {list(mask.shape)}"
         )
-    while inside.dim() < value.dim():
-        inside = inside[..., None]
+    inside = inside.reshape(*inside.shape, *[1] * (value.dim() - inside.dim()))
     cleaned = mask_out(inside, at_least_float(value.detach()))
     broken = ~cleaned.isfinite()
     if bool(broken.any()):
@@ -251,17 +224,22 @@ def gae(
     them on unchanged. `whiten=False` keeps A = L.
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
-    rewards, values = inputs.token_level_rewards, inputs.need("values")
-    mask = inputs.response_mask.bool()
+    values, mask = inputs.need("values"), inputs.response_mask.bool()
+    advantages = _gae(inputs.token_level_rewards, values, mask, gamma, lam)
+    returns = advantages + values
+    return AdvantageOutputs(masked_whiten(advantages, mask) if whiten else advantages, returns)
+
+
+def _gae(rewards: Tensor, values: Tensor, present: Tensor, gamma: float, lam: float) -> Tensor:
+    """Return L over the actions that are `present`, in columns; others pass it on."""
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(values.shape[0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantages[:, t] = delta + gamma * lam * next_advantage
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
-    returns = advantages + values
-    return AdvantageOutputs(masked_whiten(advantages, mask) if whiten else advantages, returns)
+        next_value = torch.where(present[:, t], values[:, t], next_value)
+        next_advantage = torch.where(present[:, t], advantages[:, t], next_advantage)
+    return advantages
 
 
 @register_advantage("gae_turn", requires=("values",))
@@ -280,14 +258,7 @@ def gae_turn(
     turns = inputs.turns
     rewards = turns.sum(inputs.token_level_rewards)
     values = turns.first(inputs.need("values"))
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = values.new_zeros(values.shape[0])
-    for k in reversed(range(values.shape[1])):
-        present = turns.present[:, k]
-        delta = rewards[:, k] + gamma * next_value - values[:, k]
-        advantages[:, k] = torch.where(present, delta + gamma * lam * next_advantage, 0.0)
-        next_value = torch.where(present, values[:, k], next_value)
-        next_advantage = torch.where(present, advantages[:, k], next_advantage)
+    advantages = _gae(rewards, values, turns.present, gamma, lam)
     tokens = turns.to_tokens(advantages)
     returns = turns.to_tokens(advantages + values)
     return AdvantageOutputs(masked_whiten(tokens, turns.mask) if whiten else tokens, returns)
@@ -337,23 +308,15 @@ def grpo_turn(
     2505.11821. Both group by what is comparable: here, the number of the turn.
     """
     turns = inputs.turns
-    rewards = turns.sum(inputs.token_level_rewards)
-    returns = torch.zeros_like(rewards)
-    running = rewards.new_zeros(rewards.shape[0])
-    for k in reversed(range(rewards.shape[1])):
-        running = rewards[:, k] + gamma * running
-        returns[:, k] = running
+    returns = reward_to_go(turns.sum(inputs.token_level_rewards), turns.present, gamma)
     by_std = norm_adv_by_std_in_grpo
     episodes = grpo_scores(inputs.scores, inputs.groups, by_std, epsilon)
-    group_of = torch.zeros(len(turns.present), dtype=torch.long, device=rewards.device)
+    group_of = torch.zeros(len(turns.present), dtype=torch.long, device=returns.device)
     group_of[turns.episode] = inputs.group_ids
-    relative = torch.stack(
-        [
-            _relative(returns[:, k], group_of, turns.present[:, k], by_std, epsilon)
-            for k in range(rewards.shape[1])
-        ],
-        dim=1,
-    )
+    relative = torch.zeros_like(returns)
+    for k in range(returns.shape[1]):
+        present = turns.present[:, k]
+        relative[:, k] = _relative(returns[:, k], group_of, present, by_std, epsilon)
     tokens = turns.to_tokens(turn_weight * relative)
     tokens = tokens + turns.mask * episodes[:, None]
     return AdvantageOutputs(tokens, turns.to_tokens(returns))
@@ -546,7 +509,6 @@ def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
     """ReMax: the reward of a greedy completion as the baseline.
 
     A_t = G_t − b: G the undiscounted reward-to-go, b the greedy completion's reward.
-
     Source: Li et al., arXiv 2310.10505.
     """
     returns = reward_to_go(inputs.token_level_rewards, inputs.response_mask)
@@ -571,7 +533,6 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """REINFORCE++ with the group's mean as the baseline.
 
     A = whiten((S − μ_g)·m) over all tokens of the batch; a group of one has baseline 0.
-
     Source: Hu, arXiv 2501.03262, the variant with a group baseline.
     """
     centered = grpo_scores(inputs.scores, inputs.groups, by_std=False, epsilon=0.0)

@@ -2,22 +2,20 @@
 
 A denominator is a fact of the GLOBAL batch (all micro-batches of all data-parallel ranks that make
 one optimizer step), taken once; each part contributes a numerator over it. So the parts' losses,
-gradients and metrics add up to the whole's. Also the check that names a user's loss where it is not
-finite.
+gradients and metrics add up to the whole's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from engine.algorithms import checks
 from engine.algorithms.masked import mask_out, masked_mean, masked_sum
-from engine.errors import ConfigError, DataError, EngineError
-from engine.registry import origin
+from engine.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +66,22 @@ def merge(parts: Iterable[Metrics]) -> dict[str, MeanAccumulator]:
 
 
 def compute_means(metrics: Metrics) -> dict[str, float]:
-    """Divide each total by its count."""
     return {name: value.mean() for name, value in metrics.items()}
 
 
-Mode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-]
-MODES: tuple[str, ...] = get_args(Mode)
+MODES = (
+    *("token-mean", "token-sum"),
+    *("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
     """Counts over the global batch. After rejection, take them from the edited mask."""
 
-    tokens: float
-    """Tokens inside the mask."""
-    sequences: float
-    """Completions with at least one token inside the mask; fully masked ones don't count."""
-    width: float
-    """T, the response columns: what `seq-mean-token-sum-norm` divides by without a scale."""
+    tokens: float  # inside the mask
+    sequences: float  # completions with at least one token inside the mask
+    width: float  # T, the response columns: what `seq-mean-token-sum-norm` has without a scale
 
     @staticmethod
     def from_mask(mask: Tensor) -> Denominators:
@@ -101,11 +91,8 @@ class Denominators:
 
     def __add__(self, other: Denominators) -> Denominators:
         """Join the counts of two parts of one global batch (of equal width after padding)."""
-        return Denominators(
-            self.tokens + other.tokens,
-            self.sequences + other.sequences,
-            max(self.width, other.width),
-        )
+        tokens, sequences = self.tokens + other.tokens, self.sequences + other.sequences
+        return Denominators(tokens, sequences, max(self.width, other.width))
 
 
 def check_mode(mode: str) -> None:
@@ -133,8 +120,7 @@ def aggregate(
     Raises DataError when the part has tokens and the denominators have none.
     """
     check_mode(mode)
-    if mask.shape != loss.shape:
-        raise DataError(f"loss {list(loss.shape)} and mask {list(mask.shape)} differ in shape")
+    checks.same_shape(loss=loss, mask=mask)
     if scale_factor is not None and scale_factor <= 0:
         raise ConfigError(f"loss_scale_factor={scale_factor} must be above 0")
     if denominators.tokens == 0 and bool(mask.bool().any()):
@@ -154,36 +140,3 @@ def aggregate(
     if mode == "seq-mean-token-mean":
         return masked_mean(loss, mask, 1).sum() / divisor
     return masked_sum(loss, mask) / divisor
-
-
-def require_finite_loss(
-    owner: str, formula: Callable[..., object], loss: Tensor, *inputs: Tensor, mask: Tensor
-) -> None:
-    """Raise EngineError, now or in the backward pass, where a plugin's formula gives NaN or ±∞.
-
-    `owner` is the loss in the message, e.g. "policy loss 'mine'"; `inputs` are what the formula was
-    given, of the shape of `mask`, those with a gradient among them. Inputs that are not finite
-    themselves are no fault of its.
-    """
-    if formula.__module__.startswith("engine."):
-        return
-
-    def check(what: str, values: Tensor, *causes: Tensor) -> None:
-        if not _finite(values, mask) and all(_finite(cause, mask) for cause in causes):
-            raise EngineError(
-                f"{owner} ({origin(formula)}) has {what} that is not finite, though what it was "
-                "given is finite; correct its formula"
-            )
-
-    check("a loss", loss, *inputs)
-    if not loss.requires_grad:
-        return
-    arriving: list[Tensor] = []
-    loss.register_hook(arriving.append)
-    for tensor in inputs:
-        if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: check("a gradient", gradient, *arriving))
-
-
-def _finite(values: Tensor, mask: Tensor) -> bool:
-    return bool((torch.isfinite(values.detach()) | ~mask.bool()).all())

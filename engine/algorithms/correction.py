@@ -14,19 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.algorithms import checks
 from engine.algorithms.aggregation import MeanAccumulator, accumulate_max, accumulate_mean
 from engine.algorithms.masked import at_least_float, mask_out, masked_mean, masked_sum
-from engine.errors import ConfigError, DataError
+from engine.errors import ConfigError
 
-REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda gap: -gap,
     "k2": lambda gap: 0.5 * gap.square(),
     "k3": lambda gap: torch.expm1(gap) - gap,
 }
-CRITERIA: tuple[str, ...] = tuple(
-    f"{level}_{kind}" for level in REJECTION_LEVELS for kind in _ESTIMATORS
-)
+_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+CRITERIA = tuple(f"{level}_{kind}" for level in _LEVELS for kind in _ESTIMATORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +36,6 @@ class Criterion:
     kind: str
     low: float
     high: float
-
-    @property
-    def name(self) -> str:
-        """E.g. `seq_mean_k1`."""
-        return f"{self.level}_{self.kind}"
 
     def passes(self, gap: Tensor, mask: Tensor) -> Tensor:
         """Return the tokens `[B, T]` (bool) to keep; the gap is log π_old − log π_rollout."""
@@ -100,28 +94,22 @@ def reject(
     of tokens and `rollout_rs_seq_masked_fraction` of completions that lost a token.
     """
     before = response_mask.bool()
-    gap, remaining, metrics = old_log_probs - rollout_log_probs, before, {}
+    gap, lost, shares = old_log_probs - rollout_log_probs, torch.zeros_like(before), {}
     for criterion in criteria:
-        passed = criterion.passes(gap, response_mask)
-        share = float(masked_mean((~passed).double(), before))
-        metrics[f"rollout_rs_{criterion.name}_masked_fraction"] = share
-        remaining = remaining & passed
-    lost = before & ~remaining
-    metrics["rollout_rs_masked_fraction"] = float(masked_mean(lost.double(), before))
-    metrics["rollout_rs_seq_masked_fraction"] = float(
-        masked_mean(lost.any(1).double(), before.any(1))
-    )
-    return mask_out(remaining, response_mask), metrics
+        failed = before & ~criterion.passes(gap, response_mask)
+        share = masked_mean(failed.double(), before)
+        shares[f"rollout_rs_{criterion.level}_{criterion.kind}_masked_fraction"] = float(share)
+        lost = lost | failed
+    rows = masked_mean(lost.any(1).double(), before.any(1))
+    shares["rollout_rs_masked_fraction"] = float(masked_mean(lost.double(), before))
+    shares["rollout_rs_seq_masked_fraction"] = float(rows)
+    return mask_out(~lost, response_mask), shares
 
 
 def _criterion(name: str, text: str) -> Criterion:
     level, kind = name.rsplit("_", 1)
-    try:
-        numbers = [float(part) for part in text.split("_")]
-    except ValueError:
-        numbers = []
-    allowed = (1, 2) if kind == "k1" else (1,)
-    if len(numbers) not in allowed or min(numbers) <= 0 or sorted(numbers) != numbers:
+    numbers = _numbers(text)
+    if len(numbers) not in ((1, 2) if kind == "k1" else (1,)):
         form = "low_high with 0 < low ≤ high" if kind == "k1" else "one number above 0"
         raise ConfigError(f"rollout_rs_threshold={text!r} for {name}: give {form}")
     if kind != "k1":
@@ -132,7 +120,15 @@ def _criterion(name: str, text: str) -> Criterion:
     return Criterion(level, kind, math.log(low), math.log(numbers[-1]))
 
 
-WEIGHT_LEVELS = ("token", "sequence")
+def _numbers(text: str) -> list[float]:
+    """Parse numbers above 0 in ascending order, e.g. "0.5_2.0"; return none for anything else."""
+    try:
+        numbers = [float(part) for part in text.split("_")]
+    except ValueError:
+        return []
+    return numbers if numbers[0] > 0 and sorted(numbers) == numbers else []
+
+
 GAP_PREFIXES = ("rollout_corr/", "training/")  # of `gap_metrics`' names
 _BOUND = 20.0
 
@@ -141,12 +137,9 @@ _BOUND = 20.0
 class Correction:
     """Weights, mask and metrics; take denominators from this mask, not from the one before."""
 
-    weights: Tensor | None
-    """`[B, T]` without gradient, 0 outside the edited mask; None when `rollout_is` is off."""
-    response_mask: Tensor
-    """`[B, T]`, edited by rejection."""
-    metrics: dict[str, float]
-    """Under verl's names, without a prefix."""
+    weights: Tensor | None  # [B, T], no gradient, 0 outside the edited mask; None: no `rollout_is`
+    response_mask: Tensor  # [B, T], edited by rejection
+    metrics: dict[str, float]  # under verl's names, without a prefix
 
 
 def correct_rollout(
@@ -170,15 +163,8 @@ def correct_rollout(
     Raises ConfigError for wrong settings, DataError for unequal shapes.
     """
     low, high = check_correction(rollout_is, rollout_is_threshold, rollout_rs, rollout_rs_threshold)
-    for name, tensor in (
-        ("old_log_probs", old_log_probs),
-        ("rollout_log_probs", rollout_log_probs),
-    ):
-        if tensor.shape != response_mask.shape:
-            raise DataError(
-                f"{name} has shape {list(tensor.shape)} but response_mask "
-                f"{list(response_mask.shape)}"
-            )
+    both = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
+    checks.shapes(both, response_mask)
     old = mask_out(response_mask, at_least_float(old_log_probs.detach()))
     rollout = mask_out(response_mask, at_least_float(rollout_log_probs.detach()))
     metrics, mask = mismatch_metrics(old, rollout, response_mask), response_mask
@@ -211,7 +197,7 @@ def check_correction(
     rollout_rs_threshold: str | float | None,
 ) -> tuple[float | None, float]:
     """Validate the settings of `correct_rollout`; return the weights' bounds (low, high)."""
-    if rollout_is is not None and rollout_is not in WEIGHT_LEVELS:
+    if rollout_is is not None and rollout_is not in ("token", "sequence"):
         raise ConfigError(f"rollout_is={rollout_is!r} is unknown; use token, sequence or null")
     if rollout_rs is not None:
         parse_criteria(rollout_rs, rollout_rs_threshold)
@@ -220,11 +206,8 @@ def check_correction(
             f"rollout_rs_threshold={rollout_rs_threshold!r} has no effect without rollout_rs; "
             "set rollout_rs, or remove it"
         )
-    try:
-        numbers = [float(part) for part in str(rollout_is_threshold).split("_")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or numbers[0] <= 0 or sorted(numbers) != numbers:
+    numbers = _numbers(str(rollout_is_threshold))
+    if len(numbers) not in (1, 2):
         raise ConfigError(
             f"rollout_is_threshold={rollout_is_threshold!r}: give one number above 0 (truncate) "
             "or low_high with 0 < low ≤ high (mask)"
@@ -294,14 +277,13 @@ def _weight_metrics(
         return {"rollout_is_mean": 0.0, "rollout_is_eff_sample_size": 0.0}
     below = 1 / high if low is None else low
     squares = float(inside.square().sum())
+    effective = float(inside.sum()) ** 2 / squares / inside.numel() if squares else 0.0
     return {
         "rollout_is_mean": float(inside.mean()),
         "rollout_is_max": float(inside.max()),
         "rollout_is_min": float(inside.min()),
         "rollout_is_std": float(inside.std(correction=0)),
-        "rollout_is_eff_sample_size": float(inside.sum()) ** 2 / squares / inside.numel()
-        if squares
-        else 0.0,
+        "rollout_is_eff_sample_size": effective,
         "rollout_is_ratio_fraction_high": float((outside > high).double().mean()),
         "rollout_is_ratio_fraction_low": float((outside < below).double().mean()),
     }

@@ -1,18 +1,14 @@
-"""The critic's loss, and the choice of rows that have a gradient at all.
-
-`value_loss` and its clipping, and which rows an update may leave out because their loss is
-exactly zero. How returns are made is in `advantages`.
-"""
+"""The critic's loss, and which rows an update may leave out because their loss is exactly zero."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from engine.algorithms import checks
 from engine.algorithms.aggregation import accumulate_mean
 from engine.algorithms.masked import at_least_float, mask_out
 from engine.algorithms.policy_losses import LossOutput, get_policy_loss
-from engine.errors import ConfigError, DataError
 
 
 def value_loss(
@@ -29,14 +25,9 @@ def value_loss(
     `vf_clipfrac`, `vpred_mean`. Source: PPO's reference code; arXiv 1506.02438, appendix.
     Raises ConfigError for a negative range, DataError for unequal shapes.
     """
-    if cliprange_value is not None and cliprange_value < 0:
-        raise ConfigError(f"cliprange_value={cliprange_value} must not be negative")
+    checks.not_negative(cliprange_value=cliprange_value)
     mask = response_mask.bool()
-    for name, tensor in (("values", values), ("old_values", old_values), ("returns", returns)):
-        if tensor.shape != mask.shape:
-            raise DataError(
-                f"{name} has shape {list(tensor.shape)} but response_mask {list(mask.shape)}"
-            )
+    checks.shapes({"values": values, "old_values": old_values, "returns": returns}, mask)
     values = mask_out(mask, at_least_float(values))
     old_values = mask_out(mask, at_least_float(old_values.detach()))
     returns = mask_out(mask, at_least_float(returns.detach()))
@@ -64,9 +55,8 @@ def rows_with_gradient(
     """Return the rows `[B]` (bool) that can change the gradient; train on these alone.
 
     A row can't when it has no token inside the mask, or when all its advantages are 0 and nothing
-    else pulls: no entropy bonus, no KL term, no penalty inside the loss (`dro`, `kl_cov`). The
-    rows left out contribute 0 to the loss as well; their metrics (e.g. ppo_kl) are not counted.
-    Denominators still come from the whole batch's mask, so the gradient stays the same.
+    else pulls: no entropy bonus, no KL term, no penalty inside the loss (`dro`, `kl_cov`). Its
+    metrics are not counted. Denominators still come from the whole batch's mask.
     """
     mask = response_mask.bool()
     pulled = bool(entropy_coeff or kl_loss_coef) or get_policy_loss(loss_mode).regularized

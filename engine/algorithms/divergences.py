@@ -1,8 +1,4 @@
-"""Distances between distributions over tokens: KL to the reference, and distillation.
-
-Estimates of KL(π ‖ π_ref) from log-probs of sampled tokens, exact KL over the vocabulary in chunks
-of tokens, and divergences of a student from its teachers.
-"""
+"""Distances between distributions over tokens: KL to the reference, and distillation."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from engine.algorithms import checks
 from engine.algorithms.masked import at_least_float, mask_out
 from engine.errors import ConfigError, DataError
 
@@ -35,13 +32,12 @@ def map_token_chunks(
     if mask is not None:
         inside = mask.reshape(-1).bool().nonzero().squeeze(1)
         rows = [x.index_select(0, inside) for x in rows]
+    if not len(rows[0]):
+        return torch.zeros(shape, device=rows[0].device, dtype=torch.float32)
     pieces = [
         checkpoint(function, *parts, use_reentrant=False)
         for parts in zip(*(x.split(chunk_tokens) for x in rows), strict=True)
-        if parts[0].shape[0]
     ]
-    if not pieces:
-        return torch.zeros(shape, device=rows[0].device, dtype=torch.float32)
     out = torch.cat(pieces)
     if mask is None:
         return out.reshape(shape)
@@ -52,11 +48,6 @@ def map_token_chunks(
 def k1(d: Tensor) -> Tensor:
     """Return d: unbiased, of high variance, negative on some tokens."""
     return d
-
-
-def absolute(d: Tensor) -> Tensor:
-    """Return |d|."""
-    return d.abs()
 
 
 def k2(d: Tensor) -> Tensor:
@@ -74,14 +65,14 @@ def k3(d: Tensor) -> Tensor:
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": k1,
     "kl": k1,
-    "abs": absolute,
+    "abs": torch.abs,
     "k2": k2,
     "mse": k2,
     "k3": k3,
     "low_var_kl": k3,
 }
-NAMES: tuple[str, ...] = (*_ESTIMATORS, *(f"{name}+" for name in _ESTIMATORS), "full")
-"""`full` is exact over the vocabulary and needs logits: see `full_kl`."""
+# `full` is exact over the vocabulary and needs logits: see `full_kl`.
+NAMES = (*_ESTIMATORS, *(f"{name}+" for name in _ESTIMATORS), "full")
 
 
 def check_kind(kind: str) -> None:
@@ -91,10 +82,7 @@ def check_kind(kind: str) -> None:
 
 
 def kl_estimate(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    kind: str = "low_var_kl",
-    mask: Tensor | None = None,
+    log_probs: Tensor, ref_log_probs: Tensor, kind: str = "low_var_kl", mask: Tensor | None = None
 ) -> Tensor:
     """Estimate KL(π ‖ π_ref) at each token, `[B, T]`, with d = log π − log π_ref.
 
@@ -112,11 +100,7 @@ def kl_estimate(
             "KL estimator 'full' needs the distributions over the vocabulary; "
             "use engine.algorithms.divergences.full_kl with logits"
         )
-    if log_probs.shape != ref_log_probs.shape:
-        raise DataError(
-            f"log_probs {list(log_probs.shape)} and ref_log_probs {list(ref_log_probs.shape)} "
-            "differ in shape"
-        )
+    checks.same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
     d = at_least_float(log_probs) - at_least_float(ref_log_probs.detach())
     if mask is not None:
         # Cleaning d, where all estimators are 0 and have finite slopes, cleans both directions.
@@ -138,11 +122,9 @@ class FixedKL:
         """Nothing to adapt."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore `state_dict`."""
         self.value = float(state["value"])
 
 
@@ -191,10 +173,7 @@ def full_kl(
     tokens at a time, in the backward pass too. Where `mask [...]` is 0 the result is 0.
     Raises DataError for unequal shapes.
     """
-    if logits.shape != ref_logits.shape:
-        raise DataError(
-            f"logits {list(logits.shape)} and ref_logits {list(ref_logits.shape)} differ in shape"
-        )
+    checks.same_shape(logits=logits, ref_logits=ref_logits)
 
     def chunk(policy: Tensor, reference: Tensor) -> Tensor:
         log_p, log_q = (_log_softmax(x, temperature) for x in (policy, reference))
@@ -218,7 +197,6 @@ def divergence(student: Tensor, teacher: Tensor, kind: Divergence, beta: float =
         reverse_kl  Σ p (log p − log q)   leaves out what the teacher finds unlikely
         forward_kl  Σ q (log q − log p)   covers all that the teacher does
         jsd         β KL(q ‖ m) + (1−β) KL(p ‖ m), m = βq + (1−β)p, with β in (0, 1)
-
     Source: generalised knowledge distillation, arXiv 2306.13649, eq. 1 to 3.
     """
     p, q = student.clamp_min(_NEVER), teacher.detach().clamp_min(_NEVER)

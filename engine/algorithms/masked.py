@@ -1,8 +1,7 @@
 """Arithmetic under a mask, within groups and over turns; entries outside the mask never matter.
 
-Means, whitening, group statistics, and which tokens of an episode the policy sampled together.
-Entries outside may be NaN or infinite: they are replaced before arithmetic, not multiplied by zero,
-so they touch neither results nor gradients.
+They may be NaN or infinite: they are replaced before arithmetic, not multiplied by zero, so they
+touch neither results nor gradients.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ def at_least_float(x: Tensor) -> Tensor:
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return Σ x·m over `dim` (all dimensions when None)."""
-    inside = mask_out(mask, x)
-    return inside.sum() if dim is None else inside.sum(dim)
+    return mask_out(mask, x).sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return Σ x·m / Σ m over `dim`; 0 where the mask is empty."""
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    return masked_sum(x, mask, dim) / count.clamp(min=1)
+    return masked_sum(x, mask, dim) / mask.bool().sum(dim).clamp(min=1)
 
 
 def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
@@ -75,19 +72,13 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     return out
 
 
-def sequence_scores(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
-    """Return S_i = Σ_t r_it·m_it, `[B]`."""
-    return masked_sum(token_level_rewards, mask, 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Rows sorted into groups: `index [B]` in 0..G-1, `size [G]`; rows may be left out."""
 
     index: Tensor
     size: Tensor
-    rows: Tensor
-    """`[B]` bool: rows that count; the others are left out of group statistics."""
+    rows: Tensor  # [B] bool; rows that count: the others are left out of group statistics
 
     @staticmethod
     def of(group_ids: Tensor, rows: Tensor | None = None) -> Groups:
@@ -163,8 +154,7 @@ class Turns:
             episode = torch.arange(rows, device=mask.device)
         else:
             episode = torch.unique(episode_ids, return_inverse=True)[1]
-        before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
-        number = (mask & ~before).long().cumsum(1) - 1
+        number = _starts(mask).long().cumsum(1) - 1
         if first_turn is not None:
             number = number + first_turn[:, None]
         number = number.clamp(min=0)
@@ -182,10 +172,13 @@ class Turns:
 
     def first(self, x: Tensor) -> Tensor:
         """Return `x` `[B, T]` at the first token of each turn, `[E, K]`; 0 where there is none."""
-        before = torch.nn.functional.pad(self.mask, (1, 0))[:, :-1]
-        starts = mask_out(self.mask & ~before, x)
-        return self.sum(starts)
+        return self.sum(mask_out(_starts(self.mask), x))
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Put `x` `[E, K]` on all tokens of each turn, `[B, T]`; 0 outside the mask."""
         return mask_out(self.mask, x[self.episode[:, None], self.number])
+
+
+def _starts(mask: Tensor) -> Tensor:
+    """Return the first token of each run inside the mask [B, T] bool."""
+    return mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]

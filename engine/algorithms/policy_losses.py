@@ -1,9 +1,6 @@
 """Policy losses turn log-probs and advantages into a loss for every token.
 
-The inputs and outputs of a loss, the registry, what ratios share, and all losses that are
-shipped, one function each. How losses of tokens become one number is in `aggregation`, the
-critic's loss in `critic_loss`.
-
+How losses of tokens become one number is in `aggregation`, the critic's loss in `critic_loss`.
 A loss is a function of its own row only. What needs a view of the whole batch (a covariance, a
 rank) is computed once over the global batch by `prepare`, as a `[B, T]` tensor that is cut into
 micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.
@@ -18,18 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.algorithms.aggregation import (
-    MeanAccumulator,
-    accumulate_mean,
-    check_mode,
-    require_finite_loss,
-)
+from engine.algorithms import checks
+from engine.algorithms.aggregation import MeanAccumulator, accumulate_mean, check_mode
 from engine.algorithms.masked import at_least_float, mask_out, masked_mean
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry, keyword_defaults
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this, so that their exponentials stay finite."""
+LOG_RATIO_BOUND = 20.0  # log-ratios are clamped to ± this, so that exponentials stay finite
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
@@ -41,8 +33,7 @@ def bounds(
     clip_ratio: float, clip_ratio_low: float | None, clip_ratio_high: float | None
 ) -> tuple[float, float]:
     """Return ε_l and ε_h; `clip_ratio` sets each one that is None."""
-    low = clip_ratio if clip_ratio_low is None else clip_ratio_low
-    high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+    low, high = (clip_ratio if e is None else e for e in (clip_ratio_low, clip_ratio_high))
     return low, high
 
 
@@ -54,23 +45,9 @@ def clipped_surrogate(
     return torch.maximum(free, clipped), clipped > free
 
 
-def check_clip(
-    *,
-    clip_ratio: float,
-    clip_ratio_low: float | None,
-    clip_ratio_high: float | None,
-    clip_ratio_c: float | None = None,
-    **_: object,
-) -> None:
+def check_clip(*, clip_ratio_c: float | None = None, **ranges: Any) -> None:
     """Raise ConfigError when a bound is negative or the dual-clip constant is not above 1."""
-    ranges = {
-        "clip_ratio": clip_ratio,
-        "clip_ratio_low": clip_ratio_low,
-        "clip_ratio_high": clip_ratio_high,
-    }
-    for name, value in ranges.items():
-        if value is not None and value < 0:
-            raise ConfigError(f"{name}={value} must not be negative")
+    checks.not_negative(**ranges)
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ConfigError(
             f"clip_ratio_c={clip_ratio_c} must be above 1, since it caps ratios well outside the "
@@ -87,8 +64,7 @@ def fraction(condition: Tensor, mask: Tensor) -> MeanAccumulator:
 class LossOutput:
     """A loss for every token and metrics as sums and counts."""
 
-    loss: Tensor
-    """`[B, T]`, 0 outside the mask."""
+    loss: Tensor  # [B, T], 0 outside the mask
     metrics: Mapping[str, MeanAccumulator] = field(default_factory=dict)
 
 
@@ -109,19 +85,13 @@ class PolicyLoss:
     name: str
     formula: Formula
     options: Options
-    default_mode: str
-    """The aggregation that the method was published with."""
-    fixed: bool
-    """Whether another aggregation would make it another method."""
-    regularized: bool
-    """Whether it has a gradient where advantages are 0."""
-    sequence_weights: bool
-    """Whether importance weights enter as one geometric mean a completion."""
-    prepare: Prepare | None
-    """Computes `prepared` tensors over the global batch; None: nothing to prepare."""
+    default_mode: str  # the aggregation that the method was published with
+    fixed: bool  # another aggregation would make it another method
+    regularized: bool  # it has a gradient where advantages are 0
+    sequence_weights: bool  # importance weights enter as one geometric mean a completion
+    prepare: Prepare | None  # computes `prepared` tensors over the global batch
     prepared: tuple[str, ...]
-    validate: Callable[..., None] | None
-    """Raises ConfigError for options that contradict each other."""
+    validate: Callable[..., None] | None  # raises ConfigError for options that contradict
 
     def __call__(
         self,
@@ -135,12 +105,16 @@ class PolicyLoss:
     ) -> LossOutput:
         """Compute a micro-batch's loss. All tensors `[B, T]`; gradient flows into `log_probs` only.
 
-        Options include the tensors that `prepare` made. Entries outside the mask may be NaN.
-        Raises ConfigError for unknown or contradictory options, DataError for unequal shapes, and
-        EngineError for a plugin's loss that is not finite.
+        Options include the tensors that `prepare` made. Raises ConfigError for wrong options,
+        DataError for unequal shapes, and EngineError for a plugin's loss that is not finite.
         """
         tensors = {k: v for k, v in options.items() if k in self.prepared}
         self.check_options({k: v for k, v in options.items() if k not in self.prepared})
+        if missing := set(self.prepared) - tensors.keys():
+            raise DataError(
+                f"policy loss {self.name!r} needs {min(missing)} [B, T]; call "
+                "policy_losses.prepare over the global batch and cut its tensors with the rest"
+            )
         mask = response_mask.bool()
         inputs = {
             "log_probs": log_probs,
@@ -148,17 +122,17 @@ class PolicyLoss:
             "advantages": advantages.detach(),
         }
         extra = {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
-        self._check_tensors(inputs | tensors | extra, mask)
-        clean = {name: mask_out(mask, at_least_float(tensor)) for name, tensor in inputs.items()}
+        checks.shapes(inputs | tensors | extra, mask)
+        new, old, advantages = (mask_out(mask, at_least_float(x)) for x in inputs.values())
         read = keyword_defaults(self.formula)
         used = {k: v for k, v in options.items() if k in read or k in tensors}
-        out = self.formula(*clean.values(), mask, **used)
+        out = self.formula(new, old, advantages, mask, **used)
         loss = out.loss
         owner = f"policy loss {self.name!r}"
-        require_finite_loss(owner, self.formula, loss, *clean.values(), mask=mask)
+        checks.finite_loss(owner, self.formula, loss, new, old, advantages, mask=mask)
         if rollout_is_weights is not None:
             loss = loss * self._weights(rollout_is_weights.detach().to(loss.dtype), mask)
-        kl = accumulate_mean(clean["old_log_probs"] - clean["log_probs"], mask)
+        kl = accumulate_mean(old - new, mask)
         return LossOutput(mask_out(mask, loss), {"ppo_kl": kl, **out.metrics})
 
     def check_options(self, options: Mapping[str, object]) -> None:
@@ -166,19 +140,6 @@ class PolicyLoss:
         self.options.require_known(options)
         if self.validate is not None:
             self.validate(**(dict(self.options) | dict(options)))
-
-    def _check_tensors(self, tensors: Mapping[str, Tensor], mask: Tensor) -> None:
-        for name in self.prepared:
-            if name not in tensors:
-                raise DataError(
-                    f"policy loss {self.name!r} needs {name} [B, T]; call losses.prepare over "
-                    "the global batch and cut its tensors into micro-batches with the rest"
-                )
-        for name, tensor in tensors.items():
-            if tensor.shape != mask.shape:
-                raise DataError(
-                    f"{name} has shape {list(tensor.shape)} but response_mask {list(mask.shape)}"
-                )
 
     def _weights(self, weights: Tensor, mask: Tensor) -> Tensor:
         if not self.sequence_weights:
@@ -189,10 +150,7 @@ class PolicyLoss:
 
 
 _registry: Registry[PolicyLoss] = Registry(
-    "policy loss",
-    "actor.policy_loss.loss_mode",
-    (),
-    "@register_policy_loss(name)",
+    "policy loss", "actor.policy_loss.loss_mode", (), "@register_policy_loss(name)"
 )
 
 
@@ -211,26 +169,16 @@ def register_policy_loss(
 
     The formula sees cleaned inputs (float32 or float64, 0 outside a boolean mask) and returns a
     LossOutput whose row i depends on row i alone. `prepare(old_log_probs, advantages, mask,
-    generator, *, option=default, …)` returns the `[B, T]` tensors named in `prepared`. The fields
-    of PolicyLoss say what the other arguments mean.
+    generator, *, option=default, …)` returns the `[B, T]` tensors named in `prepared`. For the
+    other arguments see PolicyLoss.
     """
     check_mode(default_mode)
 
     def decorate(formula: Formula) -> PolicyLoss:
         functions = (formula, prepare) if prepare else (formula,)
         accepted = Options(f"policy loss {name!r}", *functions)
-        entry = PolicyLoss(
-            name=name,
-            formula=formula,
-            options=accepted,
-            default_mode=default_mode,
-            fixed=fixed,
-            regularized=regularized,
-            sequence_weights=sequence_weights,
-            prepare=prepare,
-            prepared=prepared,
-            validate=validate,
-        )
+        facts = (default_mode, fixed, regularized, sequence_weights, prepare, prepared, validate)
+        entry = PolicyLoss(name, formula, accepted, *facts)
         _registry.add(name, entry, formula, aliases=aliases, options=accepted)
         return entry
 
@@ -270,9 +218,8 @@ def prepare(
 ) -> dict[str, Tensor]:
     """Compute the tensors `[B, T]` that the loss `name` needs of the GLOBAL batch; often none.
 
-    Call it once before the update, with the same options as the loss, and cut the tensors into
-    micro-batches with the other fields. `generator` draws where a method draws at random.
-    Raises ConfigError for wrong options.
+    Call it once before the update, with the loss's options, and cut the tensors into micro-batches
+    with the other fields. `generator` draws at random. Raises ConfigError for wrong options.
     """
     entry = _registry.get(name)
     entry.check_options(options)
@@ -357,7 +304,6 @@ def reinforce(
     """REINFORCE: log-probability times advantage.
 
     −A·log π. No trust region: for one update a batch, or with importance weights.
-
     Source: Williams (1992); with rollout weights, the policy gradient of verl's bypass mode.
     """
     return LossOutput(-advantages * log_probs)
@@ -368,7 +314,6 @@ def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tens
     """GPG: the plain policy gradient that goes with the `gpg` advantage.
 
     −A·log π: REINFORCE under GPG's name, as in verl.
-
     Source: Chu et al., arXiv 2504.02546.
     """
     return LossOutput(-advantages * log_probs)
@@ -457,7 +402,6 @@ def cispo(
     """CISPO: clip the importance weight, keep every token's gradient.
 
     −A·sg(clip(ρ, 1−ε_l, 1+ε_h))·log π: rare tokens outside the range still learn.
-
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
     """
     low, high = bounds(clip_ratio, clip_ratio_low, clip_ratio_high)
@@ -467,13 +411,7 @@ def cispo(
     return LossOutput(loss, {"pg_clipfrac": fraction(weight != ratio, mask)})
 
 
-def _check_sapo(*, tau_pos: float, tau_neg: float, **_: object) -> None:
-    for name, value in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
-        if value <= 0:
-            raise ConfigError(f"{name}={value} must be above 0; the paper has 1.0 and 1.05")
-
-
-@register_policy_loss("sapo", default_mode="seq-mean-token-mean", validate=_check_sapo)
+@register_policy_loss("sapo", default_mode="seq-mean-token-mean", validate=checks.positive)
 def sapo(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -496,14 +434,7 @@ def sapo(
     return LossOutput(-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)))
 
 
-def _check_dro(*, dro_beta: float, **_: object) -> None:
-    if dro_beta <= 0:
-        raise ConfigError(
-            f"dro_beta={dro_beta} must be above 0; for no pull use loss_mode=reinforce"
-        )
-
-
-@register_policy_loss("dro", regularized=True, validate=_check_dro)
+@register_policy_loss("dro", regularized=True, validate=checks.positive)
 def dro(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -515,7 +446,6 @@ def dro(
     """DRO: policy gradient with a quadratic pull to the old policy.
 
     −(A·log π − β/2·Δ²): no ratio, so old data can't blow it up.
-
     Source: Richemond et al., arXiv 2405.19107, with the advantage in place of r − V.
     """
     delta = log_ratio(log_probs, old_log_probs)
@@ -544,11 +474,10 @@ def _select_clip_cov(
 
 
 def _check_clip_cov(
-    *, clip_cov_ratio: float, clip_cov_lb: float, clip_cov_ub: float, **rest: Any
+    *, clip_cov_ratio: float, clip_cov_lb: float, clip_cov_ub: float, **ranges: Any
 ) -> None:
-    check_clip(**rest)
-    if clip_cov_ratio <= 0:
-        raise ConfigError(f"clip_cov_ratio={clip_cov_ratio} must be above 0")
+    check_clip(**ranges)
+    checks.positive(clip_cov_ratio=clip_cov_ratio)
     if clip_cov_lb >= clip_cov_ub:
         raise ConfigError(f"clip_cov_lb={clip_cov_lb} must be below clip_cov_ub={clip_cov_ub}")
 
@@ -569,8 +498,7 @@ def clip_cov(
 ) -> LossOutput:
     """Clip-Cov: PPO, with a few tokens of high covariance left out to keep entropy.
 
-    PPO's clip, 0 on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
-
+    PPO's clip, 0 on the tokens in `cov_selected [B, T]` (from `policy_losses.prepare`).
     Source: Cui et al., arXiv 2505.22617.
     """
     selected = cov_selected.bool()
@@ -605,8 +533,7 @@ def _select_kl_cov(
 def _check_kl_cov(*, kl_cov_ratio: float, ppo_kl_coef: float, **_: object) -> None:
     if not 0 < kl_cov_ratio <= 1:
         raise ConfigError(f"kl_cov_ratio={kl_cov_ratio} must be above 0 and at most 1")
-    if ppo_kl_coef < 0:
-        raise ConfigError(f"ppo_kl_coef={ppo_kl_coef} must not be negative")
+    checks.not_negative(ppo_kl_coef=ppo_kl_coef)
 
 
 @register_policy_loss(
@@ -627,8 +554,7 @@ def kl_cov(
 ) -> LossOutput:
     """KL-Cov: policy gradient, with a KL penalty on the tokens of highest covariance.
 
-    −Aρ, plus coef·|Δ| on the tokens in `cov_selected [B, T]` (from `losses.prepare`).
-
+    −Aρ, plus coef·|Δ| on the tokens in `cov_selected [B, T]` (from `policy_losses.prepare`).
     Source: Cui et al., arXiv 2505.22617.
     """
     delta = log_ratio(log_probs, old_log_probs)

@@ -1,8 +1,4 @@
-"""Preference losses: DPO and its relatives on pairs, KTO on rows, and the reward model's loss.
-
-The inputs and outputs of a loss on pairs, their registry, and all losses that are shipped, one
-function each.
-"""
+"""Preference losses: DPO and its relatives on pairs, KTO on rows, and the reward model's loss."""
 
 from __future__ import annotations
 
@@ -14,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from engine.algorithms.aggregation import MeanAccumulator, accumulate_mean, require_finite_loss
+from engine.algorithms import checks
+from engine.algorithms.aggregation import MeanAccumulator, accumulate_mean
 from engine.algorithms.masked import at_least_float, masked_mean, masked_sum
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
@@ -26,11 +23,9 @@ class Pairs:
 
     policy_chosen: Tensor
     policy_rejected: Tensor
-    chosen_length: Tensor
-    """Tokens of the chosen response, 1 or more."""
+    chosen_length: Tensor  # tokens of the response, 1 or more
     rejected_length: Tensor
-    ref_chosen: Tensor | None = None
-    """The reference's log-probs; None for losses without a reference."""
+    ref_chosen: Tensor | None = None  # the reference's; None for losses without one
     ref_rejected: Tensor | None = None
 
     def log_ratios(self, per_token: bool = False) -> tuple[Tensor, Tensor]:
@@ -52,8 +47,7 @@ class Pairs:
 class PreferenceOutput:
     """A loss for each row, and metrics as sums and counts (`rewards/…`: implicit rewards)."""
 
-    loss: Tensor
-    """`[B]`."""
+    loss: Tensor  # [B]
     metrics: Mapping[str, MeanAccumulator]
 
 
@@ -82,15 +76,15 @@ class PairLoss:
         inputs = clean.policy_chosen, clean.policy_rejected
         mask = torch.ones_like(clean.policy_chosen, dtype=torch.bool)
         owner = f"preference loss {self.name!r}"
-        require_finite_loss(owner, self.formula, out.loss, *inputs, mask=mask)
+        checks.finite_loss(owner, self.formula, out.loss, *inputs, mask=mask)
         return out
 
     def check_options(self, options: Mapping[str, object]) -> None:
         """Raise ConfigError for options that this loss doesn't read or that are out of range."""
         self.options.require_known(options)
         merged: dict[str, Any] = {**self.options, **options}
-        if "beta" in merged and merged["beta"] <= 0:
-            raise ConfigError(f"beta={merged['beta']} must be above 0")
+        if "beta" in merged:
+            checks.positive(beta=merged["beta"])
         if not 0 <= merged.get("label_smoothing", 0.0) < 0.5:
             raise ConfigError(
                 f"label_smoothing={merged['label_smoothing']} must be at least 0 and below 0.5"
@@ -104,18 +98,14 @@ class PairLoss:
                 f"preference loss {self.name!r} compares with a reference model; give ref_chosen "
                 "and ref_rejected [B]"
             )
-        cleaned: dict[str, Tensor] = {}
-        for item in fields(pairs):
-            value = getattr(pairs, item.name)
-            if value is None:
+        cleaned, rows = dict[str, Tensor](), pairs.policy_chosen.shape[:1]
+        for name in (field.name for field in fields(pairs)):
+            if (value := getattr(pairs, name)) is None:
                 continue
-            if value.shape != pairs.policy_chosen.shape or value.dim() != 1:
-                raise DataError(
-                    f"{item.name} has shape {list(value.shape)}, not "
-                    f"[{pairs.policy_chosen.shape[0]}]"
-                )
+            if value.shape != rows:
+                raise DataError(f"{name} has shape {list(value.shape)}, not {list(rows)}")
             wide = at_least_float(value)
-            cleaned[item.name] = wide if item.name.startswith("policy") else wide.detach()
+            cleaned[name] = wide if name.startswith("policy") else wide.detach()
         for name in ("chosen_length", "rejected_length"):
             if bool((cleaned[name] < 1).any()):
                 raise DataError(f"{name} has an empty response; drop that pair")
@@ -123,10 +113,7 @@ class PairLoss:
 
 
 _registry: Registry[PairLoss] = Registry(
-    "preference loss",
-    "algorithm.preference.loss",
-    (),
-    "@register_pair_loss(name)",
+    "preference loss", "algorithm.preference.loss", (), "@register_pair_loss(name)"
 )
 
 
@@ -171,11 +158,7 @@ def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, MeanAccumulato
 
 @register_pair_loss("sigmoid", "dpo")
 def sigmoid(
-    pairs: Pairs,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    length_normalize: bool = False,
+    pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0, length_normalize: bool = False
 ) -> PreferenceOutput:
     """DPO: logistic loss on the difference of implicit rewards.
 
@@ -211,7 +194,6 @@ def hinge(pairs: Pairs, *, beta: float = 0.1, length_normalize: bool = False) ->
     """Hinge loss on the difference of implicit rewards.
 
     max(0, 1 − βh), h as in DPO, `[B]`: pairs beyond the margin stop pulling.
-
     Source: SLiC-HF, arXiv 2305.10425, and RSO, arXiv 2309.06657.
     """
     chosen, rejected = pairs.log_ratios(length_normalize)
@@ -221,16 +203,11 @@ def hinge(pairs: Pairs, *, beta: float = 0.1, length_normalize: bool = False) ->
 
 @register_pair_loss("robust")
 def robust(
-    pairs: Pairs,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.1,
-    length_normalize: bool = False,
+    pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1, length_normalize: bool = False
 ) -> PreferenceOutput:
     """Robust DPO: unbiased under labels that are flipped with a known probability.
 
     (−(1−ε)·log σ(βh) + ε·log σ(−βh))/(1 − 2ε), h as in DPO, ε = `label_smoothing`, `[B]`.
-
     Source: Chowdhury et al., arXiv 2403.00409.
     """
     chosen, rejected = pairs.log_ratios(length_normalize)
@@ -240,19 +217,13 @@ def robust(
     return PreferenceOutput(loss, reward_metrics(beta * chosen, beta * rejected))
 
 
-def _check_simpo(*, simpo_gamma: float, **_: object) -> None:
-    if simpo_gamma < 0:
-        raise ConfigError(f"simpo_gamma={simpo_gamma} must not be negative")
-
-
-@register_pair_loss("simpo", needs_reference=False, validate=_check_simpo)
+@register_pair_loss("simpo", needs_reference=False, validate=checks.not_negative)
 def simpo(
     pairs: Pairs, *, beta: float = 2.0, simpo_gamma: float = 0.5, label_smoothing: float = 0.0
 ) -> PreferenceOutput:
     """SimPO: the mean log-prob of a token as the reward, with a margin and no reference.
 
     −log σ(β·(log π(chosen)/len − log π(rejected)/len) − γ), `[B]`; ε as in conservative DPO.
-
     Source: Meng et al., arXiv 2405.14734, eq. 6.
     """
     chosen, rejected = pairs.per_token()
@@ -324,18 +295,9 @@ def kto(
     Source: Ethayarajh et al., arXiv 2402.01306.
     Raises ConfigError for beta ≤ 0 or negative weights, DataError for unequal shapes.
     """
-    if beta <= 0:
-        raise ConfigError(f"beta={beta} must be above 0")
-    if min(desirable_weight, undesirable_weight) < 0:
-        raise ConfigError(
-            f"desirable_weight={desirable_weight} and undesirable_weight={undesirable_weight} "
-            "must not be negative"
-        )
-    if not policy.shape == reference.shape == desirable.shape:
-        raise DataError(
-            f"policy {list(policy.shape)}, reference {list(reference.shape)} and desirable "
-            f"{list(desirable.shape)} differ in shape"
-        )
+    checks.positive(beta=beta)
+    checks.not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    checks.same_shape(policy=policy, reference=reference, desirable=desirable)
     good = desirable.bool()
     ratio = at_least_float(policy) - at_least_float(reference.detach())
     away = torch.where(good, ratio - reference_point, reference_point - ratio)
@@ -362,13 +324,9 @@ def bradley_terry(
     Source: Llama 2, arXiv 2307.09288, eq. 2; centring: Eisenstein et al., arXiv 2312.09244.
     Raises ConfigError for a negative coefficient, DataError for unequal shapes.
     """
-    if center_rewards_coefficient < 0:
-        raise ConfigError(
-            f"center_rewards_coefficient={center_rewards_coefficient} must not be negative"
-        )
-    shapes = {tuple(t.shape) for t in (chosen_scores, rejected_scores, margin) if t is not None}
-    if len(shapes) != 1:
-        raise DataError(f"chosen_scores, rejected_scores and margin differ in shape: {shapes}")
+    checks.not_negative(center_rewards_coefficient=center_rewards_coefficient)
+    margins = {} if margin is None else {"margin": margin}
+    checks.same_shape(chosen_scores=chosen_scores, rejected_scores=rejected_scores, **margins)
     chosen, rejected = at_least_float(chosen_scores), at_least_float(rejected_scores)
     gap = chosen - rejected
     if margin is not None:
@@ -377,12 +335,7 @@ def bradley_terry(
     return PreferenceOutput(loss, reward_metrics(chosen, rejected))
 
 
-def _check_likelihood(*, sft_weight: float, **_: object) -> None:
-    if sft_weight < 0:
-        raise ConfigError(f"sft_weight={sft_weight} must not be negative")
-
-
-@register_pair_loss("likelihood", needs_reference=False, validate=_check_likelihood)
+@register_pair_loss("likelihood", needs_reference=False, validate=checks.not_negative)
 def likelihood(
     pairs: Pairs, *, beta: float = 1.0, sft_weight: float = 1.0, label_smoothing: float = 0.0
 ) -> PreferenceOutput:
@@ -392,7 +345,6 @@ def likelihood(
 
     Bradley-Terry's loss with log-probs as scores, and the language model's loss of the chosen
     response beside it, which keeps what the model knows.
-
     Source: of the second term, Yang et al. (GRM), arXiv 2406.10216, eq. 8.
     """
     chosen, rejected = pairs.policy_chosen, pairs.policy_rejected

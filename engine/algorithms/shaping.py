@@ -1,7 +1,4 @@
-"""Rewards are shaped, and groups without a signal are filtered, before advantages are computed.
-
-Length penalties and other changes of rewards, and DAPO's dynamic sampling of groups.
-"""
+"""Rewards are shaped, and groups without a signal are filtered, before advantages are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Causal language models: made from a configuration or loaded from a folder, checked and saved."""
+# ruff: noqa: F401  # what other rooms import
 
 from engine.models.loading import (
     DTYPES,
@@ -15,12 +16,7 @@ from engine.models.loading import (
     text_config,
     vocabulary_and_context,
 )
-from engine.models.lora import (
-    BaseModelView,
-    adapter_parameters,
-    add_adapters,
-    has_adapters,
-)
+from engine.models.lora import BaseModelView, adapter_parameters, add_adapters, has_adapters
 from engine.models.policy import (
     UnloadedModel,
     load_policy_model,
@@ -31,32 +27,3 @@ from engine.models.policy import (
 )
 from engine.models.value_head import CriticModel, create_critic_model
 from engine.storage.weight_files import MIXTURES
-
-__all__ = [
-    "DTYPES",
-    "MIXTURES",
-    "BaseModelView",
-    "CriticModel",
-    "UnloadedModel",
-    "adapter_parameters",
-    "add_adapters",
-    "build_model",
-    "check_context",
-    "check_vocabulary",
-    "create_critic_model",
-    "has_adapters",
-    "load_model",
-    "load_policy_model",
-    "open_critic_model",
-    "open_model",
-    "open_policy_model",
-    "require_model_folder",
-    "resolve_dtype",
-    "resolve_lora",
-    "save_model",
-    "save_policy",
-    "save_tensors",
-    "saved_dtype",
-    "text_config",
-    "vocabulary_and_context",
-]

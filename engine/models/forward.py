@@ -1,8 +1,5 @@
 """The trainer's forward pass over completions, and its outputs for each response token.
 
-Log-probs, entropy and values, and for distillation a teacher's likeliest tokens and a student's
-divergence. Losses are in `engine.algorithms`; callers choose which rows go together.
-
 Rows are aligned to the left, and only response positions meet the vocabulary head. A model that
 `packing.apply_packing` was called on runs its body on the rows without padding, and once on a
 prompt that several of them share; results have the same shapes. The pass has parts, for models that
@@ -17,10 +14,10 @@ sequence. All outputs are float32 `[b, R]` by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +32,7 @@ from engine.models.routing import open_routing, routing
 from engine.models.value_head import CriticModel, head_values
 from engine.models.vocabulary_head import (
     Head,
+    StatisticsOptions,
     TokenStatistics,
     chunked_statistics,
     require_vocabulary_head,
@@ -51,14 +49,15 @@ class TokenOutputs:
     """Outputs of a forward pass for response tokens: float32 `[B, R]`, 0 where there is none."""
 
     log_probs: Tensor
-    entropy: Tensor | None = None
-    """In nats."""
-    sum_pi_squared: Tensor | None = None
-    """Σ_v π(v)²."""
-    full_kl: Tensor | None = None
-    """KL(π ‖ π_ref), exact over the vocabulary, in nats."""
-    router_balance: Tensor | None = None
-    """Of the routers of a mixture of experts: see `Routing.load_balancing_loss`."""
+    entropy: Tensor | None = None  # in nats
+    sum_pi_squared: Tensor | None = None  # Σ_v π(v)²
+    full_kl: Tensor | None = None  # KL(π ‖ π_ref), exact over the vocabulary, in nats
+    router_balance: Tensor | None = None  # see `Routing.load_balancing_loss`
+
+    def named(self) -> dict[str, Tensor]:
+        """Return those that were computed, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def token_outputs(
@@ -66,72 +65,44 @@ def token_outputs(
     batch: Batch,
     temperature: float,
     *,
-    entropy: bool = False,
-    entropy_gradient: bool = False,
-    sum_pi_squared: bool = False,
     reference: Model | None = None,
     statistics: TokenStatistics = token_statistics,
+    **options: Unpack[StatisticsOptions],
 ) -> TokenOutputs:
     """Run `model` over a batch, its distributions being softmax(logits / temperature).
 
-    The optional outputs are computed on request; the KL to `reference` if one is given. Entropy
-    has a gradient only where asked for: without, its graph is not kept. The batch may be on
-    another device than the model; results are on the model's.
+    The KL is that to `reference`, if one is given. Results are on the model's device.
     """
     seqs = left_align(batch)
-    options: dict[str, Any] = {
-        "entropy": entropy,
-        "entropy_gradient": entropy_gradient,
-        "sum_pi_squared": sum_pi_squared,
-    }
     if reference is None and (head := _head(model)) is not None:
         states = response_states(model, seqs)  # type: ignore[arg-type]
-        return read_states(head, states, seqs, batch, temperature, statistics=statistics, **options)
+        return read_states(head, states, seqs, batch, temperature, statistics, **options)
     logits = model_logits(model, seqs)
     reference_logits = None
     if reference is not None:
         with torch.no_grad():
             reference_logits = model_logits(reference, seqs)
-    options["reference_logits"] = reference_logits
-    return read_tokens(logits, seqs, batch, temperature, statistics=statistics, **options)
+    return read_tokens(logits, seqs, batch, temperature, statistics, reference_logits, **options)
 
 
-def response_log_probs(
-    model: Model,
-    batch: Batch,
-    temperature: float,
-    *,
-    statistics: TokenStatistics = token_statistics,
-) -> Tensor:
-    """Compute log-probs `[B, R]` (float32) of the response tokens; 0 where there is no token."""
-    return token_outputs(model, batch, temperature, statistics=statistics).log_probs
-
-
-def response_values(critic: CriticModel | nn.Module, batch: Batch) -> Tensor:
+def response_values(critic: CriticModel, batch: Batch) -> Tensor:
     """Compute values `[B, R]` of the states before each response token; 0 where there is none."""
     seqs = left_align(batch)
-    if isinstance(critic, CriticModel) and (rows := pack(critic, seqs)) is not None:
-        flat = critic.values(_packed_states(critic, rows, seqs))
-        return scatter_tokens(flat, seqs.to(flat.device), batch["responses"])
-    values: Tensor = critic(seqs.input_ids.to(next(critic.parameters()).device), None)
-    return read_values(values, seqs, batch)
+    flat = critic.values(response_states(critic, seqs))
+    return scatter_tokens(flat, seqs.to(flat.device), batch["responses"])
 
 
 def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
-    """Compute the body's outputs `[N, H]` that predict response tokens: what the head reads.
-
-    `model` is a language model or a critic.
-    """
+    """Compute what the head of a model or critic reads: the outputs `[N, H]` before each token."""
     if (rows := _packed(model, seqs)) is not None:
         return _packed_states(model, rows, seqs)
     return seqs.states(hidden_states(model, seqs))
 
 
 def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None = None) -> Tensor:
-    """Compute the outputs of the body's last norm `[B, L, H]` for padded rows.
+    """Compute the outputs of a body's last norm `[B, L, H]` for padded rows; at padding, anything.
 
-    `model` is a language model or a critic. `position_ids [B, L]` are those of columns that are a
-    share of longer rows. Outputs at padding have no meaning.
+    `position_ids [B, L]` are those of columns that are a share of longer rows.
     """
     body: Any = model.base_model
     ids = seqs.input_ids.to(_device(model))
@@ -187,17 +158,15 @@ def read_states(
     seqs: Sequences,
     batch: Batch,
     temperature: float,
-    *,
-    statistics: TokenStatistics = token_statistics,
-    **options: Any,
+    statistics: TokenStatistics,
+    **options: Unpack[StatisticsOptions],
 ) -> TokenOutputs:
     """Read what `read_tokens` does off the hidden states `[N, H]` that `head` reads.
 
     A plain head gives the statistics a chunk of tokens at a time, without their logits.
     """
     if statistics is not token_statistics or not takes_chunks(head):
-        logits = head(states)
-        return read_tokens(logits, seqs, batch, temperature, statistics=statistics, **options)
+        return read_tokens(head(states), seqs, batch, temperature, statistics, **options)
     seqs = seqs.to(states.device)
     flat = chunked_statistics(head, states, seqs.targets, temperature, **options)
     return _in_columns(flat, seqs, batch)
@@ -208,35 +177,19 @@ def read_tokens(
     seqs: Sequences,
     batch: Batch,
     temperature: float,
-    *,
-    statistics: TokenStatistics = token_statistics,
-    entropy: bool = False,
-    entropy_gradient: bool = False,
-    sum_pi_squared: bool = False,
+    statistics: TokenStatistics,
     reference_logits: Tensor | None = None,
+    **options: Unpack[StatisticsOptions],
 ) -> TokenOutputs:
     """Read statistics of the N response tokens off their logits `[N, V]` into the batch's columns.
 
-    `reference_logits` are of the same shape. V is whatever `statistics` can read: a share of the
-    vocabulary, for one that knows the other shares' ranks.
+    V is whatever `statistics` can read: a share of the vocabulary, where it knows other ranks'.
     """
     seqs = seqs.to(logits.device)
     flat = statistics(
-        logits,
-        seqs.targets,
-        temperature,
-        entropy=entropy,
-        entropy_gradient=entropy_gradient,
-        sum_pi_squared=sum_pi_squared,
-        reference_logits=reference_logits,
+        logits, seqs.targets, temperature, reference_logits=reference_logits, **options
     )
     return _in_columns(flat, seqs, batch)
-
-
-def read_values(values: Tensor, seqs: Sequences, batch: Batch) -> Tensor:
-    """Put a critic's outputs `[B, L]` into the batch's response columns, `[B, R]` in float32."""
-    flat = seqs.states(values).float()
-    return scatter_tokens(flat, seqs.to(values.device), batch["responses"])
 
 
 def model_logits(model: Model, seqs: Sequences) -> Tensor:
@@ -281,32 +234,33 @@ def scatter_tokens(flat: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
 
 Outputs = dict[str, Tensor]
 ReferenceLogits = Callable[[Batch], Tensor]  # at a micro-batch's response tokens
+Divergences = Iterator[tuple[int, Tensor]]  # [N] each, with the number of the teacher
 
 
-class OutputReader(Protocol):
+class OutputReader(ABC):
     """Computes named outputs from a model."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def names(self) -> tuple[str, ...]:
         """Return the names of the outputs, in a fixed order."""
-        ...
 
+    @abstractmethod
     def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
         """Run a model whose body this rank has in full."""
-        ...
 
-    def from_hidden(
-        self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
-    ) -> Outputs:
+    @abstractmethod
+    def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         """Compute outputs `[b, R]` of the tokens of `seqs` from hidden states `[b, L, H]`."""
-        ...
 
     def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
         """Return the context of a pass with `from_model` and of its backward pass."""
-        ...
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
-class LogProbReader:
+class LogProbReader(OutputReader):
     """Log-probs of a policy, whose distributions are softmax(logits / temperature)."""
 
     temperature: float
@@ -330,7 +284,6 @@ class LogProbReader:
         return ("log_probs", *(name for name, included in requested.items() if included))
 
     def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
-        """Run one forward pass of a causal language model of any family."""
         if self.reference is not None:
             seqs = left_align(micro)
             read = self._with_reference(model_logits(module, seqs), seqs, micro)
@@ -338,7 +291,7 @@ class LogProbReader:
             read = token_outputs(
                 module, micro, self.temperature, statistics=self.statistics, **self._options()
             )
-        outputs = {name: getattr(read, name) for name in self.names()}
+        outputs = read.named()
         if (routers := open_routing(module)) is not None:
             if self.record is not None:
                 self.record(routers.routed_experts())
@@ -352,38 +305,19 @@ class LogProbReader:
             return nullcontext()
         return routing(module, micro, replay=self.replay)
 
-    def from_hidden(
-        self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
-    ) -> Outputs:
-        """Apply the head and the softmax."""
-        head = require_vocabulary_head(module)
+    def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
+        head, states = require_vocabulary_head(module), seqs.states(hidden)
         if self.reference is not None:
-            read = self._with_reference(head(seqs.states(hidden)), seqs, micro)
-            return {name: getattr(read, name) for name in self.names()}
-        read = read_states(
-            head,
-            seqs.states(hidden),
-            seqs.to(hidden.device),
-            micro,
-            self.temperature,
-            statistics=self.statistics,
-            **self._options(),
-        )
-        return {name: getattr(read, name) for name in self.names()}
+            return self._with_reference(head(states), seqs, micro).named()
+        options = (seqs, micro, self.temperature, self.statistics)
+        return read_states(head, states, *options, **self._options()).named()
 
     def _with_reference(self, logits: Tensor, seqs: Sequences, micro: Batch) -> TokenOutputs:
         assert self.reference is not None
-        return read_tokens(
-            logits,
-            seqs,
-            micro,
-            self.temperature,
-            statistics=self.statistics,
-            reference_logits=self.reference(micro),
-            **self._options(),
-        )
+        options = (self.temperature, self.statistics, self.reference(micro))
+        return read_tokens(logits, seqs, micro, *options, **self._options())
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> StatisticsOptions:
         return {
             "entropy": self.entropy,
             "entropy_gradient": self.entropy_gradient,
@@ -391,46 +325,30 @@ class LogProbReader:
         }
 
 
-class ValueReader:
+class ValueReader(OutputReader):
     """Values of a critic, by name `values`."""
 
-    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
-        """Return an empty context."""
-        return nullcontext()
-
     def names(self) -> tuple[str, ...]:
-        """Return `values` alone."""
         return ("values",)
 
-    def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
-        """Run one forward pass of a model that returns values `[b, L]` for tokens `[b, L]`."""
+    def from_model(self, module: Any, micro: Batch) -> Outputs:
         return {"values": response_values(module, micro)}
 
     def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
-        """Apply the value head."""
-        values = head_values(module.get_output_embeddings(), hidden)
-        return {"values": read_values(values, seqs, micro)}
+        flat = head_values(module.get_output_embeddings(), seqs.states(hidden))
+        return {"values": scatter_tokens(flat, seqs.to(flat.device), micro["responses"])}
 
 
-class _LogitsReader(ABC):
-    """Outputs that are read off whole rows of logits, in distillation.
+class _LogitsReader(OutputReader):
+    """Outputs read off whole rows of logits, in distillation: without tp and pp."""
 
-    So the vocabulary is not split over ranks (tp), and a model has no stages (pp).
-    """
-
-    def around(self, module: nn.Module, micro: Batch) -> AbstractContextManager[object]:
-        """Return an empty context."""
-        return nullcontext()
+    __slots__ = ()
 
     def from_model(self, module: nn.Module, micro: Batch) -> Outputs:
-        """Run one forward pass of a causal language model."""
         seqs = left_align(micro)
         return self._read(model_logits(module, seqs), seqs, micro)
 
-    def from_hidden(
-        self, module: nn.Module, hidden: Tensor, seqs: Sequences, micro: Batch
-    ) -> Outputs:
-        """Apply the head."""
+    def from_hidden(self, module: Any, hidden: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         return self._read(require_vocabulary_head(module)(seqs.states(hidden)), seqs, micro)
 
     def _read(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
@@ -455,7 +373,6 @@ class TopKReader(_LogitsReader):
     vocabulary: int  # of the student; what the teacher's logits have beyond it is left out
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of both."""
         return ("teacher_ids", "teacher_log_probs")
 
     def _outputs(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
@@ -480,42 +397,29 @@ class DivergenceReader(_LogitsReader):
     skip: bool = False  # teachers that no row of a micro-batch has; not where ranks go together
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the three."""
         return ("log_probs", "entropy", "divergence")
 
     def _outputs(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Outputs:
         out = token_statistics(logits, seqs.targets, self.temperature, entropy=True)
-        divergence = self._from_logits if self.teachers else self._from_top_k
-        return out | {"divergence": divergence(logits, seqs, micro)}
-
-    def _from_logits(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Tensor:
-        weights = micro["teacher_weights"]
-        total = logits.new_zeros(len(logits), dtype=torch.float32)
-        for i, teacher in enumerate(self.teachers):
-            if self.skip and not bool(weights[:, i].any()):
-                continue
-            divergence = full_divergence(
-                logits, teacher(micro), self.kind, beta=self.beta, temperature=self.temperature
-            )
-            total = total + weights[seqs.rows, i].to(divergence) * divergence
-        return total
-
-    def _from_top_k(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Tensor:
         weights = micro["teacher_weights"].to(logits.device)
-        count = weights.shape[1]
-        ids, log_probs = (
+        total = logits.new_zeros(len(logits), dtype=torch.float32)
+        divergences = self._from_logits if self.teachers else self._from_top_k
+        for i, divergence in divergences(logits, seqs, micro):
+            total = total + weights[seqs.rows, i].to(divergence) * divergence
+        return out | {"divergence": total}
+
+    def _from_logits(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Divergences:
+        options: dict[str, Any] = {"beta": self.beta, "temperature": self.temperature}
+        for i, teacher in enumerate(self.teachers):
+            if not self.skip or bool(micro["teacher_weights"][:, i].any()):
+                yield i, full_divergence(logits, teacher(micro), self.kind, **options)
+
+    def _from_top_k(self, logits: Tensor, seqs: Sequences, micro: Batch) -> Divergences:
+        options: dict[str, Any] = {"beta": self.beta, "temperature": self.temperature}
+        count = micro["teacher_weights"].shape[1]
+        teachers = (
             micro[name].to(logits.device)[seqs.rows, seqs.columns].unflatten(1, (count, -1))
             for name in ("teacher_ids", "teacher_log_probs")
         )
-        total = logits.new_zeros(len(logits), dtype=torch.float32)
-        for i in range(count):
-            divergence = top_k_divergence(
-                logits,
-                ids[:, i],
-                log_probs[:, i],
-                self.kind,
-                beta=self.beta,
-                temperature=self.temperature,
-            )
-            total = total + weights[seqs.rows, i] * divergence
-        return total
+        for i, (ids, log_probs) in enumerate(zip(*(t.unbind(1) for t in teachers), strict=True)):
+            yield i, top_k_divergence(logits, ids, log_probs, self.kind, **options)

@@ -1,26 +1,23 @@
 """Model folders: made from a configuration or loaded, in a configured dtype, and saved.
 
-Checks of a model alone, or with its tokenizer, run before any compute is spent. A start model whose
-`config.json` has other values (verl's `override_config`) is a folder of links to the model's files
-and a `config.json` of its own, so that all who read the model (ranks, rollout engines, the
-reference) read the same. What the configuration makes of a policy (adapters, quantisation) is in
-`policy`.
+A start model whose `config.json` has other values (verl's `override_config`) is a folder of links
+to the model's files and a `config.json` of its own, so that all who read the model (ranks, rollout
+engines, the reference) read the same.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
-import functools
 import json
 import logging
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -40,11 +37,11 @@ from engine.models.lora import has_adapters, merged_copy, save_adapter
 from engine.storage.filesystem import is_hub_id, loading_error, require_model_name, split_revision
 from engine.storage.weight_files import file_tensors, write_weights
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SIZES = (  # of a model from scratch, as in transformers' configuration
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "initializer_range"),
+)
 MIN_HIDDEN_SIZE = 96  # the narrowest whose learning was compared, see docs/precision.md
 
 
@@ -63,10 +60,10 @@ def resolve_dtype(
 ) -> str:
     """Return the dtype that `model.dtype` stands for; a dtype itself stays.
 
-    `auto` is bfloat16 for a model of `MIN_HIDDEN_SIZE` or wider where `computes_in_bfloat16`, else
-    float32; float32 also where `compute_dtype` asks for it. `gpu`: where the model will be; None:
-    on this process's device. Raises ConfigError for an unknown dtype, and for reduced weights with
-    another `compute_dtype`.
+    `auto` is bfloat16 for a model of `MIN_HIDDEN_SIZE` or wider where `computes_in_bfloat16`,
+    unless `compute_dtype` is float32; else float32. `gpu`: where the model will be; None: on this
+    process's device. Raises ConfigError for an unknown dtype, and reduced weights with another
+    compute_dtype.
     """
     if dtype == "auto":
         gpu = torch.cuda.is_available() if gpu is None else gpu
@@ -82,50 +79,45 @@ def resolve_dtype(
     return dtype
 
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_making = threading.RLock()
+def check_dtype(dtype: str) -> None:
+    """Raise ConfigError for a `model.dtype` that is none of DTYPES."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
+class _ModelLock(ContextDecorator):
+    """Has other threads wait while a function makes a model.
 
-def with_model_lock(make: Callable[P, T]) -> Callable[P, T]:
-    """Have other threads wait while one makes a model.
-
-    Meanwhile transformers has set the whole process's default dtype and initialisers, and seeds
-    borrow its random generator.
+    Meanwhile transformers has set the process's default dtype, initialisers and random generator.
     """
 
-    @functools.wraps(make)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _making:
-            return make(*args, **kwargs)
+    _lock = threading.RLock()
 
-    return alone
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+with_model_lock = _ModelLock()
 
 
 @with_model_lock
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """Make a small Qwen2-shaped model with random weights drawn from `seed`.
+    """Make a small Qwen2-shaped model with random weights drawn, in float32, from `seed`.
 
-    The vocabulary is the tokenizer's; input and output embeddings are tied. Weights are drawn in
-    float32, whatever `config.dtype` is.
+    The vocabulary is the tokenizer's; input and output embeddings are tied.
     """
     shape = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        max_position_embeddings=config.max_position_embeddings,
-        initializer_range=config.initializer_range,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **{name: getattr(config, name) for name in _SIZES},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -147,15 +139,21 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     ModelError when the folder lacks a configuration or weights, can't be read, or has weights for
     only a part of the model; ConfigError for a `dtype` that is none of DTYPES.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    check_dtype(dtype)
     require_model_folder(path)
     if (base := adapter_base_path(path)) is not None:
         return _load_merged(Path(path), load_model(base, dtype))
-    name, revision = split_revision(path)
     where = f"model.path={str(path)!r}"
+    return load_pretrained(AutoModelForCausalLM, path, dtype, where, "causal language model")
+
+
+def load_pretrained(
+    kind: Any, path: str | Path, dtype: str, where: str, what: str
+) -> PreTrainedModel:
+    """Load a model by an automatic class of transformers; raise ModelError as `load_model` does."""
+    name, revision = split_revision(path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             name,
             revision=revision or "main",
             dtype=DTYPES[dtype],
@@ -165,15 +163,12 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     except pickle.UnpicklingError as error:
         raise _unsafe_pickle(where) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelError(f"{where} can't be loaded as a {what}: {loading_error(error)}") from error
+    # transformers would fill them with random numbers and continue
+    if missing := sorted(report["missing_keys"]):
         raise ModelError(
-            f"{where} can't be loaded as a causal language model: {loading_error(error)}"
-        ) from error
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers would fill them with random numbers and continue
-        raise ModelError(
-            f"{where} lacks {len(missing)} of the model's weights, first {missing[0]!r}; give "
-            "the folder of a whole causal language model"
+            f"{where} lacks {len(missing)} of the model's weights, first {missing[0]!r}; give the "
+            f"folder of a whole {what}"
         )
     if revision is not None:  # for adapters, which say what they belong to
         model.name_or_path = str(path)
@@ -181,10 +176,9 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
 
 
 def adapter_base_path(path: str | Path) -> str | None:
-    """Return the model that an adapter's folder belongs to; None for other folders.
+    """Return the model, with its revision, of an adapter's folder; None for other folders.
 
-    It is a path, or a hub id with the revision that the folder names, if any. Raises ModelError
-    when the folder doesn't say.
+    Raises ModelError when the folder doesn't say.
     """
     config = Path(path) / "adapter_config.json"
     if not config.is_file():
@@ -229,9 +223,8 @@ def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
 def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
     """Raise ModelError unless `path` is a model folder with configuration and weights.
 
-    Or an adapter's folder, with weights and a base that is one.
-    A value that is not a local folder and looks like a hub id (`owner/name`) is let through:
-    whether the hub has it is found out by loading it.
+    Or an adapter's folder, with weights and a base that is one. A hub id (`owner/name`) is let
+    through: whether the hub has it is found out by loading it.
     """
     folder = Path(path)
     require_model_name(path, setting)
@@ -248,7 +241,7 @@ def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
         raise ModelError(
             f"{setting}={str(path)!r} has no config.json; give a folder written by save_pretrained"
         )
-    if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         raise ModelError(
             f"{setting}={str(path)!r} has no weights (model.safetensors); save the model there "
             "with model.save_pretrained(folder)"
@@ -270,9 +263,7 @@ def _require_whole_index(folder: Path, setting: str) -> None:
             f"({type(error).__name__}: {loading_error(error)}); copy the whole folder again"
         ) from error
     if missing:
-        raise ModelError(
-            f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them too"
-        )
+        raise ModelError(f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them")
 
 
 def check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
@@ -348,22 +339,23 @@ def _unsafe_pickle(where: str) -> ModelError:
 
 log = logging.getLogger(__name__)
 
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _ROPE = ("rope_scaling", "rope_theta", "rope_parameters")  # transformers reads each of them
 _NUMBER = re.compile(r"-?\d+(\.\d*)?[eE][-+]?\d+")
-_KERNELS = {"attn_implementation", "_attn_implementation"}
-_KERNEL_NOTE = "the model's own kernels are used"
 
 
-def check_overrides(path: str, changes: Mapping[str, object]) -> dict[str, object]:
+def check_overrides(path: str, changes: Mapping[str, Any]) -> dict[str, object]:
     """Check the changes; return them as keys of the configuration of `path`.
 
-    Raises ConfigError for a key that it has not, and for a value with which the weights would have
-    other names or shapes; ModelError where the configuration can't be read.
+    Raises ConfigError for a key that it has not, or a value that gives weights other names or
+    shapes; ModelError where the configuration can't be read.
     """
-    changes = _flat(changes)
-    for key in _KERNELS & changes.keys():
-        log.warning("model.override_config.%s has no effect here: %s", key, _KERNEL_NOTE)
+    inner = changes.get("model_config") or {}  # where verl's Megatron settings have them
+    changes = {k: v for k, v in changes.items() if k != "model_config"} | dict(inner)
+    for key, value in changes.items():
+        if isinstance(value, str) and _NUMBER.fullmatch(value):  # YAML reads 1e6 as a text
+            changes[key] = float(value)
+    for key in {"attn_implementation", "_attn_implementation"} & changes.keys():
+        log.warning("model.override_config.%s has no effect here: the model's own kernels run", key)
         del changes[key]
     if adapter_base_path(path) is not None:
         raise ConfigError(
@@ -385,7 +377,7 @@ def check_overrides(path: str, changes: Mapping[str, object]) -> dict[str, objec
                 f"configuration{hint}"
             )
     changes = _rope_of_this_version(config, changes)
-    before, after = _shapes(config), _shapes(_changed(config, changes))
+    before, after = _shapes(config, {}), _shapes(config, changes)
     if before != after:
         name = min(name for name, _ in before.items() ^ after.items())
         raise ConfigError(
@@ -397,23 +389,13 @@ def check_overrides(path: str, changes: Mapping[str, object]) -> dict[str, objec
 
 def link_model(path: str, changes: Mapping[str, object], folder: Path) -> None:
     """Fill `folder` with links to the files of the model in `path`, and the changed config.json."""
-    source = _local(path)
+    source = _download(path) if is_hub_id(path) else Path(path)
     folder.mkdir()
     for file in sorted(source.iterdir()):
         if file.name != "config.json" and file.is_file():
             (folder / file.name).symlink_to(file.resolve())
     written = json.loads((source / "config.json").read_text()) | dict(changes)
     (folder / "config.json").write_text(json.dumps(written, indent=2))
-
-
-def _flat(changes: Mapping[str, Any]) -> dict[str, object]:
-    """Join the keys and those below `model_config`, where verl's Megatron settings have them."""
-    inner = changes.get("model_config") or {}
-    merged = {k: v for k, v in changes.items() if k != "model_config"} | dict(inner)
-    return {  # YAML reads 1e6 as a text
-        key: float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
-        for key, value in merged.items()
-    }
 
 
 def _rope_of_this_version(config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
@@ -427,38 +409,30 @@ def _rope_of_this_version(config: PretrainedConfig, changes: dict[str, Any]) -> 
     return changes | {"rope_parameters": dict(config.rope_parameters or {}) | scaling}
 
 
-def _changed(config: PretrainedConfig, changes: Mapping[str, object]) -> PretrainedConfig:
-    try:
-        values = config.to_dict() | dict(changes)
-        return AutoConfig.for_model(values.pop("model_type"), **values)
-    except Exception as error:  # of the configuration's own checks
-        raise ConfigError(
-            f"model.override_config={dict(changes)} can't be: {loading_error(error)}"
-        ) from error
-
-
 @with_model_lock
-def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
-    """Return the shape of each parameter by name; nothing is stored."""
+def _shapes(config: PretrainedConfig, changes: Mapping[str, object]) -> dict[str, torch.Size]:
+    """Return the shape of each parameter of a model with other values by name, without storage."""
+    values = config.to_dict() | dict(changes)
     try:
+        changed = AutoConfig.for_model(values.pop("model_type"), **values)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model: nn.Module = AutoModelForCausalLM.from_config(changed, trust_remote_code=False)
     except Exception as error:  # of the model's own code, with values that don't fit each other
         raise ConfigError(
-            f"model.override_config gives no model: {loading_error(error)}; correct its values"
+            f"model.override_config={dict(changes)} gives no model: {loading_error(error)}; "
+            "correct its values"
         ) from error
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def _local(path: str) -> Path:
-    """Return the model's folder, or that of the hub's cache, which is filled."""
-    if not is_hub_id(path):
-        return Path(path)
+def _download(path: str) -> Path:
+    """Fill the hub's cache; return its folder."""
     from huggingface_hub import snapshot_download
 
     name, revision = split_revision(path)
+    files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as error:  # network, permission, unknown id
         raise ModelError(
             f"model.path={path!r} can't be fetched from the hub: {loading_error(error)}"
@@ -472,10 +446,8 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str
     """Write safetensors, configuration and tokenizer of a transformers model to `folder`.
 
     A model with adapters is written as the plain model that they make of it, and they alone, in
-    peft's format, to `folder/adapter`; `model` itself stays as it is.
-
-    Raises StorageError (disk full, no permission). The caller publishes the folder by renaming
-    it, so a half-written one is never seen.
+    peft's format, to `folder/adapter`; `model` itself stays as it is. Raises StorageError (disk
+    full, no permission). The caller publishes the folder by renaming it.
     """
     folder = Path(folder)
     policy: Any = model
@@ -499,8 +471,8 @@ def save_tensors(
 ) -> Path:
     """Save as `save_model` a model whose tensors come one by one: few are in memory at a time.
 
-    They are a plain model's, and `adapters` by parameter name those that were merged into it. Of
-    `model` itself only the class and the configuration are read.
+    `adapters`, by parameter name, were merged into them. Of `model` only the class and the
+    configuration are read.
     """
     folder = Path(folder)
     with _writing(folder):

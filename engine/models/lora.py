@@ -2,7 +2,6 @@
 
 A policy with adapters keeps its class, and its own weights are frozen: the same storage is the
 trained policy with the adapters on, and the model that training began with when they are off.
-The base may be quantised (`quantize`). Policies are loaded in `policy`.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def add_adapters(
 ) -> None:
     """Put new adapters into `model`, in place, and freeze all else; `setting` asked for them.
 
-    They add nothing at first (B = 0; A is drawn from `seed`), and are float32 whatever the model
-    is. Raises ConfigError for target modules that the model lacks, or whose weights it ties.
+    They add nothing at first (B = 0; A is drawn from `seed`), and are float32. Raises ConfigError
+    for target modules that the model lacks, or whose weights it ties.
     """
     from peft import LoraConfig
 
@@ -125,18 +124,14 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class BaseModelView:
-    """The model that a policy with adapters started from: its own weights, the adapters off.
-
-    It has no storage. `with base.weights() as model:` lends the policy, which computes as the base
-    until the block ends, however it ends.
-    """
+    """The model that a policy with adapters started from: its own weights, the adapters off."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         self._policy = policy
 
     @contextmanager
     def weights(self) -> Iterator[PreTrainedModel]:
-        """Lend the policy with its adapters off."""
+        """Lend the policy, which computes as its base until the block ends, however it ends."""
         self._policy.disable_adapters()
         try:
             yield self._policy
@@ -177,18 +172,13 @@ def save_adapter(
 def adapter_tensors(
     model: PreTrainedModel, values: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return the adapters' tensors by peft's names, which begin with the model's own modules.
-
-    `values`: as in `save_adapter`.
-    """
+    """Return the adapters' tensors by peft's names; `values` as in `save_adapter`."""
     from peft import get_peft_model_state_dict
 
-    # Without save_embedding_layers=False, peft would look the base up on the hub.
     state = None if values is None else dict(values)
-    weights: dict[str, Tensor] = get_peft_model_state_dict(
-        model, state, save_embedding_layers=False
-    )
-    return weights
+    # Without save_embedding_layers=False, peft would look the base up on the hub.
+    named: dict[str, Tensor] = get_peft_model_state_dict(model, state, save_embedding_layers=False)
+    return named
 
 
 def write_adapter(tensors: Mapping[str, Tensor], settings: PeftConfigLike, folder: Path) -> None:
@@ -214,10 +204,10 @@ def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         path, _, rest = name.rpartition(".")
         owner = path.removesuffix(".base_layer")
         linear, adapted = modules[path], modules[owner]
-        if isinstance(linear, QuantizedLinear) and rest not in ("weight", "bias"):
-            continue  # its scales
-        if rest == "weight" and isinstance(linear, QuantizedLinear):
-            tensor = linear.dense()
+        if isinstance(linear, QuantizedLinear):
+            if rest not in ("weight", "bias"):
+                continue  # its scales
+            tensor = linear.dense() if rest == "weight" else tensor
         if rest == "weight" and isinstance(adapted, BaseTunerLayer):
             delta = adapted.get_delta_weight(ADAPTER)  # type: ignore[operator]  # of its layers
             tensor = (tensor + delta).to(tensor.dtype)

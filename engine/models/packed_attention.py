@@ -2,17 +2,16 @@
 
 On CUDA in half precision it is torch's variable-length flash kernel. Elsewhere (CPU, ROCm, float32)
 it is a pass over the rows that keeps no scores; on the CPU `compiled_attention` of bfloat16, and
-`row_attention` of other short rows.
-`packing` lays the rows out.
+`row_attention` of other short rows. `packing` lays the rows out.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.algorithms.masked import at_least_float
-from engine.kernels.attention import (
-    Run,
-    compiled_attention,
-    row_attention,
-    takes_compiled,
-    takes_rows,
-)
+from engine.kernels import attention
+from engine.kernels.attention import Run
 
 _BLOCK = 256  # queries whose scores exist at a time
 _TOGETHER = 64  # queries of several segments that are computed with a mask (≤ _BLOCK)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,18 +42,6 @@ class Segments:
     longest_keys: int  # the same with its prefix
 
     @classmethod
-    def of(cls, groups: Sequence[tuple[int, list[int]]], device: torch.device) -> Segments:
-        """Make segments of groups in order: (tokens of the prefix, of each segment after it)."""
-        runs, at = [], 0
-        for prefix, sizes in groups:
-            begin = at
-            if prefix:
-                runs.append((at, at, at, at := at + prefix))
-            for size in sizes:
-                runs.append((begin, begin + prefix, at, at := at + size))
-        return cls.of_runs(runs, device)
-
-    @classmethod
     def of_runs(cls, runs: Sequence[Run], device: torch.device) -> Segments:
         """Make segments of runs that follow each other."""
         seen = [sum(run[1::2]) - sum(run[::2]) for run in runs]
@@ -75,10 +56,7 @@ class Segments:
 
     @functools.cached_property
     def keys(self) -> Tensor | None:
-        """Return the tokens in the order of `key_starts`: [K] long; None: there are no prefixes.
-
-        Compiled attention doesn't read them, and of many runs they take long.
-        """
+        """The tokens in the order of `key_starts`: [K] long; None: there are no prefixes."""
         parts = [ends for run in self.runs for ends in zip(run[::2], run[1::2], strict=True)]
         keys = np.concatenate([np.arange(*ends) for ends in parts])
         if len(keys) == self.runs[-1][-1]:
@@ -103,10 +81,10 @@ def packed_attention(
     query, key, value = _cast(query, key, value)
     if dropout:
         return _by_segment(query, key, value, segments, scale, dropout)
-    if takes_compiled(query, key, value, segments.runs):
-        return compiled_attention(query, key, value, segments.runs, scale)
-    if takes_rows(segments.runs, query.device):
-        return row_attention(query, key, value, segments.runs, scale)
+    if attention.takes_compiled(query, key, value, segments.runs):
+        return attention.compiled_attention(query, key, value, segments.runs, scale)
+    if attention.takes_rows(segments.runs, query.device):
+        return attention.row_attention(query, key, value, segments.runs, scale)
     if not _has_kernel(query):
         return _by_block(query, key, value, segments, scale)
     from torch.nn.attention.varlen import varlen_attn
@@ -127,17 +105,6 @@ def _by_block(
     return out
 
 
-def _without_autocast(function: Callable[..., T]) -> Callable[..., T]:
-    """Run `function(ctx, tensor, …)` in the dtypes that it chooses, in backward passes too."""
-
-    @functools.wraps(function)
-    def call(ctx: object, tensor: Tensor, *args: object) -> T:
-        with torch.autocast(tensor.device.type, enabled=False):
-            return function(ctx, tensor, *args)
-
-    return call
-
-
 class _Attention(torch.autograd.Function):
     """Attention of blocks of queries, whose probabilities the backward pass computes again.
 
@@ -146,46 +113,38 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    @_without_autocast
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
     ) -> Tensor:
         out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         q, k, v = (at_least_float(t[0]) for t in (query, key, value))  # [heads, T, d]
         o = out[0].transpose(0, 1)
-        for block in _blocks(runs, query.device):
-            weights = _weights(block.queries(q, k), block.keys(k), scale, block)
-            o[:, block.first : block.stop] = torch.bmm(weights, block.keys(v)).view(
-                len(q), -1, v.shape[2]
-            )
+        with torch.autocast(query.device.type, enabled=False):
+            for block in _blocks(runs, query.device):
+                weights = _weights(block.queries(q, k), block.keys(k), scale, block)
+                o[:, block.span] = torch.bmm(weights, block.keys(v)).view(len(q), -1, v.shape[2])
         ctx.save_for_backward(query, key, value, out)
         ctx.runs, ctx.scale = runs, scale
         return out
 
     @staticmethod
-    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out = ctx.saved_tensors
         q, k, v = (at_least_float(t[0]) for t in (query, key, value))  # [heads, T, d]
         g, o = (at_least_float(t[0]).transpose(0, 1) for t in (grad, out))
-        grad_query, grad_key, grad_value = (
-            torch.empty_like(q),
-            torch.zeros_like(k),
-            torch.zeros_like(v),
-        )
+        grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (q, k, v))
         sums = (g * o).sum(-1, keepdim=True)  # [heads, T, 1]
-        for block in _blocks(ctx.runs, query.device):
-            keys, values = block.keys(k), block.keys(v)
-            queries, above = block.queries(q, k), block.queries(g, k)
-            weights = _weights(queries, keys, ctx.scale, block)
-            scores = torch.bmm(above, values.transpose(1, 2))
-            scores.sub_(block.queries(sums, k)).mul_(weights).mul_(ctx.scale)
-            grad_query[:, block.first : block.stop] = torch.bmm(scores, keys).view(
-                len(q), -1, q.shape[2]
-            )
-            block.add(grad_key, torch.bmm(scores.transpose(1, 2), queries))
-            block.add(grad_value, torch.bmm(weights.transpose(1, 2), above))
+        with torch.autocast(query.device.type, enabled=False):
+            for block in _blocks(ctx.runs, query.device):
+                keys, values = block.keys(k), block.keys(v)
+                queries, above = block.queries(q, k), block.queries(g, k)
+                weights = _weights(queries, keys, ctx.scale, block)
+                scores = torch.bmm(above, values.transpose(1, 2))
+                scores.sub_(block.queries(sums, k)).mul_(weights).mul_(ctx.scale)
+                grad_query[:, block.span] = torch.bmm(scores, keys).view(len(q), -1, q.shape[2])
+                block.add(grad_key, torch.bmm(scores.transpose(1, 2), queries))
+                block.add(grad_value, torch.bmm(weights.transpose(1, 2), above))
         grads = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
         return *(gradient[None].to(t.dtype) for gradient, t in grads), None, None
 
@@ -195,13 +154,12 @@ class _Block:
     """Queries that are computed together, and their keys: a prefix, and what follows it."""
 
     seen: tuple[slice, ...]  # the keys, in order; the last ones end with the queries
-    first: int  # the first query
-    stop: int  # the last query and key, and 1
+    span: slice  # the queries
     unseen: Tensor  # bool [n, n]; which of the last n keys, its own tokens, a query doesn't see
 
     def queries(self, tokens: Tensor, keys: Tensor) -> Tensor:
         """Select of [heads, T, d] the queries of each head of `keys`: [kv heads, g · n, d]."""
-        return tokens[:, self.first : self.stop].reshape(len(keys), -1, tokens.shape[2])
+        return tokens[:, self.span].reshape(len(keys), -1, tokens.shape[2])
 
     def keys(self, tokens: Tensor) -> Tensor:
         """Select of [heads, T, d] the keys; a view where all are neighbours."""
@@ -230,7 +188,7 @@ def _blocks(runs: tuple[Run, ...], device: torch.device) -> list[_Block]:
                 parts = sizes if len(sizes) > 1 else [stop - first]
                 unseen = torch.block_diag(*(torch.ones(n, n).tril_() for n in parts)) == 0
                 seen = _joined([*prefix, (start, stop)])
-                blocks.append(_Block(seen, first, stop, unseen.to(device)))
+                blocks.append(_Block(seen, slice(first, stop), unseen.to(device)))
     return blocks
 
 

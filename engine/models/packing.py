@@ -3,7 +3,7 @@
 Every layer computes on real tokens only, and on a shared prompt once: of G completions R tokens
 long of a prompt of P, P + G·R tokens in place of G·(P + R). Positions go on from the prompt, and
 attention (`packed_attention`) keeps rows apart, so that outputs and gradients are those of padded
-rows. Which rows go together, and what is read off the outputs, are the callers' matter.
+rows.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.batch import Batch
@@ -39,8 +39,7 @@ class PrefixTree:
            │     └─ b ── r2
            └─ c ── r3           each piece is computed once
 
-    `shared[i]` are the tokens that row `order[i]` has in common with the one before it, and that
-    are computed with that one.
+    Row `order[i]` has its first `shared[i]` tokens in common, and computed, with the one before it.
     """
 
     order: tuple[int, ...]
@@ -52,16 +51,10 @@ class PrefixTree:
 
     def pieces(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """Yield each row in order, and its pieces after what it shares: (first, last token + 1)."""
-        for i, row in enumerate(self.order):
-            cuts = {self.shared[i], lengths[row]}
-            lowest = lengths[row]
-            for later in range(i + 1, len(self.order)):
-                depth = self.shared[later]  # where that row leaves this one's tokens
-                if depth <= self.shared[i]:
-                    break
-                if depth < lowest:
-                    lowest = depth
-                    cuts.add(depth)
+        for i, (row, start) in enumerate(zip(self.order, self.shared, strict=True)):
+            # Where later rows leave this one's tokens, until one has none of its own.
+            depths = itertools.takewhile(start.__lt__, self.shared[i + 1 :])
+            cuts = {start, *itertools.accumulate(depths, min, initial=lengths[row])}
             yield row, list(itertools.pairwise(sorted(cuts)))
 
 
@@ -76,8 +69,7 @@ def prefix_tree(
 ) -> PrefixTree:
     """Make the tree of left-aligned rows `ids` [B, L] long of `lengths` [B] tokens each.
 
-    Rows with one prompt (of `prompts` [B] tokens) share at least that; other common beginnings
-    count from `least` tokens on.
+    Rows share their prompt (of `prompts` [B] tokens), and other beginnings from `least` tokens on.
     """
     rows = [row[:end] for row, end in zip(ids.cpu().numpy(), lengths, strict=True)]
     order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
@@ -95,10 +87,9 @@ def prefix_tree_batches(
 ) -> list[list[int]]:
     """Cut the rows of `prefix_tree(ids, lengths, prompts, least)` in batches, in the tree's order.
 
-    `ids` [B, L], `lengths` [B] and `prompts` [B] are those of the tree. Returns row numbers by
-    batch. Each batch has at most `max_tokens` tokens in the tree of its rows alone: what two rows
-    have in common may be a piece only because of a third one. A single row above the budget is a
-    batch of its own.
+    Returns row numbers by batch. Each has at most `max_tokens` tokens in the tree of its rows
+    alone: what two rows have in common may be a piece only because of a third one. A single row
+    above the budget is a batch of its own.
     """
     alike = _common(ids.cpu().numpy(), lengths, tree.order)
     batches: list[list[int]] = []
@@ -187,9 +178,9 @@ def pack_rows(
     if prompts is not None and bool((prompts > lengths).any()):
         raise DataError("a row to pack is shorter than its prompt; give the whole prompt")
     if tree is None:
-        alone = [[row] for row in range(len(ids))]
-        groups = alone if prompts is None else same_prompts(ids, prompts)
-        tree = prompt_tree(groups, sizes if prompts is None else prompts.tolist())
+        tree = PrefixTree(tuple(range(len(ids))), (0,) * len(ids))
+        if prompts is not None:
+            tree = prompt_tree(same_prompts(ids, prompts), prompts.tolist())
     firsts: list[int] = []  # of each piece, flat among `ids`
     runs: list[Run] = []
     path: list[tuple[int, int, int]] = []  # pieces before: a column's end, first and last + 1 here
@@ -263,11 +254,11 @@ def is_worthwhile(packing: Packing, tokens: int, positions: int) -> bool:
 def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True) -> None:
     """Let `model`, in place, take packed rows by `packed_forward`; padded ones as before.
 
-    Other models stay as they are, and so does one that it was applied to, but for `packing`, which
-    `packing_of` tells from then on. Raises ConfigError where attention is not plain and causal. It
-    goes with FSDP, TP and adapters, and with `apply_ulysses` after it.
+    `packing_of` tells `packing` from then on; called again, it changes that alone. Apply Ulysses
+    after it. Raises ConfigError where attention is not plain and causal.
     """
-    attentions = [m for m in model.modules() if _is_attention(m)]
+    names = ("is_causal", "layer_idx", "config")  # attributes that attention modules have
+    attentions = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
     config = model.config.get_text_config()
     kind, window = config._attn_implementation, getattr(config, "sliding_window", None)
     if (
@@ -296,19 +287,13 @@ def set_packing(model: nn.Module, packing: Packing) -> None:
 
 
 def packing_of(model: nn.Module) -> Packing:
-    """Return when `model` (or the model whose body it is) is to be given packed rows.
-
-    False for one that packing was not applied to.
-    """
+    """Return when a model or its body gets packed rows; False where packing wasn't applied."""
     packing: Packing = getattr(getattr(model, "base_model", model), _MARK, False)
     return packing
 
 
 def packed_forward(module: nn.Module, rows: PackedRows, **options: object) -> Any:
-    """Run `module`, a model or its body, on packed rows: outputs of [1, T, …].
-
-    After `apply_packing` only. `options` are more arguments of its own.
-    """
+    """Run `module`, a model or its body that packing was applied to: outputs of [1, T, …]."""
     return module(
         input_ids=rows.input_ids,
         position_ids=rows.position_ids,
@@ -330,19 +315,15 @@ def _attention(
     segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention [1, T, heads, d] of queries [1, heads, T, d] over `segments`.
-
-    Without segments it is the module's own attention.
-    """
+    """Compute attention [1, T, heads, d] of queries [1, heads, T, d]; the module's own without."""
     config = getattr(module, _UNPACKED)
-    kernel = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    kernel, unpacked = ALL_ATTENTION_FUNCTIONS[config._attn_implementation], _Unpacked(module)
     if segments is None:
-        return kernel(_Unpacked(module, config), query, key, value, attention_mask, **options)
+        return kernel(unpacked, query, key, value, attention_mask, **options)
     if config._attn_implementation.startswith("flash"):
-        starts = {"cu_seq_lens_q": segments.starts, "cu_seq_lens_k": segments.key_starts}
-        longest = {"max_length_q": segments.longest, "max_length_k": segments.longest_keys}
-        seen = segments.with_prefixes(key, value)
-        return kernel(_Unpacked(module, config), query, *seen, None, **starts, **longest, **options)
+        options |= {"cu_seq_lens_q": segments.starts, "cu_seq_lens_k": segments.key_starts}
+        options |= {"max_length_q": segments.longest, "max_length_k": segments.longest_keys}
+        return kernel(unpacked, query, *segments.with_prefixes(key, value), None, **options)
     scale, dropout = options["scaling"], options.get("dropout", 0.0)
     return packed_attention(query, key, value, segments, scale=scale, dropout=dropout), None
 
@@ -353,8 +334,8 @@ AttentionInterface.register(_NAME, _attention)
 class _Unpacked:
     """An attention module with the configuration that it had."""
 
-    def __init__(self, module: nn.Module, config: PretrainedConfig) -> None:
-        self._module, self.config = module, config
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.config = module, getattr(module, _UNPACKED)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._module, name)
@@ -367,16 +348,11 @@ def attends_packed(attention: Any) -> bool:
     return not getattr(attention, _UNPACKED)._attn_implementation.startswith("flash")
 
 
-def _is_attention(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("is_causal", "layer_idx", "config"))
-
-
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """Rows without their left padding, and where each response token's prediction is read.
 
-    Each starts at column 0 and padding comes last: causal attention alone then keeps padding out,
-    without a mask.
+    Each starts at column 0 and padding comes last: causal attention alone then keeps padding out.
     `packed`: `input_ids` are [1, T], of rows laid out as one, and `positions` are columns of it.
     """
 
@@ -398,18 +374,15 @@ class Sequences:
 
     def to(self, device: torch.device) -> Self:
         """Return the same on `device`."""
-        values: list[Any] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            values.append(value.to(device) if isinstance(value, Tensor) else value)
-        return type(self)(*values)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: Any = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def left_align(batch: Batch) -> Sequences:
-    """Drop the left padding of `input_ids` and list the response tokens (N in all).
+    """Drop the left padding of `input_ids` and list the N response tokens, whose mask is 1.
 
-    A response token is one whose attention_mask is 1, masked out of the loss or not. Raises
-    DataError for a row without a prompt: nothing would predict its first token.
+    Raises DataError for a row without a prompt: nothing would predict its first token.
     """
     ids, mask = batch["input_ids"], batch["attention_mask"].bool()
     width = batch["responses"].shape[1]
@@ -454,7 +427,6 @@ def pack(
     """Pack the rows on the model's device, where the model is to be given them so; else None.
 
     The last token of a row predicts nothing, and is left out. `packing`: None is the model's own.
-    `multiple`: as in `pack_rows`; on a CPU sizes recur.
     """
     packing = packing_of(model) if packing is None else packing
     if not packing or seqs.lengths is None or seqs.prompts is None:
@@ -466,6 +438,5 @@ def pack(
     if not is_worthwhile(packing, tree.size(sizes), seqs.input_ids.numel()):
         return None
     device = next(model.parameters()).device
-    ids, prompts = seqs.input_ids.to(device), seqs.prompts.to(device)
-    recurring = device.type == "cpu"
-    return pack_rows(ids, lengths.to(device), prompts, multiple, tree=tree, recurring=recurring)
+    ids, lengths, prompts = (t.to(device) for t in (seqs.input_ids, lengths, seqs.prompts))
+    return pack_rows(ids, lengths, prompts, multiple, tree=tree, recurring=device.type == "cpu")

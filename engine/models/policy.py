@@ -2,9 +2,9 @@
 
 They are plain, have new adapters, or are trained further with those of their folder. An
 `UnloadedModel` is built on the meta device, as transformers itself builds it, and every parameter
-is looked up in the folder's safetensors. Where one can't be, the model is loaded whole, which is
-logged once. Adapters, which are small, come with their values. `engine.runtime.load_shards` reads
-the files; how a folder is checked is in `loading`, what adapters are in `lora`.
+is looked up in the folder's safetensors, which `runtime.apply_layout.load_shards` reads. Where one
+can't be, the model is loaded whole, which is logged once. Adapters, which are small, come with
+their values.
 """
 
 from __future__ import annotations
@@ -24,24 +24,9 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from engine.config import LoRAConfig
 from engine.errors import ConfigError, ModelError
-from engine.models.loading import (
-    DTYPES,
-    adapter_base_path,
-    load_model,
-    load_model_config,
-    require_model_folder,
-    with_model_lock,
-)
+from engine.models import loading, value_head
 from engine.models.lora import ADAPTER, add_adapters, finalize_adapters
 from engine.models.quantize import load_packed, quantize_linears
-from engine.models.value_head import (
-    CriticModel,
-    create_critic_model,
-    is_classifier,
-    load_classifier,
-    output_size,
-    score_head,
-)
 from engine.storage.filesystem import split_revision
 from engine.storage.weight_files import WeightFiles, stack_experts
 
@@ -49,18 +34,13 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-# What makes adapters more than plain LoRA, of peft's settings.
-_SPECIAL = (
-    "use_dora",
-    "modules_to_save",
-    "lora_bias",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_parameters",
+_SPECIAL = (  # of peft's settings, what makes adapters more than plain LoRA
+    *("use_dora", "modules_to_save", "lora_bias"),
+    *("rank_pattern", "alpha_pattern", "target_parameters"),
 )
 
 
-@with_model_lock
+@loading.with_model_lock
 def load_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel:
@@ -70,19 +50,19 @@ def load_policy_model(
     that it names. Otherwise such a folder is merged first. Raises ConfigError and ModelError.
     """
     lora = resolve_lora(path, lora or LoRAConfig())
-    model = load_model(base_path(path, lora), dtype)
+    model = loading.load_model(base_path(path, lora), dtype)
     if lora.quantize:
         quantize_linears(model, lora.quantize)
-    put_adapters(model, path, lora, seed)
+    _put_adapters(model, path, lora, seed)
     return model.eval()
 
 
 def base_path(path: str | Path, lora: LoRAConfig) -> str | Path:
     """Return the model whose weights a policy has: its adapters' base, where `path` is theirs."""
-    return (adapter_base_path(path) if lora.from_folder else None) or path
+    return (loading.adapter_base_path(path) if lora.from_folder else None) or path
 
 
-def put_adapters(model: PreTrainedModel, path: str | Path, lora: LoRAConfig, seed: int) -> None:
+def _put_adapters(model: PreTrainedModel, path: str | Path, lora: LoRAConfig, seed: int) -> None:
     """Put the adapters that `lora` (of `resolve_lora`) asks for into `model`, in place."""
     if lora.from_folder:
         _restore_adapters(model, Path(path), lora)
@@ -93,8 +73,8 @@ def put_adapters(model: PreTrainedModel, path: str | Path, lora: LoRAConfig, see
 def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:
     """Return `lora` with the rank, alpha and target modules of its folder, for `from_folder`.
 
-    Without it, `lora` is returned as it is. Raises ConfigError for a folder without adapters, with
-    adapters that are not plain LoRA, or of another rank than the one asked for.
+    Raises ConfigError for a folder without adapters, with adapters that are not plain LoRA, or of
+    another rank than the one asked for.
     """
     if not lora.from_folder:
         return lora
@@ -105,25 +85,21 @@ def resolve_lora(path: str | Path, lora: LoRAConfig) -> LoRAConfig:
             "leave rank out with model.lora.from_folder, or start new ones without that"
         )
     targets = settings.target_modules or ()
-    return lora.model_copy(
-        update={
-            "rank": int(settings.r),
-            "alpha": float(settings.lora_alpha),
-            "target_modules": targets if isinstance(targets, str) else tuple(sorted(targets)),
-        }
-    )
+    names = targets if isinstance(targets, str) else tuple(sorted(targets))
+    values = {"rank": int(settings.r), "alpha": float(settings.lora_alpha)}
+    return lora.model_copy(update=values | {"target_modules": names})
 
 
 def _folder_settings(path: str | Path) -> LoraConfig:
     """Read and check peft's LoraConfig in an adapter's folder."""
     from peft import LoraConfig, PeftConfig
 
-    if not Path(path).is_dir() or adapter_base_path(path) is None:
+    if not Path(path).is_dir() or loading.adapter_base_path(path) is None:
         raise ConfigError(
             f"model.lora.from_folder: model.path={str(path)!r} has no adapter_config.json; give an "
             "adapter's folder, or set model.lora.rank for new adapters"
         )
-    require_model_folder(path)
+    loading.require_model_folder(path)
     try:
         settings = PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -193,17 +169,12 @@ def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | Un
 
     It is loaded whole where it can't be built so. Raises what `load_model` does.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
-    require_model_folder(path)
-    try:
-        return _open(path, DTYPES[dtype])
-    except _WholeOnly as why:
-        _warn(path, str(why))
-        return load_model(path, dtype).eval()
+    loading.check_dtype(dtype)
+    loading.require_model_folder(path)
+    return _open(path, dtype, AutoModelForCausalLM) or loading.load_model(path, dtype).eval()
 
 
-@with_model_lock
+@loading.with_model_lock
 def open_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel | UnloadedModel:
@@ -212,52 +183,56 @@ def open_policy_model(
         return open_model(path, dtype)
     lora = resolve_lora(path, lora)
     opened = open_model(base_path(path, lora), dtype)
-    if lora.quantize and isinstance(opened, UnloadedModel):
+    if isinstance(opened, UnloadedModel) and not lora.quantize:
+        return _with_adapters(opened, lambda model: _put_adapters(model, path, lora, seed))
+    if isinstance(opened, UnloadedModel):
         opened = load_packed(opened.module, opened.files, opened.names, lora.quantize)
     elif lora.quantize:
-        assert not isinstance(opened, UnloadedModel)
         quantize_linears(opened, lora.quantize)
-    if isinstance(opened, UnloadedModel):
-        return _with_adapters(opened, lambda model: put_adapters(model, path, lora, seed))
-    put_adapters(opened, path, lora, seed)
+    _put_adapters(opened, path, lora, seed)
     return opened.eval()
 
 
-@with_model_lock
+@loading.with_model_lock
 def open_critic_model(
     path: str | Path,
     dtype: str,
     lora: LoRAConfig | None = None,
     seed: int = 0,
     setting: str = "critic.lora",
-) -> CriticModel | UnloadedModel:
+) -> value_head.CriticModel | UnloadedModel:
     """Open what `create_critic_model` makes of the model at `path`, as `open_model` does.
 
     A folder of a classifier of one label, such as a reward model, gives the head, too.
     """
-    policy = _open_classifier(path, dtype) if is_classifier(path) else open_model(path, dtype)
+    policy: PreTrainedModel | UnloadedModel
+    if value_head.is_classifier(path):
+        loading.require_model_folder(path, "critic.model_path")
+        opened_classifier = _open(path, dtype, AutoModelForSequenceClassification)
+        policy = opened_classifier or value_head.load_classifier(path, dtype).eval()
+    else:
+        policy = open_model(path, dtype)
     if not isinstance(policy, UnloadedModel):
-        return create_critic_model(policy, lora, seed, setting).eval()
+        return value_head.create_critic_model(policy, lora, seed, setting).eval()
     module, backbone = policy.module, policy.module.base_model
     source = {id(t): policy.names[name] for name, t in _tensors(module).items()}
     names = {f"backbone.{name}": source[id(t)] for name, t in _tensors(backbone).items()}
-    if (head := score_head(module)) is not None:
+    if (head := value_head.score_head(module)) is not None:
         names["head.weight"] = source[id(head)]
+    width = value_head.output_size(module.config.get_text_config())
     with torch.device("meta"):
-        critic = CriticModel(backbone, output_size(module.config.get_text_config()))
+        critic = value_head.CriticModel(backbone, width)
     critic.to(next(backbone.parameters()).dtype).requires_grad_(True).eval()
     opened = UnloadedModel(critic, policy.files, names)
     if lora is None or not lora.rank:
         return opened
-    adapt = lora
-    return _with_adapters(opened, lambda model: add_adapters(model.backbone, adapt, seed, setting))
+    return _with_adapters(opened, lambda model: add_adapters(model.backbone, lora, seed, setting))
 
 
 def _with_adapters(opened: UnloadedModel, put: Callable[[Any], None]) -> UnloadedModel:
     """Put adapters into the model by `put`; the model's own weights stay in the files.
 
-    peft makes adapters on the device of what they adapt, so that is on the CPU meanwhile: single
-    zeros, of the shapes of matrices.
+    peft makes adapters on the device of what they adapt: meanwhile single zeros on the CPU.
     """
     module = opened.module
     _replace_parameters(module, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
@@ -271,34 +246,35 @@ def _with_adapters(opened: UnloadedModel, put: Callable[[Any], None]) -> Unloade
 
 def _replace_parameters(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Let `make` replace each parameter of `module`; what is tied stays so."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old too, so no id is used again
+    made = {
+        old: nn.Parameter(make(old.detach()), requires_grad=old.requires_grad)
+        for old in module.parameters()
+    }
     for owner in module.modules():
         for name, old in owner._parameters.items():
-            if old is None:
-                continue
-            if id(old) not in made:
-                new = nn.Parameter(make(old.detach()), requires_grad=old.requires_grad)
-                made[id(old)] = old, new
-            owner._parameters[name] = made[id(old)][1]
-
-
-def _open_classifier(path: str | Path, dtype: str) -> PreTrainedModel | UnloadedModel:
-    """Open a classifier as `open_model` does."""
-    require_model_folder(path, "critic.model_path")
-    try:
-        return _open(path, DTYPES[dtype], AutoModelForSequenceClassification)
-    except _WholeOnly as why:
-        _warn(path, str(why))
-        return load_classifier(path, dtype).eval()
+            owner._parameters[name] = None if old is None else made[old]
 
 
 class _WholeOnly(Exception):
     """Why a model can't be loaded shard by shard."""
 
 
-@with_model_lock
-def _open(path: str | Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM) -> UnloadedModel:
-    if adapter_base_path(path) is not None:
+def _open(path: str | Path, dtype: str, kind: Any) -> UnloadedModel | None:
+    """Build a model by an automatic class of transformers; None where it must be loaded whole.
+
+    Where ranks share the model, the first warns that each loads all of it.
+    """
+    try:
+        return _build(path, loading.DTYPES[dtype], kind)
+    except _WholeOnly as why:
+        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+            log.warning("each rank loads all of %s before it keeps its part: %s", path, why)
+        return None
+
+
+@loading.with_model_lock
+def _build(path: str | Path, dtype: torch.dtype, kind: Any) -> UnloadedModel:
+    if loading.adapter_base_path(path) is not None:
         raise _WholeOnly("it is an adapter, which is merged into its base")
     name, pinned = split_revision(path)
     revision = pinned or "main"
@@ -310,17 +286,10 @@ def _open(path: str | Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
     names = _find(model, files)
     _fill_buffers(model)
     if model.can_generate():
-        model.adjust_generation_fn(
-            *(None, True, False, name),
-            cache_dir=None,
-            force_download=False,
-            proxies=None,
-            local_files_only=False,
-            token=None,
-            revision=revision,
-            subfolder="",
-            trust_remote_code=False,
-        )
+        unset = dict.fromkeys(("cache_dir", "proxies", "token"))
+        unset |= {"force_download": False, "local_files_only": False, "trust_remote_code": False}
+        options = {**unset, "revision": revision, "subfolder": ""}
+        model.adjust_generation_fn(None, True, False, name, **options)
     if pinned is not None:  # for adapters, which say what they belong to
         model.name_or_path = str(path)
     return UnloadedModel(model.eval(), files, names)
@@ -329,7 +298,7 @@ def _open(path: str | Path, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
 def _on_meta(path: str | Path, name: str, dtype: torch.dtype, kind: Any) -> Any:
     """Make the model, by one of transformers' automatic classes, without any storage."""
     try:
-        config = load_model_config(path)
+        config = loading.load_model_config(path)
         if getattr(config, "quantization_config", None):
             raise _WholeOnly("its weights are quantised")
         if config.get_text_config() is not config:
@@ -387,9 +356,3 @@ def _fill_buffers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():  # it has no storage: values would be drawn for nothing
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
-
-
-def _warn(path: str | Path, why: str) -> None:
-    """Where ranks share a model, have the first warn that each loads all of it."""
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
-        log.warning("each rank loads all of %s before it keeps its part: %s", path, why)

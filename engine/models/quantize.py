@@ -1,9 +1,9 @@
 """QLoRA's base (Dettmers et al., arXiv:2305.14314): frozen matrices stored in 4 or 8 bits.
 
-A base is read and packed a matrix at a time, so that no process has it dense. bitsandbytes packs
-and unpacks the matrices. Its own layers are not used: on CPU its 4-bit one rewrites its storage in
-evaluation mode, and its 8-bit one rounds activations too. Here a matrix is made dense for each
-product and forgotten, so trainer, rollout and saved model compute with the same numbers.
+A base is read and packed a matrix at a time, so that no process has it dense. Of bitsandbytes no
+layers are used: on CPU its 4-bit one rewrites its storage in evaluation mode, and its 8-bit one
+rounds activations too. Here a matrix is made dense for each product and forgotten, so trainer,
+rollout and saved model compute with the same numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,31 @@ class QuantizedLinear(nn.Linear):
 
     def dense(self) -> Tensor:
         """Return the weight `[out, in]` in the dtype that it had, a new tensor."""
-        return _unpack(self)
+        import bitsandbytes.functional as bnb
+
+        module: Any = self  # whose buffers are tensors
+        if self.kind == INT8:
+            dense = bnb.int8_vectorwise_dequant(self.weight.data, _floats(module.scales))
+            return dense.to(self.dense_dtype)
+        outer = bnb.QuantState(
+            absmax=_floats(module.scales_of_scales),
+            code=_code_of_scales(str(module.scales.device)),
+            blocksize=_STATISTICS_BLOCK,
+            dtype=torch.float32,
+        )
+        state = bnb.QuantState(
+            absmax=module.scales,
+            # Flat, as it was packed: of a matrix, bitsandbytes' kernel for CPUs with AVX-512 (0.50)
+            # begins new blocks in each row, silently wrong where in_features is no multiple of one.
+            shape=torch.Size((self.out_features * self.in_features,)),
+            dtype=self.dense_dtype,
+            blocksize=_BLOCK,
+            quant_type=NF4,
+            offset=_floats(module.mean_scale),
+            state2=outer,
+        )
+        flat: Tensor = bnb.dequantize_4bit(self.weight.data, state)
+        return flat.view(self.out_features, self.in_features)
 
     def forward(self, input: Tensor) -> Tensor:
         product: Tensor = _Product.apply(input, self)
@@ -65,10 +89,9 @@ def quantize_linears(
 ) -> None:
     """Replace `model`'s linears but the head, in place, by QuantizedLinear of `kind`.
 
-    Embeddings, norms and biases stay; nothing of the base can be trained afterwards. Call it before
-    adapters are added. `fill(name, linear)` gives a linear of a model on the meta device its
-    weight, which is packed next. Raises ConfigError where the library, the device or the model
-    can't.
+    Nothing of the base can be trained afterwards. Call it before adapters are added.
+    `fill(name, linear)` gives a linear of a model on the meta device its weight, which is packed
+    next. Raises ConfigError where the library, the device or the model can't.
     """
     device = next(model.parameters()).device
     check_quantization(kind, "cpu" if device.type == "meta" else device)
@@ -132,33 +155,6 @@ def _pack(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
         "scales_of_scales": _bits(state.state2.absmax),
         "mean_scale": _bits(state.offset),
     }
-
-
-def _unpack(module: Any) -> Tensor:
-    import bitsandbytes.functional as bnb
-
-    if module.kind == INT8:
-        dense = bnb.int8_vectorwise_dequant(module.weight.data, _floats(module.scales))
-        return dense.to(module.dense_dtype)
-    outer = bnb.QuantState(
-        absmax=_floats(module.scales_of_scales),
-        code=_code_of_scales(str(module.scales.device)),
-        blocksize=_STATISTICS_BLOCK,
-        dtype=torch.float32,
-    )
-    state = bnb.QuantState(
-        absmax=module.scales,
-        # Flat, as it was packed: of a matrix, bitsandbytes' kernel for CPUs with AVX-512 (0.50)
-        # begins new blocks in each row, silently wrong where in_features is no multiple of a block.
-        shape=torch.Size((module.out_features * module.in_features,)),
-        dtype=module.dense_dtype,
-        blocksize=_BLOCK,
-        quant_type=NF4,
-        offset=_floats(module.mean_scale),
-        state2=outer,
-    )
-    flat: Tensor = bnb.dequantize_4bit(module.weight.data, state)
-    return flat.view(module.out_features, module.in_features)
 
 
 @lru_cache

@@ -1,7 +1,7 @@
 """Experts that the routers of a mixture-of-experts model choose: recorded, replayed, balanced.
 
 A `Routing` is open around a forward pass and its backward pass, which computes layers with
-checkpointed activations again. `engine.models.forward` tells it how the rows lie in the pass.
+checkpointed activations again. `forward` tells it how the rows lie in the pass.
 """
 
 from __future__ import annotations

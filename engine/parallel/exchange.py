@@ -2,8 +2,7 @@
 
 Each uneven all-to-all moves at most one bucket a rank each way. Slices are packed from the
 trainer's tensors, in the target's dtype, and unpacked into the rollout's: no full tensor is made,
-and two buckets are all the memory needed. After a run that fails, `require_intact` raises, which
-a rollout engine calls before it serves.
+and two buckets are all the memory needed.
 """
 
 from __future__ import annotations
@@ -47,28 +46,21 @@ class Exchange:
         """Check that tensors fit the plan and plan the all-to-alls; nothing is sent yet.
 
         source: parameter name → this rank's own part. target: storage name → tensor to fill, whose
-        rows or columns beyond the plan stay as they are. Both are looked up at each run, so their
-        tensors may move. bucket_bytes: of one bucket; there are two. device: of the buckets, where
-        `group` works; the target's own if None. Raises ConfigError or ModelError for what doesn't
-        fit.
+        rows or columns beyond the plan stay as they are. Both are looked up at each run. Of the two
+        buckets each has `bucket_bytes`, on `device`, where `group` works; None: the target's own.
+        Raises ConfigError or ModelError for what doesn't fit.
         """
         self._plan, self._source, self._target, self._group = plan, source, target, group
         _check_group(plan, group)
-        _check_source(plan, source)
-        _check_target(plan, target)
+        _check_tensors(plan, source, target)
         self._bucket_bytes = bucket_bytes
         self._all_to_alls = list(make_all_to_alls(plan, bucket_bytes))
         tensors = [*target.values(), *source.values()]
         self._device = torch.device(device or (tensors[0].device if tensors else "cpu"))
         self._failure = "they were never filled"
 
-    @property
-    def intact(self) -> bool:
-        """Whether the last run succeeded on every rank, so that the target is of one version."""
-        return not self._failure
-
     def require_intact(self) -> None:
-        """Raise RolloutError unless the target is `intact`."""
+        """Raise RolloutError unless the last run succeeded on all ranks, so that versions agree."""
         if self._failure:
             raise RolloutError(
                 f"rollout's weights on rank {self._plan.rank} can't be served: {self._failure}; "
@@ -79,23 +71,23 @@ class Exchange:
     def run(self) -> ExchangeStats:
         """Update the target to the source's current values. All ranks of the plan must call it.
 
-        Raises RolloutError, caused by what went wrong, on every rank if one of them fails: on the
-        others within their group's deadline. The target may then hold old and new values, and is
-        not `intact` until a run succeeds.
+        Raises RolloutError, caused by what went wrong, on every rank if one fails: on the others
+        within their group's deadline. The target may then hold old and new values, until a run
+        succeeds.
         """
         self._failure = "an exchange is under way"
         try:
             stats = self._run()
-            self._barrier()
+            if self._plan.world_size > 1:  # ranks decode together, so all fail with one
+                signal = torch.zeros(1, device=self._device)
+                dist.all_reduce(signal, group=self._group)
+                signal.item()  # waits for the device
         except Exception as error:
-            self._failure = (
-                f"an exchange failed midway ({type(error).__name__}: {error}), and left old and "
-                "new values"
-            )
+            why = f"{type(error).__name__}: {error}"
+            self._failure = f"an exchange failed midway ({why}), and left old and new values"
             raise RolloutError(
                 f"bringing rollout's weights on rank {self._plan.rank} of {self._plan.world_size} "
-                f"up to date failed: {type(error).__name__}: {error}; they must not be served "
-                "until an exchange succeeds"
+                f"up to date failed: {why}; they must not be served until an exchange succeeds"
             ) from error
         self._failure = ""
         return stats
@@ -106,10 +98,8 @@ class Exchange:
         incoming = self._buffer(r.receive.elements * r.dtype.itemsize for r in self._all_to_alls)
         sent = received = 0
         for step in self._all_to_alls:
-            sent_view, received_view = (
-                _bucket(outgoing, step, step.send),
-                _bucket(incoming, step, step.receive),
-            )
+            sent_view = _bucket(outgoing, step, step.send)
+            received_view = _bucket(incoming, step, step.receive)
             for part in step.send.slices:
                 source = self._source[part.parameter]
                 _bucket_view(sent_view, part).copy_(view(source, part.start, part.size))
@@ -121,13 +111,6 @@ class Exchange:
         buffers = outgoing.nbytes + incoming.nbytes
         return ExchangeStats(sent, received, copied, shared, len(self._all_to_alls), buffers)
 
-    def _barrier(self) -> None:
-        """Wait until all ranks have their slices: ranks decode together, so all fail with one."""
-        if self._plan.world_size > 1:
-            signal = torch.zeros(1, device=self._device)
-            dist.all_reduce(signal, group=self._group)
-            signal.item()  # waits for the device
-
     def _copy_local(self) -> tuple[int, int]:
         """Copy what this rank has; return bytes copied, and bytes that needed no copy."""
         copied = shared = 0
@@ -135,11 +118,8 @@ class Exchange:
             source = view(self._source[local.parameter], local.source, local.size)
             target = self._target[self._plan.storages[local.parameter]]
             target_view = view(target, local.target, local.size)
-            same_layout = (source.dtype, source.stride()) == (
-                target_view.dtype,
-                target_view.stride(),
-            )
-            if source.data_ptr() == target_view.data_ptr() and same_layout:
+            ours, theirs = ((t.data_ptr(), t.dtype, t.stride()) for t in (source, target_view))
+            if ours == theirs:
                 shared += target_view.nbytes
             else:
                 target_view.copy_(source)
@@ -187,17 +167,12 @@ def _check_group(plan: RankPlan, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _check_source(plan: RankPlan, source: Mapping[str, Tensor]) -> None:
-    boxes = [(s.parameter, s.start, s.size) for s in plan.sends]
-    boxes += [(copy.parameter, copy.source, copy.size) for copy in plan.local_copies]
-    for name, start, size in boxes:
+def _check_tensors(
+    plan: RankPlan, source: Mapping[str, Tensor], target: Mapping[str, Tensor]
+) -> None:
+    for name, start, size in plan.source_boxes():
         _check_fit(source.get(name), "trainer", name, start, size)
-
-
-def _check_target(plan: RankPlan, target: Mapping[str, Tensor]) -> None:
-    boxes = [(s.parameter, s.start, s.size) for s in plan.receives]
-    boxes += [(copy.parameter, copy.target, copy.size) for copy in plan.local_copies]
-    for name, start, size in boxes:
+    for name, start, size in plan.target_boxes():
         storage, dtype = plan.storages[name], plan.dtypes[name]
         tensor = _check_fit(target.get(storage), "rollout engine", storage, start, size)
         if tensor.dtype != dtype:

@@ -14,15 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -35,7 +28,7 @@ _RUN = "_run_with_weights"  # the method of a sharded model that `run_forward` c
 
 
 def shards_weights(ranks: Ranks) -> bool:
-    """Whether this layout shards weights, so that `shard_model` does something."""
+    """Tell whether this layout shards weights, so that `shard_model` does something."""
     return ranks.size(*SHARD_AXES) > 1
 
 
@@ -53,15 +46,21 @@ def shard_model(
     """
     if not shards_weights(ranks):
         return
-    mesh = _mesh(ranks)
+    mesh = ranks.submesh(*(axis for axis in SHARD_AXES if ranks.size(axis) > 1))
+    if ranks.size("dp") > 1:  # two-dimensional: (copies, shards)
+        mesh = DeviceMesh._concatenate([ranks.submesh("dp"), mesh])
     dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = OffloadPolicy()
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = fsdp.OffloadPolicy()
     if config.offload_params:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    special = {p for p in model.parameters() if type(p) is not nn.Parameter and not _dtensor(p)}
+        offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    special = {
+        p
+        for p in model.parameters()
+        if type(p) is not nn.Parameter and not isinstance(p.data, DTensor)
+    }
     for module in (*layers, model):
-        fully_shard(
+        fsdp.fully_shard(
             module,
             mesh=mesh,
             mp_policy=precision,
@@ -69,12 +68,12 @@ def shard_model(
             ignored_params=special,
             shard_placement_fn=partial(_placement, ranks.size(*SHARD_AXES)),
         )
-        assert isinstance(module, FSDPModule)
+        assert isinstance(module, fsdp.FSDPModule)
         module.set_gradient_divide_factor(1.0)  # of this module alone: the default is an average
         module.set_force_sum_reduction_for_comms(True)  # else it multiplies, which gloo can't
         module.set_reduce_scatter_unused_params(True, recurse=False)
     setattr(model, _RUN, MethodType(_run, model))
-    register_fsdp_forward_method(model, _RUN)
+    fsdp.register_fsdp_forward_method(model, _RUN)
 
 
 def run_forward(model: nn.Module, function: Callable[[], T]) -> T:
@@ -85,7 +84,7 @@ def run_forward(model: nn.Module, function: Callable[[], T]) -> T:
     them). Without FSDP it only calls the function. All ranks of the shard group must call it
     equally often, and equally often with gradients.
     """
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, fsdp.FSDPModule):
         return function()
     try:
         result: T = getattr(model, _RUN)(function)
@@ -100,7 +99,7 @@ def run_forward(model: nn.Module, function: Callable[[], T]) -> T:
 def reshard(model: nn.Module) -> None:
     """Free gathered weights, so that `model`'s parameters are the trained shards."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
@@ -110,41 +109,20 @@ def checkpoint_activations(layers: Sequence[nn.Module]) -> None:
     Call it before `shard_model`. Names of parameters stay as they are.
     """
     for layer in layers:
-        layer.forward = _CheckpointedForward(layer.forward)
+        layer.forward = partial(_checkpointed, layer.forward)
 
 
-class _CheckpointedForward:
-    """A forward method that is run again in backward."""
-
-    def __init__(self, forward: Callable[..., object]) -> None:
-        self._forward = forward
-
-    def __call__(self, *args: object, **kwargs: Any) -> object:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: Any) -> object:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _run(model: nn.Module, function: Callable[[], T]) -> T:
-    """The body of `_RUN`; FSDP's hooks are around it."""
-    return function()
-
-
-def _mesh(ranks: Ranks) -> DeviceMesh:
-    """Return the ranks that shard the weights; with replicas, two-dimensional: (dp, shards)."""
-    axes = [axis for axis in SHARD_AXES if ranks.size(axis) > 1]
-    shards = ranks.submesh(*axes)
-    if ranks.size("dp") == 1:
-        return shards
-    return DeviceMesh._concatenate([ranks.submesh("dp"), shards])
+    return function()  # FSDP's hooks are around it
 
 
 def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
-    """Cut along the second dimension where the first is shorter than there are ranks, as one of
-    experts often is: else some ranks would keep nothing. None: along the first."""
+    """Return the dimension to cut: the second where the ranks don't divide a first of experts."""
     few = parameter.dim() > 2 and parameter.shape[0] % shards
     return Shard(1) if few and parameter.shape[1] % shards == 0 else None
-
-
-def _dtensor(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor)

@@ -6,15 +6,13 @@ Who sums what. A backward pass leaves on each rank the gradients of that rank's 
 - tp: DTensor sums inside a layer; what it leaves as partial sums, `redistribute_gradients` adds up;
 - pp: each stage has its own parameters; `pipeline_parallel` sums the gradients of a tied embedding.
 Nothing divides: losses carry global denominators.
-
-Parameters may be plain or DTensors, on meshes of one or more dimensions named after the axes.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -25,8 +23,6 @@ from engine.parallel.fsdp import shards_weights
 from engine.parallel.layout import AXES
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
-
-BUCKET_ELEMENTS = 16 << 20  # of float32: 64 MiB
 
 
 def redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -43,19 +39,18 @@ def redistribute_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def zero_gradient(parameter: nn.Parameter) -> Tensor:
-    """A gradient of 0, in the dtype that the parameter's gradients are accumulated in."""
+    """Make a gradient of 0, in the dtype that the parameter's are accumulated in."""
     return torch.zeros_like(parameter, dtype=parameter.grad_dtype or torch.float32)
 
 
 @torch.no_grad()
 def all_reduce_gradients(
-    parameters: Iterable[nn.Parameter], ranks: Ranks, bucket_elements: int = BUCKET_ELEMENTS
+    parameters: Iterable[nn.Parameter], ranks: Ranks, bucket_elements: int = 16 << 20
 ) -> None:
     """Sum gradients over the copies of the model, in float32, one all-reduce a bucket.
 
-    A parameter that has a gradient on some ranks only counts as 0 on the others, and has one on all
-    afterwards. All ranks must call it with the same parameters in the same order. It does nothing
-    where FSDP sums, or where there is one copy.
+    Where some ranks have none it counts as 0, and all have one afterwards. All ranks must call it
+    with the same parameters in the same order. It does nothing where FSDP sums.
     """
     group = None if shards_weights(ranks) else ranks.group("dp")
     if group is None:
@@ -93,7 +88,11 @@ def global_grad_norm(
     redistribute_gradients(with_grad)
     skipped = {id(p) for p in tied_duplicates}
     counted = [p for p in with_grad if id(p) not in skipped and _counts_here(p, ranks)]
-    squares = _sum_of_squares([local_tensor(p.grad) for p in counted if p.grad is not None])
+    grads = [local_tensor(p.grad) for p in counted if p.grad is not None]
+    squares = 0.0
+    for alike in _by_kind([grad for grad in grads if grad.numel()]):
+        norms = torch._foreach_norm(alike, 2, dtype=torch.float32)
+        squares += float(torch.stack(norms).double().square().sum())
     if ranks.mesh is None:
         return math.sqrt(squares)
     local_squares = torch.tensor([squares], dtype=torch.float64, device=ranks.mesh.device_type)
@@ -117,7 +116,7 @@ def clip_grad_norm(
     norm = global_grad_norm(parameters, ranks, tied_duplicates)
     factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
     if math.isfinite(norm) and factor < 1.0:
-        for _, grads in _by_kind([local_tensor(p.grad) for p in parameters if p.grad is not None]):
+        for grads in _by_kind([local_tensor(p.grad) for p in parameters if p.grad is not None]):
             torch._foreach_mul_(grads, factor)
     return norm
 
@@ -136,22 +135,12 @@ def _counts_here(parameter: nn.Parameter, ranks: Ranks) -> bool:
     return all(coordinates[axis] == 0 for axis in holders)
 
 
-def _sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    total = 0.0
-    for _, alike in _by_kind([t for t in tensors if t.numel()]):
-        norms = torch._foreach_norm(alike, 2, dtype=torch.float32)
-        total += float(torch.stack(norms).double().square().sum())
-    return total
-
-
-def _by_kind(tensors: Sequence[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield tensors of one device and dtype together, as foreach kernels want them."""
-
-    def kind(tensor: Tensor) -> str:
-        return f"{tensor.device} {tensor.dtype}"
-
-    for key, alike in groupby(sorted(tensors, key=kind), kind):
-        yield key, list(alike)
+def _by_kind(tensors: Sequence[Tensor]) -> Collection[list[Tensor]]:
+    """Group tensors of one device and dtype, as foreach kernels want them."""
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return groups.values()
 
 
 def _fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:

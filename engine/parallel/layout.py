@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -96,8 +97,8 @@ class ModelShape:
 class DataShard:
     """One rank's part of the rows of a call."""
 
-    index: int  # e.g. 1
-    count: int  # how many parts there are, e.g. 2
+    index: int
+    count: int  # how many parts there are
     collects: bool  # this rank's result stands for all ranks that got the same rows
 
 
@@ -118,7 +119,6 @@ class RankGrid(ABC):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -131,16 +131,19 @@ class RankGrid(ABC):
     def data_shard(self, rank: int) -> DataShard:
         """Return the part of a batch's rows that `rank` gets.
 
-        Ranks that differ in other axes than `data_axes` get the same part, and the one whose other
-        coordinates are 0 returns the result.
+        Of the ranks with the same part, the one whose other coordinates are 0 returns the result.
         """
         split, coordinates = self.data_axes, self.coordinates(rank)
-        index, count = 0, 1
-        for axis, size in self.sizes.items():
-            if axis in split:
-                index, count = index * size + coordinates[axis], count * size
+        count = math.prod(self.sizes[axis] for axis in split)
         collects = not any(at for axis, at in coordinates.items() if axis not in split)
-        return DataShard(index, count, collects)
+        return DataShard(self.index(coordinates, split), count, collects)
+
+    def index(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
+        """Return a rank's number among those that differ in `axes` only; the first counts most."""
+        sizes, index = self.sizes, 0
+        for axis in axes:
+            index = index * sizes[axis] + coordinates[axis]
+        return index
 
     def __str__(self) -> str:
         """The axes in use, e.g. "fsdp=2 tp=2"; "one rank" where there are none."""
@@ -169,25 +172,16 @@ class Layout(RankGrid):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes over which the rows of a batch are split."""
         return DATA_AXES
 
     @property
     def data_ranks(self) -> int:
-        """Groups of ranks that get rows of their own."""
+        """How many groups of ranks get rows of their own."""
         return self.dp * self.fsdp
-
-    def rank(self, **coordinates: int) -> int:
-        """Return the rank at these coordinates; axes not named count as 0."""
-        rank = 0
-        for axis in AXES:
-            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
-        return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the ranks that differ in `axes` only, group by group; a rank is in exactly one.
@@ -212,15 +206,15 @@ def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = Non
         )
     if shape is None:
         return
-    for axis, size, what, count in (
+    together = "sp" if layout.tp == 1 else "sp · tp"
+    for axes, size, what, count in (
         ("tp", layout.tp, "num_attention_heads", shape.heads),
         ("tp", layout.tp, "intermediate_size", shape.intermediate),
-        ("sp", layout.sp * layout.tp, "num_attention_heads", shape.heads),
+        (together, layout.sp * layout.tp, "num_attention_heads", shape.heads),
     ):
         if count % size:
-            name = "sp · tp" if size != getattr(layout, axis) else axis
             raise ConfigError(
-                f"{name}={size} does not divide the model's {what}={count}; choose a divisor of it"
+                f"{axes}={size} does not divide the model's {what}={count}; choose a divisor of it"
             )
     if shape.kv_heads % layout.tp and layout.tp % shape.kv_heads:
         raise ConfigError(
@@ -231,10 +225,6 @@ def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = Non
         raise ConfigError(
             f"pp={layout.pp} stages are more than the model's {shape.layers} layers; lower pp"
         )
-
-
-# Of the grid of training ranks, row-major. The axes named tp and pp are the rollout's.
-_TP_AXES = ("tp", "tp_shard", "tp_dp")  # the first counts most
 
 
 class Place(NamedTuple):
@@ -259,12 +249,10 @@ class RolloutLayout(RankGrid):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each axis, outermost first."""
         return dict(self.axes)
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
-        """Axes over which prompts are split: all others."""
+    def data_axes(self) -> tuple[str, ...]:  # all others
         return tuple(name for name, _ in self.axes if name not in self.tp_axes + self.pp_axes)
 
     @property
@@ -277,44 +265,21 @@ class RolloutLayout(RankGrid):
         """Stages in rollout, p_g."""
         return self._count(self.pp_axes)
 
-    @property
-    def data(self) -> int:
-        """Copies of the model in rollout."""
-        return self._count(self.data_axes)
-
     def place(self, rank: int) -> Place:
         """Return the rollout coordinates of a training rank."""
         coordinates = self.coordinates(rank)
-        return Place(
-            pp=self._number(coordinates, self.pp_axes),
-            tp=self._number(coordinates, self.tp_axes),
-            data=self._number(coordinates, self.data_axes),
-        )
+        parts = (self.pp_axes, self.tp_axes, self.data_axes)
+        return Place(*(self.index(coordinates, axes) for axes in parts))
 
     def tp_groups(self) -> list[list[int]]:
         """Return the ranks that share matrices, each group in the order of the tp coordinate."""
-        return self._groups("data", "pp")
-
-    def replicas(self) -> list[list[int]]:
-        """Return the ranks of each copy of the model, by stage and then by tp coordinate."""
-        return self._groups("data")
-
-    def _groups(self, *fields: str) -> list[list[int]]:
-        """Group ranks with the same values of `fields`, each by stage and then tp coordinate."""
-        by_fields: dict[tuple[int, ...], list[int]] = {}
-        for rank in sorted(range(self.world_size), key=self.place):
-            place = self.place(rank)
-            by_fields.setdefault(tuple(getattr(place, name) for name in fields), []).append(rank)
-        return [by_fields[key] for key in sorted(by_fields)]
+        groups: dict[tuple[int, int], list[int]] = {}
+        for place, rank in sorted((self.place(rank), rank) for rank in range(self.world_size)):
+            groups.setdefault((place.data, place.pp), []).append(rank)
+        return [groups[key] for key in sorted(groups)]
 
     def _count(self, names: tuple[str, ...]) -> int:
         return math.prod(size for name, size in self.axes if name in names)
-
-    def _number(self, coordinates: dict[str, int], names: tuple[str, ...]) -> int:
-        sizes, number = dict(self.axes), 0
-        for name in names:
-            number = number * sizes[name] + coordinates[name]
-        return number
 
 
 def rollout_layout(layout: Layout, pp: int = 1, tp: int = 1) -> RolloutLayout:
@@ -348,4 +313,4 @@ def rollout_layout(layout: Layout, pp: int = 1, tp: int = 1) -> RolloutLayout:
         ("tp", min(tp, layout.tp)),
         ("micro_tp", max(1, layout.tp // tp)),
     )
-    return RolloutLayout(axes, tp_axes=_TP_AXES)
+    return RolloutLayout(axes, tp_axes=("tp", "tp_shard", "tp_dp"))

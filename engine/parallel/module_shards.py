@@ -1,17 +1,17 @@
 """The shards of a module, and full tensors from and into a model sharded over ranks.
 
-Shards are read from the module's parameters (DTensors or plain tensors), so they are right for any
-layout. Full tensors, one at a time, are for Hugging Face folders and checkpoints of other layouts;
-weights for a rollout engine go through `exchange`, which sends slices.
+Shards are read from the module's parameters, so they are right for any layout. Full tensors, one
+at a time, are for Hugging Face folders and checkpoints of other layouts; weights for a rollout
+engine go through `exchange`, which sends slices.
 """
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from engine.errors import CheckpointError, ConfigError
 from engine.parallel import fsdp
+from engine.parallel.exchange import view
 from engine.parallel.process_groups import Ranks
 from engine.parallel.shard_maps import Box, Index, Shard, ShardedParameter, ShardMap, chunk
 
@@ -78,15 +79,11 @@ def gather_shard_map(
                 )
             if box.elements:
                 boxes[name][box].append(rank)
-    parameters = {
-        name: ShardedParameter(
-            shape,
-            name,
-            tuple(Shard(b, (0,) * len(shape), tuple(r)) for b, r in boxes[name].items()),
-        )
-        for name, (shape, _, _) in seen.items()
-    }
-    dtypes = {name: dtype for name, (_, dtype, _) in seen.items()}
+    parameters, dtypes = {}, {}
+    for name, (shape, dtype, _) in seen.items():
+        origin = (0,) * len(shape)
+        shards = tuple(Shard(box, origin, tuple(ranks)) for box, ranks in boxes[name].items())
+        parameters[name], dtypes[name] = ShardedParameter(shape, name, shards), dtype
     return ShardMap(len(everyone), parameters, dtypes, tuple(host for host, _ in everyone))
 
 
@@ -117,12 +114,11 @@ def local_box(parameter: Tensor) -> Box:
     return box
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorInfo:
+class _TensorInfo(NamedTuple):
     """A tensor of the full model, and the pipeline stage that has it."""
 
-    name: str  # e.g. "model.layers.3.mlp.up_proj.weight"
-    shape: tuple[int, ...]  # of the full tensor
+    name: str
+    shape: tuple[int, ...]
     dtype: torch.dtype
     stage: int
 
@@ -144,10 +140,9 @@ def gather_full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and persistent buffer, in full, in its own dtype, on the ranks' device.
 
-    All ranks must iterate to the end together: each step is a collective, yields the same name and
-    tensor on all of them, and needs memory for that tensor. A tensor may be the model's own
-    storage: read it, or copy. `copies` maps this rank's tensors that repeat one of another stage (a
-    tied head) to the name of that one; they are left out. `include`: which names; None: all.
+    All ranks must iterate to the end together: each step is a collective. A tensor may be the
+    model's own storage: read it, or copy. `copies` maps this rank's tensors that repeat one of
+    another stage (a tied head) to that one's name; they are left out. `include`: which names.
     """
     fsdp.reshard(model)
     local = {
@@ -160,7 +155,8 @@ def gather_full_tensors(
         if entry.stage == ranks.index("pp"):
             full = _full_tensor(local[entry.name])
         else:
-            full = torch.empty(entry.shape, dtype=entry.dtype, device=_device(ranks))
+            assert ranks.mesh is not None, "a rank alone has all tensors"
+            full = torch.empty(entry.shape, dtype=entry.dtype, device=ranks.mesh.device_type)
         if stages is not None:
             dist.broadcast(full, group_src=entry.stage, group=stages)
         yield entry.name, full
@@ -175,9 +171,8 @@ def load_full_tensors(
 ) -> None:
     """Copy full tensors into this rank's shards, in place and without communication.
 
-    `tensors` has every name that `gather_full_tensors` yields, or that this rank's model has;
-    `copies` is as there. Raises CheckpointError, before anything has changed, for a missing name or
-    a wrong shape.
+    `tensors` has the names that `gather_full_tensors` yields, or this rank's; `copies` is as there.
+    Raises CheckpointError, before anything has changed, for a missing name or a wrong shape.
     """
     fsdp.reshard(model)
     local = named_tensors(model)
@@ -203,7 +198,7 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
         if not isinstance(placement, DTensorShard | _StridedShard | Replicate):
             raise ValueError(f"a parameter can't be loaded into the placement {placement}")
     box = local_box(like)
-    return full[tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))]
+    return view(full, box.offset, box.size)
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
@@ -227,10 +222,6 @@ def _tensor_infos(local: Mapping[str, Tensor], ranks: Ranks) -> list[_TensorInfo
     stages: list[list[_TensorInfo]] = [[] for _ in range(ranks.size("pp"))]
     dist.all_gather_object(stages, infos, group=group)
     by_name: dict[str, _TensorInfo] = {}
-    for entry in (entry for entries in stages for entry in entries):
+    for entry in itertools.chain(*stages):
         by_name.setdefault(entry.name, entry)  # a buffer may be on all stages
     return list(by_name.values())
-
-
-def _device(ranks: Ranks) -> torch.device:
-    return torch.device(ranks.mesh.device_type if ranks.mesh is not None else "cpu")

@@ -1,11 +1,9 @@
 """Pipeline parallelism: which layers each stage has, and micro-batches through the stages (1F1B).
 
-A stage is extracted from a full model; its parameters keep their names. A matrix that is both
-embedding and head is in the first stage and in the last: `sum_tied_gradients` adds their gradients.
-The order of passes and messages is torch.distributed.pipelining's: 1F1B (Narayanan et al.,
-arXiv:1806.03377; at most as many micro-batches' activations as there are stages), or GPipe for
-fewer micro-batches than stages. Each micro-batch travels in its own shape: nothing is padded to the
-widest, and a buffer lives only while its micro-batch is on this stage.
+A stage is extracted from a full model; its parameters keep their names. The order of passes and
+messages is torch.distributed.pipelining's: 1F1B (Narayanan et al., arXiv:1806.03377; at most as
+many micro-batches' activations as there are stages), or GPipe for fewer micro-batches than stages.
+Each micro-batch travels in its own shape: nothing is padded to the widest.
 """
 
 from __future__ import annotations
@@ -67,8 +65,6 @@ def layers_by_stage(shape: ModelShape, stages: int) -> list[range]:
 class PipelineStage(nn.Module, PeftAdapterMixin):
     """A run of a decoder's layers; the first stage has the embedding too, the last norm and head.
 
-    A decoder's parts are those of its `DecoderPlan`.
-
     `forward(ids [B, L] long)` on the first, `forward(hidden [B, L, H])` on the others, returns
     hidden states [B, L, H], normed on the last. Rows start at column 0 and have their padding last:
     causal attention alone keeps it out. `position_ids` [B, L] are for a share of longer rows, and
@@ -87,21 +83,23 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
         self._tied_alike = False  # whether the other end was asked how it keeps its copy
 
     @property
+    def _decoder(self) -> Any:
+        return self.get_submodule(self._decoder_name)
+
+    @property
     def layers(self) -> list[nn.Module]:
         """This stage's decoder layers, in order."""
-        decoder: Any = self.get_submodule(self._decoder_name)
-        return list(decoder.layers.values())
+        return list(self._decoder.layers.values())
 
     @property
     def layer_numbers(self) -> list[int]:
         """Their numbers in the whole model."""
-        decoder: Any = self.get_submodule(self._decoder_name)
-        return [int(number) for number in decoder.layers]
+        return [int(number) for number in self._decoder.layers]
 
     @property
     def rotary_emb(self) -> nn.Module:
-        """The table of rotary positions, which every stage has."""
-        return self.get_submodule(f"{self._decoder_name}.rotary_emb")
+        """The table of rotary positions, which every stage has, as a decoder has it."""
+        return self._decoder.rotary_emb
 
     @property
     def embedding_name(self) -> str:
@@ -119,8 +117,8 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
     def forward(
         self, inputs: Tensor, position_ids: Tensor | None = None, segments: object = None
     ) -> Tensor:
-        decoder: Any = self.get_submodule(self._decoder_name)
-        hidden = self._embed(decoder, inputs) if self.first else inputs
+        decoder = self._decoder
+        hidden = self._embed(inputs) if self.first else inputs
         # The width is read from the inputs: between them, modules may share out the columns.
         if position_ids is None:
             position_ids = torch.arange(inputs.shape[1], device=inputs.device)[None]
@@ -144,24 +142,22 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
             hidden = decoder.get_submodule(name)(hidden)
         return hidden
 
-    def _embed(self, decoder: nn.Module, ids: Tensor) -> Tensor:
+    def _embed(self, ids: Tensor) -> Tensor:
         """Embed token ids; Granite scales the embeddings, StarCoder2 drops some out."""
         hidden = ids
         for name in self._plan.before:
-            hidden = decoder.get_submodule(name)(hidden)
+            hidden = self._decoder.get_submodule(name)(hidden)
         hidden = hidden * getattr(self.config, "embedding_multiplier", 1.0)
         dropout = getattr(self.config, "embedding_dropout", 0.0)
         return nn.functional.dropout(hidden, dropout, self.training)
 
     def _rotary(self, hidden: Tensor, position_ids: Tensor) -> dict[str, object]:
         """Compute cosines and sines by type of layer; only Gemma 3's differ."""
-        layer_types = {self._layer_type(number) for number in self.layer_numbers}
+        kinds = {self._layer_type(number) for number in self.layer_numbers}
         rotary = self.rotary_emb
         if hasattr(rotary, "layer_types"):
-            return {
-                layer_type: rotary(hidden, position_ids, layer_type) for layer_type in layer_types
-            }
-        return dict.fromkeys(layer_types, rotary(hidden, position_ids))
+            return {kind: rotary(hidden, position_ids, kind) for kind in kinds}
+        return dict.fromkeys(kinds, rotary(hidden, position_ids))
 
     def _layer_type(self, number: int) -> str:
         """Return the type of a layer's attention, from the configuration."""
@@ -173,31 +169,27 @@ class PipelineStage(nn.Module, PeftAdapterMixin):
 
     def _masks(self, dtype: torch.dtype, inputs: Tensor, packed: bool) -> dict[str, object]:
         """Make attention masks by type of layer; None where the kernel is causal by itself."""
-        layer_types = {self._layer_type(number) for number in self.layer_numbers}
+        kinds = {self._layer_type(number) for number in self.layer_numbers}
         if packed:  # attention over segments reads none
-            return dict.fromkeys(layer_types, inputs.new_zeros(1, 1, 1, 1))
+            return dict.fromkeys(kinds, inputs.new_zeros(1, 1, 1, 1))
         make = {
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
         }
         shape = (*inputs.shape[:2], 1)  # only dtype and the first two sizes are read
         like = torch.empty(1, dtype=dtype, device=inputs.device).expand(shape)
-        return {
-            layer_type: make[layer_type](
-                config=self.config, inputs_embeds=like, attention_mask=None, past_key_values=None
-            )
-            for layer_type in layer_types
-        }
+        options: dict[str, Any] = {"attention_mask": None, "past_key_values": None}
+        return {kind: make[kind](self.config, inputs_embeds=like, **options) for kind in kinds}
 
 
 def extract_stage(model: Any, stage: int, stages: int) -> PipelineStage:
     """Extract one stage of a full causal language model, or critic of a `backbone` and a `head`.
 
-    The stage shares the model's modules: drop `model` to free those of other stages.
-    Where embedding and head are tied, first and last stage each have the matrix, under the
-    embedding's and the head's name. Raises ConfigError for a model that is not of `FAMILIES`.
+    The stage shares the model's modules: drop `model` to free those of other stages. A matrix that
+    is embedding and head is on the first and the last. Raises ConfigError for others than
+    `FAMILIES`.
     """
-    critic = _is_critic(model)
+    critic = hasattr(model, "backbone")
     base: Any = model.backbone if critic else model.base_model
     config = base.config
     if config.model_type not in FAMILIES:
@@ -218,27 +210,14 @@ def extract_stage(model: Any, stage: int, stages: int) -> PipelineStage:
     part.add_module(names[0], decoder)
     if part.last:
         part.add_module(names[1], model.get_submodule(names[1]))
-    part.tied = _tied(model, part, names)
+    ends = () if critic else (model.get_input_embeddings(), model.get_output_embeddings())
+    tied = len({getattr(end, "weight", None) for end in ends}) == 1
+    if tied and stages > 1 and (part.first or part.last):
+        part.tied = (f"{part.embedding_name if part.first else names[1]}.weight",)
     if getattr(model, "peft_config", None):  # adapters are switched on the stage as on the model
         part.peft_config = model.peft_config
         part._hf_peft_config_loaded = True
     return part.train(model.training)
-
-
-def _is_critic(model: nn.Module) -> bool:
-    return hasattr(model, "backbone")
-
-
-def _tied(model: Any, part: PipelineStage, names: tuple[str, str]) -> tuple[str, ...]:
-    """Return names of this stage's copy of a matrix that embedding and head are, in two stages."""
-    if _is_critic(model) or part.stages == 1:
-        return ()
-    ends: tuple[object, object] = (model.get_input_embeddings(), model.get_output_embeddings())
-    if getattr(ends[0], "weight", None) is not getattr(ends[1], "weight", None):
-        return ()
-    if part.first:
-        return (f"{part.embedding_name}.weight",)
-    return (f"{names[1]}.weight",) if part.last else ()
 
 
 def tied_across_stages(stage: nn.Module) -> set[str]:
@@ -257,9 +236,8 @@ def tied_duplicates(stage: nn.Module) -> set[nn.Parameter]:
 def sum_tied_gradients(stage: PipelineStage, ranks: Ranks) -> None:
     """Add up the gradients of a tied matrix's two copies, in both, to the same bits.
 
-    Every rank of the first and the last stage calls it, after its gradients are whole otherwise
-    (`Pipeline.run`, FSDP) and before they are clipped. Sharded gradients must be so alike: ranks of
-    one pipeline hold the same rows. Raises WorkerError where they don't.
+    Every rank of the first and the last stage calls it, after its gradients are whole otherwise and
+    before they are clipped. Raises WorkerError where the copies are not sharded alike.
     """
     for name in stage.tied:
         parameter = stage.get_parameter(name)
@@ -304,20 +282,15 @@ OnHidden = Callable[[int, Tensor], Tensor | None]
 class Pipeline:
     """This rank's stage, connected to those before and after it.
 
-    `stage(ids [b, L])` on the first rank of the axis `pp`, `stage(hidden [b, L, hidden_size])` on
-    the others, gives hidden states [b, L, hidden_size] of `dtype` (the last stage's may be of any).
+    `stage(ids [b, L])` on the first rank of the axis `pp`, `stage(hidden [b, L, width])` on the
+    others, gives hidden states [b, L, width] of `dtype` (the last stage's may be of any).
     """
 
     def __init__(
-        self,
-        stage: nn.Module,
-        ranks: Ranks,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, stage: nn.Module, ranks: Ranks, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._stage, self._ranks = stage, ranks
-        self._like = torch.empty(0, 0, hidden_size, dtype=dtype, device="meta")
+        self._like = torch.empty(0, 0, width, dtype=dtype, device="meta")
         self._device = device
         self._scheduled: dict[tuple[int, bool], _ScheduledStage] = {}
 
@@ -337,14 +310,12 @@ class Pipeline:
         packed rows, None for a micro-batch of padded ones. On the last stage
         `on_hidden(i, hidden)` is called once a micro-batch, in order. With `backward` it returns
         the scalar loss, or None where there is none, and the gradients of all losses' SUM are added
-        to the parameters'; they are never averaged. Without, nothing is recorded for gradients.
+        to the parameters'. Without, nothing is recorded for gradients.
 
         Ranks that share weights (FSDP) must come with equally many micro-batches: fill up with one
-        token, `torch.zeros(1, 1)`, whose loss is None. With FSDP gathered weights and whole
-        gradients are kept until the last micro-batch, then reduced.
-
-        Raises WorkerError, caused by what went wrong, on a rank that fails; the others do within
-        their process group's timeout.
+        token, `torch.zeros(1, 1)`, whose loss is None. They keep gathered weights and whole
+        gradients until the last one. Raises WorkerError, caused by what went wrong, on a rank that
+        fails; on the others within their process group's timeout.
         """
         if not inputs:
             return
@@ -357,7 +328,8 @@ class Pipeline:
             with torch.set_grad_enabled(backward):
                 scheduled.run(inputs, on_hidden, positions, segments)
         except Exception as error:
-            cause = _cause(error)
+            # Out of the library's RuntimeError about which chunk it was.
+            cause = (error.__cause__ if type(error) is RuntimeError else None) or error
             index, stages = self._ranks.index("pp"), self._ranks.size("pp")
             raise WorkerError(
                 f"stage {index} of pp={stages} failed on {len(inputs)} micro-batches: "
@@ -372,8 +344,8 @@ class _ScheduledStage(TorchPipelineStage):
     """This rank's stage, with a schedule for so many micro-batches.
 
     torch is given empty messages, whose shapes never change; a message's real buffer is allocated
-    when it is about to be received, and freed after use. Methods of torch that this overrides are
-    checked by tests/engine/parallel/test_torch_internals.py.
+    when it is about to be received, and freed after use. What this overrides of torch is checked by
+    tests/engine/parallel/test_torch_internals.py.
     """
 
     def __init__(
@@ -400,7 +372,7 @@ class _ScheduledStage(TorchPipelineStage):
         self._inputs: Sequence[Tensor] = ()
         self._positions: Sequence[Tensor] | None = None
         self._segments: Sequence[object] | None = None
-        self._on_hidden: OnHidden = _nothing
+        self._on_hidden: OnHidden = lambda number, hidden: None
         schedule = Schedule1F1B if count >= self.num_stages else ScheduleGPipe
         self._schedule = schedule(self, count, self._loss if backward else None, scale_grads=False)
 
@@ -416,8 +388,8 @@ class _ScheduledStage(TorchPipelineStage):
         self._positions, self._segments = positions, segments
         self._schedule.step(target=torch.arange(self._count), return_outputs=False)
         self.clear_runtime_states()
-        self._inputs, self._on_hidden = (), _nothing
-        self._positions = self._segments = None
+        self._inputs, self._positions, self._segments = (), None, None
+        self._on_hidden = lambda number, hidden: None
 
     def forward_one_chunk(
         self,
@@ -493,10 +465,7 @@ class _ScheduledStage(TorchPipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Leave alone what a shape inference would have left behind: with FSDP, the gradients.
-
-        There is no inference here, and the gradients are those of earlier runs.
-        """
+        """Keep gradients: there is no shape inference here, and they are those of earlier runs."""
 
     def _shape(self, number: int) -> tuple[int, ...]:
         return (*self._inputs[number].shape, self._like.shape[-1])
@@ -521,12 +490,3 @@ class _ScheduledStage(TorchPipelineStage):
 def _drop_buffer(received: tuple[Any, ...]) -> None:
     for info in received:
         info.buffer = None
-
-
-def _nothing(number: int, hidden: Tensor) -> None:
-    """What is read between runs."""
-
-
-def _cause(error: Exception) -> BaseException:
-    """Return the error itself, out of the library's RuntimeError about which chunk it was."""
-    return error.__cause__ if type(error) is RuntimeError and error.__cause__ else error

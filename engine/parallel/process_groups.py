@@ -1,8 +1,4 @@
-"""This process's place in a layout: its process groups, and sums over them.
-
-A role with several ranks first calls `init_process_group`; the controller numbers the ranks. The
-other files of this room apply a layout to a model.
-"""
+"""This process's place in a layout: its process groups, and sums over them."""
 
 from __future__ import annotations
 
@@ -76,11 +72,8 @@ class Ranks:
 
     def index(self, *axes: str) -> int:
         """Return this rank's number among those, as `Layout.groups` lists them."""
-        where, index = self.layout.coordinates(self.rank), 0
-        for axis in AXES:
-            if axis in axes:
-                index = index * getattr(self.layout, axis) + where[axis]
-        return index
+        coordinates = self.layout.coordinates(self.rank)
+        return self.layout.index(coordinates, (axis for axis in AXES if axis in axes))
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """Return the one-dimensional mesh of those ranks; `axes` in the order of AXES."""

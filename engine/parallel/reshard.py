@@ -3,8 +3,7 @@
 Every destination element has one source: the rank itself where it holds it, else one of its
 holders. So the bytes received are those that the rank lacks, and no plan can do with fewer.
 Parameters that are sharded alike are planned together, and a rank's plan is cut into all-to-alls of
-bounded size, which `exchange` runs; `layout` has the order of ranks that makes it cheap
-(HybridFlow, arXiv:2409.19256, section 5).
+bounded size, which `exchange` runs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -23,15 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError, ModelError
-from engine.parallel.shard_maps import (
-    Box,
-    Index,
-    Shard,
-    ShardMap,
-    disjoint_boxes,
-    flat_range,
-    subtract_all,
-)
+from engine.parallel import shard_maps
+from engine.parallel.shard_maps import Box, Index, Shard, ShardMap
 
 RankArray = NDArray[np.int32]
 
@@ -72,8 +64,7 @@ def shards_by_rank(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
 def make_transfer_groups(source: ShardMap, target: ShardMap) -> list[TransferGroup]:
     """Sort the target's parameters into groups, with the transfers that each needs but no senders.
 
-    Raises ModelError for what the source does not hold, and ConfigError for a target that wants
-    an element of a parameter twice on one rank.
+    Raises ModelError for what the source lacks, ConfigError for an element twice on one rank.
     """
     numbers: dict[tuple[Shard, ...], int] = {}
     seen: dict[int, int] = {}  # id of a tuple → number of its value; alike layers share tuples
@@ -105,38 +96,32 @@ def make_transfer_groups(source: ShardMap, target: ShardMap) -> list[TransferGro
 
 def _find_transfers(group: TransferGroup) -> Iterable[Transfer]:
     """Find what ranks lack of a group's target, in boxes with the same holders."""
-    _check_disjoint(group)
+    for rank, shards in shards_by_rank(group.target).items():
+        if any(a.box.intersect(b.box) for a, b in combinations(shards, 2)):
+            raise ConfigError(
+                f"rank {rank} wants elements of {group.names[0]!r} in two places; share one "
+                "storage between them"
+            )
     receivers_by_box: dict[Box, set[int]] = defaultdict(set)
     for shard in group.target:
         receivers_by_box[shard.box].update(shard.ranks)
-    available = disjoint_boxes((shard.box, shard.ranks) for shard in group.source)
-    for wanted_box, ranks in receivers_by_box.items():
+    available = shard_maps.disjoint_boxes((shard.box, shard.ranks) for shard in group.source)
+    for target_box, ranks in receivers_by_box.items():
         covered = 0
         for tile, holders in available:
-            box = wanted_box.intersect(tile)
+            box = target_box.intersect(tile)
             if box is None:
                 continue
             covered += box.elements
             receivers = sorted(ranks.difference(holders))
             if receivers:
                 yield Transfer(box, holders, np.array(receivers, np.int32))
-        if covered != wanted_box.elements:
+        if covered != target_box.elements:
             raise ModelError(
-                f"no rank holds {wanted_box.elements - covered} of the {wanted_box.elements} "
+                f"no rank holds {target_box.elements - covered} of the {target_box.elements} "
                 f"elements of {group.names[0]!r} that rollout rank {min(ranks)} wants; the "
                 "trainer's ranks must hold the whole model together"
             )
-
-
-def _check_disjoint(group: TransferGroup) -> None:
-    """Raise ConfigError for a target that wants an element twice on one rank."""
-    for rank, shards in shards_by_rank(group.target).items():
-        for i, shard in enumerate(shards):
-            if any(shard.box.intersect(earlier.box) for earlier in shards[:i]):
-                raise ConfigError(
-                    f"rank {rank} wants elements of {group.names[0]!r} in two places; share one "
-                    "storage between them"
-                )
 
 
 def choose_senders(groups: Sequence[TransferGroup], world_size: int, hosts: Sequence[str]) -> None:
@@ -152,12 +137,10 @@ def choose_senders(groups: Sequence[TransferGroup], world_size: int, hosts: Sequ
         turns = min(len(group.names), len(transfer.holders))
         for turn in range(turns):
             alike = len(range(turn, len(group.names), turns))
-            transfer.senders.append(_assign_senders(transfer, size * alike, load, hosts))
+            transfer.senders.append(_assign(transfer, size * alike, load, hosts))
 
 
-def _assign_senders(
-    transfer: Transfer, size: int, load: list[int], hosts: Sequence[str]
-) -> RankArray:
+def _assign(transfer: Transfer, size: int, load: list[int], hosts: Sequence[str]) -> RankArray:
     """Return the sender of each receiver; adds `size` bytes for each to its sender's load."""
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank in transfer.holders if hosts else ():
@@ -174,9 +157,6 @@ def _assign_senders(
         load[sender] += size
         senders[i] = sender
     return senders
-
-
-ByteCounts = NDArray[np.int64]
 
 
 class RemoteSlice(NamedTuple):
@@ -211,12 +191,20 @@ class RankPlan:
     # By dtype: the most elements that any rank sends or receives, and the most peers.
     max_traffic: dict[torch.dtype, tuple[int, int]]
 
+    def source_boxes(self) -> Iterator[tuple[str, Index, Index]]:
+        """Yield parameter, start and size of what is read of the source's tensors."""
+        yield from (piece[:3] for piece in self.sends)
+        yield from ((copy.parameter, copy.source, copy.size) for copy in self.local_copies)
+
+    def target_boxes(self) -> Iterator[tuple[str, Index, Index]]:
+        """Yield parameter, start and size of what is written to the target's tensors."""
+        yield from (piece[:3] for piece in self.receives)
+        yield from ((copy.parameter, copy.target, copy.size) for copy in self.local_copies)
+
     def target_shapes(self) -> dict[str, Index]:
         """Return the smallest target shapes for what this rank wants, by storage name."""
         ends: dict[str, Index] = {}
-        boxes = [(s.parameter, s.start, s.size) for s in self.receives]
-        boxes += [(k.parameter, k.target, k.size) for k in self.local_copies]
-        for name, start, size in boxes:
+        for name, start, size in self.target_boxes():
             end = tuple(a + n for a, n in zip(start, size, strict=True))
             known_end = ends.get(self.storages[name], end)
             ends[self.storages[name]] = tuple(map(max, known_end, end))
@@ -225,37 +213,12 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """The parts of all ranks. `for_rank` writes one out; the totals need none of them."""
+    """The parts of all ranks; `for_rank` writes one out."""
 
     source: ShardMap
     target: ShardMap
     groups: Sequence[TransferGroup] = field(repr=False)
     traffic: dict[torch.dtype, NDArray[np.int64]] = field(repr=False)  # elements [from, to]
-
-    @property
-    def sent(self) -> ByteCounts:
-        """Bytes that each rank sends, [W]."""
-        return self._total(axis=1)
-
-    @property
-    def received(self) -> ByteCounts:
-        """Bytes that each rank receives, [W]."""
-        return self._total(axis=0)
-
-    @property
-    def lower_bound(self) -> ByteCounts:
-        """Bytes that each rank wants and lacks, [W]: from the shard maps alone."""
-        return self._target_bytes(lacking=True)
-
-    @property
-    def kept(self) -> ByteCounts:
-        """Bytes that each rank wants and has already, [W]."""
-        return self._target_bytes() - self._target_bytes(lacking=True)
-
-    @property
-    def model_bytes(self) -> int:
-        """Bytes of the whole model in the target's dtypes."""
-        return sum(g.dtype.itemsize * math.prod(g.shape) * len(g.names) for g in self.groups)
 
     def for_rank(self, rank: int) -> RankPlan:
         """Return the slices that `rank` sends, receives and copies."""
@@ -289,23 +252,6 @@ class ReshardPlan:
             },
             max_traffic={dtype: _max_traffic(matrix) for dtype, matrix in self.traffic.items()},
         )
-
-    def _total(self, axis: int) -> ByteCounts:
-        total = np.zeros(self.target.world_size, np.int64)
-        for dtype, matrix in self.traffic.items():
-            total += dtype.itemsize * matrix.sum(axis=axis)
-        return total
-
-    def _target_bytes(self, lacking: bool = False) -> ByteCounts:
-        total = np.zeros(self.target.world_size, np.int64)
-        for group in self.groups:
-            sources = shards_by_rank(group.source) if lacking else {}
-            size = group.dtype.itemsize * len(group.names)
-            for shard in group.target:
-                for rank in shard.ranks:
-                    parts = subtract_all(shard.box, (held.box for held in sources.get(rank, ())))
-                    total[rank] += size * sum(part.elements for part in parts)
-        return total
 
 
 def plan_reshard(source: ShardMap, target: ShardMap) -> ReshardPlan:
@@ -390,7 +336,6 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """Elements in it."""
         return sum(self.counts)
 
 
@@ -406,9 +351,8 @@ class AllToAll:
 def make_all_to_alls(plan: RankPlan, bucket_bytes: int) -> Iterator[AllToAll]:
     """Cut what goes between each two ranks into as many equal parts as the busiest rank needs.
 
-    All ranks know `max_traffic`, so every rank makes the same number of all-to-alls, and both ends
-    of a pair know the sizes without sending them. Raises ConfigError for buckets too small for an
-    element of each peer.
+    All ranks know `max_traffic`, so all make the same number of all-to-alls, and both ends of a
+    pair know the sizes. Raises ConfigError for buckets too small for an element of each peer.
     """
     for dtype in sorted(plan.max_traffic, key=str):
         elements, peers = plan.max_traffic[dtype]
@@ -441,9 +385,9 @@ class _PeerSlices:
         number = bisect_right(self.ends, start)
         while start < stop:
             piece, end = self.slices[number], self.ends[number]
-            slice_start = end - math.prod(piece.size)
+            before = end - math.prod(piece.size)  # elements of earlier slices
             slice_stop = min(stop, end)
-            for box in flat_range(piece.size, start - slice_start, slice_stop - slice_start):
+            for box in shard_maps.flat_range(piece.size, start - before, slice_stop - before):
                 at = tuple(a + b for a, b in zip(piece.start, box.offset, strict=True))
                 yield BucketSlice(piece.parameter, at, box.size, offset, box.elements)
                 offset += box.elements

@@ -2,8 +2,7 @@
 
 Every rank runs all layers on its own stretch of tokens. Only attention needs the others': one
 all-to-all turns "my tokens, all heads" into "all tokens, my heads", and another one back. Here is
-that attention, and how tokens are split before the model and brought together after it. Who calls
-it, and the loss, are the workers' matter.
+that attention, and how tokens are split before the model and brought together after it.
 
 Gradients. Every `sp` rank computes the same whole loss and calls `backward()` on it, unscaled.
 `sum_tokens` gives each rank the gradient of its own tokens, once. So the sum of a parameter's
@@ -31,7 +30,6 @@ from engine.parallel.pipeline_parallel import PipelineStage
 from engine.parallel.process_groups import Ranks
 
 _NAME = "hybridflyte_ulysses"  # transformers' name of `_attention`
-_ATTENTION = ("is_causal", "layer_idx", "config")  # attributes that attention modules have
 _SHARE = "sequence_share"  # an attention module's attribute
 _LOCAL = "local_config"  # another: its configuration as it was, with what each rank computes
 
@@ -39,17 +37,15 @@ _LOCAL = "local_config"  # another: its configuration as it was, with what each 
 def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
     """Let `model`'s attention, in place, see the tokens of all `sp` ranks.
 
-    It is a language model, a critic, or a pipeline stage of either, with their `config`. From then
-    on the model takes what `split_tokens` gives. Call it before or after sharding, and after the
-    heads are sharded over `tp`; other models of this process stay as they are, those that share a
-    configuration with this one too. One `sp` rank: nothing happens.
-
-    Raises ConfigError for a model whose attention can't be shared by these ranks.
+    It is a language model, a critic, or a pipeline stage of either, and takes what `split_tokens`
+    gives from then on. Call it after the heads are sharded over `tp`. One `sp` rank: nothing
+    happens. Raises ConfigError for a model whose attention can't be shared by these ranks.
     """
     group = ranks.group("sp")
     if group is None:
         return
-    attentions = [m for m in model.modules() if all(hasattr(m, name) for name in _ATTENTION)]
+    names = ("is_causal", "layer_idx", "config")  # attributes that attention modules have
+    attentions = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
     _check_model(model, attentions, ranks)
     share = _Share(group, ranks.size("sp"), ranks.index("sp"))
     for attention in attentions:  # the model keeps its configuration: its masks don't change
@@ -62,9 +58,8 @@ def apply_ulysses(model: nn.Module, ranks: Ranks) -> None:
 def split_tokens(ids: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Return this rank's stretch of `ids` [B, L] and its positions, both [B, L' / sp] long.
 
-    Rows start at column 0 and have their padding last: causal attention alone keeps padding out,
-    so L is filled up, to the next multiple L' of `sp` · `tp`, with id 0: tensor parallelism may
-    share out a rank's stretch once more.
+    L is filled up, to the next multiple L' of `sp` · `tp`, with id 0: rows start at column 0, so
+    causal attention keeps padding out, and tp may share out a rank's stretch once more.
     """
     size, index, tp = ranks.size("sp"), ranks.index("sp"), ranks.size("tp")
     length = math.ceil(ids.shape[1] / (size * tp)) * tp
@@ -87,10 +82,8 @@ def split_packed(ids: Tensor, positions: Tensor, ranks: Ranks) -> tuple[Tensor, 
 def local_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Find the tokens on this rank, of those at columns `positions` [N] of whole rows.
 
-    Each rank has `length` columns.
-
-    Returns their indices in `positions` [M] and their columns in this rank's stretch [M]; every
-    token is one rank's, and M may be 0.
+    Each rank has `length` columns. Returns their indices in `positions` [M] and their columns in
+    this rank's stretch [M]; every token is one rank's, and M may be 0.
     """
     start = ranks.index("sp") * length
     mine = ((positions >= start) & (positions < start + length)).nonzero().squeeze(1)
@@ -99,10 +92,6 @@ def local_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, 
 
 def sum_tokens(values: Tensor, ranks: Ranks) -> Tensor:
     """Sum `values`, of any shape, over `sp`; a rank's are 0 where a token isn't its own.
-
-    >>> mine, columns = local_tokens(positions, hidden.shape[1], ranks)       # doctest: +SKIP
-    >>> picked = log_probs_of(head(hidden[rows[mine], columns]), targets[mine])
-    >>> log_probs = sum_tokens(picked.new_zeros(N).index_put((mine,), picked), ranks)
 
     Backward hands the gradient on as it is.
     """
@@ -222,30 +211,23 @@ class _Merge(torch.autograd.Function):
 def _check_model(model: Any, attentions: list[nn.Module], ranks: Ranks) -> None:
     """Raise ConfigError for attention that is not plain, or not divisible."""
     config = model.config.get_text_config()
-    sp, across = ranks.size("sp"), ranks.size("sp", "tp")
-    name = f"{config.model_type} (sp={sp})"
-    implementation = config._attn_implementation
-    if config.num_attention_heads % across:
-        raise ConfigError(
-            f"sp · tp = {across} does not divide the {config.num_attention_heads} attention heads "
-            f"of this {config.model_type} model; choose a divisor of it"
-        )
+    across, kind = ranks.size("sp", "tp"), config._attn_implementation
     layers = len(model.layers) if isinstance(model, PipelineStage) else config.num_hidden_layers
-    if len(attentions) != layers or any(
-        getattr(module, "sinks", None) is not None for module in attentions
-    ):
-        raise ConfigError(
-            f"the attention of {name} is not that of a plain decoder; use sp=1, and tp or fsdp"
+    sinks = any(getattr(module, "sinks", None) is not None for module in attentions)
+    window = getattr(config, "sliding_window", None)  # Mistral's layers have it from there
+    windows = any(getattr(module, "sliding_window", window) for module in attentions)
+    problem = ""
+    if config.num_attention_heads % across:
+        heads = config.num_attention_heads
+        problem = f"sp · tp = {across} does not divide the {heads} attention heads; use a divisor"
+    elif len(attentions) != layers or sinks:
+        problem = "its attention is not that of a plain decoder; use sp=1, and tp or fsdp"
+    elif kind != "sdpa" and not kind.startswith("flash"):
+        problem = f"attn_implementation={kind!r} needs a mask of all tokens; use 'sdpa'"
+    elif windows and kind == "sdpa":
+        problem = (
+            "sliding-window attention by sdpa needs a mask of all tokens; use "
+            "attn_implementation='flash_attention_2', or sp=1"
         )
-    default = getattr(config, "sliding_window", None)  # Mistral's layers have it from there
-    windows = any(getattr(module, "sliding_window", default) for module in attentions)
-    if implementation != "sdpa" and not implementation.startswith("flash"):
-        raise ConfigError(
-            f"the model {name} was loaded with attn_implementation={implementation!r}, which needs "
-            "a mask of all tokens; use 'sdpa'"
-        )
-    if windows and implementation == "sdpa":
-        raise ConfigError(
-            f"the model {name} has sliding-window attention, for which sdpa needs a mask of all "
-            "tokens; use attn_implementation='flash_attention_2', or sp=1"
-        )
+    if problem:
+        raise ConfigError(f"sp={ranks.size('sp')} with a {config.model_type} model: {problem}")

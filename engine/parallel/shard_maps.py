@@ -6,6 +6,7 @@ module, `rollout_shard_map` one of a layout and sizes alone; `reshard` plans fro
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -38,7 +39,6 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """How many elements there are in it."""
         return math.prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
@@ -58,24 +58,21 @@ class Box:
         common = self.intersect(other)
         if common is None:
             return [self] if self.elements else []
-        pieces = []
-        offset, size = list(self.offset), list(self.size)
-        for d in range(len(size)):
-            before = common.offset[d] - offset[d]
-            after = offset[d] + size[d] - common.offset[d] - common.size[d]
-            for start, length in (
-                (offset[d], before),
-                (common.offset[d] + common.size[d], after),
-            ):
-                if length:
-                    pieces.append(
-                        Box(
-                            (*offset[:d], start, *offset[d + 1 :]),
-                            (*size[:d], length, *size[d + 1 :]),
-                        )
-                    )
-            offset[d], size[d] = common.offset[d], common.size[d]
+        pieces, rest = [], self
+        for d, (start, length) in enumerate(zip(common.offset, common.size, strict=True)):
+            first, stop = rest.offset[d], rest.offset[d] + rest.size[d]
+            if start > first:
+                pieces.append(rest.cut(d, first, start - first))
+            if stop > start + length:
+                pieces.append(rest.cut(d, start + length, stop - start - length))
+            rest = rest.cut(d, start, length)
         return pieces
+
+    def cut(self, dim: int, start: int, length: int) -> Box:
+        """Return the same box but with this range in a dimension."""
+        after = dim + 1
+        offset = (*self.offset[:dim], start, *self.offset[after:])
+        return Box(offset, (*self.size[:dim], length, *self.size[after:]))
 
     def start_in(self, outer: Box, at: Index) -> Index:
         """Find where this box begins in a storage that has `outer`'s first element at `at`."""
@@ -88,19 +85,7 @@ def chunk(box: Box, dim: int | None, parts: int, index: int) -> Box:
         return box
     width = math.ceil(box.size[dim] / parts)
     start = min(index * width, box.size[dim])
-    length = min(width, box.size[dim] - start)
-    return Box(
-        (*box.offset[:dim], box.offset[dim] + start, *box.offset[dim + 1 :]),
-        (*box.size[:dim], length, *box.size[dim + 1 :]),
-    )
-
-
-def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
-    """Return the elements of `box` that none of `others` has, as boxes that don't overlap."""
-    remaining = [box] if box.elements else []
-    for other in others:
-        remaining = [piece for part in remaining for piece in part.subtract(other)]
-    return remaining
+    return box.cut(dim, box.offset[dim] + start, min(width, box.size[dim] - start))
 
 
 def disjoint_boxes(
@@ -149,17 +134,14 @@ def flat_range(size: Index, start: int, stop: int) -> list[Box]:
     row = math.prod(size[1:])
     first, last = start // row, (stop - 1) // row
     if start == first * row and stop == (last + 1) * row:  # whole rows
-        return [Box((first, *(0 for _ in size[1:])), (last + 1 - first, *size[1:]))]
+        return [Box.whole(size).cut(0, first, last + 1 - first)]
     if first == last:
         inner = flat_range(size[1:], start - first * row, stop - first * row)
         return [Box((first, *box.offset), (1, *box.size)) for box in inner]
     head = (first + 1) * row if start % row else start
     tail = last * row if stop % row else stop
-    return [
-        *flat_range(size, start, head),
-        *flat_range(size, head, tail),
-        *flat_range(size, tail, stop),
-    ]
+    spans = itertools.pairwise((start, head, tail, stop))
+    return [box for span in spans for box in flat_range(size, *span)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +181,7 @@ class ShardMap:
             )
 
     @property
-    def shapes(self) -> dict[str, Index]:
-        """The shapes of the full parameters, by name."""
+    def shapes(self) -> dict[str, Index]:  # of the full parameters
         return {name: parameter.shape for name, parameter in self.parameters.items()}
 
 
@@ -215,7 +196,6 @@ _ROWS = (*_HEADS, "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _COLUMNS = ("o_proj", "down_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
 _FUSED = {"qkv_proj": _HEADS, "gate_up_proj": ("gate_proj", "up_proj")}  # in vLLM, in this order
-_VLLM_PADDING = 64  # vLLM rounds the vocabulary up to a multiple of it
 
 
 def rollout_shard_map(
@@ -229,9 +209,9 @@ def rollout_shard_map(
     """Return the shards that rollout ranks need: full layers of their stage, split by `layout.tp`.
 
     stages: each rollout stage's layers. fused: as vLLM stores them, with the rows of q, k and v in
-    one tensor, those of gate and up in another, and the vocabulary rounded up to 64 above it is
-    split (rows beyond it have no source and stay as they are). A key head is on several ranks where
-    there are more ranks than key heads. Raises ConfigError where names or sizes do not fit.
+    one tensor, those of gate and up in another, and a vocabulary rounded up to 64 (rows beyond it
+    stay as they are). A key head is on several ranks where there are more ranks than key heads.
+    Raises ConfigError where names or sizes do not fit.
     """
     _check_rollout(layout, model)
     stages = [range(model.layers)] if stages is None else stages
@@ -240,25 +220,25 @@ def rollout_shard_map(
             f"stages {[list(stage) for stage in stages]} are not {model.layers} layers over "
             f"{layout.pp} stages; give each layer to one stage"
         )
-    stages_by_name = _stages_by_name(shapes, stages, model.tied)
+    stages_by_name = _find_stages(shapes, stages, model.tied)
     coordinates = [layout.place(rank) for rank in range(layout.world_size)]
     cache: dict[tuple[object, ...], tuple[Shard, ...]] = {}
 
     def local_part(module: str, shape: Index, dim: int | None, tp: int) -> Box:
         full = Box.whole(shape)
         if module in _VOCABULARY:
-            unit = _VLLM_PADDING if fused else 1
+            unit = 64 if fused else 1  # vLLM rounds the vocabulary up to a multiple of it
             width = math.ceil(math.ceil(shape[0] / unit) * unit / layout.tp)
             start = min(tp * width, shape[0])
-            size = min(width, shape[0] - start)
-            return Box((start, *full.offset[1:]), (size, *shape[1:]))
+            return full.cut(0, start, min(width, shape[0] - start))
         if module in ("k_proj", "v_proj") and layout.tp > model.kv_heads:
             return chunk(full, 0, model.kv_heads, tp * model.kv_heads // layout.tp)
         return chunk(full, dim, layout.tp, tp)
 
     def find_shards(name: str, shape: Index) -> tuple[Shard, ...]:
         module, dim = _module_name(name), split_dim(name, shape, layout.tp)
-        parts_above = _parts_above(name, shapes) if fused else ()
+        above = _fused(name)[1] if fused else ()
+        parts_above = tuple((part, shapes[name.replace(module, part)]) for part in above)
         key = (module, shape, dim, parts_above, stages_by_name[name])
         if key not in cache:
             ranks_by_box: dict[tuple[Box, int], list[int]] = defaultdict(list)
@@ -277,9 +257,7 @@ def rollout_shard_map(
         return cache[key]
 
     parameters = {
-        name: ShardedParameter(
-            shape, _fused_name(name) if fused else name, find_shards(name, shape)
-        )
+        name: ShardedParameter(shape, _fused(name)[0] if fused else name, find_shards(name, shape))
         for name, shape in shapes.items()
     }
     return ShardMap(layout.world_size, parameters, dict.fromkeys(shapes, dtype))
@@ -305,27 +283,16 @@ def _module_name(name: str) -> str:
     return parts[-2] if len(parts) > 1 else name
 
 
-def _parts_above(name: str, shapes: Shapes) -> tuple[tuple[str, Index], ...]:
-    """Return the name and shape of each part that lies above a parameter in vLLM's fused tensor."""
-    module = _module_name(name)
-    for parts in _FUSED.values():
-        if module in parts:
-            names = parts[: parts.index(module)]
-            return tuple((part, shapes[name.replace(module, part)]) for part in names)
-    return ()
-
-
-def _fused_name(name: str) -> str:
+def _fused(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return vLLM's tensor with a parameter, and the parts that lie above the parameter in it."""
     module = _module_name(name)
     for fused, parts in _FUSED.items():
         if module in parts:
-            return name.replace(module, fused)
-    return name
+            return name.replace(module, fused), parts[: parts.index(module)]
+    return name, ()
 
 
-def _stages_by_name(
-    shapes: Iterable[str], stages: Stages, tied: bool
-) -> dict[str, tuple[int, ...]]:
+def _find_stages(shapes: Iterable[str], stages: Stages, tied: bool) -> dict[str, tuple[int, ...]]:
     """Return the stages that hold each parameter."""
     stage_by_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     last = len(stages) - 1
@@ -333,10 +300,9 @@ def _stages_by_name(
     for name in shapes:
         layer = _LAYER.search(name)
         if layer is None:
-            first = _module_name(name) == "embed_tokens"
-            stages_by_name[name] = (
-                (0,) if first and not (tied and last) else (0, last) if first else (last,)
-            )
+            ends = {0, last} if tied else {0}
+            embedding = _module_name(name) == "embed_tokens"
+            stages_by_name[name] = tuple(sorted(ends)) if embedding else (last,)
         elif int(layer[1]) in stage_by_layer:
             stages_by_name[name] = (stage_by_layer[int(layer[1])],)
         else:

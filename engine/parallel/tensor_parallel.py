@@ -4,10 +4,8 @@ Matrices that read the residual stream are split by rows of the weight (queries,
 up, the head), those that write it by columns (output, down), and the vocabulary by entries. With
 sequence parallelism (Korthikanti et al., arXiv:2205.05198) norms and residuals between them are on
 shards of the tokens. Parameters become DTensors, so that FSDP, checkpoints and optimizers know
-their full shape. The forward pass computes on local tensors (`module.forward` is replaced, the
-class stays), and DTensor's redistribution does the communication. torch's own styles need
-vocabularies and sequences that the ranks divide; these don't. The loss over a split vocabulary is
-in `vocab_parallel`.
+their full shape; the forward pass computes on local tensors (`module.forward` is replaced, the
+class stays). torch's own styles need vocabularies and sequences that the ranks divide.
 """
 
 from __future__ import annotations
@@ -15,21 +13,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from engine.errors import ConfigError
@@ -71,119 +62,81 @@ def pad_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-class ShardedStyle(ParallelStyle):
-    """Shards a module's parameters; its forward pass then computes on their local parts."""
-
-    def __init__(self, placements: Mapping[str, Placement], forward: Callable[..., Tensor]) -> None:
-        """Set `placements` by parameter name (others are replicated) and the module's `forward`."""
-        self.placements, self.forward = placements, forward
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            placement = self.placements.get(name, Replicate())
-            module.register_parameter(name, shard_parameter(parameter, device_mesh, placement))
-        module.forward = MethodType(self.forward, module)
-        return module
+Style = Callable[[nn.Module, DeviceMesh], None]  # changes a module in place, for a mesh's ranks
 
 
-class ColumnParallel(ShardedStyle):
-    """A linear whose weight's rows, so its outputs, are sharded. Inputs are replicated."""
+def sharded(placements: Mapping[str, Placement], forward: Callable[..., Tensor]) -> Style:
+    """Shard a module's parameters; `forward`, its forward pass then, computes on local parts.
 
-    def __init__(self) -> None:
-        super().__init__({"weight": Shard(0), "bias": Shard(0)}, _forward_on_local)
-
-
-class GatheredColumns(ShardedStyle):
-    """A linear whose weight's rows are sharded, and whose outputs every rank gets in full."""
-
-    def __init__(self) -> None:
-        super().__init__({"weight": Shard(0), "bias": Shard(0)}, _gathered_forward)
-
-
-class SelectedColumns(ShardedStyle):
-    """A linear whose weight's rows are sharded, though a rank computes with others than it stores.
-
-    Of each of `parts`, sizes that add up to the weight's rows, it computes with a share. A part has
-    a number of heads as well: where there are fewer than ranks, several ranks have one in common.
-    Ranks gather the matrix while they compute with it, as FSDP does; gradients are summed and
-    sharded again.
+    `placements`: by parameter name; others are replicated.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Set the rows and heads of each part, e.g. [(1024, 8), (256, 2), (256, 2)]."""
-        super().__init__({"weight": Shard(0), "bias": Shard(0)}, self._select)
-        self._parts = parts
+    @torch.no_grad()
+    def apply(module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            # All ranks have the same one, so that nothing is sent.
+            placement, full = placements.get(name, Replicate()), parameter.detach()
+            local = torch.distributed.tensor.distribute_tensor(
+                full, mesh, [placement], src_data_rank=None
+            )
+            trained = parameter.requires_grad
+            module.register_parameter(name, nn.Parameter(local, requires_grad=trained))
+        module.forward = MethodType(forward, module)
 
-    def _select(self, module: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, self._local_rows(module.weight), self._local_rows(module.bias))
-
-    def _local_rows(self, parameter: Any) -> Any:
-        """Return the rows of a sharded parameter that this rank computes with."""
-        if parameter is None:
-            return None
-        size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
-        full = parameter.redistribute(placements=[Replicate()])
-        full = full.to_local(grad_placements=[Partial()])
-        local_rows = []
-        for part, (_, heads) in zip(
-            full.split([n for n, _ in self._parts]), self._parts, strict=True
-        ):
-            shares = min(size, heads)
-            local_rows.append(part.chunk(shares)[index * shares // size])
-        return torch.cat(local_rows)
+    return apply
 
 
-class RowParallel(ShardedStyle):
+_BY_ROWS = {"weight": Shard(0), "bias": Shard(0)}
+
+
+def column_parallel() -> Style:
+    """A linear whose weight's rows, so its outputs, are sharded. Inputs are replicated."""
+    return sharded(_BY_ROWS, partial(_forward, sum_gradients=False))
+
+
+def gathered_columns() -> Style:
+    """A linear whose weight's rows are sharded, and whose outputs every rank gets in full."""
+    return sharded(_BY_ROWS, _gathered_forward)
+
+
+def selected_columns(parts: Sequence[tuple[int, int]]) -> Style:
+    """A linear whose weight's rows are sharded, though a rank computes with others than it stores.
+
+    Of each of `parts`, which have rows and heads, e.g. [(1024, 8), (256, 2), (256, 2)], it computes
+    with a share; several ranks have a head in common where there are too few. Ranks gather the
+    matrix while they compute with it, as FSDP does; gradients are summed and sharded again.
+    """
+    return sharded(_BY_ROWS, partial(_selected_forward, parts=parts))
+
+
+def row_parallel(shard_tokens: bool, split_input: bool = False) -> Style:
     """A linear whose weight's columns, and inputs `x [B, L, in/tp]`, are sharded.
 
     y = Σ_ranks x_local W_localᵀ + b is replicated, or, with `shard_tokens`, this rank's shard of
     the padded tokens. With `split_input` each rank has all of x and takes its part.
     """
-
-    def __init__(self, shard_tokens: bool, split_input: bool = False) -> None:
-        forward = _row_forward_on_tokens if shard_tokens else _row_forward
-        super().__init__({"weight": Shard(1)}, _split(forward) if split_input else forward)
+    forward = partial(_row_forward, shard_tokens=shard_tokens, split_input=split_input)
+    return sharded({"weight": Shard(1)}, forward)
 
 
-class VocabularyParallel(ShardedStyle):
+def vocabulary_parallel() -> Style:
     """An embedding whose rows are sharded: ranks look up their own, and the sum is replicated."""
-
-    def __init__(self) -> None:
-        super().__init__({"weight": Shard(0)}, _embedding_forward)
+    return sharded({"weight": Shard(0)}, _embedding_forward)
 
 
-class Replicated(ShardedStyle):
+def replicated(sum_gradients: bool) -> Style:
     """A module of any kind whose parameters are on every rank.
 
     `sum_gradients`: ranks put different activations through them.
     """
-
-    def __init__(self, sum_gradients: bool) -> None:
-        super().__init__({}, _forward_on_copies if sum_gradients else _forward_on_local)
+    return sharded({}, partial(_forward, sum_gradients=sum_gradients))
 
 
-@torch.no_grad()
-def shard_parameter(
-    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement
-) -> nn.Parameter:
-    """Return this rank's part of a parameter that is the same on all ranks; no communication."""
-    sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+def _forward(module: nn.Module, *args: object, sum_gradients: bool, **kwargs: object) -> Tensor:
+    """Run the forward pass of the module's class, on local parts of its parameters.
 
-
-def _forward_on_local(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
-    """Run the forward pass of the module's class, on local parts of its parameters."""
-    return _forward_with(module, False, args, kwargs)
-
-
-def _forward_on_copies(module: nn.Module, *args: object, **kwargs: object) -> Tensor:
-    """Run the same forward pass; sum gradients of replicated parameters over the ranks."""
-    return _forward_with(module, True, args, kwargs)
-
-
-def _forward_with(
-    module: nn.Module, sum_gradients: bool, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Tensor:
+    `sum_gradients`: over the ranks, those of replicated parameters.
+    """
     parameters = module._parameters
     local = {name: _local(p, sum_gradients) for name, p in parameters.items()}
     module.__dict__["_parameters"] = local
@@ -194,33 +147,38 @@ def _forward_with(
 
 
 def _gathered_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    y: Tensor = _forward_with(module, False, (x,), {})
+    y = _forward(module, x, sum_gradients=False)
     weight: Any = module.weight
     return redistribute(y, weight.device_mesh, Shard(y.dim() - 1), Replicate())
 
 
-def _split(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A linear's forward pass, of this rank's part of an input that all ranks have."""
+def _selected_forward(module: nn.Linear, x: Tensor, *, parts: Sequence[tuple[int, int]]) -> Tensor:
+    def local_rows(parameter: Any) -> Any:
+        """Return the rows of a sharded parameter that this rank computes with."""
+        if parameter is None:
+            return None
+        size, index = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+        full = parameter.redistribute(placements=[Replicate()])
+        full = full.to_local(grad_placements=[Partial()])
+        rows, heads = zip(*parts, strict=True)
+        shares = [min(size, count) for count in heads]
+        pieces = zip(full.split(rows), shares, strict=True)
+        return torch.cat([piece.chunk(n)[index * n // size] for piece, n in pieces])
 
-    def forward_on_part(module: nn.Linear, x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        return forward(module, redistribute(x, weight.device_mesh, Replicate(), Shard(x.dim() - 1)))
-
-    return forward_on_part
+    return F.linear(x, local_rows(module.weight), local_rows(module.bias))
 
 
-def _row_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    weight: Any = module.weight
-    y = redistribute(F.linear(x, weight.to_local()), weight.device_mesh, Partial(), Replicate())
-    return y if module.bias is None else y + _local(module.bias, False)
-
-
-def _row_forward_on_tokens(module: nn.Linear, x: Tensor) -> Tensor:
+def _row_forward(module: nn.Linear, x: Tensor, *, shard_tokens: bool, split_input: bool) -> Tensor:
     weight: Any = module.weight
     mesh = weight.device_mesh
-    y = pad_tokens(F.linear(x, weight.to_local()), mesh)
-    y = redistribute(y, mesh, Partial(), TOKENS)
-    return y if module.bias is None else y + _local(module.bias, True)
+    if split_input:
+        x = redistribute(x, mesh, Replicate(), Shard(x.dim() - 1))
+    y = F.linear(x, weight.to_local())
+    if shard_tokens:
+        y = redistribute(pad_tokens(y, mesh), mesh, Partial(), TOKENS)
+    else:
+        y = redistribute(y, mesh, Partial(), Replicate())
+    return y if module.bias is None else y + _local(module.bias, shard_tokens)
 
 
 def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
@@ -231,12 +189,10 @@ def _embedding_forward(module: nn.Embedding, ids: Tensor) -> Tensor:
     padding = module.padding_idx  # its row gets no gradient
     if padding is not None:
         padding = padding - start if start <= padding < stop else None
-    embedded = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
-    embedded = redistribute(
-        embedded.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate()
-    )
+    states = F.embedding((ids - start).masked_fill(elsewhere, 0), table, padding)
+    states = redistribute(states.masked_fill(elsewhere[..., None], 0), mesh, Partial(), Replicate())
     scale: Tensor | None = getattr(module, "embed_scale", None)  # Gemma's
-    return embedded if scale is None else embedded * scale.to(embedded.dtype)
+    return states if scale is None else states * scale.to(states.dtype)
 
 
 def _local(parameter: Any, sum_gradients: bool) -> Any:
@@ -247,63 +203,56 @@ def _local(parameter: Any, sum_gradients: bool) -> Any:
     return copy_to_ranks(local, parameter.device_mesh) if sum_gradients and replicated else local
 
 
-class InputStyle(ParallelStyle):
-    """Changes the first argument of a module's forward pass, e.g. by `gather_tokens`."""
+def change_input(change: Callable[[Tensor, DeviceMesh], Tensor]) -> Style:
+    """Change the first argument of a module's forward pass, e.g. by `gather_tokens`."""
 
-    def __init__(self, change: Callable[[Tensor, DeviceMesh], Tensor]) -> None:
-        self.change = change
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(module: nn.Module, mesh: DeviceMesh) -> None:
         def prepare(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return self.change(args[0], device_mesh), *args[1:]
+            return change(args[0], mesh), *args[1:]
 
         module.register_forward_pre_hook(prepare)
-        return module
+
+    return apply
 
 
-class BlockInput(InputStyle):
-    """Changes the hidden states that attention or MLP read; attention's are without padding."""
+def change_block_input(change: Callable[[Tensor, DeviceMesh], Tensor]) -> Style:
+    """Change the hidden states that attention or MLP read; attention's are without padding."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(module: nn.Module, mesh: DeviceMesh) -> None:
         def prepare(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            states: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            hidden = self.change(states, device_mesh)
+            named = "hidden_states" in kwargs
+            hidden = change(kwargs["hidden_states"] if named else args[0], mesh)
             if "position_embeddings" in kwargs:
                 hidden = hidden[:, : _length(kwargs)]
-            if "hidden_states" in kwargs:
+            if named:
                 return args, kwargs | {"hidden_states": hidden}
             return (hidden, *args[1:]), kwargs
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
-        return module
+
+    return apply
 
 
-class LocalHeads(ParallelStyle):
-    """Lets attention count this rank's heads, where it reads their number off its configuration."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        attention: Any = module
-        config, size = copy.copy(attention.config), device_mesh.size()
-        key_heads = max(1, config.num_key_value_heads // size)
-        config.num_attention_heads //= size
-        config.num_key_value_heads = key_heads
-        attention.config = config
-        attention.num_key_value_groups = config.num_attention_heads // key_heads
-        if hasattr(attention, "num_key_value_heads"):
-            attention.num_key_value_heads = key_heads
-        return module
+def count_local_heads(attention: Any, mesh: DeviceMesh) -> None:
+    """Let attention count this rank's heads, where it reads their number off its configuration."""
+    config, size = copy.copy(attention.config), mesh.size()
+    key_heads = max(1, config.num_key_value_heads // size)
+    config.num_attention_heads //= size
+    config.num_key_value_heads = key_heads
+    attention.config = config
+    attention.num_key_value_groups = config.num_attention_heads // key_heads
+    if hasattr(attention, "num_key_value_heads"):
+        attention.num_key_value_heads = key_heads
 
 
-class GatherOutput(ParallelStyle):
-    """Makes the token shards that a decoder layer returns replicated, without padding."""
+def gather_output(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the token shards that a decoder layer returns replicated, without padding."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(module: nn.Module, args: object, kwargs: dict[str, Any], out: Tensor) -> Tensor:
-            full = redistribute(out, device_mesh, TOKENS, Replicate())[:, : _length(kwargs)]
-            return full.clone()  # FSDP's backward hooks are on outputs, and views may lose them
+    def gather(module: nn.Module, args: object, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        full = redistribute(out, mesh, TOKENS, Replicate())[:, : _length(kwargs)]
+        return full.clone()  # FSDP's backward hooks are on outputs, and views may lose them
 
-        module.register_forward_hook(gather, with_kwargs=True)
-        return module
+    layer.register_forward_hook(gather, with_kwargs=True)
 
 
 def _length(kwargs: dict[str, Any]) -> int:
@@ -320,29 +269,25 @@ def apply_tensor_parallel(
     """Shard `model` over the ranks of the one-dimensional `mesh`, in place.
 
     `model` is a causal language model whose configuration has a `DecoderPlan`, a critic or
-    classifier on such a body, or a pipeline stage of one; every rank of the mesh has the same
-    weights. LoRA adapters must be in place already. Afterwards
+    classifier on such a body, or a pipeline stage of one, with LoRA adapters in place already; all
+    ranks have the same weights. Afterwards
 
     - every parameter is a DTensor on `mesh` of the same full shape and name, tied ones are one,
       and gradients arrive placed as their parameter is;
     - hidden states that leave the layers are full on every rank, for any sequence length, and so
       must their gradient be: run the same loss on every rank;
-    - the head gives logits of this rank's part of the vocabulary (`VocabParallelStatistics.of`),
-      uneven where tp does not divide it.
+    - the head gives logits of this rank's part of the vocabulary (`VocabParallelStatistics.of`).
 
     A mesh of one rank leaves the model as it is. Raises ConfigError, before anything has changed,
     for a model that can't be sharded so.
     """
     if mesh.size() == 1:
         return
-    split = _check(model, mesh.size())
+    split = _check(model, mesh.size(), sequence_parallel)
     tied = tied_parameters(model)
-    plan = [
-        *_parameter_plan(model, split, sequence_parallel).items(),
-        *_activation_plan(model, split, sequence_parallel),
-    ]
+    plan = [*_parameter_plan(model, split).items(), *_activation_plan(model, split)]
     for name, style in plan:
-        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+        style(model.get_submodule(name), mesh)
     for module, name, owner, name_there in tied:
         module.register_parameter(name, owner.get_parameter(name_there))
 
@@ -354,30 +299,29 @@ class _Split:
     plan: DecoderPlan
     shape: ModelShape
     tp: int
+    sequence_parallel: bool
 
-    def columns(self, name: str) -> ParallelStyle:
+    def columns(self, name: str) -> Style:
         """Return the style of a layer's linear whose outputs are split."""
         shape, last = self.shape, name.rpartition(".")[2]
         keys = (shape.kv_heads * shape.head_dim, shape.kv_heads)
         if self.plan.computes_whole(name):
-            return GatheredColumns()
+            return gathered_columns()
         if last == "qkv_proj":
-            return SelectedColumns([(shape.heads * shape.head_dim, shape.heads), keys, keys])
+            return selected_columns([(shape.heads * shape.head_dim, shape.heads), keys, keys])
         if last == "gate_up_proj":
-            return SelectedColumns([(shape.intermediate, self.tp)] * 2)
+            return selected_columns([(shape.intermediate, self.tp)] * 2)
         if last in ("k_proj", "v_proj") and shape.kv_heads < self.tp:
-            return SelectedColumns([keys])
-        return ColumnParallel()
+            return selected_columns([keys])
+        return column_parallel()
 
-    def rows(self, name: str, sequence_parallel: bool) -> ParallelStyle:
-        """Return the style of a layer's linear whose inputs are split."""
-        return RowParallel(sequence_parallel, split_input=self.plan.computes_whole(name))
-
-    def norm(self, name: str, sequence_parallel: bool) -> ParallelStyle:
-        """Return the style of a layer's other modules, which every rank has."""
+    def others(self, name: str | None) -> Style:
+        """Return the style of a layer's other modules, or those outside of it: all ranks' own."""
+        if name is None:
+            return replicated(sum_gradients=False)
         if name.partition(".")[0] in self.plan.blocks:  # on this rank's heads
-            return Replicated(sum_gradients=not self.plan.computes_whole(name))
-        return Replicated(sum_gradients=sequence_parallel)  # on its share of the tokens
+            return replicated(sum_gradients=not self.plan.computes_whole(name))
+        return replicated(sum_gradients=self.sequence_parallel)  # on its share of the tokens
 
     def changes_heads(self, block: str) -> bool:
         """Whether attention needs its number of heads set."""
@@ -385,53 +329,46 @@ class _Split:
         return not self.plan.computes_whole(block) and (packed or self.shape.kv_heads < self.tp)
 
 
-def _parameter_plan(
-    model: nn.Module, split: _Split, sequence_parallel: bool
-) -> dict[str, ParallelStyle]:
+def _parameter_plan(model: nn.Module, split: _Split) -> dict[str, Style]:
     """Return the style of every module that has parameters of its own, by the module's name."""
-    plan: dict[str, ParallelStyle] = {}
+    plan: dict[str, Style] = {}
     for name, module in model.named_modules():
         within, last = within_layer(name), name.rpartition(".")[2]
         if within in split.plan.columns or last == _HEAD:
             base, downs, ups = _linear_names(name, module)
-            style = split.columns(within) if within else ColumnParallel()
+            style = split.columns(within) if within else column_parallel()
             plan |= dict.fromkeys((base, *ups), style)
             # Their gradient comes from this rank's part of the output alone.
-            plan |= dict.fromkeys(downs, Replicated(sum_gradients=True))
+            plan |= dict.fromkeys(downs, replicated(sum_gradients=True))
         elif within is not None and within in split.plan.rows:
             base, downs, ups = _linear_names(name, module)
-            plan |= dict.fromkeys((base, *downs), split.rows(within, sequence_parallel))
-            plan |= dict.fromkeys(ups, Replicated(sum_gradients=sequence_parallel))
+            style = row_parallel(split.sequence_parallel, split.plan.computes_whole(within))
+            plan |= dict.fromkeys((base, *downs), style)
+            plan |= dict.fromkeys(ups, replicated(split.sequence_parallel))
         elif last == split.plan.embedding and isinstance(module, nn.Embedding):
-            plan[name] = VocabularyParallel()
+            plan[name] = vocabulary_parallel()
     for name, module in model.named_modules():  # norms, and a value head among them
         if name not in plan and any(True for _ in module.parameters(recurse=False)):
-            within = within_layer(name)
-            if within is None:
-                plan[name] = Replicated(sum_gradients=False)
-            else:
-                plan[name] = split.norm(within, sequence_parallel)
+            plan[name] = split.others(within_layer(name))
     return plan
 
 
-def _activation_plan(
-    model: nn.Module, split: _Split, sequence_parallel: bool
-) -> Iterator[tuple[str, ParallelStyle]]:
+def _activation_plan(model: nn.Module, split: _Split) -> Iterator[tuple[str, Style]]:
     """Yield names of modules, and what ranks communicate where activations enter and leave them."""
     named = list(model.named_modules())
     layers = [name for name, _ in named if within_layer(name) == ""]
-    enter = gather_tokens if sequence_parallel else copy_to_ranks
+    enter = gather_tokens if split.sequence_parallel else copy_to_ranks
     for name, module in named:
         block = within_layer(name)
         if block is not None and block in split.plan.blocks:
-            yield name, BlockInput(enter)
+            yield name, change_block_input(enter)
             if split.changes_heads(block) and hasattr(module, "num_key_value_groups"):
-                yield name, LocalHeads()
+                yield name, count_local_heads
         elif name.rpartition(".")[2] == _HEAD:
-            yield name, InputStyle(copy_to_ranks)
-    if sequence_parallel and layers:
-        yield layers[0], InputStyle(shard_tokens)
-        yield layers[-1], GatherOutput()
+            yield name, change_input(copy_to_ranks)
+    if split.sequence_parallel and layers:
+        yield layers[0], change_input(shard_tokens)
+        yield layers[-1], gather_output
 
 
 def _linear_names(name: str, module: nn.Module) -> tuple[str, list[str], list[str]]:
@@ -457,7 +394,7 @@ def tied_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, s
     return tied
 
 
-def _check(model: nn.Module, tp: int) -> _Split:
+def _check(model: nn.Module, tp: int, sequence_parallel: bool) -> _Split:
     """Plan how to split the model; raise ConfigError for one that tp can't split."""
     configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
     plan = DecoderPlan.of(configs[0] if configs else model)
@@ -469,20 +406,18 @@ def _check(model: nn.Module, tp: int) -> _Split:
         )
     for name, module in model.named_modules():
         _check_module(name, module, plan)
-    return _Split(plan, shape, tp)
+    return _Split(plan, shape, tp, sequence_parallel)
 
 
 def _check_module(name: str, module: nn.Module, plan: DecoderPlan) -> None:
     within, last = within_layer(name), name.rpartition(".")[2]
     base = getattr(module, "base_layer", module)
+    problem = ""
     if within in plan.columns | plan.rows or last == _HEAD:
         if type(base) is not nn.Linear:
-            raise ConfigError(
-                f"{name!r} is a {type(base).__name__}, which tp can't split (only plain linear "
-                "modules); set tp=1 and shard it by fsdp"
-            )
-        if base is not module and len(getattr(module, "lora_magnitude_vector", ())):
-            raise ConfigError(f"{name!r} has a DoRA adapter, which tp can't split; set tp=1")
+            problem = f"is a {type(base).__name__}"
+        elif base is not module and len(getattr(module, "lora_magnitude_vector", ())):
+            problem = "has a DoRA adapter"
     elif base is not module:
         raise ConfigError(
             f"model.lora.target_modules names {name!r}, whose adapter tp can't split; leave "
@@ -490,14 +425,9 @@ def _check_module(name: str, module: nn.Module, plan: DecoderPlan) -> None:
         )
     elif isinstance(module, nn.Embedding):
         if type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
-            raise ConfigError(
-                f"{name!r} is a {type(module).__name__}, which tp can't split; set tp=1 and shard "
-                "it by fsdp"
-            )
+            problem = f"is a {type(module).__name__}"
     elif within is not None and not plan.covers(within):
-        matrices = [n for n, p in module.named_parameters(recurse=False) if p.dim() > 1]
-        if matrices:
-            raise ConfigError(
-                f"{name!r} has a matrix {matrices[0]!r} that the model's tensor-parallel plan does "
-                "not name; set tp=1 and shard it by fsdp"
-            )
+        for matrix in (n for n, p in module.named_parameters(recurse=False) if p.dim() > 1):
+            problem = f"has a matrix {matrix!r} that the model's plan doesn't name"
+    if problem:
+        raise ConfigError(f"{name!r} {problem}, which tp can't split; set tp=1, and use fsdp")

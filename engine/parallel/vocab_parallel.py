@@ -1,8 +1,7 @@
 """Softmax over a vocabulary that is split over ranks: log-probs, entropy, Σπ², and exact KL.
 
-Each rank has the logits of consecutive vocabulary entries, and no rank ever has a full row: ranks
-exchange a few numbers a token in the forward pass and nothing in the backward pass. The head that
-gives such logits is in `tensor_parallel`.
+Each rank has the logits of consecutive vocabulary entries: ranks exchange a few numbers a token in
+the forward pass and nothing in the backward pass.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ def vocabulary_bounds(vocabulary: int, shards: int, index: int) -> tuple[int, in
 class VocabParallelStatistics:
     """Statistics of softmax over a vocabulary of which this rank has a shard.
 
-    A `engine.models.vocabulary_head.TokenStatistics`, of local logits `[N, V_local]` and targets
-    `[N]` that are numbers in the full vocabulary. Columns past `stop − start` are padding
-    and count as entries that can't be sampled. Every rank gets the same results, and must run the
-    same loss on them: the gradient of local logits is then exact without communication.
+    A `models.vocabulary_head.TokenStatistics`, of local logits `[N, V_local]` and targets `[N]`
+    that are numbers in the full vocabulary. Columns past `stop − start` are padding. Every rank
+    gets the same results, and must run the same loss on them: the gradient is then exact, unsent.
     """
 
     start: int  # number of the first local entry, e.g. 75968
@@ -62,9 +60,8 @@ class VocabParallelStatistics:
     ) -> dict[str, Tensor]:
         """Compute `log_probs`, and `entropy`, `sum_pi_squared`, `full_kl` if requested: `[N]`.
 
-        Computed in float32 whatever the logits are (float64 for float64), with softmax(logits /
-        temperature). No gradient flows to Σπ², to the reference, or, without `entropy_gradient`, to
-        entropy. KL is as in `engine.algorithms.divergences`.
+        In float32 whatever the logits are (float64 for float64). No gradient flows to Σπ², to the
+        reference, or, without `entropy_gradient`, to entropy.
         """
         width = self.stop - self.start
         log_probs, entropies, squared, kl = _Statistics.apply(
@@ -73,13 +70,13 @@ class VocabParallelStatistics:
             targets - self.start,
             _Options(temperature, self.group, entropy, entropy_gradient, sum_pi_squared),
         )
-        named = {"entropy": entropies, "sum_pi_squared": squared, "full_kl": kl}
-        requested = {
-            "entropy": entropy,
-            "sum_pi_squared": sum_pi_squared,
-            "full_kl": reference_logits is not None,
+        out = {
+            "log_probs": log_probs,
+            "entropy": entropies if entropy else None,
+            "sum_pi_squared": squared if sum_pi_squared else None,
+            "full_kl": None if reference_logits is None else kl,
         }
-        return {"log_probs": log_probs} | {k: v for k, v in named.items() if requested[k]}
+        return {name: value for name, value in out.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +158,10 @@ def _tops(logits: Tensor, reference: Tensor | None, temperature: float) -> Tenso
 def _sums(
     logits: Tensor, reference: Tensor | None, targets: Tensor, tops: Tensor, options: _Options
 ) -> Tensor:
-    """Return this shard's sums `[6, N]` over v.
+    """Return this shard's sums `[6, N]` over v; those that were not requested are 0.
 
-    With u = exp(z − top) and ' for the reference they are:
-
-    Σu, (z − top) of the target, Σu(z − top), Σu², Σu', Σu((z − top) − (z − top)').
-    Rows of statistics that were not requested are 0.
+    With u = exp(z − top) and ' for the reference: Σu, (z − top) of the target, Σu(z − top), Σu²,
+    Σu', Σu((z − top) − (z − top)').
     """
     sums = tops.new_zeros((6, logits.shape[0]))
     for at in _chunks(logits):

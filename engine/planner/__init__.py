@@ -5,30 +5,9 @@ of a model and a step, `resources` knows machines and devices, `explain` puts a 
 All is arithmetic, but for one function that asks Ray (`resources.read_cluster`). What a
 configuration leaves open, and how a plan becomes settings, is in `engine.trainers.auto_placement`.
 """
+# ruff: noqa: F401  # what other rooms import
 
 from engine.planner.explain import explain
-from engine.planner.layout_search import (
-    PlacementPlan,
-    PricedCandidate,
-    SamplerChoices,
-    search,
-    search_apart,
-)
+from engine.planner.layout_search import PlacementPlan, search, search_apart
 from engine.planner.resources import Cluster, Machine, read_cluster
 from engine.planner.sizes import Candidate, FixedSettings, Samplers, Workload
-
-__all__ = [
-    "Candidate",
-    "Cluster",
-    "FixedSettings",
-    "Machine",
-    "PlacementPlan",
-    "PricedCandidate",
-    "SamplerChoices",
-    "Samplers",
-    "Workload",
-    "explain",
-    "read_cluster",
-    "search",
-    "search_apart",
-]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError
@@ -37,25 +37,20 @@ def _plan(options: argparse.Namespace) -> str:
     from engine.models import resolve_dtype, text_config
     from engine.trainers.auto_placement import plan_for, workload
 
-    lora = LoRAConfig(rank=options.lora_rank)
+    lora, gpus = LoRAConfig(rank=options.lora_rank), options.gpus
     rl: dict[str, object] = {
         "algorithm": {"adv_estimator": options.algorithm},
         "actor": {"parallel": {"compute_dtype": options.compute_dtype}},
         "rollout": {"n": options.completions, "engine": options.engine},
-        "trainer": {
-            "placement": "auto",
-            "train_batch_size": options.prompts,
-            "mode": options.mode,
-        },
+        "trainer": {"placement": "auto", "train_batch_size": options.prompts, "mode": options.mode},
     }
     config = parse_config({"rl": rl}).rl
-    gpus, hidden = options.gpus, text_config(model).hidden_size
-    dtype = resolve_dtype(options.dtype, hidden, gpu=gpus > 0, compute_dtype=options.compute_dtype)
+    width, compute_dtype = text_config(model).hidden_size, options.compute_dtype
     work = workload(
         config,
         model_path=model,
         lora=lora,
-        dtype=dtype,
+        dtype=resolve_dtype(options.dtype, width, gpu=gpus > 0, compute_dtype=compute_dtype),
         max_response_length=options.response_length,
         max_model_len=options.prompt_length + options.response_length,
     )
@@ -69,15 +64,11 @@ def _plan(options: argparse.Namespace) -> str:
         link_gbs=options.link_gbs or known.link / GB,
     )
     memory = options.host_memory_gb or (128 * gpus or options.memory_gb or 64)
-    machine = Machine(
-        "",
-        float(options.cpus),
-        int(memory * GIB),
-        gpus,
-        int(gpu_memory * GIB) if gpus else 0,
-        options.accelerator if gpus else "",
-    )
-    machines = (replace(machine, name=f"machine {n}") for n in range(options.machines))
+    parts: dict[str, Any] = {"cpus": float(options.cpus), "memory": int(memory * GIB)}
+    if gpus:
+        parts |= {"gpus": gpus, "gpu_memory": int(gpu_memory * GIB)}
+        parts["accelerator"] = options.accelerator
+    machines = (Machine(f"machine {n}", **parts) for n in range(options.machines))
     cluster = Cluster(tuple(machines), {options.accelerator: kind})
     return explain(plan_for(config, work, cluster, lora), options.rows)
 

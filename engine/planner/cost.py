@@ -5,9 +5,8 @@ arXiv:2001.08361, section 2.1) plus attention; decoding reads all weights and th
 (HybridFlow, arXiv:2409.19256, section 6, prices its stages likewise). Collectives over n ranks move
 (n − 1)/n of their data, an all-reduce twice that, at the slowest link between the ranks; each
 costs a latency. Pipelines lose (pp − 1)/(micro-batches + pp − 1) (Narayanan et al.,
-arXiv:2104.04473, section 2.2) and wait for their heaviest stage. Every row counts as the longest
-one. FSDP's traffic is hidden behind arithmetic where there is a GPU, which gathers the next layer
-meanwhile (Zhao et al., arXiv:2304.11277, section 3.3); nothing else overlaps.
+arXiv:2104.04473, section 2.2) and wait for their heaviest stage. On a GPU, FSDP's traffic is hidden
+behind arithmetic (Zhao et al., arXiv:2304.11277, section 3.3); nothing else overlaps.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engine.planner.memory import micro_tokens, rank_elements, stage_elements
 from engine.planner.resources import EFFICIENCY, FLOAT32_SHARE, STREAMED, Allocation
 from engine.planner.sizes import Candidate, Workload, sizes
 
-HIDDEN = 0.8  # of the arithmetic's time, that traffic may hide behind
+HIDDEN = 0.8  # of the arithmetic's time, that FSDP's traffic may hide behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,40 +36,30 @@ class Price:
     ahead: float = 0.0  # of processes that only decode, meanwhile
 
     @property
-    def trainer(self) -> float:
-        """Seconds of the trainer's ranks."""
+    def trainer(self) -> float:  # of the trainer's ranks
         return self.compute + self.traffic + self.switch + self.rollout
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return max(self.trainer, self.ahead)
 
 
 def price(work: Workload, candidate: Candidate, allocation: Allocation) -> Price:
     """Return what one step of `work` costs under `candidate` on the ranks of `allocation`."""
-    return Price(
-        compute=_compute(work, candidate, allocation),
-        traffic=_traffic(work, candidate, allocation),
-        switch=_switch(work, candidate, allocation),
-        rollout=rollout_seconds(work, candidate, allocation),
-        ahead=work.ahead.seconds if work.ahead else 0.0,
-    )
+    run, ahead = (work, candidate, allocation), work.ahead.seconds if work.ahead else 0.0
+    return Price(_compute(*run), _traffic(*run), _switch(*run), rollout_seconds(*run), ahead)
 
 
 def _flops(work: Workload) -> float:
-    """Return the FLOPs of a token's forward pass, by the parameters that it meets.
-
-    A token meets the chosen experts alone. Half of a row's attention is masked.
-    """
+    """Return the FLOPs of a token's forward pass, by the parameters that it meets."""
     shape, parts = work.shape, sizes(work.shape)
     matrices = parts.active * parts.layers + shape.vocab * shape.hidden
-    attention = shape.layers * shape.heads * shape.head_dim * work.length
+    attention = shape.layers * shape.heads * shape.head_dim * work.length  # half of it is masked
     return 2.0 * (matrices + attention)
 
 
 def _rate(work: Workload, allocation: Allocation) -> float:
-    """Return FLOPs a second that a rank's matrices get."""
+    """Return the FLOPs a second that a rank's matrices get."""
     return allocation.device.flops * EFFICIENCY * (1.0 if work.compute_bytes < 4 else FLOAT32_SHARE)
 
 
@@ -149,28 +138,23 @@ def _collectives(
     times: float = 1.0,
 ) -> float:
     """Return seconds of `times` collectives over the axes, each bringing a rank `moved` bytes."""
-    sizes, device = candidate.layout.sizes, allocation.device
-    size = math.prod(sizes[axis] for axis in axes)
+    axis_sizes = candidate.layout.sizes
+    size = math.prod(axis_sizes[axis] for axis in axes)
     if size == 1:
         return 0.0
-    names = list(sizes)
-    outermost = min(names.index(axis) for axis in axes if sizes[axis] > 1)
-    span = math.prod(sizes[name] for name in names[outermost:])
-    if span <= allocation.per_machine:
-        return times * (moved / device.link + device.latency_s * math.log2(size))
-    return times * (moved / device.network + device.network_latency_s * math.log2(size))
+    names = list(axis_sizes)
+    outermost = min(names.index(axis) for axis in axes if axis_sizes[axis] > 1)
+    span = math.prod(axis_sizes[name] for name in names[outermost:])
+    bandwidth, latency_s = allocation.link(span)
+    return times * (moved / bandwidth + latency_s * math.log2(size))
 
 
 def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     """Return seconds to bring a rank what it lacks for rollout (HybridFlow, table 2)."""
-    if work.runs_ahead:
+    if work.runs_ahead or candidate.shares_storage:
         return work.ahead.sending if work.ahead else 0.0
-    if candidate.shares_storage:
-        return 0.0
     layout = candidate.layout
-    total = sizes(work.shape).total * work.weight_bytes
-    if work.adapters:
-        total = work.adapters * work.weight_bytes
+    total = (work.adapters or sizes(work.shape).total) * work.weight_bytes
     has = 1 / (candidate.shards * layout.tp * layout.pp)
     moved = total * max(0.0, 1 / candidate.rollout_tp - has)
     return _collectives(candidate, allocation, ("pp", "fsdp", "sp", "tp"), moved)
@@ -193,9 +177,7 @@ def rollout_seconds(work: Workload, candidate: Candidate, allocation: Allocation
     step = max(read / (device.bandwidth * STREAMED), together * flops)
     step += shape.layers * device.kernel_s
     if tp > 1:
-        one_machine = tp <= allocation.per_machine
-        latency = device.latency_s if one_machine else device.network_latency_s
-        link = device.link if one_machine else device.network
+        bandwidth, latency_s = allocation.link(tp)
         moved = 2 * together * shape.hidden * work.weight_bytes * (tp - 1) / tp
-        step += 2 * shape.layers * (latency * math.log2(tp) + moved / link)
+        step += 2 * shape.layers * (latency_s * math.log2(tp) + moved / bandwidth)
     return prefill + waves * work.response_length * step

@@ -43,13 +43,12 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
         f"  why     {why}",
         *_roles(plan),
     ]
-    rows = [("*", chosen), *((" ", other) for other in plan.others[: shown - 1])]
-    rows += [("-", other) for other in plan.too_large]
-    return "\n".join([*lines, *_table(rows)])
+    table = _table([chosen, *plan.others[: shown - 1], *plan.too_large])
+    return "\n".join([*lines, *table])
 
 
-def _excess(candidate: PricedCandidate) -> str:
-    return f"{candidate.excess_bytes / USABLE / GIB:.2f}"
+def _excess(priced: PricedCandidate) -> str:
+    return f"{priced.excess_bytes / USABLE / GIB:.2f}"
 
 
 def _roles(plan: PlacementPlan) -> list[str]:
@@ -57,18 +56,19 @@ def _roles(plan: PlacementPlan) -> list[str]:
     if not plan.splits:
         return []
     best, *others = plan.splits
-    decode = "decodes" if best.samplers.count == 1 else "decode"
-    lines = [
-        f"  roles   {best.ranks} GPU(s) compute for {best.computes:.3g} s, while {best.samplers} "
-        f"{decode} for {best.decodes:.3g} s"
-    ]
+    samplers, price = best.work.ahead, best.price
+    decode = "decodes" if samplers and samplers.count == 1 else "decode"
     also = [
-        f"{other.ranks} and {other.samplers} {max(other.computes, other.decodes):.3g} s"
+        f"{other.allocation.ranks} and {other.work.ahead} {other.price.total:.3g} s"
         for other in others[:SHOWN]
     ]
     if plan.together is not None:
         also.append(f"taking turns on all GPUs (trainer.mode=sync) {plan.together:.3g} s")
-    return lines + ([f"          instead of that: {'; '.join(also)}"] if also else [])
+    return [
+        f"  roles   {best.allocation.ranks} GPU(s) compute for {price.trainer:.3g} s, while "
+        f"{samplers} {decode} for {price.ahead:.3g} s",
+        *([f"          instead of that: {'; '.join(also)}"] if also else []),
+    ]
 
 
 def _lost(priced: PricedCandidate, chosen: PricedCandidate) -> str:
@@ -77,10 +77,9 @@ def _lost(priced: PricedCandidate, chosen: PricedCandidate) -> str:
         return ""
     if not priced.fits:
         return f"{_excess(priced)} GiB in {priced.lacks}"
-    names = ("train", "move", "roll")
-    excess = [a - b for a, b in zip(_seconds(priced), _seconds(chosen), strict=True)]
-    largest = max(range(len(excess)), key=excess.__getitem__)
-    return f"{excess[largest]:.2g} s to {names[largest]}" if excess[largest] > 0 else "equal"
+    pairs = zip(_seconds(priced), _seconds(chosen), ("train", "move", "roll"), strict=True)
+    excess, name = max((seconds - best, name) for seconds, best, name in pairs)
+    return f"{excess:.2g} s to {name}" if excess > 0 else "equal"
 
 
 def _seconds(priced: PricedCandidate) -> tuple[float, float, float]:
@@ -96,8 +95,8 @@ def _parts(priced: PricedCandidate) -> str:
         "rollout": ("weights", "moments", "rollout", "cache"),
         "loading": ("loading",),
     }
-    shown = {name: getattr(priced.memory, name) / GIB for name in names[priced.memory.when]}
-    large = [f"{name} {size:.2f}" for name, size in shown.items() if size >= 0.005]
+    sizes = {name: getattr(priced.memory, name) / GIB for name in names[priced.memory.when]}
+    large = [f"{name} {size:.2f}" for name, size in sizes.items() if size >= 0.005]
     return ", ".join([*large, f"process {RUNTIME / GIB:.2f}"])
 
 
@@ -106,21 +105,18 @@ def _gib(priced: PricedCandidate) -> float:
     return (priced.memory.peak / USABLE + RUNTIME) / GIB
 
 
-def _table(rows: Sequence[tuple[str, PricedCandidate]]) -> list[str]:
+def _table(rows: Sequence[PricedCandidate]) -> list[str]:
+    """Return the lines of a table, the chosen candidate first."""
     cells: list[tuple[str, ...]] = [("", *_HEADS)]
-    for mark, priced in rows:
-        c = priced.candidate
+    for priced in rows:
+        c, mark = priced.candidate, "*" if priced is rows[0] else " " if priced.fits else "-"
         numbers = (c.layout, priced.allocation.ranks, c.rollout_tp, c.tokens, c.memory_options)
         seconds = (f"{value:.3g}" for value in _seconds(priced))
-        lost = _lost(priced, rows[0][1])
+        lost = _lost(priced, rows[0])
         cells.append((mark, *map(str, numbers), f"{_gib(priced):.2f}", *seconds, lost))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            text.ljust(width) if column in (1, 5, 10) else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
-    note = ["  (-: too large)"] if any(mark == "-" for mark, _ in rows) else []
-    return [f"  {line}" for line in lines] + note
+    columns = list(zip(*cells, strict=True))
+    for index, column in enumerate(columns):
+        justify = str.ljust if index in (1, 5, 10) else str.rjust
+        columns[index] = tuple(justify(text, max(map(len, column))) for text in column)
+    lines = [f"  {'  '.join(row).rstrip()}" for row in zip(*columns, strict=True)]
+    return lines if all(priced.fits for priced in rows) else [*lines, "  (-: too large)"]

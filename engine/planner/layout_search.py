@@ -1,18 +1,17 @@
 """The search for a layout: every one that can run is priced, and those that fit are ranked.
 
-The search is pure: the same workload, machines and settings give the same plan. `refusal` says what
-else the trainer refuses. Prices are in `memory` and `cost`, the words in `explain`.
+The search is pure: the same workload, machines and settings give the same plan.
 
 In the modes that run ahead (`search_apart`) some GPUs decode and the others compute. A step then
-takes as long as the slower of the two: samplers take new weights and decode a step's completions,
-while the trainer's ranks compute, and hand their weights out. More samplers decode faster and leave
-fewer ranks, so the cheapest split is where both take about as long.
+takes as long as the slower of the two. More samplers decode faster and leave fewer ranks, so the
+cheapest split is where both take about as long.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,20 +21,9 @@ from engine.errors import ConfigError, EngineError, PlacementError
 from engine.parallel.layout import AXES, Layout, check_layout, rollout_layout
 from engine.planner import resources
 from engine.planner.cost import Price, price, rollout_seconds
-from engine.planner.memory import (
-    RUNTIME,
-    USABLE,
-    Memory,
-    estimate,
-    fits,
-    kv_cache,
-    row_cache,
-    sampler,
-    sizes,
-    usable_bytes,
-)
+from engine.planner.memory import RUNTIME, USABLE, Memory, estimate, sampler_need, usable_bytes
 from engine.planner.resources import GIB, HOST_LINK, Allocation, Cluster
-from engine.planner.sizes import Candidate, FixedSettings, Samplers, Workload
+from engine.planner.sizes import Candidate, FixedSettings, Samplers, Workload, sizes
 
 BUDGET = 16384  # tokens of a micro-batch, at most: what the settings start from
 
@@ -50,38 +38,37 @@ class PricedCandidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """Return the memory that a rank needs."""
-        allocation = self.allocation
-        memory = allocation.memory if allocation.gpus else 0
-        return estimate(self.work, self.candidate, gpu=memory > 0, there=memory)
+        gpu_memory = self.allocation.memory if self.allocation.gpus else 0
+        return estimate(self.work, self.candidate, gpu=gpu_memory > 0, there=gpu_memory)
 
     @cached_property
     def price(self) -> Price:
-        """Return what a step costs."""
         return price(self.work, self.candidate, self.allocation)
 
     @property
     def fits(self) -> bool:
-        """Tell whether each rank's device and machine hold it."""
         return self.excess_bytes <= 0
 
     @cached_property
     def excess_bytes(self) -> float:
-        """Return the bytes that a rank lacks on the device or its machine; at most 0 if it fits."""
-        host = self.memory.host - usable_bytes(self.allocation.host_memory)
-        return max(self.memory.peak - usable_bytes(self.allocation.memory), host)
+        """The bytes that a rank lacks on the device or its machine; at most 0 if it fits."""
+        return max(self.memory.peak - usable_bytes(self.allocation.memory), self._host_excess)
+
+    @property
+    def _host_excess(self) -> float:
+        return self.memory.host - usable_bytes(self.allocation.host_memory)
 
     @property
     def lacks(self) -> str:
-        """Return the phase, or machine, that lacks memory; empty where the candidate fits."""
+        """The phase, or machine, that lacks memory; empty where the candidate fits."""
         if self.fits:
             return ""
-        on_machine = self.memory.host - usable_bytes(self.allocation.host_memory)
-        return "the machine's memory" if on_machine == self.excess_bytes else self.memory.when
+        on_machine = self._host_excess == self.excess_bytes
+        return "the machine's memory" if on_machine else self.memory.when
 
     @property
     def order(self) -> tuple[float | int, ...]:
-        """Return a key that sorts by price, then larger micro-batches first, then the plainest."""
+        """A key that sorts by price, then larger micro-batches first, then the plainest."""
         c, price = self.candidate, self.price
         flags = c.offload_params + c.offload_optimizer + c.activation_checkpointing
         return price.total, price.trainer, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()
@@ -98,14 +85,8 @@ def _options(
     """
 
     def of(tokens: int, offload: tuple[bool, bool], recompute: bool) -> PricedCandidate:
-        candidate = Candidate(
-            layout,
-            rollout_tp,
-            tokens,
-            *offload,
-            activation_checkpointing=recompute,
-            sequence_parallel=fixed.sequence_parallel,
-        )
+        options = (*offload, recompute, fixed.sequence_parallel)
+        candidate = Candidate(layout, rollout_tp, tokens, *options)
         return PricedCandidate(work, candidate, allocation)
 
     budgets = _budgets(work, layout, fixed)
@@ -133,7 +114,7 @@ def candidates(
 ) -> Iterator[PricedCandidate]:
     """Yield those on the ranks of `allocation`, whether they fit or not."""
     for degrees in _products(allocation.ranks, len(AXES)):
-        layout = Layout(**dict(zip(AXES, degrees, strict=True)))
+        layout = Layout(*degrees)
         if _takes(work, layout, allocation, fixed):
             for rollout_tp in _rollout_sizes(work, layout, allocation, fixed):
                 yield from _options(work, layout, rollout_tp, allocation, fixed)
@@ -141,14 +122,15 @@ def candidates(
 
 def _takes(work: Workload, layout: Layout, allocation: Allocation, fixed: FixedSettings) -> bool:
     """Tell whether the model can be sharded so, and it may pay."""
-    if any(getattr(layout, axis) != size for axis, size in fixed.axes.items()):
-        return False
-    if layout.tp * layout.pp > 1 and not work.families:
-        return False
-    if layout.data_ranks > work.rows or (layout.sp > 1 and not work.cuts_sequences):
-        return False
     # What talks in every layer stays on a machine, unless the user says otherwise.
-    if layout.tp * layout.sp > allocation.per_machine and not {"tp", "sp"} & set(fixed.axes):
+    leaves_machine = layout.tp * layout.sp > allocation.per_machine
+    if (
+        any(getattr(layout, axis) != size for axis, size in fixed.axes.items())
+        or (layout.tp * layout.pp > 1 and not work.families)
+        or (layout.sp > 1 and not work.cuts_sequences)
+        or layout.data_ranks > work.rows
+        or (leaves_machine and not {"tp", "sp"} & set(fixed.axes))
+    ):
         return False
     try:
         check_layout(layout, allocation.ranks, work.shape)
@@ -182,19 +164,19 @@ def _offloads(
     layout: Layout, allocation: Allocation, fixed: FixedSettings
 ) -> list[tuple[bool, bool]]:
     """Return pairs of offload_params and offload_optimizer; without a GPU nothing can move."""
-    params, optimizer = fixed.offload_params, fixed.offload_optimizer
+    least = (fixed.offload_params, fixed.offload_optimizer)
     if not allocation.gpus:
-        return [(params, optimizer)]
+        return [least]
     sharded = layout.fsdp * layout.sp > 1
     pairs = [(False, False), (False, True), *([(True, True)] if sharded else [])]
-    return [pair for pair in pairs if pair[0] >= params and pair[1] >= optimizer]
+    return [pair for pair in pairs if pair[0] >= least[0] and pair[1] >= least[1]]
 
 
 def _budgets(work: Workload, layout: Layout, fixed: FixedSettings) -> list[int]:
     """Return tokens of a micro-batch: halves of the largest, down to one row, that differ."""
     if fixed.tokens:
         return [fixed.tokens]
-    all_tokens = -(-work.rows // layout.data_ranks) * work.length
+    all_tokens = work.rows_of(layout) * work.length
     sizes = [BUDGET]
     while sizes[-1] > max(64, work.length):
         sizes.append(max(sizes[-1] // 2, 64))
@@ -222,16 +204,6 @@ Refusal = Callable[[Candidate, Allocation], str]  # why the trainer refuses it; 
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """GPUs that compute, those that decode meanwhile, and the seconds of both."""
-
-    ranks: int
-    samplers: Samplers
-    computes: float
-    decodes: float
-
-
-@dataclass(frozen=True, slots=True)
 class PlacementPlan:
     """The chosen layout, and the others."""
 
@@ -243,7 +215,8 @@ class PlacementPlan:
     fitting: int
     lacking: Mapping[str, int]  # how many that don't fit lack memory in what
     fixed: FixedSettings
-    splits: tuple[Split, ...] = ()  # of the GPUs by role, the chosen one first
+    # With samplers: the best candidate beside each number of them, the chosen one first.
+    splits: tuple[PricedCandidate, ...] = ()
     together: float | None = None  # seconds of a step whose roles take turns on all GPUs
 
 
@@ -259,23 +232,20 @@ def search(
     `reserved_cpus` of a machine are left to other processes. Raises ConfigError where no layout is
     valid, and PlacementError, with what is missing, where none fits.
     """
-    fixed = fixed or FixedSettings()
-    refused: list[str] = []
-    valid: list[PricedCandidate] = []
-    for allocation in cluster.allocations(reserved_cpus):
-        valid += candidates(work, allocation, fixed)
+    fixed, refused = fixed or FixedSettings(), list[str]()
+    allocations = cluster.allocations(reserved_cpus)
+    valid = [priced for part in allocations for priced in candidates(work, part, fixed)]
     ranked = sorted((priced for priced in valid if priced.fits), key=lambda priced: priced.order)
+    too_large = [priced for priced in valid if not priced.fits]
     listed = _first(ranked, refusal, refused)
     if not listed:
-        smallest = sorted(
-            (priced for priced in valid if not priced.fits), key=lambda priced: priced.excess_bytes
-        )
-        raise _nothing(_first(smallest, refusal, refused, 1), refused, cluster, fixed)
+        too_large.sort(key=lambda priced: priced.excess_bytes)
+        raise _nothing(_first(too_large, refusal, refused, 1), refused, cluster, fixed)
     best = listed[0]
     memory = best.allocation.memory
     # A process that only decodes has a GPU of its own.
     on_gpu = work.samplers and work.decodes and best.allocation.gpus and not work.ahead
-    if on_gpu and not fits(need := sampler(work), memory):
+    if on_gpu and (need := sampler_need(work)) > usable_bytes(memory):
         raise PlacementError(
             f"a process that only decodes needs {need / USABLE / GIB + RUNTIME / GIB:.2f} GiB, and "
             f"a GPU has {memory / GIB:.2f} GiB; set trainer.mode=sync, whose rollout is sharded, "
@@ -283,9 +253,8 @@ def search(
         )
     fastest: dict[object, PricedCandidate] = {}  # options of each layout and rollout: the first
     for priced in valid:
-        fastest.setdefault(
-            (priced.candidate.layout, priced.candidate.rollout_tp, priced.allocation), priced
-        )
+        candidate = priced.candidate
+        fastest.setdefault((candidate.layout, candidate.rollout_tp, priced.allocation), priced)
     cheaper = [
         priced
         for priced in fastest.values()
@@ -293,14 +262,15 @@ def search(
         and priced.price.total < best.price.total
         and priced.candidate.layout != best.candidate.layout
     ]
+    cheaper.sort(key=lambda priced: priced.order)
     return PlacementPlan(
         chosen=best,
         others=tuple(listed[1:]),
-        too_large=tuple(_first(sorted(cheaper, key=lambda priced: priced.order), refusal, [], 2)),
+        too_large=tuple(_first(cheaper, refusal, [], 2)),
         cluster=cluster,
         considered=len(valid),
         fitting=len(ranked),
-        lacking=Counter(priced.lacks for priced in valid if not priced.fits),
+        lacking=Counter(priced.lacks for priced in too_large),
         fixed=fixed,
     )
 
@@ -353,83 +323,61 @@ def _nothing(
 Plan = Callable[[Workload, Cluster], PlacementPlan]  # of the trainer's ranks
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerChoices:
-    """The samplers that the settings allow."""
-
-    counts: Sequence[int] | None = None  # of samplers; None: any
-    sizes: Sequence[int] = (1,)  # GPUs of one
-
-
 def search_apart(
-    work: Workload, cluster: Cluster, choices: SamplerChoices, plan: Plan
+    work: Workload,
+    cluster: Cluster,
+    plan: Plan,
+    counts: Sequence[int] = (),
+    tps: Sequence[int] = (1,),
 ) -> PlacementPlan:
     """Return the cheapest split of `cluster`'s GPUs: the plan of what computes, and other splits.
 
-    `plan` searches the layouts of the trainer on what is left. Raises PlacementError where no
-    sampler fits, or no trainer beside one.
+    `plan` searches the layouts of the trainer on what is left. `counts` of samplers, empty: any,
+    have `tps` GPUs each. Raises PlacementError where no sampler fits, or no trainer beside one.
     """
-    splits = _fastest(work, cluster, choices)
-    if not splits:
-        raise _too_large(work, cluster, choices)
-    plans: dict[int, PlacementPlan | EngineError] = {}
+    samplers = _fastest(work, cluster, counts, tps)
+    if not samplers:
+        raise _too_large(work, cluster, counts, tps)
+    plans: dict[int, PlacementPlan] = {}
+    errors: dict[int, EngineError] = {}
 
-    def at(index: int) -> PlacementPlan | EngineError:
-        if index not in plans:
-            samplers = splits[index]
-            try:
-                left = cluster.less_gpus(samplers.gpus)
-                plans[index] = plan(replace(work, ahead=samplers), left)
-            except (ConfigError, PlacementError) as error:  # of what is left
-                plans[index] = error
-        return plans[index]
+    def decode_longer(index: int) -> bool:
+        """Plan beside `samplers[index]`; False where the trainer has no layout there."""
+        left = cluster.less_gpus(samplers[index].gpus)
+        try:
+            plans[index] = plan(replace(work, ahead=samplers[index]), left)
+        except (ConfigError, PlacementError) as error:
+            errors[index] = error
+            return False
+        price = plans[index].chosen.price
+        return price.ahead > price.trainer
 
-    low, high = 0, len(splits) - 1  # the first split whose samplers are not the slower ones
-    while low < high:
-        middle = (low + high) // 2
-        result = at(middle)
-        price = result.chosen.price if isinstance(result, PlacementPlan) else None
-        decodes_longer = price is not None and price.ahead > price.trainer
-        low, high = (middle + 1, high) if decodes_longer else (low, middle)
-    for index in (low, max(0, low - 1)):
-        at(index)
-    good = {i: result for i, result in plans.items() if isinstance(result, PlacementPlan)}
-    if not good:
-        first = at(0)
-        assert isinstance(first, EngineError)
-        raise first
-    order = sorted(good, key=lambda index: good[index].chosen.price.total)
-    chosen = [(splits[index], good[index].chosen) for index in order]
-    priced_splits = tuple(
-        Split(priced.allocation.ranks, samplers, priced.price.trainer, priced.price.ahead)
-        for samplers, priced in chosen
-    )
-    return replace(good[order[0]], splits=priced_splits)
+    # The first whose samplers are not the slower ones, and the one before.
+    first = bisect_left(range(len(samplers) - 1), True, key=lambda i: not decode_longer(i))
+    for index in {first, max(0, first - 1)} - plans.keys() - errors.keys():
+        decode_longer(index)
+    if not plans:
+        raise errors[min(errors)]
+    best, *others = sorted(plans.values(), key=lambda plan: plan.chosen.price.total)
+    return replace(best, splits=(best.chosen, *(other.chosen for other in others)))
 
 
-def _fastest(work: Workload, cluster: Cluster, choices: SamplerChoices) -> list[Samplers]:
+def _fastest(
+    work: Workload, cluster: Cluster, counts: Sequence[int], tps: Sequence[int]
+) -> list[Samplers]:
     """Return, for each number of GPUs that may decode, the fastest samplers; fewest GPUs first."""
-    best: dict[int, Samplers] = {}
+    priced: list[Samplers] = []
     available = cluster.gpus - 1  # the trainer gets one
-    for tp in choices.sizes:
-        number = available // tp
-        worth_a_look: Iterable[int] = range(1, number + 1)
-        if number > 16:
-            powers = {1 << power for power in range(number.bit_length())}
-            worth_a_look = sorted(powers | set(range(0, number + 1, 8)))
-        for count in choices.counts or worth_a_look:
-            if not 0 < count * tp <= available:
-                continue
-            samplers = priced_samplers(work, cluster, count, tp)
-            if samplers is None:
-                continue
-            known = best.get(samplers.gpus)
-            if known is None or samplers.seconds < known.seconds:
-                best[samplers.gpus] = samplers
+    for tp in tps:
+        most = available // tp
+        looked_at = (n for n in range(1, most + 1) if most <= 16 or not n % 8 or n.bit_count() == 1)
+        for count in counts or looked_at:
+            if count <= most and (samplers := priced_samplers(work, cluster, count, tp)):
+                priced.append(samplers)
     faster: list[Samplers] = []
-    for gpus in sorted(best):  # one that is no faster than fewer GPUs is no choice
-        if not faster or best[gpus].seconds < faster[-1].seconds:
-            faster.append(best[gpus])
+    for samplers in sorted(priced, key=lambda samplers: (samplers.gpus, samplers.seconds)):
+        if not faster or samplers.seconds < faster[-1].seconds:  # else fewer GPUs are as fast
+            faster.append(samplers)
     return faster
 
 
@@ -439,33 +387,30 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
     gpus_a_machine = max(machine.gpus for machine in machines)
     if tp > gpus_a_machine or shape.heads % tp or shape.intermediate % tp:
         return None
-    candidate = Candidate(Layout(dp=count * tp), rollout_tp=tp)
-    gpu_memory = min(machine.gpu_memory for machine in machines)
-    decoding, need = _decoding(work, candidate)
-    if not fits(need, gpu_memory) or need > (work.memory_share or 1.0) * gpu_memory:
+    gpu_memory, need = (
+        min(machine.gpu_memory for machine in machines),
+        sampler_need(work, count, tp),
+    )
+    if need > min(usable_bytes(gpu_memory), (work.memory_share or 1.0) * gpu_memory):
         return None
     devices = (resources.gpu(m.accelerator, cluster.kinds) for m in machines)
     device = min(devices, key=lambda device: device.bandwidth)
     allocation = Allocation(count * tp, gpus_a_machine, 1.0, 0, 0, device, 1.0)
-    weights = sizes(shape).total * decoding.weight_bytes
+    size = work.sampler_bytes
+    decoding = replace(work, weight_bytes=size, compute_bytes=size, runs_ahead=False)
+    candidate = Candidate(Layout(dp=count * tp), rollout_tp=tp)
+    weights = sizes(shape).total * size
     way = HOST_LINK if len(cluster.machines) == 1 else device.network
     taking = weights / way + weights / tp / HOST_LINK
     seconds = rollout_seconds(decoding, candidate, allocation) + taking
     return Samplers(count, tp, seconds, weights / HOST_LINK)
 
 
-def _decoding(work: Workload, candidate: Candidate) -> tuple[Workload, float]:
-    """Return the work of processes that only decode, and its bytes on one GPU of a sampler."""
-    size, tp = work.sampler_bytes, candidate.rollout_tp
-    decoding = replace(work, weight_bytes=size, compute_bytes=size, runs_ahead=False)
-    # An engine with a share of the memory has cache in what is left, and queues what it can't hold.
-    cache = row_cache(decoding, tp) if decoding.memory_share else kv_cache(decoding, candidate)
-    return decoding, sizes(decoding.shape).total * size / tp + cache
-
-
-def _too_large(work: Workload, cluster: Cluster, choices: SamplerChoices) -> PlacementError:
-    tp, count = max(choices.sizes), (choices.counts or [max(1, cluster.gpus // 2)])[0]
-    _, need = _decoding(work, Candidate(Layout(dp=count * tp), rollout_tp=tp))
+def _too_large(
+    work: Workload, cluster: Cluster, counts: Sequence[int], tps: Sequence[int]
+) -> PlacementError:
+    tp = max(tps)
+    need = sampler_need(work, counts[0] if counts else max(1, cluster.gpus // 2), tp)
     gpu_memory = min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
     if work.memory_share:
         why = (

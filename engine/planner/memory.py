@@ -3,14 +3,13 @@
 Weights, gradients and moments are counted as ZeRO does (Rajbhandari et al., arXiv:1910.02054,
 section 3.1), in the dtypes that this engine keeps; activations in the manner of Korthikanti et al.
 (arXiv:2205.05198, section 4), term by term for a decoder with RMSNorm, grouped-query attention
-without stored scores (SDPA), and a gated MLP or experts. The peak is the largest of three
-moments: loading, training, and rollout. A rank loads its shards alone (`runtime.apply_layout`). A
-quantised base is whole on every rank; it is packed in the machine's memory, a matrix at a time.
+without stored scores (SDPA), and a gated MLP or experts. A rank loads its shards alone
+(`runtime.apply_layout`); a quantised base is whole on every rank, packed a matrix at a time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from engine.parallel.layout import Layout, ModelShape
@@ -45,8 +44,8 @@ def stage_elements(shape: ModelShape, pp: int) -> int:
 
 def micro_tokens(work: Workload, candidate: Candidate) -> int:
     """Return tokens of the largest micro-batch of a data-parallel rank; no row is cut."""
-    rows = -(-work.rows // candidate.layout.data_ranks)
-    return min(max(candidate.tokens, work.length), rows * work.length)
+    tokens = work.rows_of(candidate.layout) * work.length
+    return min(max(candidate.tokens, work.length), tokens)
 
 
 def activations(work: Workload, candidate: Candidate) -> float:
@@ -63,11 +62,9 @@ def activations(work: Workload, candidate: Candidate) -> float:
     layers = -(-shape.layers // layout.pp)
     micros = -(-work.rows * work.length // (layout.data_ranks * micro_tokens(work, candidate)))
     flights = min(layout.pp, micros)  # 1F1B keeps as many micro-batches as there are stages
-    elements = layers * layer
+    elements = layers * layer * flights
     if candidate.activation_checkpointing:
         elements = layers * hidden * size * flights + layer
-    else:
-        elements *= flights
     return tokens * elements + logits(work, layout, tokens)
 
 
@@ -94,10 +91,10 @@ def kv_cache(work: Workload, candidate: Candidate) -> float:
         return work.kv_cache / candidate.rollout_tp
     replicas = max(1, candidate.layout.world_size // candidate.rollout_tp)
     rows = min(work.decode_rows, -(-work.rows // replicas))
-    return rows * row_cache(work, candidate.rollout_tp)
+    return rows * _row_cache(work, candidate.rollout_tp)
 
 
-def row_cache(work: Workload, tp: int) -> float:
+def _row_cache(work: Workload, tp: int) -> float:
     """Return bytes of one row's keys and values on one of `tp` ranks, and of its logits."""
     shape = work.shape
     heads = max(1.0, shape.kv_heads / tp)
@@ -121,34 +118,27 @@ class Memory:
 
     @property
     def training(self) -> float:
-        """Return the bytes at the peak of an update."""
         state = self.weights + self.gradients + self.moments
         return state + self.activations + self.rollout + self.awake
 
     @property
     def sampling(self) -> float:
-        """Return the bytes at the peak of a rollout."""
         return self.weights + self.moments + self.rollout + self.cache
 
     @property
     def peak(self) -> float:
-        """Return the device's peak without what the process itself takes."""
+        """The device's peak without what the process itself takes."""
         return max(self.training, self.sampling, self.loading)
 
     @property
     def when(self) -> str:
-        """Return the phase of the peak."""
+        """The phase of the peak."""
         names = {self.training: "training", self.sampling: "rollout", self.loading: "loading"}
         return names[self.peak]
 
 
-def fits(need: float, there: int) -> bool:
-    """Tell whether a process that needs so many bytes can live in so much memory."""
-    return need <= usable_bytes(there)
-
-
 def usable_bytes(there: int) -> float:
-    """Return bytes of `there` that a plan may use."""
+    """Return bytes of so much memory that a plan may use."""
     return (there - RUNTIME) * USABLE
 
 
@@ -176,10 +166,10 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
         visiting, moments = min(moments, _PART * work.optimizer_bytes), 0.0
     cache, share = kv_cache(work, candidate), work.memory_share * there
     if share and work.decodes and not work.runs_ahead:  # else the trainer's own is native
-        cache = max(row_cache(work, candidate.rollout_tp), share - copy)
+        cache = max(_row_cache(work, candidate.rollout_tp), share - copy)
     loading = weights + (matrix if work.quantized else _BUCKET)
     if work.samplers and not gpu:  # processes that only decode share a machine with a rank
-        more = work.samplers * (sampler(work) + RUNTIME)
+        more = work.samplers * (sampler_need(work) + RUNTIME)
         weights, loading = weights + more, loading + more
     return Memory(
         weights=weights,
@@ -194,11 +184,15 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
     )
 
 
-def sampler(work: Workload) -> float:
-    """Return bytes of a process that only decodes."""
-    alone = Candidate(Layout(), rollout_tp=1)
-    cache = row_cache(work, 1) if work.memory_share else kv_cache(work, alone)
-    return sizes(work.shape).total * work.sampler_bytes + cache
+def sampler_need(work: Workload, count: int = 1, tp: int = 1) -> float:
+    """Return bytes on a GPU of `count` processes of `tp` GPUs that only decode.
+
+    One with a share of the memory has cache in what is left, and queues what it can't hold.
+    """
+    work = replace(work, weight_bytes=work.sampler_bytes)
+    candidate = Candidate(Layout(dp=count * tp), rollout_tp=tp)
+    cache = _row_cache(work, tp) if work.memory_share else kv_cache(work, candidate)
+    return sizes(work.shape).total * work.sampler_bytes / tp + cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,15 +231,12 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
 
 
 def _passing(work: Workload, candidate: Candidate) -> float:
-    """Return the bytes that a pass adds: activations, and what FSDP gathers or does not yet reduce.
-
-    FSDP gathers the weights of table and head until the end, and those of two layers at a time. It
-    holds the unsharded gradients of a layer, and of the head, which wait for the table's. Each is
-    cast to float32 to be reduced.
-    """
+    """Return the bytes that a pass adds: activations, and what FSDP gathers or has to reduce."""
     stored = activations(work, candidate)
     if candidate.shards == 1:
         return stored
+    # FSDP gathers table and head until the end, and two layers at a time. It holds the unsharded
+    # gradients of a layer, and of the head, which wait for the table's, and casts to reduce them.
     parts, size, tp = sizes(work.shape), work.compute_bytes, candidate.layout.tp
     outer = parts.embedding + parts.head
     if work.adapters:  # frozen

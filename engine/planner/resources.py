@@ -1,22 +1,20 @@
 """The machines that there are to plan with, and what their devices can do.
 
 Ray knows a node's CPUs, GPUs, memory for workers and kind of accelerator, but not the memory of a
-GPU: each machine with GPUs is asked for it (`nvidia-smi`, or amdgpu's sysfs), and where it can't
-tell, the smallest variant of its accelerator counts.
+GPU: each machine with GPUs is asked for it, and where it can't tell, the smallest variant of its
+accelerator counts.
 
 Devices are in round numbers: enough to rank layouts, not to predict seconds. One table has GPUs by
-the name that Ray gives them (`ray.util.accelerators`), NVIDIA's and AMD's alike. A kind that is not
-in it, or that your provider cut, is given as a setting (`trainer.gpu_kinds`), and wins over the
-table. Peaks are the vendors' data sheets', dense, without sparsity; of AMD's two-chip devices, one
-chip's, which is what a process sees. A device gets `EFFICIENCY` of its arithmetic and `STREAMED` of
-its memory bandwidth.
+the name that Ray gives them (`ray.util.accelerators`). A kind that is not in it, or that your
+provider cut, is a setting (`trainer.gpu_kinds`), and wins. Peaks are the vendors' data sheets',
+dense, without sparsity; of AMD's two-chip devices, one chip's, which is what a process sees.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,15 +58,9 @@ def gpu_of(
 
     Without a vendor it is the one that its name says.
     """
-    return Device(
-        name,
-        memory_gib,
-        tflops * 1e12,
-        memory_gbs * GB,
-        link_gbs * GB,
-        network_gbs * GB,
-        vendor or ("amd" if name.startswith("AMD") else "nvidia"),
-    )
+    ways = (memory_gbs * GB, link_gbs * GB, network_gbs * GB)
+    vendor = vendor or ("amd" if name.startswith("AMD") else "nvidia")
+    return Device(name, memory_gib, tflops * 1e12, *ways, vendor)
 
 
 _GPUS = {
@@ -100,26 +92,23 @@ _GPUS = {
         gpu_of("AMD-Instinct-MI355X-OAM", 288, 2517, 8000, 537),
     )
 }
-_UNKNOWN_GPU = gpu_of("GPU", 0, 120, 900, 32)
+_UNKNOWN_GPU = gpu_of("GPU", 0, 120, 900, 32)  # cautious numbers
 
 HOST_LINK = 25 * GB  # between a GPU and its machine's memory
 CORE_FLOPS = 30e9  # of a CPU core, float32
 
 
 def gpu(name: str, kinds: Mapping[str, Device] | None = None) -> Device:
-    """Return a GPU by Ray's name, as `kinds` or else the table have it.
-
-    A GPU that is in neither has cautious numbers and no memory.
-    """
+    """Return a GPU by Ray's name, as `kinds` or else the table have it; unknown has no memory."""
     return (kinds or {}).get(name) or _GPUS.get(name, _UNKNOWN_GPU)
 
 
 def cpu(cores: float) -> Device:
     """Return a machine's cores as one device; 10 Gbit Ethernet between machines."""
-    # flops are given as bf16's, of which float32 gets FLOAT32_SHARE.
     return Device(
         "CPU",
         memory_gib=0,
+        # bf16's, of which float32 gets FLOAT32_SHARE
         flops=cores * CORE_FLOPS / FLOAT32_SHARE / EFFICIENCY,
         bandwidth=20 * GB,
         link=5 * GB,
@@ -149,8 +138,7 @@ class Machine:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def node(self) -> ClusterNode:
-        """Return the machine as the check of capacity takes it."""
+    def node(self) -> ClusterNode:  # as the check of capacity takes it
         amounts = {**self.resources, "CPU": self.cpus, "GPU": float(self.gpus)}
         return ClusterNode(self.name, {k: v for k, v in amounts.items() if v}, self.labels)
 
@@ -170,8 +158,14 @@ class Allocation:
 
     @property
     def machines(self) -> int:
-        """Return the number of machines with ranks."""
         return -(-self.ranks // self.per_machine)
+
+    def link(self, ranks: int) -> tuple[float, float]:
+        """Return bytes a second and seconds of latency between so many neighbours."""
+        device = self.device
+        if ranks <= self.per_machine:
+            return device.link, device.latency_s
+        return device.network, device.network_latency_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +177,7 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs of all machines."""
         return sum(machine.gpus for machine in self.machines)
-
-    @property
-    def devices(self) -> int:
-        """Return how many ranks it can hold: GPUs where it has any, else machines."""
-        return self.gpus or len(self.machines)
 
     def without_gpus(self) -> Cluster:
         """Return the same for processes that ask for none."""
@@ -197,16 +185,16 @@ class Cluster:
         return replace(self, machines=tuple(plain))
 
     def less_gpus(self, count: int) -> Cluster:
-        """Return what is left when `count` GPUs are taken, each with its part of its machine.
+        """Return what is left when `count` GPUs, of the machines with fewest, are taken.
 
-        They are taken of the machines that have fewest.
+        Each takes its part of its machine along.
         """
-        left, machines = count, []
+        machines = []
         for machine in sorted(self.machines, key=lambda m: m.gpus):
-            taken = min(left, machine.gpus)
-            left -= taken
-            share = (machine.gpus - taken) / machine.gpus if taken else 1.0
-            gpus, memory = machine.gpus - taken, int(machine.memory * share)
+            gpus = max(0, machine.gpus - count)
+            count -= machine.gpus - gpus
+            share = gpus / machine.gpus if machine.gpus else 1.0
+            memory = int(machine.memory * share)
             machines.append(replace(machine, gpus=gpus, cpus=machine.cpus * share, memory=memory))
         return replace(self, machines=tuple(machines))
 
@@ -215,30 +203,24 @@ class Cluster:
         candidates = self._of_gpus() if self.gpus else self._of_machines(reserved_cpus)
         return sorted(set(candidates), key=lambda allocation: allocation.ranks)
 
-    def _of_gpus(self) -> list[Allocation]:
+    def _of_gpus(self) -> Iterator[Allocation]:
         machines = sorted((m for m in self.machines if m.gpus), key=lambda m: -m.gpus)
         counts = [m.gpus for m in machines]
         first = [(n, machines[:1]) for n in range(1, counts[0] + 1)]
         sums = ((sum(counts[:j]), machines[:j]) for j in _doubling(len(machines)))
-        allocations = []
         for ranks, used in [*first, *sums]:
-            each = min(m.cpus / m.gpus for m in used)
-            kinds = {m.accelerator for m in used}
-            allocations.append(
-                Allocation(
-                    ranks,
-                    per_machine=min(ranks, used[0].gpus),
-                    cpus=float(int(each)) if each >= 1 else each,
-                    memory=min(m.gpu_memory for m in used),
-                    host_memory=min(m.memory // min(m.gpus, ranks) for m in used),
-                    device=min((gpu(kind, self.kinds) for kind in kinds), key=lambda d: d.flops),
-                    gpus=1.0,
-                )
+            cpus = min(m.cpus / m.gpus for m in used)
+            yield Allocation(
+                ranks,
+                per_machine=min(ranks, used[0].gpus),
+                cpus=float(int(cpus)) if cpus >= 1 else cpus,
+                memory=min(m.gpu_memory for m in used),
+                host_memory=min(m.memory // min(m.gpus, ranks) for m in used),
+                device=min((gpu(m.accelerator, self.kinds) for m in used), key=lambda d: d.flops),
+                gpus=1.0,
             )
-        return allocations
 
-    def _of_machines(self, reserved_cpus: float) -> list[Allocation]:
-        allocations = []
+    def _of_machines(self, reserved_cpus: float) -> Iterator[Allocation]:
         for key in ("cpus", "memory"):
             machines = sorted(self.machines, key=lambda m: getattr(m, key), reverse=True)
             for ranks in {*range(1, min(8, len(machines)) + 1), *_doubling(len(machines))}:
@@ -248,13 +230,9 @@ class Cluster:
                     continue  # Ray would put two ranks on one of them
                 memory = min(m.memory for m in used)
                 cpus = max(1.0, cores - reserved_cpus) if cores >= 1 else cores
-                allocations.append(
-                    Allocation(ranks, 1, cpus, memory, memory, cpu(cpus), 0.0, reserved_cpus)
-                )
-        return allocations
+                yield Allocation(ranks, 1, cpus, memory, memory, cpu(cpus), 0.0, reserved_cpus)
 
-    def __str__(self) -> str:
-        """Return e.g. "2 machines, 16 × H100 of 79.6 GiB, 176 cores, 1800 GiB"."""
+    def __str__(self) -> str:  # e.g. "2 machines, 16 × H100 of 79.6 GiB, 176 cores, 1800 GiB"
         count = len(self.machines)
         parts = [f"{count} machine{'s' if count != 1 else ''}"]
         if self.gpus:
@@ -268,8 +246,7 @@ class Cluster:
 
 def _doubling(count: int) -> list[int]:
     """Return 1, 2, 4, … and `count` itself."""
-    sizes = [1 << power for power in range(count.bit_length()) if 1 << power <= count]
-    return sorted({*sizes, count})
+    return sorted({*(1 << power for power in range(count.bit_length())), count})
 
 
 def cluster_of(
@@ -279,9 +256,8 @@ def cluster_of(
 ) -> Cluster:
     """Return the machines among Ray's nodes that run workers: those with CPUs or GPUs.
 
-    `gpu_memory` is what each node, by name, said of its GPUs, in bytes; `kinds` are GPUs that the
-    table of hardware does not have. Raises PlacementError where there are no such nodes, or a
-    GPU's memory is unknown.
+    `gpu_memory` is what each node, by name, said of its GPUs, in bytes; `kinds` as `gpu` has them.
+    Raises PlacementError where there are no such nodes, or a GPU's memory is unknown.
     """
     machines = []
     for node in nodes:
@@ -314,8 +290,8 @@ def cluster_of(
 def read_cluster(kinds: Mapping[str, Device] | None = None) -> Cluster:
     """Return the machines that are alive in the Ray cluster; joins or starts Ray as a launch does.
 
-    `kinds` as in `cluster_of`.
-    Counts all that they have, free or taken: an earlier attempt's processes may still be ending.
+    `kinds` as in `cluster_of`. Counts all that they have, free or taken: an earlier attempt's
+    processes may still be ending.
     """
     import ray
     from ray.exceptions import RayError

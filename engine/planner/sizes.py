@@ -22,11 +22,9 @@ class Samplers:
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of all samplers."""
         return self.count * self.tp
 
-    def __str__(self) -> str:
-        """Return e.g. "2 samplers of 4 GPUs"."""
+    def __str__(self) -> str:  # e.g. "2 samplers of 4 GPUs"
         samplers = "1 sampler" if self.count == 1 else f"{self.count} samplers"
         return f"{samplers} of {self.tp} GPU{'s' if self.tp > 1 else ''}"
 
@@ -69,27 +67,23 @@ class Workload:
     ahead: Samplers | None = None  # on GPUs that are not among the trainer's
 
     @property
-    def rows(self) -> int:
-        """Return the number of completions a step."""
+    def rows(self) -> int:  # a step
         return self.prompts * self.completions
 
     @property
-    def length(self) -> int:
-        """Return the length of the longest row in tokens."""
+    def length(self) -> int:  # of the longest row, in tokens
         return self.prompt_length + self.response_length
 
     @property
-    def trained_passes(self) -> int:
-        """Return the number of passes over the batch with gradients."""
+    def trained_passes(self) -> int:  # over the batch, with gradients
         return self.actor_epochs + (self.critic_epochs if self.critic else 0)
 
     @property
-    def plain_passes(self) -> int:
-        """Return the number of passes without gradients."""
+    def plain_passes(self) -> int:  # without
         return self.passes + (1 if self.critic else 0)
 
     def rows_of(self, layout: Layout) -> int:
-        """Return the number of completions of a data-parallel rank."""
+        """Return the completions of a data-parallel rank."""
         return -(-self.rows // layout.data_ranks)
 
     @property
@@ -111,8 +105,7 @@ class Candidate:
     sequence_parallel: bool = True
 
     @property
-    def shards(self) -> int:
-        """Return the number of ranks that share weights by FSDP."""
+    def shards(self) -> int:  # ranks that share weights by FSDP
         return self.layout.fsdp * self.layout.sp
 
     @property
@@ -131,8 +124,7 @@ class Candidate:
         }
         return ", ".join(name for name, used in names.items() if used) or "-"
 
-    def __str__(self) -> str:
-        """Return e.g. "fsdp=4 tp=2, rollout tp 4, 16384 tokens a micro-batch, recompute"."""
+    def __str__(self) -> str:  # e.g. "fsdp=4, rollout tp 4, 16384 tokens a micro-batch, recompute"
         text = f"{self.layout}, rollout tp {self.rollout_tp}, {self.tokens} tokens a micro-batch"
         return text if self.memory_options == "-" else f"{text}, {self.memory_options}"
 
@@ -149,8 +141,7 @@ class FixedSettings:
     activation_checkpointing: bool = False
     sequence_parallel: bool = True
 
-    def __str__(self) -> str:
-        """Return the settings that are set, or an empty text."""
+    def __str__(self) -> str:  # those that are set
         parts = [f"{axis}={size}" for axis, size in self.axes.items()]
         parts += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
         parts += [f"{self.tokens} tokens"] if self.tokens else []
@@ -171,12 +162,10 @@ class Sizes:
 
     @property
     def total(self) -> int:
-        """Return the elements of the model."""
         return self.layer * self.layers + self.embedding + self.head
 
     @property
-    def active(self) -> int:
-        """Return a layer's active parameters: those that a token meets."""
+    def active(self) -> int:  # of a layer, what a token meets
         return self.layer - self.experts + self.chosen
 
     def read(self, tokens: float) -> float:
@@ -210,12 +199,11 @@ def sizes(shape: ModelShape) -> Sizes:
 def mlp_activations(shape: ModelShape) -> float:
     """Return what a token's MLP keeps for the backward pass, in elements, in a mean layer.
 
-    That is four products of its width, and of experts also the tokens given to each, what each
-    makes of them, and that weighted.
+    Four products of its width, and of experts their tokens, what they make of them, and that
+    weighted.
     """
-    moe = shape.experts
+    moe, dense = shape.experts, 4.0 * shape.intermediate
     if moe is None:
-        return 4.0 * shape.intermediate
+        return dense
     chosen = moe.chosen * (4.0 * moe.width + 3 * shape.hidden) + 4.0 * moe.shared
-    dense = 4.0 * shape.intermediate
     return (moe.layers * chosen + (shape.layers - moe.layers) * dense) / shape.layers

@@ -29,7 +29,7 @@ from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import AXES, Experts, Layout, ModelShape
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
 from engine.planner.layout_search import PricedCandidate
-from engine.planner.memory import Memory, estimate, fits
+from engine.planner.memory import Memory, estimate, usable_bytes
 from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers import run_spec
@@ -235,19 +235,17 @@ def plan_for(
 
     if not apart or pools:
         return plan(work, usable)
-    plan_apart = planner.search_apart(work, usable, _sampler_choices(config, usable), plan)
+    plan_apart = planner.search_apart(work, usable, plan, *_sampler_choices(config, usable))
     return replace(plan_apart, cluster=usable, together=_together(config, work, usable))
 
 
-def _sampler_choices(config: RLConfig, cluster: planner.Cluster) -> planner.SamplerChoices:
-    """What the settings leave open of the processes that only decode."""
+def _sampler_choices(config: RLConfig, cluster: planner.Cluster) -> tuple[list[int], list[int]]:
+    """The numbers of processes that only decode which the settings allow, and of their GPUs."""
     rollout, workers = config.rollout, config.trainer.rollout_workers
     tp, largest = rollout.tensor_parallel_size, max(machine.gpus for machine in cluster.machines)
     several = "vllm" in engine_capabilities(rollout).settings  # a sampler takes several GPUs
     sizes = [n for n in range(1, largest + 1) if largest % n == 0] if several else [1]
-    return planner.SamplerChoices(
-        counts=[workers] if workers > 1 else None, sizes=[tp] if tp > 1 else sizes
-    )
+    return [workers] if workers > 1 else [], [tp] if tp > 1 else sizes
 
 
 def _together(config: RLConfig, work: planner.Workload, cluster: planner.Cluster) -> float | None:
@@ -425,8 +423,8 @@ def check_sft_memory(
     need, there = _trained(sft_memory(work, config.parallel)), _gpu_memory(cluster)
     if need <= there:
         return
-    tried = _sharded(config.parallel, cluster.gpus)
-    fitting = (candidate for candidate in tried if fits(sft_memory(work, candidate).peak, there))
+    tried, room = _sharded(config.parallel, cluster.gpus), usable_bytes(there)
+    fitting = (candidate for candidate in tried if sft_memory(work, candidate).peak <= room)
     instead = next(map(_named, fitting), f"no fsdp layout of {cluster.gpus} GPUs")
     raise PlacementError(
         f"sft can't fit: with sft.parallel {Layout.of(config.parallel)} a GPU keeps "

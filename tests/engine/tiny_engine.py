@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from family_models import family_model
+from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -32,6 +33,8 @@ from engine.data.collate import collate_completions
 from engine.data.rows import rl_row
 from engine.data.tokenizer import train_tokenizer
 from engine.models import build_model, save_model
+from engine.models.forward import token_outputs
+from engine.models.packed_attention import Segments
 from engine.runtime.sharded_model import ShardedModel
 
 VOCABULARY = 97
@@ -54,6 +57,23 @@ TINY_MODEL = ModelConfig(
     max_position_embeddings=64,
     dtype="float32",  # as on any machine, made wider or not
 )
+
+
+def response_log_probs(model: Any, batch: Batch, temperature: float, **options: Any) -> Tensor:
+    """Log-probs `[B, R]` of the response tokens; 0 where there is no token."""
+    return token_outputs(model, batch, temperature, **options).log_probs
+
+
+def segments_of(groups: Sequence[tuple[int, list[int]]]) -> Segments:
+    """Segments of groups in order: (tokens of the prefix, of each segment after it)."""
+    runs, at = [], 0
+    for prefix, sizes in groups:
+        begin = at
+        if prefix:
+            runs.append((at, at, at, at := at + prefix))
+        for size in sizes:
+            runs.append((begin, begin + prefix, at, at := at + size))
+    return Segments.of_runs(runs, torch.device("cpu"))
 
 
 def tiny_model(family: str, seed: int = 0, vocab_size: int = VOCABULARY) -> PreTrainedModel:

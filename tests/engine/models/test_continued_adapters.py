@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from tiny_engine import completions_batch, random_completions
+from tiny_engine import completions_batch, random_completions, response_log_probs
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,7 +25,6 @@ from engine.models import (
     resolve_lora,
     save_model,
 )
-from engine.models.forward import response_log_probs
 from engine.runtime.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_engine import segments_of
 from torch import Tensor, nn
 
 from engine.config import OptimConfig
@@ -113,7 +114,7 @@ def test_rotary_positions_and_their_gradient(d: int, batch: int) -> None:
 def test_attention_and_its_gradient_are_torch_s(
     heads: int, kv_heads: int, d: int, groups: list[tuple[int, list[int]]]
 ) -> None:
-    check_attention(heads, kv_heads, d, Segments.of(groups, torch.device("cpu")))
+    check_attention(heads, kv_heads, d, segments_of(groups))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(3, 1, 32), (4, 2, 80)])
@@ -159,7 +160,7 @@ def test_long_rows_few_rows_and_what_is_no_tree_go_another_way() -> None:
     def takes(
         groups: list[tuple[int, list[int]]] | Segments, dtype: torch.dtype = torch.bfloat16
     ) -> bool:
-        segments = groups if isinstance(groups, Segments) else Segments.of(groups, cpu)
+        segments = groups if isinstance(groups, Segments) else segments_of(groups)
         one = torch.zeros(1, 1, segments.runs[-1][3], 16, dtype=dtype)
         return takes_compiled(one, one, one, segments.runs)
 

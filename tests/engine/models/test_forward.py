@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_engine import completions_batch, random_completions, tiny_model
+from tiny_engine import completions_batch, random_completions, response_log_probs, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,7 +15,7 @@ from engine.config import LoRAConfig
 from engine.errors import DataError
 from engine.kernels.training_ops import recurring_size
 from engine.models import BaseModelView, add_adapters, create_critic_model
-from engine.models.forward import response_log_probs, response_values, token_outputs
+from engine.models.forward import response_values, token_outputs
 from engine.models.packing import apply_packing, left_align
 from engine.models.vocabulary_head import token_statistics
 

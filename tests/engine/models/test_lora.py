@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from tiny_engine import completions_batch, random_completions, save_family, tiny_model
+from tiny_engine import (
+    completions_batch,
+    random_completions,
+    response_log_probs,
+    save_family,
+    tiny_model,
+)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -29,7 +35,7 @@ from engine.models import (
     save_model,
     vocabulary_and_context,
 )
-from engine.models.forward import response_log_probs, token_outputs
+from engine.models.forward import token_outputs
 from engine.models.lora import merged_copy
 from engine.rollout.native.decoding_weights import UnsupportedModel, bind
 from engine.rollout.protocol import SamplingParams, create_engine

@@ -34,9 +34,9 @@ def test_the_linked_model_is_the_same_with_the_changed_value(
         ({"attention_droput": 0.1}, "is no key of a qwen2 .* did you mean attention_dropout?"),
         ({"attention_dropout": 0.1}, "without dropout; leave it out or set 0.0"),
         ({"intermediate_size": 64}, "changes the layout of the weights, first model"),
-        ({"num_hidden_layers": 1}, "can't be: "),
+        ({"num_hidden_layers": 1}, "gives no model: "),
         ({"num_attention_heads": 3}, "leave out what sizes the model|gives no model"),
-        ({"hidden_act": "nonsense"}, "gives no model|can't be"),
+        ({"hidden_act": "nonsense"}, "gives no model"),
     ],
 )
 def test_what_can_t_be_overridden_is_one_sentence(

@@ -10,7 +10,13 @@ import torch
 from gloo_ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_engine import VOCABULARY, shared_prompts_batch, tiny_model
+from tiny_engine import (
+    VOCABULARY,
+    response_log_probs,
+    segments_of,
+    shared_prompts_batch,
+    tiny_model,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -20,8 +26,6 @@ from engine.errors import ConfigError, DataError
 from engine.kernels import attention
 from engine.kernels.training_ops import recurring_size
 from engine.models import create_critic_model, packed_attention, packing
-from engine.models.forward import response_log_probs
-from engine.models.packed_attention import Segments
 from engine.models.packing import (
     PackedRows,
     apply_packing,
@@ -256,14 +260,14 @@ def test_under_autocast_attention_takes_its_dtype(monkeypatch: pytest.MonkeyPatc
     where = ids.nonzero(as_tuple=True)
 
     def watch(name: str) -> None:
-        attend = getattr(packed_attention, name)
+        attend = getattr(attention, name)
 
         def watched(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
             dtypes.append({query.dtype, key.dtype, value.dtype})
             found: Tensor = attend(query, key, value, *options)
             return found
 
-        monkeypatch.setattr(packed_attention, name, watched)
+        monkeypatch.setattr(attention, name, watched)
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         wanted = padded(model, ids)[where]
@@ -322,7 +326,7 @@ def test_attention_of_padded_rows_is_that_of_each_segment(
     groups: list[tuple[int, list[int]]], alike: tuple[float, int], heads: tuple[int, int]
 ) -> None:
     """And its gradient, however many batches the rows come in, with and without prompts."""
-    segments = Segments.of(groups, torch.device("cpu"))
+    segments = segments_of(groups)
     tokens = int(segments.starts[-1])
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, count, tokens, 4) for count in (heads[0], heads[1], heads[1])]
@@ -351,12 +355,12 @@ def test_many_rows_of_one_prompt_that_is_not_short_and_long_ones_are_passed_over
     cpu, limit = torch.device("cpu"), attention._LONGEST
     assert attention.takes_rows(((0, 0, 0, limit), (limit, limit, limit, limit + 3)), cpu)
     assert not attention.takes_rows(((0, 0, 0, limit + 1),), cpu)
-    pair = Segments.of([(9, [8, 5])], cpu).runs
+    pair = segments_of([(9, [8, 5])]).runs
     assert attention.takes_rows(pair, cpu)
     assert not attention.takes_rows(pair, torch.device("cuda"))
-    assert not attention.takes_rows(Segments.of([(limit - 9, [5, 5])], cpu).runs, cpu)
-    assert not attention.takes_rows(Segments.of([(9, [10] * 16)], cpu).runs, cpu)
-    assert attention.takes_rows(Segments.of([(9, [40] * 16)], cpu).runs, cpu)
+    assert not attention.takes_rows(segments_of([(limit - 9, [5, 5])]).runs, cpu)
+    assert not attention.takes_rows(segments_of([(9, [10] * 16)]).runs, cpu)
+    assert attention.takes_rows(segments_of([(9, [40] * 16)]).runs, cpu)
 
 
 def spread_log_probs(layout: Layout, pack: bool) -> list[Tensor]:

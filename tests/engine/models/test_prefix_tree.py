@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tiny_engine import branches_batch, shared_prompts_batch, tiny_model
+from tiny_engine import branches_batch, response_log_probs, shared_prompts_batch, tiny_model
 from torch import Tensor
 
 from engine.models import packed_attention
 from engine.models import packing as alignment
-from engine.models.forward import response_log_probs
 from engine.models.packing import (
     apply_packing,
     pack_rows,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gloo_ranks import run_ranks
 from pydantic import ValidationError
-from tiny_engine import completions_batch, random_completions, tiny_model
+from tiny_engine import completions_batch, random_completions, response_log_probs, tiny_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -29,7 +29,6 @@ from engine.models import (
     load_policy_model,
     save_model,
 )
-from engine.models.forward import response_log_probs
 from engine.models.quantize import (
     PackedWeight,
     QuantizedLinear,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.parallel.layout import Layout, ModelShape, RolloutLayout, rollout_layout
 from engine.parallel.pipeline_parallel import split_layers
-from engine.parallel.reshard import RemoteSlice, ReshardPlan
+from engine.parallel.reshard import RemoteSlice, ReshardPlan, shards_by_rank
 from engine.parallel.shard_maps import (
     Box,
     Index,
@@ -196,6 +199,64 @@ def local_parts(shard_map: ShardMap, whole: dict[str, Tensor], rank: int) -> dic
         part = view(whole[name], shard.box.offset, shard.box.size)
         view(found[storage], shard.start, shard.box.size).copy_(part)
     return found
+
+
+def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
+    """Return the elements of `box` that none of `others` has, as boxes that don't overlap."""
+    remaining = [box] if box.elements else []
+    for other in others:
+        remaining = [piece for part in remaining for piece in part.subtract(other)]
+    return remaining
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The bytes of a plan, by rank [W]."""
+
+    plan: ReshardPlan
+
+    @property
+    def sent(self) -> NDArray[np.int64]:
+        """Bytes that each rank sends, [W]."""
+        return self._total(axis=1)
+
+    @property
+    def received(self) -> NDArray[np.int64]:
+        """Bytes that each rank receives, [W]."""
+        return self._total(axis=0)
+
+    @property
+    def lower_bound(self) -> NDArray[np.int64]:
+        """Bytes that each rank wants and lacks, [W]: from the shard maps alone."""
+        return self._target_bytes(lacking=True)
+
+    @property
+    def kept(self) -> NDArray[np.int64]:
+        """Bytes that each rank wants and has already, [W]."""
+        return self._target_bytes() - self._target_bytes(lacking=True)
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the whole model in the target's dtypes."""
+        return sum(g.dtype.itemsize * math.prod(g.shape) * len(g.names) for g in self.plan.groups)
+
+    def _total(self, axis: int) -> NDArray[np.int64]:
+        total = np.zeros(self.plan.target.world_size, np.int64)
+        for dtype, matrix in self.plan.traffic.items():
+            total += dtype.itemsize * matrix.sum(axis=axis)
+        return total
+
+    def _target_bytes(self, lacking: bool = False) -> NDArray[np.int64]:
+        total = np.zeros(self.plan.target.world_size, np.int64)
+        for group in self.plan.groups:
+            sources = shards_by_rank(group.source) if lacking else {}
+            size = group.dtype.itemsize * len(group.names)
+            for shard in group.target:
+                for rank in shard.ranks:
+                    held_boxes = (held.box for held in sources.get(rank, ()))
+                    parts = subtract_all(shard.box, held_boxes)
+                    total[rank] += size * sum(part.elements for part in parts)
+        return total
 
 
 def carry_out(

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny_engine import tiny_model, training_batch
+from tiny_engine import response_log_probs, tiny_model, training_batch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch import Batch
 from engine.config import LoRAConfig, OptimConfig, ParallelConfig
-from engine.models.forward import TokenOutputs, response_log_probs, token_outputs
+from engine.models.forward import TokenOutputs, token_outputs
 from engine.models.lora import add_adapters
 from engine.parallel import fsdp, gradients
 from engine.parallel import module_shards as full

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reshard_cases import subtract_all
 
-from engine.parallel.shard_maps import Box, chunk, disjoint_boxes, flat_range, subtract_all
+from engine.parallel.shard_maps import Box, chunk, disjoint_boxes, flat_range
 
 SIDE = 6
 

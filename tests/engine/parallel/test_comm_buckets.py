@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reshard_cases import cases, local_parts, numbered, view
+from reshard_cases import Totals, cases, local_parts, numbered, view
 
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout, RolloutLayout
@@ -76,7 +76,7 @@ def test_what_is_packed_is_what_is_unpacked(
                 storage = wanted[rank][storages[rank][part.parameter]]
                 expected = view(storage, part.start, part.size).flatten()
                 assert torch.equal(arrived[part.offset : part.offset + part.elements], expected)
-    assert received == planned.received.sum()
+    assert received == Totals(planned).received.sum()
 
 
 def sent_to(

@@ -18,12 +18,12 @@ from sharded_training import (
     train,
 )
 from thorough import and_slow
-from tiny_engine import tiny_model, training_batch
+from tiny_engine import response_log_probs, tiny_model, training_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config import OptimConfig, ParallelConfig
-from engine.models.forward import response_log_probs, response_values, token_outputs
+from engine.models.forward import response_values, token_outputs
 from engine.models.lora import BaseModelView
 from engine.models.value_head import create_critic_model
 from engine.parallel import fsdp
@@ -225,14 +225,14 @@ def critic_pass() -> None:
         if sharded:
             fsdp.checkpoint_activations(list(layers))
             fsdp.shard_model(critic, ranks, ParallelConfig(), layers=list(layers))
-        values = response_values(critic, batch)
+        values = fsdp.run_forward(critic, lambda model=critic: response_values(model, batch))
         (values * batch["response_mask"]).sum().backward()
         head = critic.head.weight.grad
         got.append(head.full_tensor() / 2 if isinstance(head, DTensor) else head)
     torch.testing.assert_close(got[1], got[0])
 
 
-def test_a_critic_needs_no_call() -> None:
+def test_a_critic_s_head_has_the_gradient_of_one_rank() -> None:
     run_ranks(2, critic_pass)
 
 

@@ -18,7 +18,7 @@ layouts = st.builds(Layout, pp=sizes, dp=sizes, fsdp=sizes, sp=sizes, tp=sizes)
 @given(layouts)
 def test_a_rank_and_its_coordinates_are_one_another_s_inverse(layout: Layout) -> None:
     for rank in range(layout.world_size):
-        assert layout.rank(**layout.coordinates(rank)) == rank
+        assert layout.index(layout.coordinates(rank), AXES) == rank
 
 
 @given(layouts, st.sets(st.sampled_from(AXES)))

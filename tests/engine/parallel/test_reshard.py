@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reshard_cases import (
+    Totals,
     carry_out,
     cases,
     contiguous,
@@ -58,9 +59,10 @@ def check(planned: ReshardPlan) -> None:
             have = view(owned[name], shard.box.offset, shard.box.size)
             lacking[rank] += size * int((~have).sum())
         assert all(int(count.max()) <= 1 for count in written[rank].values())
-    assert planned.received.tolist() == lacking.tolist() == planned.lower_bound.tolist()
-    assert (planned.kept + planned.received).tolist() == wanted.tolist()
-    assert planned.sent.sum() == planned.received.sum()
+    totals = Totals(planned)
+    assert totals.received.tolist() == lacking.tolist() == totals.lower_bound.tolist()
+    assert (totals.kept + totals.received).tolist() == wanted.tolist()
+    assert totals.sent.sum() == totals.received.sum()
 
 
 @SLOW
@@ -106,11 +108,12 @@ def test_traffic_is_hybridflow_s_formula_and_nothing_is_held_twice(
     t_g = data.draw(st.sampled_from([n for n in (1, 2, 4) if t % n == 0]))
     matrices = {n: s for n, s in decoder_shapes(TINY).items() if "proj" in n}
     planned = between(layout, rollout_layout(layout, p_g, t_g), shapes=matrices)
-    share = planned.model_bytes * (t * p - t_g * p_g)
-    assert (planned.received * (t_g * p_g * t * p) == share).all()
-    own = planned.model_bytes // (t * p)  # all of the training shard is part of the rollout shard
-    assert (planned.kept == own).all()
-    assert planned.sent.max() == planned.sent.min()
+    totals = Totals(planned)
+    share = totals.model_bytes * (t * p - t_g * p_g)
+    assert (totals.received * (t_g * p_g * t * p) == share).all()
+    own = totals.model_bytes // (t * p)  # all of the training shard is part of the rollout shard
+    assert (totals.kept == own).all()
+    assert totals.sent.max() == totals.sent.min()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,8 @@ def test_the_share_of_a_model_that_each_rank_gets(
 ) -> None:
     planned = between(layout, groups)
     # Norms are whole on every rank that shares matrices: a little less or more than the share.
-    assert (planned.received / planned.model_bytes).tolist() == pytest.approx(share, abs=0.003)
+    totals = Totals(planned)
+    assert (totals.received / totals.model_bytes).tolist() == pytest.approx(share, abs=0.003)
 
 
 def test_senders_share_the_load() -> None:
@@ -141,8 +145,9 @@ def test_senders_share_the_load() -> None:
     )
     planned = plan_reshard(source, target)
     check(planned)
-    assert planned.received.tolist() == [0] * 4 + [planned.model_bytes] * 4
-    assert planned.sent.tolist() == [planned.model_bytes] * 4 + [0] * 4
+    totals = Totals(planned)
+    assert totals.received.tolist() == [0] * 4 + [totals.model_bytes] * 4
+    assert totals.sent.tolist() == [totals.model_bytes] * 4 + [0] * 4
 
 
 def test_holders_take_turns_over_alike_layers() -> None:
@@ -150,7 +155,7 @@ def test_holders_take_turns_over_alike_layers() -> None:
     shapes = {f"model.layers.{n}.self_attn.q_proj.weight": (32, 32) for n in range(4)}
     source = renumber(training_shard_map(shapes, Layout(dp=4), TINY), [0, 1, 2, 3], 5)
     target = renumber(rollout_shard_map(shapes, contiguous(1), TINY, torch.bfloat16), [4], 5)
-    assert plan_reshard(source, target).sent.tolist() == [2048] * 4 + [0]
+    assert Totals(plan_reshard(source, target)).sent.tolist() == [2048] * 4 + [0]
 
 
 def test_ranks_of_a_host_send_to_each_other_first() -> None:
@@ -180,7 +185,8 @@ def test_a_70b_model_on_1024_ranks_is_planned_in_seconds(layout: Layout) -> None
     model = ModelShape(80, 64, 8, 128, 8192, 28672, 128256)
     started = time.perf_counter()
     planned = between(layout, rollout_layout(layout, 1, 8), model)
-    assert (planned.received == planned.lower_bound).all()
+    totals = Totals(planned)
+    assert (totals.received == totals.lower_bound).all()
     assert len(planned.for_rank(1023).receives) > 500
     assert time.perf_counter() - started < 60
 

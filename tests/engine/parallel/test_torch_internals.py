@@ -12,7 +12,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, stage
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from engine.parallel.pipeline_parallel import _ScheduledStage
@@ -24,8 +23,6 @@ ADVICE = (
 )
 SCHEDULE = "self stage n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec "
 PARAMETERS: list[tuple[Any, str]] = [  # functions, and the names of their parameters
-    (ParallelStyle._apply, "self module device_mesh"),
-    (parallelize_module, "module device_mesh parallelize_plan src_data_rank"),
     (DeviceMesh._concatenate, "device_mesh_list"),
     (DeviceMesh._flatten, "self mesh_dim_name backend_override"),
     (FSDPModule.set_gradient_divide_factor, "self factor"),

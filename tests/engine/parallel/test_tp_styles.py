@@ -11,17 +11,17 @@ from gloo_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from engine.parallel.tensor_parallel import (
     TOKENS,
-    Replicated,
-    RowParallel,
-    VocabularyParallel,
+    Style,
     copy_to_ranks,
     gather_tokens,
     pad_tokens,
     redistribute,
+    replicated,
+    row_parallel,
+    vocabulary_parallel,
 )
 
 
@@ -35,9 +35,10 @@ def two_ranks() -> tuple[DeviceMesh, int]:
     return mesh, mesh.get_local_rank()
 
 
-def sharded(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> Any:
+def sharded(module: nn.Module, mesh: DeviceMesh, style: Style) -> Any:
     """A copy of `module` in this style, of the same class."""
-    found = parallelize_module(copy.deepcopy(module), mesh, style, src_data_rank=None)
+    found = copy.deepcopy(module)
+    style(found, mesh)
     assert type(found) is type(module)
     return found
 
@@ -103,7 +104,7 @@ def row_linear(shard_tokens: bool, bias: bool) -> None:
     x, weights = draw(2, 5, 6).requires_grad_(), draw(2, 5, 4, seed=1)
     expected = whole(x)
     (expected * weights).sum().backward()
-    split = sharded(whole, mesh, RowParallel(shard_tokens))
+    split = sharded(whole, mesh, row_parallel(shard_tokens))
     columns = slice(3 * rank, 3 * rank + 3)
     mine = x.detach()[..., columns].clone().requires_grad_()
     got = split(mine)
@@ -133,7 +134,7 @@ def embedding(padding: int | None) -> None:
     ids = torch.tensor([[0, 6, 3, 4], [5, 5, 1, 3]])
     weights = draw(2, 4, 3, seed=1)
     (whole(ids) * weights).sum().backward()
-    split = sharded(whole, mesh, VocabularyParallel())
+    split = sharded(whole, mesh, vocabulary_parallel())
     got = split(ids)
     torch.testing.assert_close(got, whole(ids))
     (got * weights).sum().backward()
@@ -150,7 +151,7 @@ def local_norm(sum_gradients: bool) -> None:
     """A norm whose ranks see different tokens, or the same ones."""
     mesh, rank = two_ranks()
     whole = nn.LayerNorm(3)
-    split = sharded(whole, mesh, Replicated(sum_gradients))
+    split = sharded(whole, mesh, replicated(sum_gradients))
     x = draw(2, 4, 3)
     whole(x).square().sum().backward()
     split(x[rank : rank + 1] if sum_gradients else x).square().sum().backward()

@@ -24,7 +24,7 @@ def test_nodes_without_cores_run_nothing() -> None:
     head = ClusterNode("head", {"memory": 4.0 * GIB, "node:10.0.0.1": 1.0})
     cluster = cluster_of([head, gpu_node("a"), gpu_node("b")])
     assert [machine.name for machine in cluster.machines] == ["a", "b"]
-    assert cluster.gpus == cluster.devices == 16
+    assert cluster.gpus == 16
     assert str(cluster) == ("2 machines, 16 × H100 of 80.0 GiB, 128 cores, 200.0 GiB for workers")
     with pytest.raises(PlacementError, match="no CPU and no GPU for workers"):
         cluster_of([head])

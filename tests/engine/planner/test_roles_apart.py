@@ -9,7 +9,7 @@ import pytest
 from test_search import GRPO_7B, QWEN_05B, gpus
 
 from engine.errors import PlacementError
-from engine.planner import Cluster, PlacementPlan, SamplerChoices, explain, search, search_apart
+from engine.planner import Cluster, PlacementPlan, explain, search, search_apart
 from engine.planner.layout_search import priced_samplers
 from engine.planner.sizes import Workload
 
@@ -18,7 +18,7 @@ SMALL = replace(AHEAD, shape=QWEN_05B)
 
 
 def planned(work: Workload, cluster: Cluster, **choices: Any) -> PlacementPlan:
-    return search_apart(work, cluster, SamplerChoices(**choices), search)
+    return search_apart(work, cluster, search, **choices)
 
 
 def every_split(work: Workload, cluster: Cluster) -> dict[int, float]:
@@ -43,8 +43,8 @@ def test_the_split_is_the_best_of_all(response: int) -> None:
     best = min(every_split(work, cluster).values())
     assert plan.chosen.price.total == pytest.approx(best)
     chosen = plan.splits[0]
-    assert max(chosen.computes, chosen.decodes) == pytest.approx(best)
-    assert chosen.ranks + chosen.samplers.gpus <= 8
+    assert chosen.price.total == pytest.approx(best)
+    assert chosen.allocation.ranks + chosen.work.ahead.gpus <= 8
 
 
 def test_longer_completions_get_more_gpus() -> None:
@@ -52,7 +52,7 @@ def test_longer_completions_get_more_gpus() -> None:
     taken = [
         planned(replace(SMALL, response_length=length, passes=passes), cluster)
         .splits[0]
-        .samplers.gpus
+        .work.ahead.gpus
         for length, passes in ((128, 6), (4096, 0))
     ]
     assert taken[0] < taken[1]
@@ -65,8 +65,8 @@ def test_a_step_is_the_slower_of_both_and_says_why() -> None:
     assert price.ahead > 0
     assert price.rollout == 0
     said = explain(replace(plan, together=99.0))
-    decode = "decodes" if plan.splits[0].samplers.count == 1 else "decode"
-    assert f"{plan.splits[0].samplers} {decode} for" in said
+    decode = "decodes" if plan.splits[0].work.ahead.count == 1 else "decode"
+    assert f"{plan.splits[0].work.ahead} {decode} for" in said
     assert "taking turns on all GPUs (trainer.mode=sync) 99 s" in said
 
 
@@ -78,21 +78,21 @@ def test_samplers_of_vllm_need_their_share_to_hold_weights_and_a_row() -> None:
     small = replace(AHEAD, memory_share=0.15)  # 12 GiB, less than the weights
     with pytest.raises(PlacementError, match=r"gpu_memory_utilization=0.15 of a GPU is 12.00 GiB"):
         planned(small, cluster)
-    assert planned(small, cluster, sizes=[1, 2, 4]).splits[0].samplers.tp > 1
+    assert planned(small, cluster, tps=[1, 2, 4]).splits[0].work.ahead.tp > 1
 
 
 def test_a_model_too_large_for_one_gpu_is_decoded_by_several_or_refused() -> None:
     large = replace(AHEAD, sampler_bytes=12.0)  # 85 GiB of weights
     with pytest.raises(PlacementError, match=r"only decode .*rollout.vllm.in_process=false"):
         planned(large, gpus(8, 80))
-    found = planned(large, gpus(8, 80), sizes=[1, 2, 4]).splits[0].samplers
+    found = planned(large, gpus(8, 80), tps=[1, 2, 4]).splits[0].work.ahead
     assert found.tp in (2, 4)
     assert str(found).endswith("GPUs")
 
 
 def test_what_is_set_stays() -> None:
-    found = planned(SMALL, gpus(8, 80), counts=[3], sizes=[2]).splits
-    assert [(split.samplers.count, split.samplers.tp) for split in found] == [(3, 2)]
+    found = planned(SMALL, gpus(8, 80), counts=[3], tps=[2]).splits
+    assert [(split.work.ahead.count, split.work.ahead.tp) for split in found] == [(3, 2)]
 
 
 def test_no_room_for_the_trainer_is_told() -> None:
@@ -108,6 +108,6 @@ def test_a_large_cluster_is_split_without_looking_at_every_number() -> None:
         asked.append(cluster.gpus)
         return search(work, cluster)
 
-    plan = search_apart(SMALL, Cluster(machines), SamplerChoices(), counting)
-    assert plan.chosen.allocation.ranks + plan.splits[0].samplers.gpus <= 32
+    plan = search_apart(SMALL, Cluster(machines), counting)
+    assert plan.chosen.allocation.ranks + plan.splits[0].work.ahead.gpus <= 32
     assert len(asked) <= 7

@@ -92,7 +92,7 @@ def test_the_choice_is_valid_and_fits_by_its_own_estimate(work: Workload, cluste
         return
     for one in (plan.chosen, *plan.others):
         layout, allocation = one.candidate.layout, one.allocation
-        assert layout.world_size == allocation.ranks <= cluster.devices
+        assert layout.world_size == allocation.ranks <= (cluster.gpus or len(cluster.machines))
         check_layout(layout, allocation.ranks, work.shape)
         assert rollout_layout(layout, tp=one.candidate.rollout_tp).tp == one.candidate.rollout_tp
         assert layout.data_ranks <= work.rows

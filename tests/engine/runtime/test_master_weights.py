@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import tiny_model, training_batch
+from tiny_engine import response_log_probs, tiny_model, training_batch
 from torch import Tensor, nn
 
 from engine import HybridActor
 from engine.checkpoint.format import RankState
 from engine.config import OptimConfig
 from engine.errors import CheckpointError, DivergedError
-from engine.models.forward import response_log_probs
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import SamplingParams

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tiny_engine import (
     completions_batch,
     random_completions,
+    response_log_probs,
     shared_prompts_batch,
     tiny_model,
     training_batch,
 )
 
-from engine.models.forward import response_log_probs
 from engine.runtime.sharded_model import micro_batches, trim
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pandas as pd
 import pytest
 import torch
-from tiny_engine import arithmetic_rows, random_completions
+from tiny_engine import arithmetic_rows, random_completions, response_log_probs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -23,7 +23,6 @@ from engine.models import (
     load_policy_model,
     save_model,
 )
-from engine.models.forward import response_log_probs
 from engine.models.lora import merged_copy
 from engine.models.quantize import QuantizedLinear
 from engine.trainers.offline import SFTExample, SFTTrainer
