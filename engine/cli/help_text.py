@@ -30,7 +30,7 @@ def help_text(form: Form[Any], usage: str) -> str:
         for setting in settings:
             shown = setting.path.removeprefix(form.prefix)
             name, key = names.get(setting.path, (shown, Key(setting.path)))
-            about = "; ".join(filter(None, (setting.about, setting.choices, key.note)))
+            about = "; ".join(filter(None, (setting.about, key.note)))
             rows.append(_entry(name, setting.default, about))
         if rows:
             parts.append("\n".join([f"{path or 'top level'}: {summary(model)}", *rows, ""]))

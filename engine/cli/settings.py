@@ -36,25 +36,18 @@ from engine.storage.filesystem import home
 class DataFilesConfig(RowsConfig):
     """The prompts: rows of files."""
 
-    train_files: tuple[str, ...] = Field(
-        (), description="Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"
-    )
+    train_files: tuple[str, ...] = ()
+    """Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"""
     val_files: tuple[str, ...] = Field((), description="Files to validate on; none: no validation")
-    filter_overlong_prompts: bool = Field(
-        False, description="Leave longer prompts out; otherwise truncation says what they are"
-    )
-    truncation: Literal["error", "left", "right", "middle"] = Field(
-        "error",
-        description="Prompts over max_prompt_length: an error, or cut to it: left keeps the last "
-        "tokens, right the first, middle both ends",
-    )
+    filter_overlong_prompts: bool = False
+    """Leave longer prompts out; otherwise truncation says what they are"""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """Prompts over max_prompt_length: an error, or cut to it: left keeps the last tokens, right the
+    first, middle both ends"""
     shuffle: bool = Field(True, description="A new order of the rows in each epoch")
-    train_max_samples: int = Field(
-        -1,
-        ge=-1,
-        description="Rows of train_files to learn from: the first ones, or with shuffle ones drawn "
-        "by seed; -1: all",
-    )
+    train_max_samples: int = Field(-1, ge=-1)
+    """Rows of train_files to learn from: the first ones, or with shuffle ones drawn by seed; -1:
+    all"""
     val_max_samples: int = Field(-1, ge=-1, description="The same of val_files; -1: all")
 
     @property
@@ -76,37 +69,26 @@ class PolicyModelConfig(WeightsConfig):
     """The policy to improve."""
 
     path: str = Field("", description="Hugging Face causal LM folder, or hub id")
-    override_config: Options = Field(
-        {},
-        description="Other values of keys of the model's config.json, e.g. {rope_theta: "
-        "1000000.0}; none that changes the weights' shapes",
-    )
-    trust_remote_code: bool = Field(
-        False,
-        description="Python code in the model's folder is never run; true is refused for a model "
-        "that brings some, and changes nothing for others",
-    )
+    override_config: Options = Field({})
+    """Other values of keys of the model's config.json, e.g. {rope_theta: 1000000.0}; none that
+    changes the weights' shapes"""
+    trust_remote_code: bool = False
+    """Python code in the model's folder is never run; true is refused for a model that brings some,
+    and changes nothing for others"""
 
 
 class RunOutputConfig(Section):
     """What a run records, and where it leaves it."""
 
-    resume_mode: Literal["auto", "disable"] = Field(
-        "auto", description="Go on from the newest checkpoint in default_local_dir, if there is one"
-    )
-    default_local_dir: str = Field(
-        "",
-        description="Folder for models and metrics; empty: "
-        "$HYBRIDFLYTE_HOME/checkpoints/<project>/<experiment>",
-    )
-    project_name: str = Field(
-        "hybridflyte", min_length=1, description="MLflow experiment, project of Weights & Biases"
-    )
+    resume_mode: Literal["auto", "disable"] = "auto"
+    """Go on from the newest checkpoint in default_local_dir, if there is one"""
+    default_local_dir: str = ""
+    """Folder for models and metrics; empty: $HYBRIDFLYTE_HOME/checkpoints/<project>/<experiment>"""
+    project_name: str = Field("hybridflyte", min_length=1)
+    """MLflow experiment, project of Weights & Biases"""
     experiment_name: str = Field("ppo", min_length=1, description="Name of the run there")
-    logger: Loggers = Field(
-        ("console",),
-        description="Where metrics go; file (or jsonl): metrics.jsonl beside the models",
-    )
+    logger: Loggers = ("console",)
+    """Where metrics go; file (or jsonl): metrics.jsonl beside the models"""
 
     def folder(self) -> Path:
         """Return where the run writes: `default_local_dir`, or a folder below the home."""
@@ -118,33 +100,23 @@ class RunOutputConfig(Section):
 class OutputConfig(RunOutputConfig):
     """How long the run goes, where it computes, what it records, and what it leaves."""
 
-    n_gpus_per_node: int | None = Field(
-        None,
-        ge=1,
-        description="With nnodes the ranks of the policy: weights are sharded over them (fsdp), or "
-        "as rl.actor.parallel says; each has a GPU where Ray has any; none: as rl.actor.parallel",
-    )
+    n_gpus_per_node: int | None = Field(None, ge=1)
+    """With nnodes the ranks of the policy: weights are sharded over them (fsdp), or as
+    rl.actor.parallel says; each has a GPU where Ray has any; none: as rl.actor.parallel"""
     nnodes: int = Field(1, ge=1, description="Machines of n_gpus_per_node ranks each")
-    device: Literal["auto", "cuda", "cpu"] = Field(
-        "auto", description="auto: GPUs where there are any; cuda: refused without; cpu: none"
-    )
-    resume_mode: Literal["auto", "disable", "resume_path"] = Field(  # type: ignore[assignment]
-        "auto",
-        description="auto: go on from the newest checkpoint in default_local_dir, if there is one; "
-        "resume_path: from rl.trainer.resume_from, whatever else is there",
-    )
-    rollout_data_dir: str = Field(
-        "", description="Folder of the samples of rollouts; empty: default_local_dir/rollouts"
-    )
-    total_epochs: int | None = Field(
-        None, ge=1, description="Times through the data; instead of total_training_steps"
-    )
-    val_only: bool = Field(
-        False, description="Validate the newest checkpoint, or model.path, and train nothing"
-    )
-    log_val_generations: int = Field(
-        0, ge=0, description="Completions of each validation that are printed"
-    )
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: GPUs where there are any; cuda: refused without; cpu: none"""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"  # type: ignore[assignment]
+    """auto: go on from the newest checkpoint in default_local_dir, if there is one; resume_path:
+    from rl.trainer.resume_from, whatever else is there"""
+    rollout_data_dir: str = ""
+    """Folder of the samples of rollouts; empty: default_local_dir/rollouts"""
+    total_epochs: int | None = Field(None, ge=1)
+    """Times through the data; instead of total_training_steps"""
+    val_only: bool = False
+    """Validate the newest checkpoint, or model.path, and train nothing"""
+    log_val_generations: int = Field(0, ge=0)
+    """Completions of each validation that are printed"""
     val_before_train: bool = Field(True, description="Validate before the first step, too")
     save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
 
@@ -180,25 +152,18 @@ class RunConfig(Section):
 class PreferenceFilesConfig(ColumnsConfig):
     """The preferences: rows of files."""
 
-    train_files: tuple[str, ...] = Field(
-        (), description="Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"
-    )
+    train_files: tuple[str, ...] = ()
+    """Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"""
     val_files: tuple[str, ...] = Field((), description="Files of held-out rows")
-    val_size: int = Field(
-        0, ge=0, description="Without val_files: training rows to hold out, prompts in one piece"
-    )
-    columns: dict[str, str] = Field(
-        {},
-        description="Our column (prompt, chosen, rejected, margin; completion, label; completions, "
-        "labels): the files' column, e.g. {chosen: better}; info.answer is the field answer of "
-        "the column info",
-    )
-    max_length: int = Field(
-        0, ge=0, description="Longest prompt and response in tokens; 0: the model's context"
-    )
-    too_long: Literal["fail", "drop"] = Field(
-        "fail", description="Longer ones: refuse them, or leave them out"
-    )
+    val_size: int = Field(0, ge=0)
+    """Without val_files: training rows to hold out, prompts in one piece"""
+    columns: dict[str, str] = Field({})
+    """Our column (prompt, chosen, rejected, margin; completion, label; completions, labels): the
+    files' column, e.g. {chosen: better}; info.answer is the field answer of the column info"""
+    max_length: int = Field(0, ge=0)
+    """Longest prompt and response in tokens; 0: the model's context"""
+    too_long: Literal["fail", "drop"] = "fail"
+    """Longer ones: refuse them, or leave them out"""
 
     def rows(self) -> RowsConfig:
         """Return how rows of files become prompts and responses."""

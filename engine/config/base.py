@@ -30,7 +30,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     @model_validator(mode="before")

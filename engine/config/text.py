@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from engine.config.base import section_of
 from engine.config.pipeline import PipelineConfig
@@ -112,8 +113,7 @@ class Setting:
 
     path: str  # e.g. "rl.actor.optim.lr"
     default: str  # as YAML, e.g. "1.0e-06"
-    about: str  # one sentence
-    choices: str  # e.g. "one of fixed, adaptive"; empty where any value of the type goes
+    about: str  # its meaning, and "one of …" where only some values go
 
 
 def sections(
@@ -134,11 +134,11 @@ def sections(
         if (section := section_of(info.annotation)) is not None:
             inner.append((name, section))
             continue
-        choices = ""
+        about = [" ".join((info.description or "").split())]  # a docstring may have two lines
         if get_origin(info.annotation) is Literal:
-            choices = "one of " + ", ".join(map(as_yaml, get_args(info.annotation)))
+            about.append("one of " + ", ".join(map(as_yaml, get_args(info.annotation))))
         default = as_yaml(getattr(defaults, name))
-        settings.append(Setting(f"{prefix}{name}", default, info.description or "", choices))
+        settings.append(Setting(f"{prefix}{name}", default, "; ".join(filter(None, about))))
     yield prefix.rstrip("."), model, settings
     for name, section in inner:
         yield from sections(section, f"{prefix}{name}.", getattr(defaults, name))
@@ -146,14 +146,10 @@ def sections(
 
 def as_yaml(value: object) -> str:
     """Return a default as one writes it in YAML, on one line."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
-    if isinstance(value, tuple):
-        value = [v.model_dump(mode="json") if isinstance(v, BaseModel) else v for v in value]
-    if value == "":
-        return "''"
-    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...").strip()
+    text = yaml.safe_dump(
+        to_jsonable_python(value), default_flow_style=True, width=1 << 20, allow_unicode=True
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def summary(model: type[BaseModel]) -> str:
@@ -169,8 +165,7 @@ def markdown(root: type[BaseModel] = PipelineConfig) -> str:
             continue
         table = ["| setting | default | meaning |", "| --- | --- | --- |"]
         for setting in settings:
-            about = "; ".join(filter(None, [setting.about, setting.choices])).replace("|", "\\|")
-            name = setting.path.rpartition(".")[2]
+            name, about = setting.path.rpartition(".")[2], setting.about.replace("|", "\\|")
             table.append(f"| `{name}` | `{setting.default}` | {about} |")
         head = f"## `{path}`" if path else "## Top level"
         parts.append("\n".join([head, "", summary(model), "", *table, ""]))
