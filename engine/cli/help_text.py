@@ -22,14 +22,14 @@ def help_text(form: Form[Any], usage: str) -> str:
     """Return the usage, all sections with keys, defaults and meanings, and unsupported keys."""
     names: dict[str, tuple[str, Key]] = {}  # by path: the first of the table where there are more
     for name, key in form.table.settings.items():
-        if isinstance(key.path, str):
-            names.setdefault(key.path, (name, key))
+        if len(key.paths) == 1:
+            names.setdefault(key.paths[0], (name, key))
     parts = [usage]
     for path, model, settings in sections(form.config):
         rows = []
         for setting in settings:
             shown = setting.path.removeprefix(form.prefix)
-            name, key = names.get(setting.path, (shown, Key(setting.path)))
+            name, key = names.get(setting.path, (shown, Key((setting.path,))))
             about = "; ".join(filter(None, (setting.about, key.note)))
             rows.append(_entry(name, setting.default, about))
         if rows:

@@ -9,16 +9,18 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel
 
-from engine.cli.forms import check_names, verl_defaults
+from engine.cli.forms import check_names
 from engine.cli.help_text import config_text, help_text
-from engine.cli.resolve import Form, config_file, resolve_file
+from engine.cli.resolve import Form, resolve_file
 from engine.cli.run_folder import INPUT_ERRORS, short_message
 from engine.cli.settings import OfflineRunConfig
+from engine.config.text import PRESET, config_path
 from engine.console import INTERRUPTED, quiet, say
 from engine.errors import ConfigError, EngineError, PreemptedError
 
@@ -26,6 +28,9 @@ C = TypeVar("C", bound=BaseModel)
 F = TypeVar("F", bound=OfflineRunConfig)
 
 FAILED, WRONG_INPUT, TERMINATED = 1, 2, 143
+_SUFFIXES = (".yaml", ".yml", ".json")
+# verl's own files of defaults; what is in them is known here.
+_VERLS_FILES = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer")
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -44,7 +49,7 @@ def run_form(
 ) -> int:
     """Do what arguments of `form` say: print help or the configuration, or `run` it.
 
-    `options` are more ones than all programs have, by name. Raises an EngineError, in the words of
+    `options` are those that not all programs have, by name. Raises an EngineError, in the words of
     the arguments.
     """
     parser = ArgumentParser(f"python -m engine.{form.program}", add_help=False, allow_abbrev=False)
@@ -60,9 +65,9 @@ def run_form(
     if chosen.help:
         print(help_text(form, usage))
         return 0
-    file, settings = config_file(chosen)
-    more = {"defaults": verl_defaults} if getattr(chosen, "verl_defaults", False) else {}
-    resolved = resolve_file(form, file, settings, **more)
+    file, settings = _config_file(chosen)
+    verls = getattr(chosen, "verl_defaults", False)
+    resolved = resolve_file(form, file, settings, defaults_of_verl=verls)
     for notice in resolved.grouped_notices():
         say(f"note: {notice}", error=True)
     if chosen.print_config:
@@ -73,6 +78,37 @@ def run_form(
     except EngineError as error:
         raise type(error)(resolved.with_typed_keys(str(error))) from error
     return 0
+
+
+def _config_file(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """Return the file, if any, and the `key=value` arguments; ConfigError where two are named.
+
+    A file is the first argument, `options.config`, or that of Hydra's `config_path` and
+    `config_name`; a shipped one is `preset:NAME`.
+    """
+    settings = list(options.settings)
+    files = [config_path(options.config)] if options.config is not None else []
+    first = settings[0] if settings and "=" not in settings[0] else ""
+    if first.startswith(PRESET) or first.endswith(_SUFFIXES):
+        files.append(config_path(settings.pop(0)))
+    folder, name = options.config_path, options.config_name
+    if folder is not None and name is None:
+        raise ConfigError(f"--config-path={folder} names a folder; give --config-name, too")
+    if name is not None:
+        file = Path(folder or "config").expanduser() / name
+        if file.suffix not in _SUFFIXES:
+            file = file.with_name(f"{file.name}.yaml")
+        if file.exists() or file.stem not in _VERLS_FILES:
+            files.append(file)
+        else:
+            say(
+                f"note: --config-name={name} is verl's file of defaults; the defaults here are "
+                "those of --help, or verl's with --verl-defaults",
+                error=True,
+            )
+    if len(files) > 1:
+        raise ConfigError(f"{files[0]} and {files[1]} are both configurations; give one file")
+    return (files[0] if files else None), settings
 
 
 _OFFLINE_USAGE = """\
@@ -93,8 +129,8 @@ Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C; 143 
 """
 
 
-def run_offline_form(form: Form[F], about: str, arguments: Sequence[str]) -> int:
-    """Train on rows of files as the arguments say; raises an EngineError."""
+def run_offline(form: Form[F], about: str, arguments: Sequence[str] | None) -> int:
+    """Train on rows of files as a command line says; return the exit status, see `run_program`."""
 
     def run(config: F, options: argparse.Namespace) -> None:
         check_names(config)
@@ -103,7 +139,7 @@ def run_offline_form(form: Form[F], about: str, arguments: Sequence[str]) -> int
         run(config, dry_run=options.dry_run)
 
     usage = _OFFLINE_USAGE.format(program=form.program, about=about)
-    return run_form(form, usage, arguments, run)
+    return run_program(lambda words: run_form(form, usage, words, run), arguments)
 
 
 def run_program(run: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:

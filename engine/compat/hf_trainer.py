@@ -17,11 +17,12 @@ from engine.cli import forms
 from engine.cli.resolve import Resolved, resolve_pairs
 from engine.cli.settings import RunConfig
 from engine.cli.verl_keys import key_table
+from engine.cli.verl_keys import verl_defaults as defaults_of_verl
 from engine.config.text import read_yaml
 from engine.console import say
 from engine.errors import ConfigError
 
-_FORM = replace(forms.PPO, more_names="short")
+_FORM = replace(forms.PPO, more_sections=("short",))
 _ALGORITHMS = {
     "ppo": "gae",
     "reinforce": "reinforce_plus_plus",
@@ -101,7 +102,7 @@ class Trainer:
         for key, value in settings.items():
             pairs += _FORM.flatten(value, key)
         pairs += [*_estimator(algo), ("actor_rollout_ref.model.path", str(model))]
-        defaults = forms.verl_defaults(pairs) if verl_defaults else []
+        defaults = defaults_of_verl(pairs) if verl_defaults else []
         return cls(resolve_pairs(_FORM, [*defaults, *pairs]))
 
     @property
@@ -137,7 +138,7 @@ def training_arguments(arguments: object) -> list[Row]:
         value = changed(name)
         if value is not None and not (name == "max_steps" and value <= 0):
             value = key.convert(value, name)
-            rows.append((name, value, str(key.path), value))
+            rows.append((name, value, key.paths[0], value))
     if (per_device := changed("per_device_train_batch_size")) is not None:
         size = per_device * int(getattr(arguments, "gradient_accumulation_steps", 1) or 1)
         shown = "per_device_train_batch_size × accumulation"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from engine.cli.forms import PREFERENCE
-from engine.cli.program import run_offline_form, run_program
+from engine.cli.program import run_offline
 
 _ABOUT = """\
 Preference learning on your own pairs, or completions with a label: from a Hugging Face
@@ -20,7 +19,7 @@ folder to a better one.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    return run_program(partial(run_offline_form, PREFERENCE, _ABOUT), arguments)
+    return run_offline(PREFERENCE, _ABOUT, arguments)
 
 
 if __name__ == "__main__":
