@@ -213,7 +213,7 @@ def check_names(config: RunConfig | OfflineRunConfig) -> None:
     if not config.model.path:
         key = "actor_rollout_ref.model.path" if is_rl else "model.path"
         raise ConfigError(f"{key} is missing; give a Hugging Face folder or hub id")
-    if not is_rl and not config.data.train_files:
+    if not config.data.train_files:
         raise ConfigError(
             "data.train_files is missing; give one JSONL, JSON, CSV or Parquet file, or a list"
         )

@@ -8,25 +8,26 @@ and each network request has a deadline.
 from __future__ import annotations
 
 import dataclasses
-import json
+import importlib
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine.console import human_bytes
 from engine.errors import ConfigError
 from engine.redaction import without_credentials
 from engine.storage.filesystem import ENDPOINTS, HOME_VARIABLE, STORE_VARIABLE, home, shared_store
 from engine.tracking.connection import URI_VARIABLE, cause, default_uri
+from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
 
 NEEDED = ("torch", "ray", "transformers", "mlflow")
 OPTIONAL = ("vllm", "bitsandbytes", "flytekit")
@@ -76,70 +77,65 @@ def check(expected: Expectation) -> list[HealthFinding]:
     return findings
 
 
-# Lines that begin with @ are the code's own; libraries may print others. The probe ends with its
-# caller, whatever ends that (Linux: PR_SET_PDEATHSIG).
-PRELUDE = """
-import ctypes, json, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != int(sys.argv.pop(1)):
-    sys.exit("the caller has ended")
-def emit(**what): print("\\n@" + json.dumps(what), flush=True)
-"""
+Message = dict[str, Any]
+Look = Callable[..., Iterator[Message]]  # a function of a module, which a process can import
 
 
-def run_isolated(
-    code: str, arguments: Sequence[str], deadline_s: float
-) -> tuple[list[dict[str, Any]], str]:
-    """Run the code; return what it emitted by `emit(name=value)`, and how it failed, if it did."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code, str(os.getpid()), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,  # so that what a library starts can be ended with it
-    )
-    ended = ""
-    try:
-        output, _ = process.communicate(timeout=deadline_s)
-        if process.returncode < 0:
-            ended = f"it ended Python by {signal.Signals(-process.returncode).name}"
-        elif process.returncode:
-            ended = f"it ended Python with status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        ended = f"it was not done in {deadline_s:g} s"
-    finally:
-        if process.poll() is None:  # this process is being terminated
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return [json.loads(x[1:]) for x in output.splitlines() if x.startswith('@{"')], ended
+class Probe:
+    """The service of a probe's process: sends what a look yields, and None at its end."""
+
+    loaded = None
+
+    def __init__(self, load: tuple[Look, tuple[Any, ...]], channel: Connection) -> None:
+        self._look, self._arguments = load
+        self._channel = channel
+        for descriptor in (1, 2):  # libraries print what is no part of the report
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+    def run(self) -> None:
+        for message in self._look(*self._arguments):
+            self._channel.send(message)
+        self._channel.send(None)
 
 
-NODE_COUNTER = """
-import ray, time
-while True:
-    try:
-        ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
-        break
-    except Exception as error:
-        emit(fault=str(error).strip().splitlines()[0].rstrip("."))
+def run_isolated(look: Look, *arguments: Any, deadline_s: float) -> tuple[list[Message], str]:
+    """Return what a look in another process yields, and how it failed, if it did."""
+    messages: list[Message] = []
+    with closing(WorkerProcess("the health check", f"{__name__}:Probe")) as process:
+        process.start((look, arguments))
+        until = time.monotonic() + deadline_s
+        try:
+            while (message := process.receive(until)) is not None:
+                if isinstance(message, ProcessEnded):
+                    return messages, f"it {message.how}"
+                messages.append(cast(Message, message))
+        except TooLate:
+            return messages, f"it was not done in {deadline_s:g} s"
+    return messages, ""
+
+
+def count_nodes(expected: int, address: str) -> Iterator[Message]:
+    """Join the cluster at `address`, and yield its living nodes until there are enough."""
+    import ray
+
+    while not ray.is_initialized():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # until it is there it may answer anything
+            yield {"fault": _first_line(error).rstrip(".")}
+            time.sleep(1.0)
+    alive: list[str] = []
+    while len(alive) < expected:
+        alive = sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"])
+        yield {"alive": alive}
         time.sleep(1.0)
-while True:
-    alive = sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"])
-    emit(alive=alive)
-    if len(alive) >= int(sys.argv[1]):
-        break
-    time.sleep(1.0)
-"""
 
 
 def ray_nodes(expected: int, deadline_s: float) -> HealthFinding:
     """Wait until that many nodes are alive in the cluster at $RAY_ADDRESS."""
     address = os.environ.get("RAY_ADDRESS", "auto")
-    emitted, ended = run_isolated(NODE_COUNTER, [str(expected), address], deadline_s)
-    last = emitted[-1] if emitted else {}
+    messages, ended = run_isolated(count_nodes, expected, address, deadline_s=deadline_s)
+    last = messages[-1] if messages else {}
     alive = last.get("alive", [])
     nodes = f"{len(alive)} nodes at {address}"
     if len(alive) >= expected:
@@ -152,29 +148,34 @@ def ray_nodes(expected: int, deadline_s: float) -> HealthFinding:
     return HealthFinding("Ray", nodes, fault)
 
 
-# Emits a line before and after each import, so that the last line names the culprit.
-IMPORTER = """
-import importlib
-for name in sys.argv[1:]:
-    emit(loading=name)
-    try:
-        importlib.import_module(name)
-        emit(loaded=name)
-    except Exception as error:
-        emit(loaded=name, fault=f"{type(error).__name__}: {error}".splitlines()[0])
-emit(loading="the devices")
-import torch
-build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
-devices = []
-for i in range(torch.cuda.device_count()):
-    try:
-        works = torch.ones(8, device=f"cuda:{i}").sum().item() == 8.0
-        fault = "" if works else "it adds wrong"
-    except Exception as error:
-        fault = str(error).strip().splitlines()[0]
-    devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
-emit(build=build, devices=devices)
-"""
+def load_libraries(names: Sequence[str]) -> Iterator[Message]:
+    """Yield before and after each import, so that the last message names a culprit; then the GPUs.
+
+    Of these `build` is what PyTorch is built for: cuda, rocm or cpu.
+    """
+    for name in names:
+        yield {"loading": name}
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a broken library may raise anything
+            yield {"loaded": name, "fault": _first_line(f"{type(error).__name__}: {error}")}
+    yield {"loading": "the devices"}
+    import torch
+
+    devices = []
+    for i in range(torch.cuda.device_count()):
+        try:
+            works = torch.ones(8, device=f"cuda:{i}").sum().item() == 8.0
+            fault = "" if works else "it adds wrong"
+        except Exception as error:  # whatever the driver says
+            fault = _first_line(error)
+        devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
+    build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+    yield {"build": build, "devices": devices}
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def check_versions(expected: Expectation) -> Iterator[HealthFinding]:
@@ -197,10 +198,10 @@ def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[
     installed = [
         x.what for x in findings if x.found != "not installed" and x.what not in NEVER_LOADED
     ]
-    emitted, ended = run_isolated(IMPORTER, installed, expected.load_deadline_s)
-    faults = {x["loaded"]: x["fault"] for x in emitted if "fault" in x}
+    messages, ended = run_isolated(load_libraries, installed, deadline_s=expected.load_deadline_s)
+    faults = {x["loaded"]: x["fault"] for x in messages if "fault" in x}
     if ended:
-        at = next((x["loading"] for x in reversed(emitted) if "loading" in x), "Python")
+        at = next((x["loading"] for x in reversed(messages) if "loading" in x), "Python")
         faults[at] = ended
     way_out = "reinstall it from the project's lock file, or use another image (images/README.md)"
     findings = [
@@ -209,7 +210,7 @@ def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[
         else x
         for x in findings
     ]
-    last = next((x for x in emitted if "build" in x), None)
+    last = next((x for x in messages if "build" in x), None)
     if last is not None:
         return [*findings, check_devices(last["build"], last["devices"], expected)]
     why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from engine.cli.rl_run import open_trackers
 from engine.cli.run_folder import (
@@ -47,26 +49,30 @@ AnyExample = PreferenceExample | StepExample | SFTExample
 E = TypeVar("E", bound=AnyExample)
 
 
+_METHODS: dict[str, tuple[str, Any]] = {  # what is said of a kind of training, and its trainer
+    "sft": ("fine-tuning", SFTTrainer),
+    "preference": ("", PreferenceTrainer),
+    "sequence": ("Bradley-Terry", RewardModelTrainer),
+    "token": ("process rewards", ProcessRewardTrainer),
+    "likelihood": ("Bradley-Terry of log-probs", LikelihoodRewardTrainer),
+}
+
+
 def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     """Train and save; return the folder of the model. A dry run stops before any of it: None.
 
     Raises an EngineError; what is wrong with settings and data is found before the model is loaded.
     """
+    training, model = config.training, config.model
     if isinstance(config, PreferenceRunConfig):
         check_preference_training(config.preference)
-    train, validation = _read(config)
-    steps = total_steps(config.training, len(train))
-    name = config.training.section
-    methods = {
-        "sft": "fine-tuning",
-        "sequence": "Bradley-Terry",
-        "token": "process rewards",
-        "likelihood": "Bradley-Terry of log-probs",
-    }
-    method = methods.get(_kind(config)) or getattr(config.training, "loss", "")
+    tokenizer = load_tokenizer(model.path)
+    train, validation = _read(config, tokenizer)
+    name, steps = training.section, total_steps(training, len(train))
+    method, trainer_class = _METHODS[_kind(config)]
     say(
-        f"{name}: {method} from {config.model.path}, {len(train)} examples, "
-        f"{len(validation)} held out, {steps} steps of {config.training.train_batch_size}"
+        f"{name}: {method or getattr(training, 'loss', '')} from {model.path}, {len(train)} "
+        f"examples, {len(validation)} held out, {steps} steps of {training.train_batch_size}"
     )
     if dry_run:
         say(f"{name}: dry run, nothing is trained; the model would be in {config.run.folder()}")
@@ -75,10 +81,12 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     checkpoints = folder / "checkpoints"
     if config.run.resume_mode == "disable":
         checkpoints = folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
+    start = StartModel(local_model(model.path), model.dtype, model.lora, config.seed)
+    pad = int(tokenizer.pad_token_id or 0)
     with (
         error_details_file(folder),
-        ray_session("ray" if is_on_ray(config.training) else "local"),
-        _trainer(config) as trainer,
+        ray_session("ray" if is_on_ray(training) else "local"),
+        trainer_class(start, pad, training, seed=config.seed, start=model.path) as trainer,
     ):
         return _train(config, trainer, train, validation, folder, checkpoints)
 
@@ -118,23 +126,6 @@ def _train(
     return model
 
 
-def _trainer(config: OfflineRunConfig) -> OfflineTrainer[Any, Any]:
-    path = config.model.path
-    start = StartModel(local_model(path), config.model.dtype, config.model.lora, config.seed)
-    trainers: dict[str, Any] = {
-        "preference": PreferenceTrainer,
-        "sft": SFTTrainer,
-        "sequence": RewardModelTrainer,
-        "token": ProcessRewardTrainer,
-        "likelihood": LikelihoodRewardTrainer,
-    }
-    pad = int(load_tokenizer(path).pad_token_id or 0)
-    trainer: OfflineTrainer[Any, Any] = trainers[_kind(config)](
-        start, pad, config.training, seed=config.seed, start=path
-    )
-    return trainer
-
-
 def _kind(config: OfflineRunConfig) -> str:
     """Name the training: preference, sft, or the head of a reward model."""
     if isinstance(config, RewardModelRunConfig):
@@ -143,33 +134,32 @@ def _kind(config: OfflineRunConfig) -> str:
 
 
 def _read(
-    config: OfflineRunConfig,
+    config: OfflineRunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[AnyExample], Sequence[AnyExample]]:
-    data, tokenizer, kind = config.data, load_tokenizer(config.model.path), _kind(config)
+    """Return the examples to learn from, and those that are held out."""
+    data, kind = config.data, _kind(config)
     options: dict[str, Any] = {
         "config": data.rows(),
         "max_length": data.max_length or vocabulary_and_context(config.model.path)[1],
         "too_long": data.too_long,
     }
-
-    def read(files: Sequence[str]) -> Sequence[AnyExample]:
-        if isinstance(config, PreferenceRunConfig):
-            labels = config.preference.loss == "kto"
-            return read_preferences(files, tokenizer, "labels" if labels else "pairs", **options)
-        if isinstance(config, RewardModelRunConfig) and kind == "token":
-            separator = config.reward_model.step_separator
-            return read_steps(files, tokenizer, separator=separator, **options)
-        if kind == "sft":
-            pairs = read_sft_pairs(files, tokenizer, **options)
-            return [SFTExample(prompt, response) for prompt, response in pairs]
-        if kind == "likelihood":
-            return read_preferences(files, tokenizer, **options)
-        return read_reward_pairs(files, tokenizer, **options)
-
-    train = read(data.train_files)
-    if data.val_files:
-        return train, read(data.val_files)
-    return held_out(train, data.val_size, config.seed)
+    read: Callable[..., Sequence[Any]] = read_reward_pairs
+    if isinstance(config, PreferenceRunConfig):
+        kind = "labels" if config.preference.loss == "kto" else "pairs"
+        read, options["kind"] = read_preferences, kind
+    elif isinstance(config, RewardModelRunConfig) and kind == "token":
+        read, options["separator"] = read_steps, config.reward_model.step_separator
+    elif kind == "sft":
+        read = read_sft_pairs
+    elif kind == "likelihood":
+        read = read_preferences
+    train, validation = (
+        read(files, tokenizer, **options) if files else []
+        for files in (data.train_files, data.val_files)
+    )
+    if kind == "sft":
+        train, validation = ([SFTExample(*pair) for pair in pairs] for pairs in (train, validation))
+    return (train, validation) if data.val_files else held_out(train, data.val_size, config.seed)
 
 
 def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list[E]]:

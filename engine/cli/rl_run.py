@@ -134,17 +134,13 @@ class RunLog:
         self._tracked, self._logs, self._step_lines = tracked, logs or MetricLogs(), step_lines
         self._tracked_steps: set[int] = set()
 
-    def say(self, line: str) -> None:
-        """Print a line."""
-        say(line)
-
     def resumed(self, folder: str, step: int) -> None:
         """Say that the run goes on after `step`, from a checkpoint in `folder`."""
-        self.say(f"rl: continues from {folder}, step {step}")
+        say(f"rl: continues from {folder}, step {step}")
 
     def validated_first(self, metrics: Metrics) -> None:
         """Record the metrics of the validation rows before the first step."""
-        self.say(f"rl: validation {metrics[SCORE]:.3f} before training")
+        say(f"rl: validation {metrics[SCORE]:.3f} before training")
         self.validations.append(metrics[SCORE])
         self.track([{"step": 0.0} | metrics])
 
@@ -155,11 +151,11 @@ class RunLog:
             self.validations.append(metrics[SCORE])
         self.track([*history, {"step": float(step)} | metrics])
         if self._step_lines:
-            self.say(step_line(step, total, metrics, [*history, metrics]))
+            say(step_line(step, total, metrics, [*history, metrics]))
 
     def hands_over(self, final: FinalModel) -> None:
         """Record which step's policy is the result of the run."""
-        self.say(f"rl: hands over {final}")
+        say(f"rl: hands over {final}")
         if self._tracked is not None:
             self._tracked.log_metrics(final.metrics(), final.last)
 
@@ -217,7 +213,7 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
             log.step(step, total, metrics, trainer.history)
             rollouts.step_done([*trainer.history, {"step": float(step)} | metrics])
             if step < total and run.save_freq > 0 and step % run.save_freq == 0:
-                log.say(f"rl: saved {run.save_model(trainer.save, step)}")
+                say(f"rl: saved {run.save_model(trainer.save, step)}")
 
         def on_resume(folder: str, step: int) -> None:
             log.resumed(folder, step)
@@ -231,7 +227,7 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
                 log.validated_first(trainer.validate(run.validation))
         trainer.on_step = on_step
         if not trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints):
-            log.say(f"rl: all {trainer.step} steps are done already; nothing to train")
+            say(f"rl: all {trainer.step} steps are done already; nothing to train")
         log.track(trainer.history)  # also of a run that was finished before
         folder, final = _save_final(run, trainer, log)
         log.hands_over(final)
@@ -283,7 +279,7 @@ def _listeners(run: RLRun, log: RunLog, rollouts: RolloutLog) -> OnRollouts:
         rollouts.rollouts(split, step, batch)
         if split == VALIDATION and run.print_validations:
             for line in printed_completions(batch, run.print_validations):
-                log.say(line)
+                say(line)
 
     return show
 
@@ -300,7 +296,7 @@ def _save_final(run: RLRun, trainer: RLTrainer, log: RunLog) -> tuple[Path, Fina
     try:
         return run.save_model(write, final.step), final
     except CheckpointError as error:
-        log.say(f"rl: {final} is lost, and the last step is handed over: {error}")
+        say(f"rl: {final} is lost, and the last step is handed over: {error}")
     final = choose_final_model("last", history, CheckpointStore(run.checkpoints))
     return run.save_model(trainer.save, trainer.step), final
 

@@ -17,7 +17,6 @@ from engine.config import (
     OfflineConfig,
     Options,
     ParallelConfig,
-    PoolConfig,
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,
     RLConfig,
@@ -26,9 +25,8 @@ from engine.config import (
     SFTConfig,
     WeightsConfig,
 )
-from engine.console import say
 from engine.data.rows import Truncation
-from engine.errors import ConfigError, PlacementError
+from engine.errors import ConfigError
 from engine.parallel.layout import AXES, Layout
 from engine.storage.filesystem import home
 
@@ -52,7 +50,7 @@ class DataFilesConfig(RowsConfig):
 
     @property
     def cut(self) -> Truncation | None:
-        """Return how long prompts are cut, if they are; those that are left out are not."""
+        """How long prompts are cut, if they are; those that are left out are not."""
         if self.truncation == "error" or self.filter_overlong_prompts:
             return None
         return Truncation(self.max_prompt_length, self.truncation)
@@ -120,6 +118,11 @@ class OutputConfig(RunOutputConfig):
     val_before_train: bool = Field(True, description="Validate before the first step, too")
     save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
 
+    @property
+    def ranks(self) -> int | None:
+        """The ranks of the policy; None where the layouts say them."""
+        return None if self.n_gpus_per_node is None else self.n_gpus_per_node * self.nnodes
+
     def contradictions(self) -> Iterator[str]:
         if self.nnodes > 1 and self.n_gpus_per_node is None:
             yield (
@@ -182,7 +185,7 @@ class OfflineRunConfig(Section):
 
     @property
     def training(self) -> OfflineConfig:
-        """Return the section of the training itself."""
+        """The section of the training itself."""
         training: OfflineConfig = getattr(self, self.section)
         return training
 
@@ -224,77 +227,27 @@ def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
     Sizes that are given stay; of the rest `fsdp` takes all, or `dp` where `fsdp` is given. Raises
     ConfigError where they don't multiply to the ranks.
     """
-    ranks, rl, notices = ranks_of(config), config.rl, list[str]()
-    actor = rl.actor.parallel
+    ranks, rl, notices = config.run.ranks, config.rl, list[str]()
+    actor, critic, reference = rl.actor.parallel, rl.critic.parallel, rl.reference
+    stays = {"offload_params": False}
     if ranks is not None:
         actor = _filled("actor", actor, ranks)
-    if actor.offload_params and actor.fsdp * actor.sp == 1 and ranks is not None:
-        actor = actor.model_copy(update={"offload_params": False})
+    alone = actor.fsdp * actor.sp == 1
+    if actor.offload_params and alone and ranks is not None:
+        actor = actor.replaced(stays)
         notices.append("actor.parallel.offload_params has no effect on one rank: weights stay")
-    critic = rl.critic.parallel
     if critic is not None:
         if not critic.model_fields_set.intersection(AXES):  # only other settings were given
-            critic = critic.model_copy(update={axis: getattr(actor, axis) for axis in AXES})
+            critic = critic.replaced({axis: getattr(actor, axis) for axis in AXES})
         elif ranks is not None:
             critic = _filled("critic", critic, ranks)
         if critic.offload_params and critic.fsdp * critic.sp == 1:
-            critic = critic.model_copy(update={"offload_params": False})
-    reference = rl.reference
-    if reference.offload_params and actor.fsdp * actor.sp == 1:
-        reference = reference.model_copy(update={"offload_params": False})
+            critic = critic.replaced(stays)
+    if reference.offload_params and alone:
+        reference = reference.replaced(stays)
         notices.append("reference.offload_params has no effect on one rank: its weights stay")
-    rl = rl.model_copy(
-        update={
-            "actor": rl.actor.model_copy(update={"parallel": actor}),
-            "critic": rl.critic.model_copy(update={"parallel": critic}),
-            "reference": reference,
-        }
-    )
-    return config.model_copy(update={"rl": rl}), notices
-
-
-def ranks_of(config: RunConfig) -> int | None:
-    """Return the ranks that `run.n_gpus_per_node` and `nnodes` ask for; None where they don't."""
-    per_node = config.run.n_gpus_per_node
-    return None if per_node is None else per_node * config.run.nnodes
-
-
-def gpu_pools(config: RunConfig) -> RLConfig:
-    """Return the run's settings with a GPU for each rank of the policy, where Ray has any.
-
-    Called when the placement is chosen and Ray is there. Raises PlacementError where
-    `run.device=cuda` finds none. Pools that were given stay, and so does `auto`.
-    """
-    from engine.trainers.auto_placement import cluster_has_gpus, run_roles
-    from engine.trainers.run_spec import default_pools, sampler_count
-
-    rl, device, ranks = config.rl, config.run.device, ranks_of(config)
-    trainer = rl.trainer
-    if trainer.placement == "local":
-        import torch
-
-        if device == "cuda" and not torch.cuda.is_available():
-            raise PlacementError(
-                "run.device=cuda, and PyTorch sees no GPU here; set trainer.device=cpu"
-            )
-        return rl
-    if trainer.pools or trainer.placement != "ray" or device == "cpu" or ranks is None:
-        return rl
-    if not cluster_has_gpus(rl):
-        if device == "cuda":
-            raise PlacementError("run.device=cuda, and Ray has no GPU; set trainer.device=cpu")
-        say(f"rl: Ray has no GPU, so {ranks} ranks compute on CPUs")
-        return rl
-    if sampler_count(trainer):
-        raise ConfigError(
-            f"run.n_gpus_per_node with trainer.mode={trainer.mode}: say which GPUs decode, with "
-            "trainer.placement=auto or trainer.pools"
-        )
-    policy, *others = default_pools(run_roles(rl)[1])
-    pools = [PoolConfig(roles=policy, cpus=1.0, gpus=1.0)]
-    pools += [PoolConfig(roles=roles, cpus=0.0) for roles in others]
-    placed = trainer.model_copy(update={"pools": tuple(pools)})
-    return rl.model_copy(update={"trainer": placed})
+    layouts = {"rl.actor.parallel": actor, "rl.critic.parallel": critic, "rl.reference": reference}
+    return config.replaced(layouts), notices
 
 
 def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
@@ -310,4 +263,4 @@ def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
             f"{role}.parallel ({sizes}) does not make the {ranks} ranks of run.n_gpus_per_node × "
             "run.nnodes; change one of them"
         )
-    return parallel.model_copy(update={free: rest})
+    return parallel.replaced({free: rest})

@@ -52,6 +52,15 @@ class Section(BaseModel):
             raise PydanticCustomError("not_a_number", "give a number, not true or false")
         return value
 
+    def replaced(self, values: Mapping[str, object]) -> Self:
+        """Return a copy with other values at dotted paths, e.g. `actor.optim.lr`, unchecked."""
+        changes: dict[str, Any] = {}
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            section = changes.get(name, getattr(self, name))
+            changes[name] = section.replaced({rest: value}) if rest else value
+        return self.model_copy(update=changes)
+
     def contradictions(self) -> Iterator[str]:
         """Yield what is wrong about settings that contradict one another, in sentences."""
         yield from ()

@@ -403,7 +403,7 @@ def rl(
             on_page=host().live_page("Rollouts"),
         )
         log = RunLog(this.tracked, logs, step_lines="console" in run.logger)
-        log.say(headline(config))
+        say(headline(config))
         trained = train_policy(training, log)
         steps = pd.DataFrame(trained.history)
         steps[MODEL] = steps["step"] == trained.final.step
@@ -413,7 +413,7 @@ def rl(
             copy_samples(f"{checkpoints.folder}/{ROLLOUTS}", this.folder / ROLLOUTS)
         metrics = next(row for row in trained.history if row["step"] == trained.final.step)
         if learned := read_overoptimisation(this.folder):
-            log.say(f"rl: {learned.sentence()}")
+            say(f"rl: {learned.sentence()}")
             metrics = metrics | learned.metrics()
         published = this.publish(metrics | trained.final.metrics(), trained.changed_settings)
         this.delete_local_checkpoints()
