@@ -153,9 +153,5 @@ _CONVERTERS: dict[str, Convert] = {  # by their names in the table
     "zero_alone": _zero_alone,  # Megatron's least learning rate; here it is a share of the peak
     # With `auto` the planner chooses the number of ranks.
     "size_or_auto": lambda value, key: [None, "auto"] if value == "auto" else [value, None],
-    # All of our schedules have a warm-up.
-    "hf_schedule": lambda value, key: str(getattr(value, "value", value)).replace(
-        "constant_with_warmup", "constant"
-    ),
     "whole_epochs": lambda value, key: max(1, round(value)),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from engine.cli.reward_file import each_row
@@ -24,8 +25,6 @@ from engine.models import CriticModel, load_model, save_model, save_tensors
 from engine.models.value_head import classifier_of, classifier_tensors
 from engine.rewards.reward_function import register_reward
 from engine.runtime import HybridActor
-
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def policy_module(model: object) -> Any:
@@ -53,14 +52,11 @@ def write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: P
             "HybridActor, or the path of one"
         )
     save_model(model, tokenizer, folder)
-    dtype = next(model.parameters()).dtype
-    if dtype not in _DTYPES:
-        raise ConfigError(f"actor_model has weights of {dtype}; convert it to torch.float32")
-    return _DTYPES[dtype]
+    return _dtype(model)
 
 
 def write_critic(
-    critic: object, actor: object, tokenizer: PreTrainedTokenizerBase, folder: Path
+    critic: object, actor: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> str | None:
     """Write what a critic has learned as a folder for `critic.model_path`, which it returns.
 
@@ -74,15 +70,17 @@ def write_critic(
             f"critic_model is a {type(critic).__name__}; make it with create_critic_model(model), "
             "or give the path of a model"
         )
-    if _is_fresh(critic, actor):
-        return None
+    if actor is not None and not critic.head.weight.detach().any():
+        base, backbone = actor.base_model.state_dict(), critic.backbone.state_dict()
+        if base.keys() == backbone.keys() and all(torch.equal(base[k], backbone[k]) for k in base):
+            return None
     if bool(critic.head.bias.detach().any()):
         raise ConfigError(
             "critic_model's head has a bias, which a classifier's folder has no place for; set it "
             "to 0, or begin with create_critic_model(model)"
         )
-    config, dtype = critic.config, next(critic.parameters()).dtype
-    classifier = classifier_of(config, dtype, int(tokenizer.pad_token_id or 0))
+    dtype = next(critic.parameters()).dtype
+    classifier = classifier_of(critic.config, dtype, int(tokenizer.pad_token_id or 0))
     tensors = classifier_tensors(classifier, critic.state_dict().items())
     save_tensors(classifier, tensors, tokenizer, folder)
     return str(folder)
@@ -90,15 +88,14 @@ def write_critic(
 
 def hand_back(folder: Path, model: torch.nn.Module) -> None:
     """Load the weights of a model folder into a model in memory."""
-    trained = load_model(folder, _DTYPES[next(model.parameters()).dtype])
-    model.load_state_dict(trained.state_dict())
+    model.load_state_dict(load_model(folder, _dtype(model)).state_dict())
 
 
-def _is_fresh(critic: CriticModel, actor: Any) -> bool:
-    if actor is None or bool(critic.head.weight.detach().any()):
-        return False
-    base, backbone = actor.base_model.state_dict(), critic.backbone.state_dict()
-    return base.keys() == backbone.keys() and all(torch.equal(base[k], backbone[k]) for k in base)
+def _dtype(model: torch.nn.Module) -> str:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"actor_model has weights of {dtype}; convert it to torch.float32")
+    return dtype
 
 
 _PROMPTS = ("prompts", "prompt", "queries", "query", "questions")
@@ -108,23 +105,19 @@ _COMPLETIONS = ("completions", "completion", "responses", "response", "outputs",
 def reward_settings(
     function: object, models: Sequence[object], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, object], bool]:
-    """Return the section `reward` for a function (or a name) and models, and whether a run of
-    several processes can have it too.
+    """Return the section `reward` for a function (or a name) and models, whose values are added.
 
-    Several rewards are added up. Raises ConfigError for what is no reward.
+    Also whether a run of several processes can have it. Raises ConfigError for what is no reward.
     """
-    named = [_of_function(function)] if function is not None else []
-    named += [_of_model(model, tokenizer) for model in models]
-    if not named:
+    specs = [_of_function(function)] if function is not None else []
+    specs += [_of_model(model, tokenizer) for model in models]
+    if not specs:
         return {}, True
-    anywhere = all(free for _, free in named)
-    first = dict(named[0][0])
-    others = {f"reward_{i}": spec for i, (spec, _) in enumerate(named[1:], start=2)}
+    section, *others = (dict(spec) for spec, _ in specs)
     if others:
-        first["components"] = others
-    if not anywhere:
-        first["isolation"] = "none"
-    return first, anywhere
+        section["components"] = {f"reward_{i}": spec for i, spec in enumerate(others, start=2)}
+    anywhere = all(free for _, free in specs)
+    return (section if anywhere else section | {"isolation": "none"}), anywhere
 
 
 def _of_function(function: object) -> tuple[dict[str, object], bool]:
@@ -194,10 +187,9 @@ def model_scores(
     It returns a tensor `[B]` or `[B, 1]`, or an object or mapping with that as `scores` or
     `logits`. Rows are padded on the right. Raises RewardError for any other output.
     """
-    rows = [encode_conversation(tokenizer, turns) for turns in conversations]
-    width, pad = max(map(len, rows)), int(tokenizer.pad_token_id or 0)
-    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    rows = [torch.tensor(encode_conversation(tokenizer, turns)) for turns in conversations]
+    ids = pad_sequence(rows, batch_first=True, padding_value=int(tokenizer.pad_token_id or 0))
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     device = next((p.device for p in getattr(model, "parameters", tuple)()), ids.device)
     out = model(input_ids=ids.to(device), attention_mask=mask.to(device))
     for name in ("scores", "logits"):

@@ -9,13 +9,14 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from engine.cli.settings import RunConfig
-from engine.compat.hf_trainer import read_settings
+from engine.compat.hf_trainer import Trainer, read_settings
 from engine.compat.in_memory import (
     hand_back,
     policy_module,
@@ -38,11 +39,10 @@ _WITH_ACTOR = ("actor", "rollout", "reference", "critic")  # where no part names
 
 @dataclass(frozen=True)
 class DeviceMesh:
-    """Devices of a cluster, and the roles on parts of them.
+    """Devices of a cluster, such as `cuda:3` or `cuda:0-3`, and the roles on parts of them.
 
-    Devices are `cuda:3`, or ranges such as `cuda:0-3`. Roles that no part names are the actor's
-    neighbours, as they are without a mesh. Ray picks the very devices; how many there are, and
-    which roles share them, is as here.
+    Roles that no part names are the actor's neighbours, as they are without a mesh. Ray picks the
+    very devices; how many there are, and which roles share them, is as here.
 
     Examples:
         >>> parts = {"actor": ["cuda:0-3"], "critic": ["cuda:4-7"]}
@@ -53,25 +53,24 @@ class DeviceMesh:
     sub_meshes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        devices, taken = set(_expanded(self.devices)), dict[str, str]()
-        for role, part in self.sub_meshes.items():
-            for device in _expanded(part):
-                if devices and device not in devices:
-                    raise ConfigError(
-                        f"DeviceMesh: sub_meshes[{role!r}] has {device}, which is not in devices; "
-                        "add it there, or leave it out"
-                    )
-                other = taken.setdefault(device, role)
-                if other != role and set(_expanded(self.sub_meshes[other])) != set(_expanded(part)):
-                    raise ConfigError(
-                        f"DeviceMesh: {device} is in sub_meshes[{other!r}] and in "
-                        f"sub_meshes[{role!r}], which differ; give them the same devices, or others"
-                    )
+        devices = set(_expanded(self.devices))
+        parts = {role: set(_expanded(part)) for role, part in self.sub_meshes.items()}
+        for role, part in parts.items():
+            if devices and (outside := sorted(part - devices)):
+                raise ConfigError(
+                    f"DeviceMesh: sub_meshes[{role!r}] has {outside[0]}, which is not in devices; "
+                    "add it there, or leave it out"
+                )
+        for (role, part), (other, others) in combinations(parts.items(), 2):
+            if part != others and (shared := sorted(part & others)):
+                raise ConfigError(
+                    f"DeviceMesh: {shared[0]} is in sub_meshes[{role!r}] and in "
+                    f"sub_meshes[{other!r}], which differ; give them the same devices, or others"
+                )
 
     def ranks(self, role: str = "actor") -> int:
         """Return the number of devices of a role; of all, where no part names it."""
-        part = self._parts().get(role, ())
-        return len(part or _expanded(self.devices)) or 1
+        return len(self._parts().get(role) or _expanded(self.devices)) or 1
 
     def pools(self, roles: frozenset[str]) -> tuple[PoolConfig, ...]:
         """Return the pools of a run with these roles; ConfigError for a role that it hasn't."""
@@ -85,7 +84,7 @@ class DeviceMesh:
         together: dict[tuple[str, ...], list[str]] = {}
         for role in sorted(roles, key=lambda name: (name != "actor", name)):
             part = parts.get(role, actor if role in _WITH_ACTOR else ())
-            together.setdefault(tuple(part) or (role,), []).append(role)
+            together.setdefault(part or (role,), []).append(role)
         return tuple(
             PoolConfig(
                 roles=tuple(names),
@@ -96,9 +95,7 @@ class DeviceMesh:
         )
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
-        return {
-            _NAMES.get(role, role): tuple(_expanded(part)) for role, part in self.sub_meshes.items()
-        }
+        return {_NAMES.get(role, role): tuple(_expanded(p)) for role, p in self.sub_meshes.items()}
 
 
 def _expanded(devices: Sequence[str] | str) -> list[str]:
@@ -178,25 +175,28 @@ class RLTrainer(rl.RLTrainer):
         self._actor: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if native or "model_path" in options:
-            if config is not None:
-                options["config"] = config
-            super().__init__(*native, **options)
+            super().__init__(*native, **options, **({} if config is None else {"config": config}))
             return
+        if isinstance(config, RLConfig):
+            raise ConfigError("config is an RLConfig; give a dictionary of settings beside a model")
+        settings = config or {}
         if pipeline is not None:
             actor_model = pipeline.actors[0]
             critic_model = pipeline.critics[0] if pipeline.critics else None
             tokenizer, reward_model = tokenizer or pipeline.tokenizer, [*pipeline.reward_models]
             reward_fn, algo = reward_fn or pipeline.reward_fn, algo or pipeline.algorithm
             data_loader = data_loader or pipeline.data_loader
-            config = {**pipeline.rollout_config, **pipeline.train_config, **_dictionary(config)}
+            settings = {**pipeline.rollout_config, **pipeline.train_config, **settings}
         if (actor_model is None) == (actor_engine is None):
             raise ConfigError("RLTrainer needs one of actor_model, actor_engine and pipeline")
         actor = actor_model if actor_engine is None else actor_engine
-        run = read_settings(_dictionary(config), algo).config
+        run = read_settings(settings, algo).config
         path, dtype, tokenizer = self._start(actor, tokenizer, run.model.dtype)
         values = run.rl.model_dump()
-        if (critic := self._critic(critic_model, tokenizer)) is not None:
-            values["critic"]["model_path"] = critic
+        if critic_model is not None:
+            folder = self._new_folder("critic")
+            if (critic := write_critic(critic_model, self._actor, tokenizer, folder)) is not None:
+                values["critic"]["model_path"] = critic
         _put_reward(values, reward_fn, reward_model, tokenizer)
         if device_mesh is not None:
             _put_mesh(values, device_mesh)
@@ -204,13 +204,12 @@ class RLTrainer(rl.RLTrainer):
         values["trainer"]["train_batch_size"] = loader.batch_size
         prompts = [row["prompt"] for row in loader.rows()]
         longest = max(map(len, encode_prompts(tokenizer, prompts, "data_loader")))
-        length = run.data.max_response_length
         super().__init__(
             path,
             RLConfig.model_validate(values),
             loader,
-            max_response_length=length,
-            max_model_len=longest + length,
+            max_response_length=run.data.max_response_length,
+            max_model_len=longest + run.data.max_response_length,
             seed=run.seed,
             dtype=dtype,
             lora=run.model.lora,
@@ -220,16 +219,13 @@ class RLTrainer(rl.RLTrainer):
     @classmethod
     def from_hf_config(cls, model: str, config_path: str | Path | None = None, **more: Any) -> Any:
         """`Trainer.from_hf_config`, under this name too."""
-        from engine.compat.hf_trainer import Trainer
-
         return Trainer.from_hf_config(model, config_path, **more)
 
     def fit(self, *args: Any, **kwargs: Any) -> rl.Metrics:
         """Train as `engine.trainers.rl.RLTrainer.fit`; a model in memory then has the result."""
         metrics = super().fit(*args, **kwargs)
         if self._actor is not None:
-            assert self._folder is not None
-            trained = Path(self._folder.name) / "trained"
+            trained = self._new_folder("trained")
             self.save(trained)
             hand_back(trained, self._actor)
         return metrics
@@ -247,9 +243,6 @@ class RLTrainer(rl.RLTrainer):
         if self._folder is not None:
             self._folder.cleanup()
 
-    def __enter__(self) -> Self:
-        return self
-
     def _start(self, actor: object, tokenizer: Any, dtype: str) -> tuple[str, str, Any]:
         """Return the folder that workers load, its dtype, and the tokenizer."""
         if isinstance(tokenizer, str | Path):
@@ -257,31 +250,21 @@ class RLTrainer(rl.RLTrainer):
         if isinstance(actor, str | Path):
             return str(actor), dtype, tokenizer or load_tokenizer(actor)
         tokenizer = tokenizer or getattr(actor, "tokenizer", None)
-        self._actor = policy_module(actor)
-        self._folder = tempfile.TemporaryDirectory(prefix="hybridflyte-")
-        folder = Path(self._folder.name) / "start"
+        self._actor, folder = policy_module(actor), self._new_folder("start")
         return str(folder), write_actor(self._actor, tokenizer, folder), tokenizer
 
-    def _critic(self, critic: object, tokenizer: PreTrainedTokenizerBase) -> str | None:
-        if critic is None:
-            return None
+    def _new_folder(self, name: str) -> Path:
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="hybridflyte-")
-        return write_critic(critic, self._actor, tokenizer, Path(self._folder.name) / "critic")
-
-
-def _dictionary(config: Mapping[str, object] | RLConfig | None) -> Mapping[str, object]:
-    if isinstance(config, RLConfig):
-        raise ConfigError("config is an RLConfig; give a dictionary of settings beside a model")
-    return config or {}
+        return Path(self._folder.name) / name
 
 
 def _put_reward(
     values: dict[str, Any], function: object, models: object, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Put reward functions and models into the values of an RLConfig."""
-    several = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else None
-    listed = several if several is not None else ([] if models is None else [models])
-    section, anywhere = reward_settings(function, listed, tokenizer)
+    if models is None or isinstance(models, str) or not isinstance(models, Sequence):
+        models = [] if models is None else [models]
+    section, anywhere = reward_settings(function, models, tokenizer)
     values["reward"] |= section
     if not anywhere:
         if values["trainer"]["placement"] not in ("", "local"):
@@ -294,8 +277,7 @@ def _put_reward(
 
 
 def _put_mesh(values: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Put the placement and the sizes of a mesh into the values of an RLConfig; sizes that were
-    given stay."""
+    """Put a mesh's placement and sizes into the values of an RLConfig; sizes that it has stay."""
     config = RLConfig.model_validate(values)
     if config.actor.parallel == ParallelConfig() and mesh.ranks() > 1:
         values["actor"]["parallel"]["fsdp"] = mesh.ranks()
