@@ -1,7 +1,4 @@
-"""`python -m engine.student TEACHER --layers 0,1 --out FOLDER`: where a smaller student starts.
-
-Exit status: 0, the folder is there; 1, not, with one sentence that says why; 2, wrong usage.
-"""
+"""`python -m engine.student TEACHER --layers 0,1 --out FOLDER`: where a smaller student starts."""
 
 from __future__ import annotations
 
@@ -15,9 +12,6 @@ from pathlib import Path
 from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError, StorageError
 
-STATUS = "exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage"
-FAILED = 1
-
 
 @exit_130_on_ctrl_c
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Write a model of some of a model's decoder layers, with its embeddings, last "
         "norm and tokenizer, as a Hugging Face folder: a student that starts near its teacher "
         "(algorithm.dataflow=distillation).",
-        epilog=STATUS,
+        epilog="exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage",
     )
     add = parser.add_argument
     add("teacher", metavar="TEACHER", help="folder or hub id of a causal language model")
@@ -49,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = write_student(options.teacher, options.layers, out)
     except EngineError as error:
         say(f"error: {error}", error=True)
-        return FAILED
+        return 1
     say(f"{out}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")
     return 0
 
