@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.cli.rl_run import open_trackers
+from engine.cli.rl_run import open_log
 from engine.cli.run_folder import (
+    checkpoint_folder,
     error_details_file,
     local_model,
     make_output_folder,
@@ -36,7 +37,7 @@ from engine.data.training_examples import (
 from engine.errors import DataError
 from engine.models import vocabulary_and_context
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers.offline import OfflineTrainer, SFTExample, SFTTrainer, is_on_ray, total_steps
+from engine.trainers.offline import SFTExample, SFTTrainer, is_on_ray, total_steps
 from engine.trainers.preference_learning import PreferenceTrainer
 from engine.trainers.reward_training import (
     LikelihoodRewardTrainer,
@@ -78,52 +79,34 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
         say(f"{name}: dry run, nothing is trained; the model would be in {config.run.folder()}")
         return None
     folder = make_output_folder(config.run.folder())
-    checkpoints = folder / "checkpoints"
-    if config.run.resume_mode == "disable":
-        checkpoints = folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
+    checkpoints = checkpoint_folder(folder, config.run.resume_mode)
     start = StartModel(local_model(model.path), model.dtype, model.lora, config.seed)
     pad = int(tokenizer.pad_token_id or 0)
     with (
         error_details_file(folder),
         ray_session("ray" if is_on_ray(training) else "local"),
         trainer_class(start, pad, training, seed=config.seed, start=model.path) as trainer,
+        open_log(config, folder, resumes=any(checkpoints.glob("step_*"))) as log,
     ):
-        return _train(config, trainer, train, validation, folder, checkpoints)
-
-
-def _train(
-    config: OfflineRunConfig,
-    trainer: OfflineTrainer[Any, Any],
-    train: Sequence[AnyExample],
-    validation: Sequence[AnyExample],
-    folder: Path,
-    checkpoints: Path,
-) -> Path:
-    started, name = time.monotonic(), config.training.section
-    resumes = any(checkpoints.glob("step_*"))
-    settings = config.model_dump(mode="json")
-    with open_trackers(config.run, settings, folder, resumes) as (tracked, logs):
+        started = time.monotonic()
 
         def on_step(step: int, total: int, metrics: dict[str, float]) -> None:
-            if tracked is not None:
-                tracked.log_metrics(metrics, step)
-            logs.log_metrics(metrics, step)
-            if "console" in config.run.logger:
+            log.track([{"step": float(step)} | metrics])
+            if log.step_lines:
                 left = human_time((time.monotonic() - started) / step * (total - step))
                 say(_line(name, step, total, metrics, left))
 
         trainer.on_step = on_step
         trainer.on_resume = lambda at, step: say(f"{name}: continues from {at}, step {step}")
         final = trainer.fit(train, validation, checkpoints)
-        total = trainer.total_steps(len(train))
-        target = folder / f"step_{total}"
-        model = save_atomically(lambda draft: trainer.save(draft, config.model.path), target)
-    say(f"{name}: done, {total} steps in {human_time(time.monotonic() - started)}")
+        target = folder / f"step_{steps}"
+        saved = save_atomically(lambda draft: trainer.save(draft, model.path), target)
+    say(f"{name}: done, {steps} steps in {human_time(time.monotonic() - started)}")
     for metric, value in sorted(final.items()):
         if "/validation_" in metric:
             say(f"  {metric.partition('/')[2]:<32} {value:.4f}")
-    say(f"  {'model':<32} {model}")
-    return model
+    say(f"  {'model':<32} {saved}")
+    return saved
 
 
 def _kind(config: OfflineRunConfig) -> str:
@@ -186,19 +169,18 @@ def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list
     )
 
 
+_SHOWN = {
+    "loss": "loss",
+    "accuracy": "rewards/accuracies",
+    "margin": "rewards/margins",
+    "KL": "kl",
+    "grad": "grad_norm",
+    "held-out loss": "validation_loss",
+    "held-out accuracy": "validation_accuracy",
+}
+
+
 def _line(name: str, step: int, total: int, metrics: dict[str, float], left: str) -> str:
-    shown = {
-        "loss": "loss",
-        "accuracy": "rewards/accuracies",
-        "margin": "rewards/margins",
-        "KL": "kl",
-        "grad": "grad_norm",
-        "held-out loss": "validation_loss",
-        "held-out accuracy": "validation_accuracy",
-    }
-    facts = [
-        f"{word} {metrics[f'{name}/{key}']:.4f}"
-        for word, key in shown.items()
-        if f"{name}/{key}" in metrics
-    ]
+    values = {word: metrics.get(f"{name}/{key}") for word, key in _SHOWN.items()}
+    facts = [f"{word} {value:.4f}" for word, value in values.items() if value is not None]
     return " · ".join([f"{name} {step:>4}/{total}", *facts, f"{left} left"])

@@ -17,6 +17,7 @@ import torch
 from engine.cli import rl_run
 from engine.cli.help_text import config_text
 from engine.cli.run_folder import (
+    checkpoint_folder,
     error_details_file,
     local_model,
     make_output_folder,
@@ -200,13 +201,10 @@ def run(config: RunConfig) -> Path:
     context = vocabulary_and_context(model)[1]
     prompts = read_prompts(config, load_tokenizer(model), context)
     config = _with_steps(config, len(prompts.loader))
-    checkpoints = folder / "checkpoints"
-    if config.run.resume_mode != "auto":
-        # With resume_path, too: what lies in "checkpoints" would come before the one that is named.
-        checkpoints = folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
+    checkpoints = checkpoint_folder(folder, config.run.resume_mode)
     with (
         error_details_file(folder),
-        rl_run.open_log(config, folder, any(checkpoints.glob("step_*"))) as log,
+        rl_run.open_log(config, folder, resumes=any(checkpoints.glob("step_*"))) as log,
         rl_run.placed(config.rl) as rl,
     ):
         config = _with_gpus(config.replaced({"rl": rl}))
@@ -328,8 +326,7 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         f"{len(prompts.loader)} prompts, {len(prompts.validation)} for validation, longest "
         f"{prompts.longest} tokens; output in {config.run.folder()}"
     )
-    yield from _batches(rl)
-    yield from _placement(rl)
+    yield from _layout_lines(rl)
     ranks, per_node = layout_of("actor", rl).world_size, config.run.n_gpus_per_node
     kind = accelerator
     if not kind and config.run.device != "cpu":
@@ -352,32 +349,22 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     yield from step_estimate(rl, work, machines)
 
 
-def _batches(rl: RLConfig) -> Iterator[str]:
-    """Yield the table of batches: prompts and completions of a step, mini-batch, micro-batch."""
-    n, trainer, rows = rl.rollout.n, rl.trainer, [("", "global", "mini", "a rank's mini", "micro")]
-    completions = trainer.train_batch_size * n
-    rows.append(("prompts", str(trainer.train_batch_size), "", "", ""))
-    sections: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", rl.actor)]
-    if "critic" in run_roles(rl)[1]:
-        sections.append(("critic", rl.critic))
-    for role, section in sections:
-        mini, ranks = section.ppo_mini_batch_size or completions, layout_of(role, rl).data_ranks
-        micro = f"{section.max_tokens_per_micro_batch} tokens"
-        rows.append((role, str(completions), str(mini), f"{mini / ranks:g}", micro))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    yield "batches   completions of a step" + (f", {n} a prompt" if n > 1 else "")
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
-        yield "          " + "  ".join(cells).rstrip()
-
-
-def _placement(rl: RLConfig) -> Iterator[str]:
-    pools, roles = rl.trainer.pools, run_roles(rl)[1]
-    named = [pool.roles for pool in pools] or default_pools(roles)
-    yield f"placement {rl.trainer.placement}: " + ", ".join("+".join(pool) for pool in named)
-    for role in ("actor", "critic"):
-        if role in roles:
-            layout = layout_of(role, rl)
-            yield f"          {role}: {layout.world_size} rank(s), {layout}"
-    rollout = rl.rollout
+def _layout_lines(rl: RLConfig) -> Iterator[str]:
+    """Yield a step's batches as a table, and which roles share a process."""
+    rollout, trainer, roles = rl.rollout, rl.trainer, run_roles(rl)[1]
+    completions = trainer.train_batch_size * rollout.n
+    sections: dict[str, ActorConfig | CriticConfig] = {"actor": rl.actor, "critic": rl.critic}
+    layouts = {role: layout_of(role, rl) for role in sections if role in roles}
+    row = "          {:<7}  {:>7}  {:>7}  {:>13}  {:>12}".format
+    yield "batches   completions of a step" + (f", {rollout.n} a prompt" if rollout.n > 1 else "")
+    yield row("", "global", "mini", "a rank's mini", "micro")
+    yield row("prompts", trainer.train_batch_size, "", "", "").rstrip()
+    for role, layout in layouts.items():
+        mini = sections[role].ppo_mini_batch_size or completions
+        micro = f"{sections[role].max_tokens_per_micro_batch} tokens"
+        yield row(role, completions, mini, f"{mini / layout.data_ranks:g}", micro)
+    pools = [pool.roles for pool in trainer.pools] or default_pools(roles)
+    yield f"placement {trainer.placement}: " + ", ".join("+".join(pool) for pool in pools)
+    for role, layout in layouts.items():
+        yield f"          {role}: {layout.world_size} rank(s), {layout}"
     yield f"          rollout: {rollout.engine}, tensor parallel {rollout.tensor_parallel_size}"
