@@ -6,12 +6,12 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from engine.config import ContaminationConfig, DataConfig, EvaluateConfig
-from engine.console import progress, say
+from engine.console import Progress, say
 from engine.controller.launch import ray_session
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.data.rows import prompt_text
@@ -52,9 +52,6 @@ from engine.stages.fetch import first_model, trained_by
 from engine.stages.settings import EvaluationSettings, RunContext
 from engine.stages.stage import LOCAL_OBJECT_STORE_BYTES, Artifact, host, run_folder, stage
 from engine.storage.artifacts import Parent, local_path, read_manifest
-
-if TYPE_CHECKING:
-    from engine.console import Progress
 
 REPORT, LINEAGE = "report.html", "lineage.html"
 MODELS = ("warm_start", "rl")
@@ -184,7 +181,7 @@ def answer_problems(
     share = share_of(sum(map(len, problems.values())), part)
     each = (share.stop - share.start) * (1 + config.samples)
     rows: dict[str, pd.DataFrame] = {}
-    bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
+    bar = Progress(len(models) * each, "evaluate", "answer")
     with bar:
         for name, folder in models.items():
             rows[name] = evaluate_model(
@@ -201,7 +198,7 @@ def answer_problems(
     return rows
 
 
-def update_progress(bar: Progress[None], offset: int) -> Callable[[int], None]:
+def update_progress(bar: Progress, offset: int) -> Callable[[int], None]:
     """Return a callback that sets the bar to `offset` plus one model's finished completions."""
     return lambda done: bar.update(offset + done - bar.count)
 

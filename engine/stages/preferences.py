@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pandas as pd
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from engine.config import PreferenceTrainingConfig
-from engine.console import progress, say
+from engine.console import Progress, say
 from engine.controller.launch import ray_session, require_shared
 from engine.data.contract import KTO_ROWS, PREFERENCE_PAIRS, check
 from engine.data.sources import evaluation_files
@@ -36,9 +36,6 @@ from engine.storage.artifacts import Parent
 from engine.trainers.offline import is_on_ray
 from engine.trainers.preference_learning import PreferenceTrainer
 from engine.workers.supervised import uses_reference
-
-if TYPE_CHECKING:
-    from engine.console import Progress
 
 SPLITS = ("train", "validation")
 FACTS = "reference.json"
@@ -94,7 +91,7 @@ def sample_tables(
         frames["train"] = frames["train"][: config.prompts].reset_index(drop=True)
     tables, metrics, before = {}, dict[str, float](), 0
     completions = config.n * sum(map(len, frames.values()))
-    bar: Progress[None] = progress(completions, "pairs", "completion")
+    bar = Progress(completions, "pairs", "completion")
     with bar:
         for name, frame in frames.items():
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +28,7 @@ from engine.cli.rl_run import (
     train_policy,
 )
 from engine.config import ModelConfig, OfflineConfig, SamplingConfig, SFTConfig
-from engine.console import progress, say
+from engine.console import Progress, say
 from engine.controller.launch import ray_session, require_shared
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompts, encode_response
@@ -70,9 +70,6 @@ from engine.trainers.offline import (
     is_on_ray,
     offline_dtype,
 )
-
-if TYPE_CHECKING:
-    from engine.console import Progress
 
 COPY_SECONDS = 30.0  # between two looks at what has grown
 CLOSE_SECONDS = 60.0  # for the last copy
@@ -233,7 +230,7 @@ def train_on_rows(
     def attempt(trainer: OfflineTrainer[Example, Any]) -> None:
         trained.steps = trainer.total_steps(len(train))
         losses: dict[str, float] = {}
-        bar: Progress[None] = progress(trained.steps, name, unit="step")
+        bar = Progress(trained.steps, name, unit="step")
 
         def report(step: int, total: int, metrics: dict[str, float]) -> None:
             trained.history[step] = metrics
