@@ -44,8 +44,7 @@ class DataFilesConfig(RowsConfig):
     first, middle both ends"""
     shuffle: bool = Field(True, description="A new order of the rows in each epoch")
     train_max_samples: int = Field(-1, ge=-1)
-    """Rows of train_files to learn from: the first ones, or with shuffle ones drawn by seed; -1:
-    all"""
+    """Rows of train_files to learn from: the first, or with shuffle some drawn by seed; -1: all"""
     val_max_samples: int = Field(-1, ge=-1, description="The same of val_files; -1: all")
 
     @property
@@ -112,9 +111,8 @@ class OutputConfig(RunOutputConfig):
     total_epochs: int | None = Field(None, ge=1)
     """Times through the data; instead of total_training_steps"""
     val_only: bool = False
-    """Validate the newest checkpoint, or model.path, and train nothing"""
-    log_val_generations: int = Field(0, ge=0)
-    """Completions of each validation that are printed"""
+    """Validate the newest checkpoint or model.path; no training"""
+    log_val_generations: int = Field(0, ge=0, description="Completions of a validation to print")
     val_before_train: bool = Field(True, description="Validate before the first step, too")
     save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
 
@@ -164,9 +162,9 @@ class PreferenceFilesConfig(ColumnsConfig):
     """Our column (prompt, chosen, rejected, margin; completion, label; completions, labels): the
     files' column, e.g. {chosen: better}; info.answer is the field answer of the column info"""
     max_length: int = Field(0, ge=0)
-    """Longest prompt and response in tokens; 0: the model's context"""
+    """Longest example in tokens; 0: the model's context"""
     too_long: Literal["fail", "drop"] = "fail"
-    """Longer ones: refuse them, or leave them out"""
+    """Longer ones: refuse, or leave out"""
 
     def rows(self) -> RowsConfig:
         """Return how rows of files become prompts and responses."""

@@ -22,16 +22,14 @@ class TeacherConfig(Section):
     http://10.0.0.7:8000, without /v1"""
     tokenizer: str = ""
     """url: folder of the served model's tokenizer, to be compared; empty: the policy's own"""
-    served_model: str = ""
-    """url: the model's name there; empty: the server is asked"""
+    served_model: str = Field("", description="url: its name there; empty: the server is asked")
     api_key_env: str = Field("", description="url: environment variable with the server's key")
     concurrency: int = Field(16, ge=1, description="url: requests under way at once")
     timeout_s: float = Field(1800.0, gt=0, description="url: deadline for one batch")
     request_timeout_s: float = Field(600.0, gt=0, description="url: deadline of one request")
     max_retries: int = Field(5, ge=0, description="url: of a request that failed")
     weight: float = Field(1.0, gt=0, description="Share in the loss, over the sum of all weights")
-    rows: str = ""
-    """With route_by: the value in that column of the rows that it teaches"""
+    rows: str = Field("", description="With route_by: that column's value in rows that it teaches")
 
     def contradictions(self) -> Iterator[str]:
         if bool(self.model) == bool(self.url):
@@ -45,14 +43,13 @@ class DistillationConfig(Section):
     """policy_gradient: of the reverse KL, by the sampled tokens alone; the others compare
     distributions token by token"""
     beta: float = Field(0.5, gt=0, lt=1)
-    """jsd: near 0 it is like forward_kl, near 1 like reverse_kl"""
+    """jsd: near 0 as forward_kl, near 1 as reverse_kl"""
     top_k: int = Field(0, ge=0)
     """Compare the teacher's likeliest tokens, and all others together; 0: the whole vocabulary"""
     teachers: tuple[TeacherConfig, ...] = ()
     """Several teachers, or one behind a url; none: algorithm.teacher"""
     route_by: str = ""
-    """Column of the rows whose value chooses the teacher (its rows=…); empty: all teach every row,
-    by weight"""
+    """Column that chooses a row's teacher (its rows=…); empty: all teach every row, by weight"""
 
     def contradictions(self) -> Iterator[str]:
         names = [teacher.rows for teacher in self.teachers]
@@ -98,8 +95,7 @@ class RolloutCorrectionConfig(Section):
 class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: groups without signal are sampled again from other prompts."""
 
-    enable: bool = False
-    """Replace groups whose rewards are all equal (DAPO)"""
+    enable: bool = Field(False, description="Replace groups whose rewards are all equal (DAPO)")
     metric: Literal["score", "reward"] = "score"
     """What must differ in a group: the raw score, or the shaped reward"""
     max_num_gen_batches: int = Field(10, ge=1, description="Rollouts a step, at most")
@@ -110,10 +106,8 @@ class PreferenceConfig(Section):
 
     loss: str = "sigmoid"
     """Name in the registry of preference losses, or package.module:name"""
-    beta: float | None = Field(None, gt=0)
-    """Strength of the penalty for leaving the reference"""
-    label_smoothing: float | None = Field(None, ge=0, lt=0.5)
-    """Assumed share of wrong labels"""
+    beta: float | None = Field(None, gt=0, description="Penalty for leaving the reference")
+    label_smoothing: float | None = Field(None, ge=0, lt=0.5, description="Share of wrong labels")
     length_normalize: bool | None = None
     """Average log-probs over a completion's tokens instead of summing"""
     simpo_gamma: float | None = Field(None, ge=0, description="SimPO's margin")

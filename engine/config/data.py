@@ -22,8 +22,7 @@ class SamplingConfig(Section):
     so many when they were last sampled, and those that never were"""
     pass_rate_recheck: int = Field(3, ge=0)
     """Epochs after which a prompt outside pass_rate is tried again; 0: never"""
-    max_uses: int = Field(0, ge=0)
-    """Times that a prompt may be drawn in a run; 0: no limit"""
+    max_uses: int = Field(0, ge=0, description="Draws of a prompt in a run, at most; 0: no limit")
 
     def contradictions(self) -> Iterator[str]:
         if self.pass_rate is not None and not 0 <= self.pass_rate[0] <= self.pass_rate[1] <= 1:
@@ -51,8 +50,7 @@ class ColumnsConfig(Section):
     apply_chat_template_kwargs: Options = Field({})
     """Variables of the model's chat template, e.g. {enable_thinking: false}"""
     bad_rows: Literal["fail", "drop"] = "fail"
-    """Rows that can't be read or break the contract: refuse them by number, or leave them out and
-    count them"""
+    """Rows that can't be read or break the contract: refuse them by number, or leave them out"""
 
 
 class RowsConfig(ColumnsConfig):
@@ -167,14 +165,13 @@ class WeightsConfig(Section):
 class ModelConfig(WeightsConfig):
     """The policy: a Hugging Face folder, or a small Qwen2-shaped model made from scratch."""
 
-    path: str = ""
-    """Hugging Face causal LM folder or hub id; empty: from scratch"""
+    path: str = Field("", description="Hugging Face causal LM folder, or hub id; empty: scratch")
     hidden_size: int = Field(96, ge=8, description="Width of a model made from scratch")
     intermediate_size: int = Field(256, ge=8, description="Width inside its MLPs")
     num_hidden_layers: int = Field(3, ge=1, description="Its decoder layers")
     num_attention_heads: int = Field(3, ge=1, description="Its query heads; divides hidden_size")
     num_key_value_heads: int = Field(1, ge=1)
-    """Its key and value heads; divides num_attention_heads"""
+    """Its key and value heads; divides the query heads"""
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
     initializer_range: float = Field(0.08, gt=0, description="Std of the initial weights")
 

@@ -29,7 +29,7 @@ class GuardConfig(Section):
     metric: GuardMetric = "pass_at_1"
     """Greedy, sampled or majority answers right, or format kept"""
     tolerance: float = Field(0.0, ge=0, lt=1)
-    """The change's lower end may be this far below 0"""
+    """The change's lower end may be so far below 0"""
 
     @property
     def name(self) -> str:
@@ -50,8 +50,7 @@ class ContaminationConfig(Section):
 class RewardModelGateConfig(Section):
     """When a reward model becomes the champion among reward models."""
 
-    model_name: str = Field("hybridflyte-reward-model", min_length=1)
-    """Registered model in MLflow"""
+    model_name: str = Field("hybridflyte-reward-model", min_length=1, description="Model in MLflow")
     alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
     minimum_accuracy: float = Field(0.5, ge=0, lt=1)
     """Share of held-out pairs that it ranks right; the lower end of the interval must top it"""
@@ -62,16 +61,12 @@ class RewardModelGateConfig(Section):
 class PromoteConfig(Section):
     """When a model becomes the champion."""
 
-    model_name: str = Field("hybridflyte-policy", min_length=1)
-    """Registered model in MLflow"""
+    model_name: str = Field("hybridflyte-policy", min_length=1, description="Model in MLflow")
     alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
     dataset: str = Field("test", min_length=1)
-    """Evaluation set that decides: test, a name of data.evaluation_sets, or all: every one must
-    pass"""
-    minimum_gain: float = Field(0.0, ge=0, lt=1)
-    """Lower end of the interval must top it"""
-    bootstrap: bool = False
-    """Let the first champion in without a gain over the warm start"""
+    """What decides: test, a name of data.evaluation_sets, or all: every one must pass"""
+    minimum_gain: float = Field(0.0, ge=0, lt=1, description="The interval's lower end must top it")
+    bootstrap: bool = Field(False, description="Let the first champion in without a gain over SFT")
     minimum_score: float | None = Field(None, ge=0, le=1)
     """Greedy pass@1 of the new model; lower end of the interval"""
     guards: tuple[GuardConfig, ...] = Field((), description="Where it must not be worse")
@@ -124,14 +119,11 @@ class ScoredRolloutConfig(Section):
 
     engine: str = Field("native", description="Rollout engine: native or vllm")
     parallel: ParallelConfig | None = None
-    """dp copies of the model share the prompts, each on tp ranks; none: copies on all GPUs of the
-    machine"""
+    """dp copies share the prompts, each on tp ranks; none: copies on all GPUs of the machine"""
     reward: RewardConfig | None = None
-    """What scores completions; none: the reward of RL"""
-    plugins: tuple[str, ...] = ()
-    """Your modules that register the reward; none: those of RL"""
-    named_content: str = ""
-    """Digest of your modules, for the cache; workflows fill it"""
+    """What scores completions; none: RL's reward"""
+    plugins: tuple[str, ...] = Field((), description="Your modules that register it; none: RL's")
+    named_content: str = Field("", description="Digest of your modules; workflows fill it")
 
     @property
     def scorer(self) -> RewardConfig:
@@ -161,15 +153,13 @@ class PairsConfig(ScoredRolloutConfig):
     """Of files: rows to hold out, all those of a prompt in one piece"""
     prompts: int = Field(0, ge=0, description="Prompts of the split train; 0: all")
     n: int = Field(8, ge=2, description="Completions a prompt, of which pairs are made")
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature of the completions that are ranked"""
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature of what is ranked")
     pairs_a_prompt: int = Field(1, ge=1)
     """At most: the best with the worst, the next with the next, …; of labels (KTO) so many good
     ones and so many bad ones"""
-    margin: float = Field(0.0, ge=0)
-    """The two rewards of a pair differ by more than this"""
+    margin: float = Field(0.0, ge=0, description="A pair's two rewards differ by more than this")
     rounds: int = Field(1, ge=1)
-    """Rollout → rank → update so often, each on the policy before it"""
+    """Rollout → rank → update so often, each on the policy before"""
 
     def contradictions(self) -> Iterator[str]:
         if self.path and self.rounds > 1:
@@ -188,16 +178,14 @@ class LMEvalConfig(Section):
 
     tasks: tuple[str, ...] = Field((), description="Names of its tasks; none: it is not run")
     include_path: str = Field("", description="Folder with task files (YAML) of your own")
-    num_fewshot: int | None = Field(None, ge=0)
-    """Examples in a prompt; none: the task's"""
+    num_fewshot: int | None = Field(None, ge=0, description="Examples a prompt; none: the task's")
     limit: int = Field(0, ge=0, description="Documents a task; 0: all")
     batch_size: int = Field(8, ge=1, description="Documents in a batch of the harness")
     apply_chat_template: bool = Field(False, description="Put prompts into the model's template")
     offline: bool = Field(True, description="Take data from this machine alone, not from the hub")
     python: str = Field("", description="A Python that has lm_eval; empty: the run's own")
     timeout_s: float = Field(6 * 3600.0, gt=0, description="Longest run on one model, in seconds")
-    named_content: str = ""
-    """Digest of include_path, for the cache; workflows fill it"""
+    named_content: str = Field("", description="Digest of include_path; workflows fill it")
 
 
 class EvaluateConfig(ScoredRolloutConfig):
@@ -205,13 +193,11 @@ class EvaluateConfig(ScoredRolloutConfig):
 
     k: int = Field(4, ge=1, description="pass@k")
     samples: int = Field(4, ge=1, description="Samples a problem for pass@k and majority vote")
-    temperature: float = Field(0.8, gt=0)
-    """Sampling temperature of pass@k and majority vote"""
+    temperature: float = Field(0.8, gt=0, description="Temperature of pass@k and majority vote")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the intervals")
     bootstrap_samples: int = Field(10000, ge=100)
     """Resamples of the problems for the paired interval"""
-    map_parts: int = Field(1, ge=1)
-    """Machines that share the problems, by a map task of Flyte"""
+    map_parts: int = Field(1, ge=1, description="Machines that share the problems (a map task)")
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
     step_timeout_s: float = Field(7200.0, gt=0, description="Deadline for one call to a rank")
     lm_eval: LMEvalConfig = LMEvalConfig()

@@ -17,8 +17,7 @@ from engine.config.training import LoopConfig, OptimConfig, ParallelConfig
 class OverlongBufferConfig(Section):
     """DAPO's soft penalty on completions that come near the length limit."""
 
-    enable: bool = False
-    """Penalize completions near the length limit (DAPO)"""
+    enable: bool = Field(False, description="Penalize completions near the length limit (DAPO)")
     len: int = Field(16, ge=1, description="Tokens before the limit where the penalty sets in")
     penalty_factor: float = Field(1.0, ge=0, description="Penalty at the limit")
 
@@ -26,8 +25,7 @@ class OverlongBufferConfig(Section):
 class RewardSpec(NamedSection):
     """A reward function; its name alone stands for one without options."""
 
-    name: str = "answer_match"
-    """Name in the registry, or package.module:function"""
+    name: str = Field("answer_match", description="Its registered name, or package.module:function")
     options: Options = Field({}, description="Options that the reward declares, by name")
 
 
@@ -65,8 +63,7 @@ class DebugConfig(Section):
     """Records of steps, for `python -m engine.replay`."""
 
     record_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps, e.g. [3, 40], whose inputs and state are written to recorded/ beside the
-    checkpoints"""
+    """Steps, e.g. [3, 40], whose inputs and state go to recorded/ beside the checkpoints"""
     record_failed: bool = False
     """The same for steps that end in an error or with a metric that is not finite; each step then
     waits for a write of the state that it begins with"""
@@ -84,9 +81,9 @@ class GpuKindConfig(Section):
     tflops: float = Field(gt=0, description="Dense bfloat16, in 10^12 operations a second")
     memory_gbs: float = Field(gt=0, description="Bandwidth of its memory, 10^9 bytes a second")
     link_gbs: float = Field(32.0, gt=0)
-    """To GPUs of the same machine, each way, 10^9 bytes a second"""
+    """To GPUs of its machine, each way, 10^9 bytes a second"""
     network_gbs: float = Field(12.5, gt=0)
-    """To other machines, a GPU, 10^9 bytes a second"""
+    """To other machines, 10^9 bytes a second a GPU"""
     vendor: Literal["nvidia", "amd"] = "nvidia"
 
 
@@ -137,11 +134,9 @@ class ActorConfig(UpdateConfig):
     """How token losses become one number; None: the loss's own, or token-mean"""
     loss_scale_factor: float | None = Field(None, gt=0)
     """Divisor of seq-mean-token-sum-norm; None: the response width"""
-    entropy_coeff: float = Field(0.0, ge=0)
-    """Coefficient of the entropy bonus in the loss"""
+    entropy_coeff: float = Field(0.0, ge=0, description="Coefficient of the loss's entropy bonus")
     use_kl_loss: bool = Field(True, description="KL to the reference as a term of the loss")
-    kl_loss_coef: float = Field(0.001, ge=0)
-    """Coefficient of the KL term in the loss (use_kl_loss)"""
+    kl_loss_coef: float = Field(0.001, ge=0, description="Coefficient of use_kl_loss's term")
     kl_loss_type: str = Field("low_var_kl", description="KL estimator in the loss")
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """MoE models: weight of the loss that balances experts' load"""
@@ -153,7 +148,7 @@ class CriticConfig(UpdateConfig):
     """The value model of PPO."""
 
     model_path: str = ""
-    """Model that it starts from, of the same tokens; empty: the policy's"""
+    """Its start, of the same tokens; empty: the policy's model"""
     optim: OptimConfig = OptimConfig(lr=1e-3, weight_decay=0.0)
     ppo_epochs: int = Field(2, ge=1, description="Passes over each step's batch")
     cliprange_value: float = Field(0.5, gt=0)
@@ -165,8 +160,7 @@ class CriticConfig(UpdateConfig):
 class ReferenceConfig(Section):
     """The policy as it was before RL, sharded as the actor is."""
 
-    offload_params: bool = False
-    """Keep its weights in CPU memory between uses (fsdp)"""
+    offload_params: bool = Field(False, description="Keep it in CPU memory between uses (fsdp)")
 
 
 class TokenSamplingConfig(Section):
@@ -189,14 +183,13 @@ class RolloutConfig(TokenSamplingConfig):
     """How completions are sampled."""
 
     engine: str = "native"
-    """native, vllm, server, or your own as package.module:name"""
+    """native, vllm, server, or yours as package.module:name"""
     options: Options = Field({}, description="Options of an engine of your own, by name")
     n: int = Field(8, ge=1, description="Completions a prompt")
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks that decode together; the others of the actor's are copies. With
     rollout.vllm.in_process=false: processes of each vLLM engine"""
-    parts: int = Field(1, ge=1)
-    """Parts whose rewards are computed while the rest still decodes"""
+    parts: int = Field(1, ge=1, description="Parts that are rewarded while the rest still decodes")
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Of the weights in processes that only decode; empty: the policy's"""
     max_num_seqs: int = Field(512, ge=1, description="Completions decoded at once")
@@ -224,10 +217,8 @@ class TrainerConfig(LoopConfig):
     """The first step that updates the policy; those before it update the critic alone"""
     mode: str = "sync"
     """Rollout source: sync, one_step_off, async, or your own: who waits for whom"""
-    delta_sync: bool = False
-    """Send rollout processes only the weights that changed"""
-    staleness: int = Field(1, ge=0)
-    """async: policy versions that a completion may be behind"""
+    delta_sync: bool = Field(False, description="Send rollout processes only changed weights")
+    staleness: int = Field(1, ge=0, description="async: versions that a completion may be behind")
     rollout_workers: int = Field(1, ge=1)
     """one_step_off, async: processes that only decode, each with a whole policy; what one takes is
     the pool [sampler] of trainer.pools"""

@@ -31,8 +31,7 @@ class VllmConfig(Section):
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
     """Share of each GPU's memory for vLLM: weights, activations and KV cache. CPUs: see
     rollout.kv_cache_memory_mb"""
-    enforce_eager: bool = False
-    """Neither CUDA graphs nor compilation; a CPU has none anyway"""
+    enforce_eager: bool = Field(False, description="Neither CUDA graphs nor compilation")
     enable_chunked_prefill: bool | None = None
     """Compute long prompts in parts, beside decoding; null: on a GPU"""
     enable_prefix_caching: bool = True
@@ -77,7 +76,7 @@ class ServerConfig(Section):
     weights_dir: str = ""
     """Folder that both machines see at this path; weights pass through it"""
     reload_url: str = ""
-    """weights=folder: is sent {version, tag, path} and loads that folder"""
+    """weights=folder: is sent {version, tag, path}, and loads it"""
     version_url: str = "/v1/models"
     """weights=folder: its answer holds the tag of what is served"""
     probe_tolerance: float = Field(0.1, ge=0)
@@ -129,16 +128,13 @@ class AgentConfig(Section):
     num_workers: int = Field(1, ge=0)
     """Processes that environments run in, which may hang or die; 0: the rollout's own, for light
     ones that never block"""
-    concurrency: int = Field(0, ge=0)
-    """Episodes under way at a time; 0: rollout.max_num_seqs"""
-    timeout_s: float = Field(600.0, gt=0)
-    """Of an episode: no turn begins later than that"""
+    concurrency: int = Field(0, ge=0, description="Episodes under way; 0: rollout.max_num_seqs")
+    timeout_s: float = Field(600.0, gt=0, description="Of an episode: no turn begins after that")
     turn_timeout_s: float | None = Field(None, gt=0)
     """Of one turn: it is cut there, and the last of its episode; null: no limit"""
     call_timeout_s: float = Field(60.0, gt=0, description="Deadline for one answer")
     on_limit: Literal["score", "drop"] = "score"
-    """An episode that a limit of turns, tokens or seconds ends: learn from it as it is, or leave it
-    out"""
+    """An episode that turns, tokens or seconds end: learn from it as it is, or leave it out"""
     on_error: Literal["drop", "score"] = "drop"
     """An episode whose environment fails: leave it out, or error_reward"""
     error_reward: float = Field(0.0, description="With on_error=score: added to its last turn")

@@ -23,10 +23,7 @@ PRESET = "preset:"
 
 
 def config_path(source: str | Path) -> Path:
-    """Return the file that is meant: a path, or a shipped one as `preset:NAME`.
-
-    Raises ConfigError for an unknown preset, with the names there are.
-    """
+    """Return the file of a path, or of `preset:NAME`; ConfigError for an unknown preset."""
     text = str(source)
     if not text.startswith(PRESET):
         return Path(text).expanduser()
@@ -52,10 +49,7 @@ def parse_config(values: dict[str, Any]) -> PipelineConfig:
 
 
 def load_config(path: str | Path) -> PipelineConfig:
-    """Read a YAML or JSON file, or `preset:NAME`.
-
-    Raises ConfigError when it is missing, malformed or wrong.
-    """
+    """Read a YAML or JSON file, or `preset:NAME`; ConfigError when it is missing or wrong."""
     return parse_config(read_yaml(config_path(path), f"config file {path}"))
 
 
@@ -81,7 +75,7 @@ def explain(error: ValidationError) -> str:
     """Turn pydantic's report into sentences that name the field, the value and the way out."""
     lines = []
     for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"])
+        field = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown setting {field!r}; check its spelling and its section")
         elif item["type"] == "value_error":
@@ -127,10 +121,9 @@ def sections(
     inner: list[tuple[str, type[BaseModel]]] = []
     settings: list[Setting] = []
     declared = vars(model).get("__annotations__", {})
-    # What a section adds to its base comes first.
-    for name, info in sorted(
-        model.model_fields.items(), key=lambda field: field[0] not in declared
-    ):
+    fields = model.model_fields
+    for name in sorted(fields, key=lambda name: name not in declared):  # a base's come last
+        info = fields[name]
         if (section := section_of(info.annotation)) is not None:
             inner.append((name, section))
             continue
@@ -157,10 +150,10 @@ def summary(model: type[BaseModel]) -> str:
     return (model.__doc__ or "").strip().splitlines()[0]
 
 
-def markdown(root: type[BaseModel] = PipelineConfig) -> str:
+def markdown() -> str:
     """Return the reference as a page: a heading and a table for each section."""
     parts = [INTRODUCTION]
-    for path, model, settings in sections(root):
+    for path, model, settings in sections(PipelineConfig):
         if not settings:
             continue
         table = ["| setting | default | meaning |", "| --- | --- | --- |"]

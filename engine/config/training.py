@@ -27,15 +27,13 @@ class ParallelConfig(Section):
     sp: int = Field(1, ge=1, description="Ranks that each sequence is split over (Ulysses)")
     tp: int = Field(1, ge=1, description="Ranks that each matrix is split over")
     pp: int = Field(1, ge=1, description="Stages of layers, run in a pipeline (1F1B)")
-    sequence_parallel: bool = True
-    """With tp: norms and residuals on a part of the tokens"""
+    sequence_parallel: bool = Field(True, description="With tp: norms on a part of the tokens")
     compute_dtype: Literal["", "float32", "bfloat16"] = ""
     """Of forward and backward; empty: the weights'. Masters stay float32"""
     packing: bool | Literal["auto"] = "auto"
     """Rows as one sequence without padding, a shared prompt computed once; auto: where that saves a
     twentieth of the positions"""
-    offload_params: bool = False
-    """Keep weights in CPU memory between uses (fsdp)"""
+    offload_params: bool = Field(False, description="Keep weights in CPU memory between uses")
     offload_optimizer: bool = False
     """Keep the optimizer's moments in CPU memory between updates"""
     activation_checkpointing: bool = False
@@ -58,8 +56,7 @@ class OptimConfig(Section):
     optimizer: Literal["AdamW", "Adam", "SGD"] = "AdamW"
     """Update rule, by torch's name; SGD has the momentum below"""
     lr: float = Field(1e-3, gt=0, description="Peak learning rate")
-    weight_decay: float = Field(0.01, ge=0)
-    """Of matrices: AdamW's decoupled one, of Adam and SGD L2"""
+    weight_decay: float = Field(0.01, ge=0, description="Of matrices: AdamW's decoupled, else L2")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD's; without effect on the others")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's mean")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the gradient's square")
@@ -68,8 +65,7 @@ class OptimConfig(Section):
     """Steps of the run spent warming up; none: by warmup_ratio"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after the warm-up; wsd: stable, then a cosine's decay"""
-    num_cycles: float = Field(0.5, gt=0)
-    """Waves of a cosine; 0.5 goes down once, from lr to its end"""
+    num_cycles: float = Field(0.5, gt=0, description="Waves of a cosine; 0.5 goes down once")
     stable_ratio: float = Field(0.9, ge=0, le=1)
     """wsd: share of the steps after the warm-up at full lr"""
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, over lr")
@@ -88,8 +84,7 @@ class OptimConfig(Section):
 class LoopConfig(Section):
     """Checkpoints, failures and processes of a training loop."""
 
-    max_checkpoints_to_keep: int = Field(2, ge=1)
-    """The newest ones; in RL also the best one"""
+    max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest; in RL the best, too")
     on_damaged_checkpoints: Literal["stop", "restart"] = "stop"
     """Where every checkpoint is damaged: stop, or replace them from step 1"""
     max_attempts: int = Field(3, ge=1)
@@ -149,15 +144,13 @@ class PreferenceTrainingConfig(PreferenceConfig, OfflineConfig):
     section: ClassVar[str] = "preference"
 
     loss: str = "sigmoid"
-    """sigmoid (DPO), ipo, hinge, robust, simpo, orpo, or package.module:name, on pairs; kto on rows
-    with labels"""
+    """pairs: sigmoid (DPO), ipo, hinge, robust, simpo, orpo, package.module:name; labels: kto"""
     optim: OptimConfig = OptimConfig(lr=1e-4, schedule="linear", warmup_ratio=0.1)
     reference: Literal["precomputed", "live"] = "precomputed"
     """The reference's log-probs: once before the first step, or in each step by a frozen copy of
     the start model. With adapters the reference is the model without them"""
     reference_cache: str = ""
-    """Folder or s3://… that keeps precomputed ones, by model and data; empty: beside the
-    checkpoints"""
+    """Folder or s3://… that keeps precomputed ones, by model and data; empty: the checkpoints'"""
     desirable_weight: float = Field(1.0, ge=0, description="KTO: weight of rows with a good label")
     undesirable_weight: float = Field(1.0, ge=0, description="KTO: of rows with a bad one")
 
