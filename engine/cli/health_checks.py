@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -181,40 +182,36 @@ def _first_line(error: object) -> str:
 def check_versions(expected: Expectation) -> Iterator[HealthFinding]:
     """Look up the version of each library in its metadata."""
     for name in (*NEEDED, *OPTIONAL):
-        installed = ""
+        installed = "not installed"
         for distribution in DISTRIBUTIONS.get(name, (name,)):
-            try:
-                installed = installed or version(distribution)
-            except PackageNotFoundError:
-                continue
-        needed = name in NEEDED or name in expected.required
-        missing = f"{name} is not installed; install this project's lock file (images/README.md)"
-        fault = missing if needed and not installed else ""
-        yield HealthFinding(name, installed or "not installed", fault)
+            with suppress(PackageNotFoundError):
+                installed = version(distribution)
+        fault = ""
+        if installed == "not installed" and name in (*NEEDED, *expected.required):
+            fault = f"{name} is not installed; install this project's lock file (images/README.md)"
+        yield HealthFinding(name, installed, fault)
 
 
 def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[HealthFinding]:
     """Load what is installed; return the findings with faults of that, and the devices."""
-    installed = [
-        x.what for x in findings if x.found != "not installed" and x.what not in NEVER_LOADED
-    ]
-    messages, ended = run_isolated(load_libraries, installed, deadline_s=expected.load_deadline_s)
+    names = [x.what for x in findings if x.found != "not installed" and x.what not in NEVER_LOADED]
+    messages, ended = run_isolated(load_libraries, names, deadline_s=expected.load_deadline_s)
     faults = {x["loaded"]: x["fault"] for x in messages if "fault" in x}
     if ended:
         at = next((x["loading"] for x in reversed(messages) if "loading" in x), "Python")
         faults[at] = ended
     way_out = "reinstall it from the project's lock file, or use another image (images/README.md)"
-    findings = [
-        dataclasses.replace(x, fault=f"{x.what} can't be loaded: {faults[x.what]}; {way_out}")
-        if x.what in faults
-        else x
-        for x in findings
-    ]
+    checked = []
+    for finding in findings:
+        if why := faults.get(finding.what):
+            fault = f"{finding.what} can't be loaded: {why}; {way_out}"
+            finding = dataclasses.replace(finding, fault=fault)
+        checked.append(finding)
     last = next((x for x in messages if "build" in x), None)
     if last is not None:
-        return [*findings, check_devices(last["build"], last["devices"], expected)]
+        return [*checked, check_devices(last["build"], last["devices"], expected)]
     why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"
-    return [*findings, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
+    return [*checked, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
 
 
 def check_devices(
@@ -247,21 +244,18 @@ def check_devices(
 
 def shared_memory(least_gib: float) -> HealthFinding:
     """Check the size of /dev/shm, which Docker limits to 64 MB."""
+    name, fault = str(SHARED_MEMORY), ""
     try:
-        room = os.statvfs(SHARED_MEMORY)
+        size, _, free = shutil.disk_usage(SHARED_MEMORY)
     except OSError as error:
-        return HealthFinding(str(SHARED_MEMORY), "missing", f"{SHARED_MEMORY}: {error.strerror}")
-    size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    fault = ""
+        return HealthFinding(name, "missing", f"{name}: {error.strerror}")
     if size < least_gib * 2**30:
         fault = (
-            f"{SHARED_MEMORY} has {human_bytes(size)}, at least {least_gib:g} GiB is needed by "
-            "Ray's object store and torch's queues; docker run --shm-size=2g, or on Kubernetes an "
-            "emptyDir of medium Memory"
+            f"{name} has {human_bytes(size)}, at least {least_gib:g} GiB is needed by Ray's object "
+            "store and torch's queues; docker run --shm-size=2g, or on Kubernetes an emptyDir of "
+            "medium Memory"
         )
-    return HealthFinding(
-        str(SHARED_MEMORY), f"{human_bytes(size)}, {human_bytes(free)} free", fault
-    )
+    return HealthFinding(name, f"{human_bytes(size)}, {human_bytes(free)} free", fault)
 
 
 def output_folder() -> HealthFinding:
@@ -274,9 +268,9 @@ def output_folder() -> HealthFinding:
 
 
 def _unwritable(folder: Path) -> tuple[str, Path, str]:
-    """Return why no file can be written there (empty if it can), which folder, and its free space.
+    """Return why no file can be written there, or above where it is missing, where, and the room.
 
-    A missing folder will be made: the nearest existing one above must be writable.
+    The first is empty where one can.
     """
     folder = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -284,8 +278,7 @@ def _unwritable(folder: Path) -> tuple[str, Path, str]:
             file.write(b"\0" * 4096)
             file.flush()
             os.fsync(file.fileno())
-        room = os.statvfs(folder)
-        return "", folder, f"{human_bytes(room.f_bavail * room.f_frsize)} free"
+        return "", folder, f"{human_bytes(shutil.disk_usage(folder).free)} free"
     except OSError as error:
         return error.strerror or str(error), folder, "not writable"
 
@@ -305,57 +298,58 @@ def mlflow(deadline_s: float) -> HealthFinding:
         credentials["headers"] = {"Authorization": f"Bearer {token}"}
     elif user := os.environ.get("MLFLOW_TRACKING_USERNAME"):
         credentials["auth"] = (user, os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))
-    answer, fault = _ask(uri.rstrip("/") + "/health", deadline_s, credentials)
-    if not fault and answer != 200:
-        guess = "wants other credentials" if answer in (401, 403) else "is it an MLflow server?"
-        fault = f"status {answer} at /health, {guess}"
-    return _service("MLflow", shown, answer, fault, URI_VARIABLE)
-
-
-def _service(what: str, shown: str, answer: int | None, fault: str, variable: str) -> HealthFinding:
-    full = f"{what} at {shown} can't be used: {fault}; check {variable}" if fault else ""
-    return HealthFinding(what, f"{shown}, status {answer}" if answer else shown, full)
+    health = uri.rstrip("/") + "/health"
+    finding, status = _service("MLflow", uri, health, URI_VARIABLE, deadline_s, credentials)
+    if status in (None, 200):
+        return finding
+    guess = "wants other credentials" if status in (401, 403) else "is it an MLflow server?"
+    return _unusable(finding, f"status {status} at /health, {guess}", URI_VARIABLE)
 
 
 def s3(deadline_s: float) -> Iterator[HealthFinding]:
-    """Check that the shared store is an address, and the endpoint answers, where they are set.
-
-    AWS's own endpoint is not looked at.
-    """
+    """Check the shared store's address and the endpoint, where they are set; AWS's own isn't."""
     if os.environ.get(STORE_VARIABLE):
         try:
             yield HealthFinding(STORE_VARIABLE, shared_store())
         except ConfigError as error:
             yield HealthFinding(STORE_VARIABLE, "no address", str(error))
     variable = next((name for name in ENDPOINTS if os.environ.get(name)), None)
-    if variable is None:
-        return
-    endpoint = os.environ[variable]
-    shown = without_credentials(endpoint)
-    # Without credentials an S3 server refuses (403), and that is an answer.
-    answer, fault = _ask(endpoint, deadline_s, {})
-    if not fault and answer is not None and answer >= 500:
-        fault = f"status {answer}"
-    yield _service("S3", shown, answer, fault, variable)
+    if variable is not None:
+        endpoint = os.environ[variable]
+        finding, status = _service("S3", endpoint, endpoint, variable, deadline_s, {})
+        # Without credentials an S3 server refuses (403), and that is an answer.
+        is_broken = status is not None and status >= 500
+        yield _unusable(finding, f"status {status}", variable) if is_broken else finding
 
 
-def _ask(url: str, deadline_s: float, arguments: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the status of an HTTP GET, or why there is none within the deadline."""
+def _service(
+    what: str, uri: str, url: str, variable: str, deadline_s: float, credentials: dict[str, Any]
+) -> tuple[HealthFinding, int | None]:
+    """Return what an HTTP GET of `url` finds of the service at `uri`, and the status, if any."""
     import httpx
 
-    status: Future[int] = Future()
+    answer: Future[int] = Future()
 
     def get() -> None:
         try:
-            with httpx.stream("GET", url, timeout=deadline_s, **arguments) as response:
-                status.set_result(response.status_code)
+            with httpx.stream("GET", url, timeout=deadline_s, **credentials) as response:
+                answer.set_result(response.status_code)
         except Exception as error:  # raised again below, in the caller's thread
-            status.set_exception(error)
+            answer.set_exception(error)
 
     threading.Thread(target=get, daemon=True).start()  # as httpx's deadline is not for DNS
+    shown = without_credentials(uri)
     try:
-        return status.result(deadline_s), ""
+        status = answer.result(deadline_s)
+        return HealthFinding(what, f"{shown}, status {status}"), status
     except (TimeoutError, httpx.TimeoutException):  # whichever comes first
-        return None, f"no answer in {deadline_s:g} s"
+        fault = f"no answer in {deadline_s:g} s"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
-        return None, cause(error)
+        fault = cause(error)
+    return _unusable(HealthFinding(what, shown), fault, variable), None
+
+
+def _unusable(finding: HealthFinding, fault: str, variable: str) -> HealthFinding:
+    address = finding.found.partition(",")[0]
+    sentence = f"{finding.what} at {address} can't be used: {fault}; check {variable}"
+    return dataclasses.replace(finding, fault=sentence)

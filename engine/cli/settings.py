@@ -11,19 +11,16 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config import (
-    ColumnsConfig,
-    Loggers,
+from engine.config.base import Options, Section
+from engine.config.data import ColumnsConfig, RowsConfig, WeightsConfig
+from engine.config.pipeline import Loggers
+from engine.config.rl import RLConfig
+from engine.config.training import (
     OfflineConfig,
-    Options,
     ParallelConfig,
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,
-    RLConfig,
-    RowsConfig,
-    Section,
     SFTConfig,
-    WeightsConfig,
 )
 from engine.data.rows import Truncation
 from engine.errors import ConfigError
