@@ -7,7 +7,6 @@ columns), and keys that other settings turn off.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 from engine.cli.resolve import Form, Override, Resolved, require_int
@@ -47,20 +46,16 @@ def _finish_ppo(resolved: Resolved[RunConfig]) -> None:
     _name_rewards(resolved)
     resolved.drop_nulls()
     overrides = resolved.overrides
-    epochs, steps = (
-        overrides.get(path) for path in ("run.total_epochs", "rl.trainer.total_training_steps")
-    )
-    if epochs and steps:  # verl's rule: the number of steps wins
-        resolved.no_effect(epochs.key, f"{steps.key} is given")
-        del overrides["run.total_epochs"]
+    steps = overrides.get("rl.trainer.total_training_steps")
+    if steps and "run.total_epochs" in overrides:  # verl's rule: the number of steps wins
+        resolved.no_effect(overrides.pop("run.total_epochs").key, f"{steps.key} is given")
     estimator = "rl.algorithm.adv_estimator"
     if estimator not in overrides and "rl.algorithm.dataflow" not in overrides:
         critic = next((o for p, o in overrides.items() if p.startswith("rl.critic.")), None)
         if critic is not None:
-            overrides[estimator] = replace(critic, path=estimator, value="gae", times="")
-            resolved.notices.append(
-                f"algorithm.adv_estimator is gae, as in verl: {critic.key} is given"
-            )
+            overrides[estimator] = Override("gae", critic.key)
+            notice = f"algorithm.adv_estimator is gae, as in verl: {critic.key} is given"
+            resolved.notices.append(notice)
     _drop_idle(resolved)
 
 
@@ -102,7 +97,7 @@ def _name_rewards(resolved: Resolved[RunConfig]) -> None:
         if section in REWARD_FILES and "path" in values:
             file_key, function = f"{section}.path", str(values.get("name") or "compute_score")
             name = reward_name(str(values["path"]), function, _reward_keywords(values))
-            resolved.overrides["rl.reward.name"] = Override("rl.reward.name", name, file_key)
+            resolved.overrides["rl.reward.name"] = Override(name, file_key)
     for section, values in sections.items():
         if section not in _REWARD_MODELS:
             continue
@@ -124,20 +119,17 @@ def _name_rewards(resolved: Resolved[RunConfig]) -> None:
                 f"{section}.enable=true needs {section}.model.path, a sequence-classification "
                 "folder or hub id"
             )
-        for path, value, key in (
-            ("rl.reward.name", "reward_model", "enable"),
-            ("rl.reward.options", options, "model.path"),
-        ):
-            resolved.overrides[path] = Override(path, value, f"{section}.{key}")
+        resolved.overrides |= {
+            "rl.reward.name": Override("reward_model", f"{section}.enable"),
+            "rl.reward.options": Override(options, f"{section}.model.path"),
+        }
 
 
 def _reward_keywords(values: dict[str, Any]) -> dict[str, object]:
     """Return the arguments of a reward function, which may stand together and one by one."""
     keywords = values.get("reward_kwargs", {})
     if not isinstance(keywords, dict):
-        raise ConfigError(
-            f"custom_reward_function.reward_kwargs={keywords!r} must be names and values"
-        )
+        raise ConfigError(f"reward_kwargs={keywords!r} must be names and values")
     start = "reward_kwargs."
     single = {n.removeprefix(start): v for n, v in values.items() if n.startswith(start)}
     return {str(name): value for name, value in (keywords | single).items()}
@@ -163,12 +155,12 @@ def _finish_sft(resolved: Resolved[SFTRunConfig]) -> None:
     together = {key: overrides.pop(key) for key in _SFT_KEYS if key in overrides}
     for name in ("prompt", "response"):
         key, fields = (together.get(f"data.{name}_{end}") for end in ("key", "dict_keys"))
-        inside = [] if fields is None else fields.value
+        inside = fields.value if fields else []
         inside = inside if isinstance(inside, list) else [inside]
         column = ".".join(map(str, [key.value if key else name, *inside]))  # info.question
         path = f"data.columns.{name}"
         if column != name and path not in overrides:
-            overrides[path] = Override(path, column, f"data.{name}_key")
+            overrides[path] = Override(column, f"data.{name}_key")
     ranks = 1
     for name in _RANKS:
         if name in together:
@@ -179,7 +171,7 @@ def _finish_sft(resolved: Resolved[SFTRunConfig]) -> None:
         derived: dict[str, object] = {"sft.parallel.fsdp": shards}
         if any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))):
             derived["sft.pools"] = [{"roles": ["sft"], "gpus": 1.0}]
-        overrides |= {path: Override(path, value, path) for path, value in derived.items()}
+        overrides |= {path: Override(value, path) for path, value in derived.items()}
 
 
 PPO = Form(
@@ -206,17 +198,14 @@ REWARD_MODEL = Form("main_reward_model", RewardModelRunConfig)
 def check_names(config: RunConfig | OfflineRunConfig) -> None:
     """Raise an EngineError that names the first setting whose value isn't there.
 
-    It loads neither torch nor Ray, so that a wrong name is known at once. What is in the files is
-    checked by `ppo_program`, `offline_run` and the trainers.
+    It loads neither torch nor Ray, so that a wrong name is known at once.
     """
-    is_rl = isinstance(config, RunConfig)
     if not config.model.path:
+        is_rl = isinstance(config, RunConfig)
         key = "actor_rollout_ref.model.path" if is_rl else "model.path"
         raise ConfigError(f"{key} is missing; give a Hugging Face folder or hub id")
     if not config.data.train_files:
-        raise ConfigError(
-            "data.train_files is missing; give one JSONL, JSON, CSV or Parquet file, or a list"
-        )
+        raise ConfigError("data.train_files is missing; give a JSONL, JSON, CSV or Parquet file")
     for file in (*config.data.train_files, *config.data.val_files):
         if not is_remote(file) and not as_path(file).exists():
             raise DataError(f"{file} does not exist; check the path")
@@ -231,9 +220,7 @@ def check_names(config: RunConfig | OfflineRunConfig) -> None:
         if config.run.val_only and not config.data.val_files:
             raise ConfigError("run.val_only=true has nothing to validate on; give data.val_files")
         if config.run.resume_mode == "resume_path" and not config.rl.trainer.resume_from:
-            raise ConfigError(
-                "run.resume_mode=resume_path without trainer.resume_from_path; name the checkpoint"
-            )
+            raise ConfigError("run.resume_mode=resume_path needs trainer.resume_from_path")
     pin_revision(config.model.path)
     if config.model.trust_remote_code:
         refuse_own_code(config.model.path)

@@ -18,11 +18,7 @@ from engine.cli.run_folder import (
     make_output_folder,
     save_atomically,
 )
-from engine.cli.settings import (
-    OfflineRunConfig,
-    PreferenceRunConfig,
-    RewardModelRunConfig,
-)
+from engine.cli.settings import OfflineRunConfig, PreferenceRunConfig, RewardModelRunConfig
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data.tokenizer import load_tokenizer

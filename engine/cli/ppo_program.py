@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.cli import rl_run
-from engine.cli.help_text import config_text
+from engine.cli.program import config_text
 from engine.cli.run_folder import (
     checkpoint_folder,
     error_details_file,
@@ -78,29 +78,33 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
     `context` is the model's limit in tokens.
     """
     data, batch, left_out = config.data, config.rl.trainer.train_batch_size, LeftOut()
-    tokenizer = with_template_variables(tokenizer, data.apply_chat_template_kwargs)
-    train = _rows(config, "train_files", tokenizer, context, left_out)
+    variables = data.apply_chat_template_kwargs
+    tokenizer = with_template_variables(tokenizer, variables)
+    train, validation = (
+        _rows(config, name, tokenizer, context, left_out) if getattr(data, name) else []
+        for name in ("train_files", "val_files")
+    )
     train = _limit_rows(train, data.train_max_samples, config)
+    validation = _limit_rows(validation, data.val_max_samples, config)
     if batch > len(train):
         raise ConfigError(
             f"rl.trainer.train_batch_size={batch} is more than the {len(train)} rows of "
             "data.train_files; lower it"
         )
-    validation: list[Row] = []
-    if data.val_files:
-        validation = _rows(config, "val_files", tokenizer, context, left_out)
-        validation = _limit_rows(validation, data.val_max_samples, config)
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
-    loader = PromptLoader(
-        frame_of(train),
-        batch,
-        config.seed,
-        data.shuffle,
-        data.sampling,
-        data.apply_chat_template_kwargs,
-        data.cut,
-    )
+    options = (data.shuffle, data.sampling, variables, data.cut)
+    loader = PromptLoader(frame_of(train), batch, config.seed, *options)
     return Prompts(loader, validation, longest, left_out)
+
+
+def _prepare(config: RunConfig, model: str) -> tuple[RunConfig, Prompts]:
+    """Read the prompts, and turn `run.total_epochs` into steps, if it is given."""
+    prompts = read_prompts(config, load_tokenizer(model), vocabulary_and_context(model)[1])
+    if config.run.total_epochs is None:
+        return config, prompts
+    rows = config.run.total_epochs * len(prompts.loader)
+    steps = max(1, rows // config.rl.trainer.train_batch_size)
+    return config.replaced({"rl.trainer.total_training_steps": steps}), prompts
 
 
 def _limit_rows(rows: list[Row], count: int, config: RunConfig) -> list[Row]:
@@ -198,9 +202,7 @@ def run(config: RunConfig) -> Path:
         target = folder / "start_model"
         save_atomically(lambda draft: link_model(base, changes, Path(draft)), target)
         model = str(target.absolute())
-    context = vocabulary_and_context(model)[1]
-    prompts = read_prompts(config, load_tokenizer(model), context)
-    config = _with_steps(config, len(prompts.loader))
+    config, prompts = _prepare(config, model)
     checkpoints = checkpoint_folder(folder, config.run.resume_mode)
     with (
         error_details_file(folder),
@@ -264,14 +266,6 @@ def _train(
     return trained.folder
 
 
-def _with_steps(config: RunConfig, rows: int) -> RunConfig:
-    """Turn `run.total_epochs`, if given, into steps."""
-    if config.run.total_epochs is None:
-        return config
-    steps = max(1, config.run.total_epochs * rows // config.rl.trainer.train_batch_size)
-    return config.replaced({"rl.trainer.total_training_steps": steps})
-
-
 def _with_gpus(config: RunConfig) -> RunConfig:
     """Give each rank of the policy a GPU, where Ray has any; pools that were given stay.
 
@@ -313,8 +307,7 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     model = local_model(config.model.path)
     if config.model.override_config:
         check_overrides(model, config.model.override_config)
-    prompts = read_prompts(config, load_tokenizer(model), vocabulary_and_context(model)[1])
-    config = _with_steps(config, len(prompts.loader))
+    config, prompts = _prepare(config, model)
     rl = resolve_placement(config.rl)
     lora = resolve_lora(model, config.model.lora)
     check_layouts(rl, lora, text_config(model))

@@ -1,4 +1,4 @@
-"""The frame of every `python -m engine.main_…`: arguments, signals and exit status.
+"""The frame of every `python -m engine.main_…`: arguments, help, signals and exit status.
 
 It loads nothing heavy.
 """
@@ -8,19 +8,20 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+import yaml
 from pydantic import BaseModel
 
-from engine.cli.forms import check_names
-from engine.cli.help_text import config_text, help_text
+from engine.cli.forms import REWARD_FILES, check_names
 from engine.cli.resolve import Form, resolve_file
 from engine.cli.run_folder import INPUT_ERRORS, short_message
-from engine.cli.settings import OfflineRunConfig
-from engine.config.text import PRESET, config_path
+from engine.cli.settings import OfflineRunConfig, RunConfig
+from engine.config.text import PRESET, as_yaml, config_path, sections, summary
 from engine.console import INTERRUPTED, quiet, say
 from engine.errors import ConfigError, EngineError, PreemptedError
 
@@ -109,6 +110,55 @@ def _config_file(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
     if len(files) > 1:
         raise ConfigError(f"{files[0]} and {files[1]} are both configurations; give one file")
     return (files[0] if files else None), settings
+
+
+WIDTH, INDENT = 100, 56  # of --help
+
+
+def help_text(form: Form[Any], usage: str) -> str:
+    """Return the usage, all sections with keys, defaults and meanings, and unsupported keys."""
+    names: dict[str, tuple[str, str]] = {}  # by path: the first key of the table, and its note
+    for name, key in form.table.settings.items():
+        if len(key.paths) == 1:
+            names.setdefault(key.paths[0], (name, key.note))
+    parts = [usage]
+    for path, model, settings in sections(form.config):
+        rows = []
+        for setting in settings:
+            name, note = names.get(setting.path, (setting.path.removeprefix(form.prefix), ""))
+            about = "; ".join(filter(None, (setting.about, note)))
+            rows.append(_entry(f"{name} = {setting.default}", about))
+        if rows:
+            parts.append("\n".join([f"{path or 'top level'}: {summary(model)}", *rows, ""]))
+    if form.config is RunConfig:
+        about = "File, function, its arguments: rl.reward"
+        rows = [_entry(f"{name}.path, .name, .reward_kwargs", about) for name in REWARD_FILES]
+        about = "A sequence-classification folder: rl.reward"
+        rows.append(_entry("reward_model.enable, .model.path", about))
+        parts.append("\n".join(["reward from a file:", *rows, ""]))
+    rows = ["verl's keys that have no effect here, or only some values (null: any)"]
+    for entry in form.table.unsupported:
+        only = f" (only {', '.join(map(as_yaml, entry.accepted))})" if entry.accepted else ""
+        kind = "rejected" if entry.rejected else "no effect"
+        rows.append(_entry(entry.pattern + only, f"{kind}: {entry.reason}"))
+    if rows[1:]:
+        parts.append("\n".join([*rows, ""]))
+    return "\n".join(parts)
+
+
+def _entry(head: str, about: str) -> str:
+    indent, head = " " * INDENT, f"  {head}"
+    first = f"{head:<{INDENT}}" if len(head) <= INDENT - 2 else f"{head}\n{indent}"
+    lines = textwrap.wrap(about, WIDTH - INDENT)
+    return (first + f"\n{indent}".join(lines)).rstrip()
+
+
+def config_text(config: BaseModel) -> str:
+    """Return the whole configuration as YAML that `--config` reads."""
+    values = config.model_dump(mode="json")
+    if isinstance(config, RunConfig) and config.run.total_epochs is not None:
+        del values["rl"]["trainer"]["total_training_steps"]  # known when the data are read
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 _OFFLINE_USAGE = """\

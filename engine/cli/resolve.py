@@ -91,9 +91,8 @@ class Form(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A value from the command line or file, and the setting that it overrides."""
+    """A value of a setting from the command line or file."""
 
-    path: str  # e.g. "rl.actor.ppo_mini_batch_size"
     value: Any  # e.g. 16; None: the default, whatever came before
     key: str  # as typed, e.g. "actor_rollout_ref.actor.ppo_mini_batch_size"
     times: str = ""  # path of its factor, e.g. "rl.rollout.n"
@@ -164,11 +163,7 @@ class Resolved(Generic[C]):
 
 
 def resolve_file(
-    form: Form[C],
-    file: Path | None,
-    arguments: Sequence[str],
-    *,
-    defaults_of_verl: bool = False,
+    form: Form[C], file: Path | None, arguments: Sequence[str], *, defaults_of_verl: bool = False
 ) -> Resolved[C]:
     """Read `file`, put the `key=value` arguments on top, and check all of it.
 
@@ -215,7 +210,7 @@ def resolve_pairs(form: Form[C], pairs: Pairs) -> Resolved[C]:
             if several and converted and item is None:
                 continue  # this one of several is left as it is
             resolved.overrides.pop(path, None)
-            resolved.overrides[path] = Override(path, item, key, target.times)
+            resolved.overrides[path] = Override(item, key, target.times)
     form.finish(resolved)
     resolved.drop_nulls()
     for key, value in unsupported.items():

@@ -48,10 +48,7 @@ def _estimator(algorithm: str | None) -> list[tuple[str, object]]:
 
 
 class Trainer:
-    """A run of `python -m engine.main_ppo` from Python: a model, a file of settings, and `train()`.
-
-    The result is as on the command line: models, checkpoints and metrics in
-    `trainer.default_local_dir`.
+    """A run of `python -m engine.main_ppo` from Python, with the same results in its folder.
 
     Examples:
         >>> Trainer.from_hf_config("Qwen/Qwen2.5-0.5B", config_path="ppo.yaml").train()
@@ -144,11 +141,8 @@ def _settings_of(settings: Any, section: str) -> Iterator[tuple[str, str, object
             yield f"{name}={value}", key.paths[0], ours
     if (rows := changed("per_device_train_batch_size")) is not None:
         rows *= settings.gradient_accumulation_steps  # of a device; here prompts of a step
-        yield (
-            f"per_device_train_batch_size × accumulation={rows}",
-            "trainer.train_batch_size",
-            rows,
-        )
+        shown = f"per_device_train_batch_size × accumulation={rows}"
+        yield shown, "trainer.train_batch_size", rows
     kind = getattr(settings, "bnb_4bit_quant_type", "nf4")
     if getattr(settings, "load_in_4bit", False) and kind != "nf4":
         raise ConfigError(f"bnb_4bit_quant_type={kind!r} is not available here; use 'nf4'")

@@ -104,25 +104,32 @@ _COMPLETIONS = ("completions", "completion", "responses", "response", "outputs",
 
 def reward_settings(
     function: object, models: Sequence[object], tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, object], bool]:
+) -> tuple[dict[str, Any], bool]:
     """Return the section `reward` for a function (or a name) and models, whose values are added.
 
     Also whether a run of several processes can have it. Raises ConfigError for what is no reward.
     """
-    specs = [_of_function(function)] if function is not None else []
-    specs += [_of_model(model, tokenizer) for model in models]
-    if not specs:
-        return {}, True
-    section, *others = (dict(spec) for spec, _ in specs)
-    if others:
-        section["components"] = {f"reward_{i}": spec for i, spec in enumerate(others, start=2)}
-    anywhere = all(free for _, free in specs)
-    return (section if anywhere else section | {"isolation": "none"}), anywhere
+    rewards = [_of_function(function)] if function is not None else []
+    rewards += [_of_model(model, tokenizer) for model in models]
+    specs: list[dict[str, Any]] = [
+        {"name": _registered(reward, source)} if callable(reward) else reward
+        for reward, source in rewards
+    ]
+    section: dict[str, Any] = dict(specs[0]) if specs else {}
+    if specs[1:]:
+        section["components"] = {f"reward_{i}": spec for i, spec in enumerate(specs[1:], start=2)}
+    if any(callable(reward) for reward, _ in rewards):
+        return section | {"isolation": "none"}, False
+    return section, True
 
 
-def _of_function(function: object) -> tuple[dict[str, object], bool]:
+# A reward's section, or a function that only this process has; and what it was made from.
+_Reward = tuple[dict[str, Any] | Callable[..., object], object]
+
+
+def _of_function(function: object) -> _Reward:
     if isinstance(function, str):
-        return {"name": function}, True
+        return {"name": function}, function
     if not callable(function):
         raise ConfigError(f"reward_fn={function!r} is no function; give one, or a reward's name")
     parameters = inspect.signature(function).parameters
@@ -130,44 +137,34 @@ def _of_function(function: object) -> tuple[dict[str, object], bool]:
     is_reward = {"prompts", "completions"} <= parameters.keys()
     in_module = module not in ("", "__main__") and "." not in name
     if is_reward and in_module and getattr(sys.modules.get(module), name, None) is function:
-        return {"name": f"{module}:{name}"}, True
-    return {"name": _registered(_adapted(function), function)}, False
-
-
-def _adapted(function: Callable[..., Any]) -> Callable[..., object]:
-    """Return the function, called with as much as its parameters take."""
-    parameters = inspect.signature(function).parameters
+        return {"name": f"{module}:{name}"}, function
+    if {"solution_str", "ground_truth"} <= parameters.keys():  # verl's kind, of one row
+        return each_row(function), function
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     prompt = next((p for p in _PROMPTS if p in parameters), "")
     completion = next((p for p in _COMPLETIONS if p in parameters), "")
-    if {"solution_str", "ground_truth"} <= parameters.keys():  # verl's kind, of one row
-        return each_row(function)
     if not completion:
         raise ConfigError(
             f"reward_fn{inspect.signature(function)} takes no completions; write it as "
             "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
         )
 
-    def reward(
-        prompts: Sequence[str], completions: Sequence[str], **columns: Any
-    ) -> Sequence[float]:
-        arguments = {completion: list(completions)} | ({prompt: list(prompts)} if prompt else {})
-        arguments |= {k: v for k, v in columns.items() if takes_all or k in parameters}
+    def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Any:
+        arguments = {k: v for k, v in columns.items() if takes_all or k in parameters}
+        arguments |= {completion: list(completions)} | ({prompt: list(prompts)} if prompt else {})
         scores = function(**arguments)
         return scores.tolist() if isinstance(scores, Tensor) else scores
 
-    return reward
+    return reward, function
 
 
-def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, object], bool]:
+def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> _Reward:
     if isinstance(model, str | Path):
-        return {"name": "reward_model", "options": {"model": str(model)}}, True
+        return {"name": "reward_model", "options": {"model": str(model)}}, model
     if not callable(model):
         raise ConfigError(f"a reward model is {model!r}; give a model, or the path of one")
 
-    def score(
-        prompts: Sequence[str], completions: Sequence[str], **columns: Any
-    ) -> Sequence[float]:
+    def score(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
         messages = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
         turns = [
             [*prompt, {"role": "assistant", "content": completion}]
@@ -175,7 +172,7 @@ def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[s
         ]
         return model_scores(model, tokenizer, turns)
 
-    return {"name": _registered(score, model)}, False
+    return score, model
 
 
 @torch.no_grad()

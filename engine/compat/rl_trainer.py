@@ -41,8 +41,8 @@ _WITH_ACTOR = ("actor", "rollout", "reference", "critic")  # where no part names
 class DeviceMesh:
     """Devices of a cluster, such as `cuda:3` or `cuda:0-3`, and the roles on parts of them.
 
-    Roles that no part names are the actor's neighbours, as they are without a mesh. Ray picks the
-    very devices; how many there are, and which roles share them, is as here.
+    Roles that no part names are the actor's neighbours. Ray picks the very devices; how many there
+    are, and which roles share them, is as here.
 
     Examples:
         >>> parts = {"actor": ["cuda:0-3"], "critic": ["cuda:4-7"]}
@@ -132,9 +132,7 @@ class DataPipeline:
 
     def __post_init__(self) -> None:
         if len(self.actors) != 1:
-            raise ConfigError(
-                f"DataPipeline has {len(self.actors)} actors; give one, the policy that learns"
-            )
+            raise ConfigError(f"DataPipeline has {len(self.actors)} actors; give one policy")
         if len(self.critics) > 1:
             raise ConfigError(f"DataPipeline has {len(self.critics)} critics; give one, or none")
 
@@ -270,8 +268,7 @@ def _put_reward(
         if values["trainer"]["placement"] not in ("", "local"):
             raise ConfigError(
                 f"trainer.placement={values['trainer']['placement']} with a reward that lives in "
-                "this process; put it into a module of its own, as a function of prompts and "
-                "completions"
+                "this process; put it into a module, as a function of prompts and completions"
             )
         values["trainer"]["placement"] = "local"
 

@@ -42,11 +42,7 @@ from engine.config.rl import (
     RLConfig,
     RolloutConfig,
 )
-from engine.config.rollout_engines import (
-    AgentConfig,
-    MultiTurnConfig,
-    ServerConfig,
-)
+from engine.config.rollout_engines import AgentConfig, MultiTurnConfig, ServerConfig
 from engine.config.text import config_path, digest, explain, load_config, parse_config
 from engine.config.training import (
     OfflineConfig,

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from engine.cli.forms import PPO, PREFERENCE, REWARD_MODEL, SFT
-from engine.cli.help_text import config_text, help_text
+from engine.cli.program import config_text, help_text
 from engine.cli.resolve import Form, resolve_file, setting_paths
 from engine.cli.settings import RunConfig
 from engine.compat.hf_trainer import _FORM as SHORT
