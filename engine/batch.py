@@ -44,9 +44,7 @@ FIELDS: dict[str, Field] = {
     "attention_mask": Field("B P+R", torch.long, "1 on prompt and response tokens"),
     "position_ids": Field("B P+R", torch.long, "0.. from the first real token; 0 on padding"),
     "prompts": Field("B P", torch.long, "prompt tokens, padded on the left"),
-    "responses": Field(
-        "B R", torch.long, "sampled tokens incl. the end token, padded on the right"
-    ),
+    "responses": Field("B R", torch.long, "sampled tokens incl. the end, padded on the right"),
     "response_mask": Field("B R", torch.float32, "1 on tokens the policy sampled"),
     "rollout_log_probs": Field("B R", torch.float32, "log-probs the tokens were sampled with"),
     "old_log_probs": Field("B R", torch.float32, "trainer's log-probs before the update"),
@@ -72,9 +70,7 @@ FIELDS: dict[str, Field] = {
     "group_ids": Field("B", torch.long, "rows with one id are completions of one prompt"),
     "policy_version": Field("B", torch.long, "updates the policy had seen at the oldest token"),
     "token_versions": Field("B R", torch.long, "policy version that drew each token"),
-    "routed_experts": Field(
-        "B P+R K", torch.int16, "experts that each token was given to, layer by layer; 0 on padding"
-    ),
+    "routed_experts": Field("B P+R K", torch.int16, "each token's, layer by layer; 0 on padding"),
     "environment_rewards": Field("B R", torch.float32, "of each turn, on its last sampled token"),
     "episode_ids": Field("B", torch.long, "rows with one id go on from each other: one episode"),
     "first_turn": Field("B", torch.long, "number, within the episode, of the row's first turn"),
@@ -215,9 +211,8 @@ class Batch:
     def concat(batches: Sequence[Batch]) -> Batch:
         """Stack batches that have the same fields, in order; DataError when fields differ.
 
-        Where P or R differ (each rank pads to its own longest row), the narrower ones get more
-        zeros, which their masks leave out. Where no row of a batch could be scored before the
-        reward's components were known, its rows get components of 0.
+        Where P or R differ, the narrower ones get more zeros, which their masks leave out. Where no
+        row of a batch could be scored, its rows get reward components of 0.
         """
         if not batches:
             raise DataError("nothing to concatenate")
@@ -321,10 +316,7 @@ class Future(ABC, Generic[R_co]):
 
     @abstractmethod
     def result(self, until: float | None = None) -> R_co:
-        """Wait until the group's deadline and return the value, or raise WorkerError.
-
-        `until` is an earlier deadline, of `time.monotonic`.
-        """
+        """Wait until the group's deadline, or `until` (monotonic), or raise WorkerError."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -332,7 +324,7 @@ class Future(ABC, Generic[R_co]):
 
     @abstractmethod
     def failure(self) -> BaseException | None:
-        """Return the error of a call that has failed already; reads no value and waits for none."""
+        """Return the error of a call that has failed already, without waiting."""
 
 
 class Ready(Future[R_co]):

@@ -25,8 +25,6 @@ class Options(Mapping[str, object]):
     """The options that an entry declares, with their defaults: keyword-only parameters.
 
     >>> def clip(x, *, low: float = 0.0, high: float = 1.0): ...
-    >>> dict(Options("loss 'clip'", clip))
-    {'low': 0.0, 'high': 1.0}
     >>> Options("loss 'clip'", clip).parse({"low": "0.5"}, "loss.options")
     {'low': 0.5}
     """

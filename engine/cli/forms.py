@@ -110,14 +110,12 @@ def _name_rewards(resolved: Resolved[RunConfig]) -> None:
             continue
         if file_key:
             raise ConfigError(
-                f"{section}.enable=true beside {file_key}: one of them scores; leave one out, or "
-                "add the other in reward.components"
+                f"{section}.enable=true beside {file_key}: one of them scores; leave one out"
             )
         options = {_REWARD_MODEL_OPTIONS[name]: value for name, value in values.items()}
         if "model" not in options:
             raise ConfigError(
-                f"{section}.enable=true needs {section}.model.path, a sequence-classification "
-                "folder or hub id"
+                f"{section}.enable=true needs {section}.model.path, a classifier's folder or hub id"
             )
         resolved.overrides |= {
             "rl.reward.name": Override("reward_model", f"{section}.enable"),
@@ -147,8 +145,7 @@ def _finish_sft(resolved: Resolved[SFTRunConfig]) -> None:
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(
             f"torchrun started {os.environ['WORLD_SIZE']} processes of this program, which starts "
-            "its ranks itself: run it once, with trainer.n_gpus_per_node="
-            f"{os.environ.get('LOCAL_WORLD_SIZE', os.environ['WORLD_SIZE'])}"
+            "its ranks itself: run it once, with trainer.n_gpus_per_node"
         )
     resolved.drop_nulls()
     overrides = resolved.overrides

@@ -156,8 +156,8 @@ def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list
         apart.update(groups.pop())
     if apart and len(apart) == len(examples):
         raise DataError(
-            f"data.val_size={size} holds out all {len(examples)} examples, with those of the same "
-            "prompts; lower it, or give data.val_files"
+            f"data.val_size={size} holds out all {len(examples)} examples, as prompts stay whole; "
+            "lower it"
         )
     return (
         [example for i, example in enumerate(examples) if i not in apart],

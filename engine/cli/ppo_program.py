@@ -88,8 +88,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
     validation = _limit_rows(validation, data.val_max_samples, config)
     if batch > len(train):
         raise ConfigError(
-            f"rl.trainer.train_batch_size={batch} is more than the {len(train)} rows of "
-            "data.train_files; lower it"
+            f"rl.trainer.train_batch_size={batch} is more than the {len(train)} rows; lower it"
         )
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
     options = (data.shuffle, data.sampling, variables, data.cut)
@@ -157,16 +156,15 @@ def _rows(
     left_out.control_tokens += spelling
     if not rows and spelling:
         raise DataError(
-            f"{key}: all {spelling} rows spell control tokens of the model, and "
-            "data.control_tokens=drop leaves them out; correct them, or set it to escape"
+            f"{key}: all {spelling} rows spell control tokens, and data.control_tokens=drop leaves "
+            "them out; set it to escape"
         )
     if not rows:
         raise DataError(f"{key}: no row is left; {left_out.bad[-1]}")
     short = [row for row in rows if row["prompt_ids"] is not None]
     if not short:
         raise DataError(
-            f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit} "
-            "tokens; raise it"
+            f"{key}: all {len(rows)} prompts are longer than {limit} tokens, data.max_prompt_length"
         )
     left_out.long += len(rows) - len(short)
     return short
@@ -176,8 +174,8 @@ def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str
     """Raise DataError where a file has other columns than those before it."""
     if other := (before[0].keys() ^ rows[0].keys()) - {"prompt_ids"}:
         raise DataError(
-            f"{path} has other columns than the file before it in {key}: "
-            f"{sorted(other)} are in one only; make them equal"
+            f"{path} and the file before it in {key} differ in columns {sorted(other)}; make them "
+            "equal"
         )
     has, had = (part[0]["reward_model"]["ground_truth"] is not None for part in (rows, before))
     if has != had:
@@ -275,9 +273,7 @@ def _with_gpus(config: RunConfig) -> RunConfig:
     trainer, device, ranks = config.rl.trainer, config.run.device, config.run.ranks
     if trainer.placement == "local":
         if device == "cuda" and not torch.cuda.is_available():
-            raise PlacementError(
-                "run.device=cuda, and PyTorch sees no GPU here; set trainer.device=cpu"
-            )
+            raise PlacementError("run.device=cuda, and there is no GPU; set trainer.device=cpu")
         return config
     if trainer.pools or trainer.placement != "ray" or device == "cpu" or ranks is None:
         return config
@@ -288,7 +284,7 @@ def _with_gpus(config: RunConfig) -> RunConfig:
         return config
     if sampler_count(trainer):
         raise ConfigError(
-            f"run.n_gpus_per_node with trainer.mode={trainer.mode}: say which GPUs decode, with "
+            f"run.n_gpus_per_node with trainer.mode={trainer.mode}: say which GPUs decode, by "
             "trainer.placement=auto or trainer.pools"
         )
     policy, *others = default_pools(run_roles(config.rl)[1])

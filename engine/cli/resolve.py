@@ -199,10 +199,7 @@ def resolve_pairs(form: Form[C], pairs: Pairs) -> Resolved[C]:
             unsupported[key] = value
             continue
         if isinstance(value, str) and "${" in value:
-            raise ConfigError(
-                f"{key}={value!r} refers to another setting, which is not given; write the value "
-                "itself"
-            )
+            raise ConfigError(f"{key}={value!r} refers to another setting, which is not given")
         several = len(target.paths) > 1
         converted = None if value is None else target.convert(value, key)
         items = converted if several and converted else [converted] * len(target.paths)

@@ -81,8 +81,7 @@ def _load(path: Path) -> ModuleType:
     except Exception as error:  # a user's file may fail in any way
         del sys.modules[name]
         raise ConfigError(
-            f"reward file {path} can't be loaded ({type(error).__name__}: {error}); it must import "
-            "cleanly"
+            f"reward file {path} can't be loaded ({type(error).__name__}: {error}); correct it"
         ) from error
     return module
 

@@ -53,10 +53,7 @@ class DataFilesConfig(RowsConfig):
 
     def contradictions(self) -> Iterator[str]:
         if self.truncation != "error" and not self.max_prompt_length:
-            yield (
-                f"data.truncation={self.truncation} has no effect without data.max_prompt_length; "
-                "set it, or leave truncation out"
-            )
+            yield f"data.truncation={self.truncation} has no effect without data.max_prompt_length"
 
 
 class PolicyModelConfig(WeightsConfig):
@@ -120,10 +117,7 @@ class OutputConfig(RunOutputConfig):
 
     def contradictions(self) -> Iterator[str]:
         if self.nnodes > 1 and self.n_gpus_per_node is None:
-            yield (
-                f"run.nnodes={self.nnodes} without run.n_gpus_per_node says no number of ranks; "
-                "set both"
-            )
+            yield f"run.nnodes={self.nnodes} needs run.n_gpus_per_node, too; set both"
 
 
 class RunConfig(Section):

@@ -33,8 +33,7 @@ def policy_module(model: object) -> Any:
         return model
     if model._sharded is not None:
         raise ConfigError(
-            "RLTrainer got a HybridActor on several ranks; start RLTrainer in one process, and set "
-            "actor.parallel in config for its ranks"
+            "RLTrainer got a HybridActor on several ranks; set actor.parallel in config for them"
         )
     return model.policy
 
@@ -48,8 +47,7 @@ def write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: P
         raise ConfigError("RLTrainer got a model in memory and no tokenizer; give tokenizer=…")
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise ConfigError(
-            f"actor_model is a {type(model).__name__}; give a transformers causal LM, a "
-            "HybridActor, or the path of one"
+            f"actor_model is a {type(model).__name__}; give a causal LM, a HybridActor, or a path"
         )
     save_model(model, tokenizer, folder)
     return _dtype(model)
@@ -67,8 +65,7 @@ def write_critic(
         return str(critic)
     if not isinstance(critic, CriticModel):
         raise ConfigError(
-            f"critic_model is a {type(critic).__name__}; make it with create_critic_model(model), "
-            "or give the path of a model"
+            f"critic_model is a {type(critic).__name__}; give create_critic_model(model), or a path"
         )
     if actor is not None and not critic.head.weight.detach().any():
         base, backbone = actor.base_model.state_dict(), critic.backbone.state_dict()
@@ -76,8 +73,7 @@ def write_critic(
             return None
     if bool(critic.head.bias.detach().any()):
         raise ConfigError(
-            "critic_model's head has a bias, which a classifier's folder has no place for; set it "
-            "to 0, or begin with create_critic_model(model)"
+            "critic_model's head has a bias, which a classifier's folder has no place for; set it 0"
         )
     dtype = next(critic.parameters()).dtype
     classifier = classifier_of(critic.config, dtype, int(tokenizer.pad_token_id or 0))

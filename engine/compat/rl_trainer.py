@@ -58,14 +58,12 @@ class DeviceMesh:
         for role, part in parts.items():
             if devices and (outside := sorted(part - devices)):
                 raise ConfigError(
-                    f"DeviceMesh: sub_meshes[{role!r}] has {outside[0]}, which is not in devices; "
-                    "add it there, or leave it out"
+                    f"DeviceMesh: sub_meshes[{role!r}] has {outside[0]}, which is not in devices"
                 )
         for (role, part), (other, others) in combinations(parts.items(), 2):
             if part != others and (shared := sorted(part & others)):
                 raise ConfigError(
-                    f"DeviceMesh: {shared[0]} is in sub_meshes[{role!r}] and in "
-                    f"sub_meshes[{other!r}], which differ; give them the same devices, or others"
+                    f"DeviceMesh: {shared[0]} is in sub_meshes {role!r} and {other!r}, which differ"
                 )
 
     def ranks(self, role: str = "actor") -> int:
@@ -77,8 +75,7 @@ class DeviceMesh:
         parts = self._parts()
         if unknown := sorted(parts.keys() - roles):
             raise ConfigError(
-                f"DeviceMesh: sub_meshes names {unknown[0]!r}, and this run has {sorted(roles)}; "
-                "leave it out"
+                f"DeviceMesh: sub_meshes names {unknown[0]!r}; leave it out of {sorted(roles)}"
             )
         actor = parts.get("actor", tuple(_expanded(self.devices)))
         together: dict[tuple[str, ...], list[str]] = {}
@@ -132,7 +129,7 @@ class DataPipeline:
 
     def __post_init__(self) -> None:
         if len(self.actors) != 1:
-            raise ConfigError(f"DataPipeline has {len(self.actors)} actors; give one policy")
+            raise ConfigError(f"DataPipeline has {len(self.actors)} actors; give one, the policy")
         if len(self.critics) > 1:
             raise ConfigError(f"DataPipeline has {len(self.critics)} critics; give one, or none")
 
@@ -293,5 +290,5 @@ def _loader(data: object, run: RunConfig) -> PromptLoader:
         return make_rl_data_loader(data, batch_size=size, seed=run.seed)
     raise ConfigError(
         f"RLTrainer has {'no prompts' if data is None else repr(data)}; give data_loader="
-        "make_rl_data_loader(path), or the path"
+        "make_rl_data_loader(path)"
     )

@@ -26,15 +26,9 @@ class SamplingConfig(Section):
 
     def contradictions(self) -> Iterator[str]:
         if self.pass_rate is not None and not 0 <= self.pass_rate[0] <= self.pass_rate[1] <= 1:
-            yield (
-                f"sampling.pass_rate={list(self.pass_rate)} must be two shares, the lower first, "
-                "e.g. [0.1, 0.9]"
-            )
+            yield f"sampling.pass_rate={self.pass_rate} must be two shares, the lower first"
         if self.pass_rate is None and self.pass_rate_recheck != 3:
-            yield (
-                f"sampling.pass_rate_recheck={self.pass_rate_recheck} has no effect without "
-                "sampling.pass_rate; remove it"
-            )
+            yield f"sampling.pass_rate_recheck={self.pass_rate_recheck} needs sampling.pass_rate"
 
 
 class ColumnsConfig(Section):

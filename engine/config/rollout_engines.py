@@ -147,7 +147,4 @@ class AgentConfig(Section):
 
     def contradictions(self) -> Iterator[str]:
         if self.error_reward and self.on_error == "drop":
-            yield (
-                f"error_reward={self.error_reward} has no effect with on_error=drop; set "
-                "on_error=score, or remove it"
-            )
+            yield f"error_reward={self.error_reward} needs on_error=score; set it, or remove this"

@@ -64,10 +64,7 @@ def read_yaml(file: Path, name: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict | None):
-        raise ConfigError(
-            f"{name} holds a {type(values).__name__}; its top level must be sections such as "
-            "`data:` and `rl:`"
-        )
+        raise ConfigError(f"{name} holds a {type(values).__name__}, and no sections such as `rl:`")
     return values or {}
 
 

@@ -121,10 +121,7 @@ class OfflineConfig(LoopConfig):
 
     def contradictions(self) -> Iterator[str]:
         if self.parallel.packing != "auto":
-            yield (
-                f"{self.section}.parallel.packing={self.parallel.packing} is "
-                f"{self.section}.packing here; set that"
-            )
+            yield f"{self.section}.parallel.packing is {self.section}.packing here; set that"
 
 
 class SFTConfig(OfflineConfig):
