@@ -41,18 +41,52 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def run_form(
+def run_program(
+    form: Form[C],
+    usage: str,
+    arguments: Sequence[str] | None,
+    run: Callable[[C, argparse.Namespace], None],
+    **options: dict[str, Any],
+) -> int:
+    """Do what arguments (None: the process's) of `form` say; return the exit status.
+
+    That is help, the configuration, or `run`, which gets `options`, too: those that not all
+    programs have, by name. The status is 0, 1 where the run failed, 2 for wrong input, 130 after
+    Ctrl-C, 143 after SIGTERM. Workers are stopped in all cases.
+    """
+    quiet()
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
+
+    before = signal.signal(signal.SIGTERM, stop)  # so that workers are stopped and files are closed
+    try:
+        _run_form(form, usage, sys.argv[1:] if arguments is None else arguments, run, options)
+        return 0
+    except PreemptedError as error:
+        say(str(error), error=True)
+    except EngineError as error:
+        say(f"error: {short_message(error)}", error=True)
+        return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
+    except KeyboardInterrupt:
+        print("interrupted; workers are stopped", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as stop_request:
+        if stop_request.code != signal.SIGTERM:
+            raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print("terminated; workers are stopped", file=sys.stderr)
+    return TERMINATED
+
+
+def _run_form(
     form: Form[C],
     usage: str,
     arguments: Sequence[str],
     run: Callable[[C, argparse.Namespace], None],
-    options: Mapping[str, dict[str, Any]] | None = None,
-) -> int:
-    """Do what arguments of `form` say: print help or the configuration, or `run` it.
-
-    `options` are those that not all programs have, by name. Raises an EngineError, in the words of
-    the arguments.
-    """
+    options: Mapping[str, dict[str, Any]],
+) -> None:
     parser = ArgumentParser(f"python -m engine.{form.program}", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("settings", nargs="*")
@@ -60,12 +94,12 @@ def run_form(
         parser.add_argument(name)
     for name in ("--print-config", "--dry-run"):
         parser.add_argument(name, action="store_true")
-    for name, keywords in (options or {}).items():
-        parser.add_argument(name, **keywords)
+    for name, keywords in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
     chosen = parser.parse_intermixed_args(arguments)
     if chosen.help:
         print(help_text(form, usage))
-        return 0
+        return
     file, settings = _config_file(chosen)
     verls = getattr(chosen, "verl_defaults", False)
     resolved = resolve_file(form, file, settings, defaults_of_verl=verls)
@@ -73,12 +107,11 @@ def run_form(
         say(f"note: {notice}", error=True)
     if chosen.print_config:
         print(config_text(resolved.config), end="")
-        return 0
+        return
     try:
         run(resolved.config, chosen)
     except EngineError as error:
         raise type(error)(resolved.with_typed_keys(str(error))) from error
-    return 0
 
 
 def _config_file(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
@@ -180,7 +213,7 @@ Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C; 143 
 
 
 def run_offline(form: Form[F], about: str, arguments: Sequence[str] | None) -> int:
-    """Train on rows of files as a command line says; return the exit status, see `run_program`."""
+    """Train on rows of files as a command line says; return the exit status."""
 
     def run(config: F, options: argparse.Namespace) -> None:
         check_names(config)
@@ -189,40 +222,4 @@ def run_offline(form: Form[F], about: str, arguments: Sequence[str] | None) -> i
         run(config, dry_run=options.dry_run)
 
     usage = _OFFLINE_USAGE.format(program=form.program, about=about)
-    return run_program(lambda words: run_form(form, usage, words, run), arguments)
-
-
-def run_program(run: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
-    """Run a command line (None: the process's); return its exit status.
-
-    0, 1 where the run failed, 2 for wrong input, 130 after Ctrl-C, 143 after SIGTERM. Workers are
-    stopped in all cases.
-    """
-    quiet()
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
-
-    before = signal.signal(signal.SIGTERM, stop)  # so that workers are stopped and files are closed
-    try:
-        return run(sys.argv[1:] if arguments is None else arguments)
-    except PreemptedError as error:
-        say(str(error), error=True)
-        return _terminated()
-    except EngineError as error:
-        say(f"error: {short_message(error)}", error=True)
-        return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
-    except KeyboardInterrupt:
-        print("interrupted; workers are stopped", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as stop_request:
-        if stop_request.code != signal.SIGTERM:
-            raise
-        return _terminated()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminated() -> int:
-    print("terminated; workers are stopped", file=sys.stderr)
-    return TERMINATED
+    return run_program(form, usage, arguments, run)

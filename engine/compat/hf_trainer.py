@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from engine.cli import forms
-from engine.cli.resolve import Resolved, resolve_pairs
+from engine.cli.resolve import Resolved, key_table, resolve_pairs
 from engine.cli.settings import RunConfig
-from engine.cli.verl_keys import key_table
-from engine.cli.verl_keys import verl_defaults as defaults_of_verl
 from engine.config.text import read_yaml
 from engine.console import say
 from engine.errors import ConfigError
@@ -93,8 +91,7 @@ class Trainer:
         for key, value in settings.items():
             pairs += _FORM.flatten(value, key)
         pairs += [*_estimator(algo), ("actor_rollout_ref.model.path", str(model))]
-        defaults = defaults_of_verl(pairs) if verl_defaults else []
-        return cls(resolve_pairs(_FORM, [*defaults, *pairs]))
+        return cls(resolve_pairs(_FORM, pairs, defaults_of_verl=verl_defaults))
 
     @property
     def config(self) -> RunConfig:
