@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 T = TypeVar("T")
 
 
-class Options(Mapping[str, object]):
+class Options(dict[str, object]):
     """The options that an entry declares, with their defaults: keyword-only parameters.
 
     >>> def clip(x, *, low: float = 0.0, high: float = 1.0): ...
@@ -31,17 +31,8 @@ class Options(Mapping[str, object]):
 
     def __init__(self, owner: str, *functions: Callable[..., object]) -> None:
         """`owner` is the entry in error messages; of several functions all options count."""
+        super().__init__({k: v for each in functions for k, v in keyword_defaults(each).items()})
         self._owner, self._functions = owner, functions
-        self._defaults = {k: v for each in functions for k, v in keyword_defaults(each).items()}
-
-    def __getitem__(self, name: str) -> object:
-        return self._defaults[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._defaults)
-
-    def __len__(self) -> int:
-        return len(self._defaults)
 
     def require_known(self, given: Iterable[str], section: str = "") -> None:
         """Raise ConfigError for the first of `given` that is no option; `section` has them."""
@@ -206,11 +197,8 @@ def keyword_defaults(function: Callable[..., object]) -> dict[str, object]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
         return {}
-    return {
-        p.name: p.default
-        for p in parameters
-        if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
-    }
+    named = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
+    return {p.name: p.default for p in named}
 
 
 def origin(target: object) -> str:

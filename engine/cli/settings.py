@@ -1,13 +1,10 @@
-"""The configurations of runs from files on this machine, and the ranks that a run is split over.
-
-How arguments become such a configuration is in `resolve`.
-"""
+"""The configurations of runs from files on this machine, and the ranks that a run is split over."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -170,19 +167,14 @@ class OfflineRunConfig(Section):
     model: PolicyModelConfig = PolicyModelConfig()
     run: RunOutputConfig = RunOutputConfig()
 
-    section: ClassVar[str]  # of the training itself
-
     @property
     def training(self) -> OfflineConfig:
         """The section of the training itself."""
-        training: OfflineConfig = getattr(self, self.section)
-        return training
+        return next(v for v in vars(self).values() if isinstance(v, OfflineConfig))
 
 
 class PreferenceRunConfig(OfflineRunConfig):
     """The run of `main_preference`."""
-
-    section: ClassVar[str] = "preference"
 
     preference: PreferenceTrainingConfig = PreferenceTrainingConfig()
     run: RunOutputConfig = RunOutputConfig(experiment_name="preference")
@@ -191,16 +183,12 @@ class PreferenceRunConfig(OfflineRunConfig):
 class SFTRunConfig(OfflineRunConfig):
     """The run of `main_sft`."""
 
-    section: ClassVar[str] = "sft"
-
     sft: SFTConfig = SFTConfig()
     run: RunOutputConfig = RunOutputConfig(experiment_name="sft")
 
 
 class RewardModelRunConfig(OfflineRunConfig):
     """The run of `main_reward_model`."""
-
-    section: ClassVar[str] = "reward_model"
 
     reward_model: RewardModelTrainingConfig = RewardModelTrainingConfig()
     run: RunOutputConfig = RunOutputConfig(experiment_name="reward_model")
@@ -213,8 +201,7 @@ class RewardModelRunConfig(OfflineRunConfig):
 def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the configuration with the layouts that it leaves open, and notices about them.
 
-    Sizes that are given stay; of the rest `fsdp` takes all, or `dp` where `fsdp` is given. Raises
-    ConfigError where they don't multiply to the ranks.
+    Sizes that are given stay; of the rest `fsdp` takes all, or `dp` where `fsdp` is given.
     """
     ranks, rl, notices = config.run.ranks, config.rl, list[str]()
     actor, critic, reference = rl.actor.parallel, rl.critic.parallel, rl.reference
