@@ -79,20 +79,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a recorded RL step again in one process, and compare its metrics.",
         epilog="exit status: 0 as recorded; 1 something differs; 2 no good record",
     )
-    parser.add_argument("folder", help="a record, e.g. out/checkpoints/recorded/step_3")
-    parser.add_argument("--all", action="store_true", help="show all metrics, not what differs")
-    parser.add_argument("--pdb", action="store_true", help="open pdb where the step fails")
-    parser.add_argument(
-        "--on-ranks", action="store_true", help="on as many ranks as recorded, by Ray"
+    add = parser.add_argument
+    add("folder", help="a record, e.g. out/checkpoints/recorded/step_3")
+    add("--all", action="store_true", help="show all metrics, not what differs")
+    add("--pdb", action="store_true", help="open pdb where the step fails")
+    add("--on-ranks", action="store_true", help="on as many ranks as recorded, by Ray")
+    add("--model", default="", help="the start model, if it is elsewhere now")
+    add("--threads", type=int, default=0, help="CPU threads; default: as recorded")
+    tolerance = (
+        f"relative difference that is none; default: 0, or {_OTHER_LAYOUT:g} for several ranks"
     )
-    parser.add_argument("--model", default="", help="the start model, if it is elsewhere now")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: as recorded")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        help="relative difference that counts as the same; default: 0, or "
-        f"{_OTHER_LAYOUT:g} for a step of several ranks",
-    )
+    add("--tolerance", type=float, help=tolerance)
     return parser
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -49,10 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_student(teacher: str, layers: Sequence[int], out: Path) -> tuple[int, int]:
-    """Write the student whole or not at all; return its number of parameters and the teacher's.
-
-    Raises ModelError as `keep_layers`, and StorageError where `out` is there or can't be written.
-    """
+    """Write the student whole or not at all; return its number of parameters and the teacher's."""
     from engine.data.tokenizer import load_tokenizer
     from engine.models import load_model, save_model, saved_dtype
     from engine.models.small_models import keep_layers
@@ -63,11 +59,8 @@ def write_student(teacher: str, layers: Sequence[int], out: Path) -> tuple[int, 
     student = keep_layers(model, layers)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            save_model(student, load_tokenizer(teacher), draft / "student").rename(out)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as draft:
+            save_model(student, load_tokenizer(teacher), Path(draft) / "student").rename(out)
     except OSError as error:
         raise StorageError(f"can't write {out}: {error.strerror or error}") from error
     return student.num_parameters(), model.num_parameters()
