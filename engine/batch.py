@@ -299,10 +299,7 @@ def _column(values: Column) -> np.ndarray:
     """Return `values` as a 1-d object array, without NumPy looking into nested lists."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
-    out = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):
-        out[i] = value
-    return out
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 R_co = TypeVar("R_co", covariant=True)
