@@ -5,30 +5,34 @@ Each becomes the arguments of `engine.trainers.rl.RLTrainer`, which does the wor
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import re
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from engine.cli.reward_file import each_row
 from engine.cli.settings import RunConfig
 from engine.compat.hf_trainer import Trainer, read_settings
-from engine.compat.in_memory import (
-    hand_back,
-    policy_module,
-    reward_settings,
-    write_actor,
-    write_critic,
-)
 from engine.config import ParallelConfig, PoolConfig, RLConfig
 from engine.data.loader import PromptLoader, make_rl_data_loader
-from engine.data.templates import encode_prompts
+from engine.data.templates import Message, encode_conversation, encode_prompts
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RewardError
+from engine.models import CriticModel, load_model, save_model, save_tensors
+from engine.models.value_head import classifier_of, classifier_tensors
+from engine.rewards.reward_function import register_reward
+from engine.runtime import HybridActor
 from engine.trainers import rl
 from engine.trainers.auto_placement import run_roles
 
@@ -190,7 +194,7 @@ class RLTrainer(rl.RLTrainer):
         values = run.rl.model_dump()
         if critic_model is not None:
             folder = self._new_folder("critic")
-            if (critic := write_critic(critic_model, self._actor, tokenizer, folder)) is not None:
+            if (critic := _write_critic(critic_model, self._actor, tokenizer, folder)) is not None:
                 values["critic"]["model_path"] = critic
         _put_reward(values, reward_fn, reward_model, tokenizer)
         if device_mesh is not None:
@@ -222,7 +226,8 @@ class RLTrainer(rl.RLTrainer):
         if self._actor is not None:
             trained = self._new_folder("trained")
             self.save(trained)
-            hand_back(trained, self._actor)
+            learned = load_model(trained, _dtype(self._actor))
+            self._actor.load_state_dict(learned.state_dict())
         return metrics
 
     def run(self, checkpoint_dir: str | Path | None = None) -> rl.Metrics:
@@ -245,29 +250,12 @@ class RLTrainer(rl.RLTrainer):
         if isinstance(actor, str | Path):
             return str(actor), dtype, tokenizer or load_tokenizer(actor)
         tokenizer = tokenizer or getattr(actor, "tokenizer", None)
-        self._actor, folder = policy_module(actor), self._new_folder("start")
-        return str(folder), write_actor(self._actor, tokenizer, folder), tokenizer
+        self._actor, folder = _policy_module(actor), self._new_folder("start")
+        return str(folder), _write_actor(self._actor, tokenizer, folder), tokenizer
 
     def _new_folder(self, name: str) -> Path:
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="hybridflyte-")
         return Path(self._folder.name) / name
-
-
-def _put_reward(
-    values: dict[str, Any], function: object, models: object, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Put reward functions and models into the values of an RLConfig."""
-    if models is None or isinstance(models, str) or not isinstance(models, Sequence):
-        models = [] if models is None else [models]
-    section, anywhere = reward_settings(function, models, tokenizer)
-    values["reward"] |= section
-    if not anywhere:
-        if values["trainer"]["placement"] not in ("", "local"):
-            raise ConfigError(
-                f"trainer.placement={values['trainer']['placement']} with a reward that lives in "
-                "this process; put it into a module, as a function of prompts and completions"
-            )
-        values["trainer"]["placement"] = "local"
 
 
 def _put_mesh(values: dict[str, Any], mesh: DeviceMesh) -> None:
@@ -292,3 +280,189 @@ def _loader(data: object, run: RunConfig) -> PromptLoader:
         f"RLTrainer has {'no prompts' if data is None else repr(data)}; give data_loader="
         "make_rl_data_loader(path)"
     )
+
+
+# Models in memory as the folders that a run's workers load; rewards as settings.
+
+
+def _policy_module(model: object) -> Any:
+    """Return the transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
+    if not isinstance(model, HybridActor):
+        return model
+    if model._sharded is not None:
+        raise ConfigError(
+            "RLTrainer got a HybridActor on several ranks; set actor.parallel in config for them"
+        )
+    return model.policy
+
+
+def _write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> str:
+    """Write a model in memory with its tokenizer; return its dtype's name.
+
+    Raises ConfigError for what is no causal language model of transformers, or has no tokenizer.
+    """
+    if tokenizer is None:
+        raise ConfigError("RLTrainer got a model in memory and no tokenizer; give tokenizer=…")
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise ConfigError(
+            f"actor_model is a {type(model).__name__}; give a causal LM, a HybridActor, or a path"
+        )
+    save_model(model, tokenizer, folder)
+    return _dtype(model)
+
+
+def _write_critic(
+    critic: object, actor: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> str | None:
+    """Write what a critic has learned as a folder for `critic.model_path`, which it returns.
+
+    None for a fresh one, `create_critic_model(actor)`: the run makes that itself. Raises
+    ConfigError for a critic of another kind.
+    """
+    if isinstance(critic, str | Path):
+        return str(critic)
+    if not isinstance(critic, CriticModel):
+        raise ConfigError(
+            f"critic_model is a {type(critic).__name__}; give create_critic_model(model), or a path"
+        )
+    if actor is not None and not critic.head.weight.detach().any():
+        base, backbone = actor.base_model.state_dict(), critic.backbone.state_dict()
+        if base.keys() == backbone.keys() and all(torch.equal(base[k], backbone[k]) for k in base):
+            return None
+    if bool(critic.head.bias.detach().any()):
+        raise ConfigError(
+            "critic_model's head has a bias, which a classifier's folder has no place for; set it 0"
+        )
+    dtype = next(critic.parameters()).dtype
+    classifier = classifier_of(critic.config, dtype, int(tokenizer.pad_token_id or 0))
+    tensors = classifier_tensors(classifier, critic.state_dict().items())
+    save_tensors(classifier, tensors, tokenizer, folder)
+    return str(folder)
+
+
+def _dtype(model: torch.nn.Module) -> str:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"actor_model has weights of {dtype}; convert it to torch.float32")
+    return dtype
+
+
+_PROMPTS = ("prompts", "prompt", "queries", "query", "questions")
+_COMPLETIONS = ("completions", "completion", "responses", "response", "outputs", "texts")
+
+
+def _put_reward(
+    values: dict[str, Any], function: object, models: object, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Put reward functions and models, whose values are added, into the values of an RLConfig.
+
+    A function that its module's name leads to is named by that, so that every process finds it; any
+    other, and a model, is registered here, and the run stays in this process.
+    """
+    if models is None or isinstance(models, str) or not isinstance(models, Sequence):
+        models = [] if models is None else [models]
+    rewards = [_of_function(function)] if function is not None else []
+    rewards += [_of_model(model, tokenizer) for model in models]
+    specs: list[dict[str, Any]] = [
+        {"name": _registered(reward, source)} if callable(reward) else reward
+        for reward, source in rewards
+    ]
+    if specs:
+        values["reward"] |= specs[0]
+    if specs[1:]:
+        components = {f"reward_{i}": spec for i, spec in enumerate(specs[1:], start=2)}
+        values["reward"]["components"] = components
+    if any(callable(reward) for reward, _ in rewards):
+        if values["trainer"]["placement"] not in ("", "local"):
+            raise ConfigError(
+                f"trainer.placement={values['trainer']['placement']} with a reward that lives in "
+                "this process; put it into a module, as a function of prompts and completions"
+            )
+        values["reward"]["isolation"], values["trainer"]["placement"] = "none", "local"
+
+
+# A reward's section, or a function that only this process has; and what it was made from.
+_Reward = tuple[dict[str, Any] | Callable[..., object], object]
+
+
+def _of_function(function: object) -> _Reward:
+    if isinstance(function, str):
+        return {"name": function}, function
+    if not callable(function):
+        raise ConfigError(f"reward_fn={function!r} is no function; give one, or a reward's name")
+    parameters = inspect.signature(function).parameters
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    is_reward = {"prompts", "completions"} <= parameters.keys()
+    in_module = module not in ("", "__main__") and "." not in name
+    if is_reward and in_module and getattr(sys.modules.get(module), name, None) is function:
+        return {"name": f"{module}:{name}"}, function
+    if {"solution_str", "ground_truth"} <= parameters.keys():  # verl's kind, of one row
+        return each_row(function), function
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    prompt = next((p for p in _PROMPTS if p in parameters), "")
+    completion = next((p for p in _COMPLETIONS if p in parameters), "")
+    if not completion:
+        raise ConfigError(
+            f"reward_fn{inspect.signature(function)} takes no completions; write it as "
+            "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
+        )
+
+    def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Any:
+        arguments = {k: v for k, v in columns.items() if takes_all or k in parameters}
+        arguments |= {completion: list(completions)} | ({prompt: list(prompts)} if prompt else {})
+        scores = function(**arguments)
+        return scores.tolist() if isinstance(scores, Tensor) else scores
+
+    return reward, function
+
+
+def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> _Reward:
+    if isinstance(model, str | Path):
+        return {"name": "reward_model", "options": {"model": str(model)}}, model
+    if not callable(model):
+        raise ConfigError(f"a reward model is {model!r}; give a model, or the path of one")
+
+    def score(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+        messages = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
+        turns = [
+            [*prompt, {"role": "assistant", "content": completion}]
+            for prompt, completion in zip(messages, completions, strict=True)
+        ]
+        return model_scores(model, tokenizer, turns)
+
+    return score, model
+
+
+@torch.no_grad()
+def model_scores(
+    model: Any, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
+) -> list[float]:
+    """Return conversations' scores by a model that takes `input_ids` and `attention_mask` `[B, L]`.
+
+    It returns a tensor `[B]` or `[B, 1]`, or an object or mapping with that as `scores` or
+    `logits`. Rows are padded on the right. Raises RewardError for any other output.
+    """
+    rows = [torch.tensor(encode_conversation(tokenizer, turns)) for turns in conversations]
+    ids = pad_sequence(rows, batch_first=True, padding_value=int(tokenizer.pad_token_id or 0))
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    device = next((p.device for p in getattr(model, "parameters", tuple)()), ids.device)
+    out = model(input_ids=ids.to(device), attention_mask=mask.to(device))
+    for name in ("scores", "logits"):
+        scores = out.get(name) if isinstance(out, dict) else getattr(out, name, None)
+        out = scores if scores is not None else out
+    if not isinstance(out, Tensor) or out.numel() != len(rows):
+        what = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise RewardError(
+            f"a reward model of {type(model).__name__} returned {what} for {len(rows)} "
+            "conversations; it must return `scores`, a tensor [batch]"
+        )
+    return [float(score) for score in out.flatten().float()]
+
+
+def _registered(function: Callable[..., object], source: object) -> str:
+    """Register the function under a name of its own, which it returns."""
+    digest = hashlib.sha256(f"{source!r}{id(source)}".encode()).hexdigest()[:8]
+    name = f"{getattr(source, '__name__', type(source).__name__).strip('<>')}_{digest}"
+    function.__qualname__ = name
+    register_reward(name)(function)
+    return name

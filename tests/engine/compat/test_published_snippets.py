@@ -34,7 +34,7 @@ from engine import (
     measure_switch_overhead,
 )
 from engine.compat.hf_trainer import read_settings
-from engine.compat.in_memory import model_scores
+from engine.compat.rl_trainer import model_scores
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, RewardError
 
