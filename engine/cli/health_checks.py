@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import os
 import shutil
 import tempfile
@@ -121,7 +122,7 @@ def count_nodes(expected: int, address: str) -> Iterator[Message]:
 
     while not ray.is_initialized():
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # until it is there it may answer anything
             yield {"fault": _first_line(error).rstrip(".")}
             time.sleep(1.0)

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.cli.program import (
+from engine.cli.rl_run import open_log
+from engine.cli.run_folder import (
     checkpoint_folder,
     error_details_file,
     local_model,
     make_output_folder,
     save_atomically,
 )
-from engine.cli.rl_run import open_log
 from engine.cli.settings import OfflineRunConfig, PreferenceRunConfig, RewardModelRunConfig
 from engine.console import human_time, say
 from engine.controller.launch import ray_session

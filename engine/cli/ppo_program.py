@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.cli import rl_run
-from engine.cli.program import (
+from engine.cli.program import config_text
+from engine.cli.run_folder import (
     checkpoint_folder,
-    config_text,
     error_details_file,
     local_model,
     make_output_folder,

@@ -325,7 +325,7 @@ def open_log(
             tracker = Tracker(experiment=output.project_name)
             tracker.check()
             tracked = stack.enter_context(tracker.stage(output.experiment_name, params=settings))
-        logs = open_metric_logs(
+        opened = open_metric_logs(
             output.logger,
             folder,
             project=output.project_name,
@@ -333,5 +333,5 @@ def open_log(
             settings=settings,
             keep=resumes,
         )
-        logs = stack.enter_context(logs)
+        logs = stack.enter_context(opened)
         yield RunLog(tracked, logs, step_lines="console" in output.logger)

@@ -174,7 +174,9 @@ class RLTrainer(rl.RLTrainer):
         self._actor: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if native or "model_path" in options:
-            super().__init__(*native, **options, **({} if config is None else {"config": config}))
+            if config is not None:
+                options["config"] = config
+            super().__init__(*native, **options)
             return
         if isinstance(config, RLConfig):
             raise ConfigError("config is an RLConfig; give a dictionary of settings beside a model")

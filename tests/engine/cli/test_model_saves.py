@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli.program import make_output_folder, save_atomically
+from engine.cli.run_folder import make_output_folder, save_atomically
 from engine.errors import ConfigError, StorageError
 
 

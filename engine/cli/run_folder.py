@@ -1,0 +1,118 @@
+"""The folder of a run: made before any compute; whole models, and what made a run fail, in it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from engine.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    ModelError,
+    PlacementError,
+    PreemptedError,
+    StorageError,
+)
+from engine.redaction import presentable
+from engine.storage.filesystem import fsync, fsync_tree
+
+INPUT_ERRORS = (ConfigError, DataError, ModelError, PlacementError)
+DETAILS = "error.txt"
+# Ray unpacks a job's files here on each machine, and deletes them after the job.
+_RAY_JOB_FOLDERS = "runtime_resources/working_dir_files"
+
+
+def short_message(error: EngineError) -> str:
+    """Return the error's first line; all of a PlacementError, with its table."""
+    text = str(error).strip()
+    return text if isinstance(error, PlacementError) else text.partition("\n")[0]
+
+
+@contextlib.contextmanager
+def error_details_file(folder: Path) -> Iterator[None]:
+    """Write the tracebacks of a failed run to `error.txt` in `folder`, and name it in the error."""
+    path = folder / DETAILS
+    path.unlink(missing_ok=True)
+    try:
+        yield
+    except EngineError as error:
+        if isinstance(error, (*INPUT_ERRORS, PreemptedError)):
+            raise
+        with contextlib.suppress(OSError):  # a full disk may be the very cause
+            path.write_text(presentable("".join(traceback.format_exception(error))))
+        where = f" (tracebacks: {path})" if path.exists() else ""
+        raise type(error)(f"{short_message(error)}{where}") from error
+
+
+def local_model(model: str) -> str:
+    """Return a folder as an absolute path, for workers in other directories; a hub id as it is."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.is_dir() else model
+
+
+def make_output_folder(folder: Path) -> Path:
+    """Make the output folder of a run; raise before any compute where it can't be written."""
+    folder = folder.expanduser().absolute()
+    if _RAY_JOB_FOLDERS in str(folder):
+        raise ConfigError(
+            f"trainer.default_local_dir={folder} lies in the working directory of a Ray job, which "
+            "is deleted after it; give an absolute path, or set HYBRIDFLYTE_HOME to one"
+        )
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
+def checkpoint_folder(folder: Path, resume_mode: str) -> Path:
+    """Return where checkpoints go: a new place each time, unless `resume_mode` is auto."""
+    if resume_mode == "auto":
+        return folder / "checkpoints"
+    # With resume_path, too: what lies in "checkpoints" would come before the one that is named.
+    return folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def save_atomically(save: Callable[[str], None], target: Path) -> Path:
+    """Let `save(folder)` write beside `target`, then replace `target` by that folder.
+
+    Raises StorageError when the disk refuses, or `save` wrote to another machine's disk.
+    """
+    name = uuid.uuid4().hex[:8]
+    draft, replaced = (target.with_name(f".{target.name}-{kind}-{name}") for kind in ("new", "old"))
+    try:
+        save(str(draft))
+        if not draft.is_dir():
+            raise StorageError(
+                f"the policy wrote its model on another machine, where {draft} is; put "
+                "trainer.default_local_dir on a file system that all machines share"
+            )
+        with _writing(target):
+            fsync_tree(draft)
+            if target.exists():
+                target.rename(replaced)
+            draft.rename(target)
+            fsync(target.parent)
+    finally:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        for folder in (draft, replaced):
+            shutil.rmtree(folder, ignore_errors=True)
+    return target
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"can't write {error.filename or path}: {error.strerror or error}; free space, or give "
+            "another trainer.default_local_dir"
+        ) from error
