@@ -77,11 +77,7 @@ def _drop_idle(resolved: Resolved[RunConfig]) -> None:
 
 
 def _name_rewards(resolved: Resolved[RunConfig]) -> None:
-    """Make `rl.reward` of verl's keys of rewards; a reward that was named after them wins.
-
-    Raises ConfigError for a reward model without a folder, and for one beside a function, where
-    verl would leave the function out.
-    """
+    """Make `rl.reward` of verl's keys of rewards; a reward that was named after them wins."""
     sections: dict[str, dict[str, Any]] = {}  # values by verl's section, the latest last
     for path, override in list(resolved.overrides.items()):
         if path == "rl.reward.name":
@@ -193,10 +189,7 @@ REWARD_MODEL = Form("main_reward_model", RewardModelRunConfig)
 
 
 def check_names(config: RunConfig | OfflineRunConfig) -> None:
-    """Raise an EngineError that names the first setting whose value isn't there.
-
-    It loads neither torch nor Ray, so that a wrong name is known at once.
-    """
+    """Raise an EngineError for the first setting whose value isn't there, without torch and Ray."""
     if not config.model.path:
         is_rl = isinstance(config, RunConfig)
         key = "actor_rollout_ref.model.path" if is_rl else "model.path"

@@ -151,10 +151,7 @@ def ray_nodes(expected: int, deadline_s: float) -> HealthFinding:
 
 
 def load_libraries(names: Sequence[str]) -> Iterator[Message]:
-    """Yield before and after each import, so that the last message names a culprit; then the GPUs.
-
-    Of these `build` is what PyTorch is built for: cuda, rocm or cpu.
-    """
+    """Yield before and after each import, so that the last names a culprit; then build and GPUs."""
     for name in names:
         yield {"loading": name}
         try:
@@ -269,10 +266,7 @@ def output_folder() -> HealthFinding:
 
 
 def _unwritable(folder: Path) -> tuple[str, Path, str]:
-    """Return why no file can be written there, or above where it is missing, where, and the room.
-
-    The first is empty where one can.
-    """
+    """Return why no file can be written there, or above (empty if one can), where, and the room."""
     folder = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

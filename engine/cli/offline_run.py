@@ -142,10 +142,7 @@ def _read(
 
 
 def held_out(examples: Sequence[E], size: int, seed: int) -> tuple[list[E], list[E]]:
-    """Split off `size` or a few more examples: all examples of prompts drawn by seed.
-
-    Raises DataError where that would leave nothing to learn from.
-    """
+    """Split off `size` or a few more examples, but not all: those of prompts drawn by seed."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for i, example in enumerate(examples):
         by_prompt.setdefault(tuple(example.prompt_ids), []).append(i)

@@ -1,7 +1,4 @@
-"""The run of `python -m engine.main_ppo`: data read and checked, training, or `--dry-run`.
-
-Arguments are in `forms`, the RL run itself is in `rl_run`.
-"""
+"""The run of `python -m engine.main_ppo`: data read and checked, training, or `--dry-run`."""
 
 from __future__ import annotations
 
@@ -189,8 +186,7 @@ def run(config: RunConfig) -> Path:
     """Train, validate, save; return the folder of the model that the run hands over.
 
     With `run.val_only` it validates alone, and the folder is that of the run. Raises an
-    EngineError; what is wrong with the input is found before any worker starts, and what it names
-    by `check_names` before this module is loaded.
+    EngineError; what is wrong with the input is found before any worker starts.
     """
     check_config(config.rl, config.data.max_response_length)
     folder = make_output_folder(config.run.folder())
@@ -265,11 +261,7 @@ def _train(
 
 
 def _with_gpus(config: RunConfig) -> RunConfig:
-    """Give each rank of the policy a GPU, where Ray has any; pools that were given stay.
-
-    Called when the placement is chosen and Ray is there. Raises PlacementError where
-    `run.device=cuda` finds none.
-    """
+    """Give each rank of the policy a GPU, where Ray has any and no pools are set."""
     trainer, device, ranks = config.rl.trainer, config.run.device, config.run.ranks
     if trainer.placement == "local":
         if device == "cuda" and not torch.cuda.is_available():

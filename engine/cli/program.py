@@ -1,7 +1,4 @@
-"""The frame of every `python -m engine.main_…`: arguments, help, signals and exit status.
-
-It loads nothing heavy.
-"""
+"""The frame of every `python -m engine.main_…`: arguments, help, signals and exit status."""
 
 from __future__ import annotations
 
@@ -115,11 +112,7 @@ def _run_form(
 
 
 def _config_file(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """Return the file, if any, and the `key=value` arguments; ConfigError where two are named.
-
-    A file is the first argument, `options.config`, or that of Hydra's `config_path` and
-    `config_name`; a shipped one is `preset:NAME`.
-    """
+    """Return the one file, as first argument, --config or Hydra's options, and the settings."""
     settings = list(options.settings)
     files = [config_path(options.config)] if options.config is not None else []
     first = settings[0] if settings and "=" not in settings[0] else ""

@@ -85,11 +85,7 @@ def key_table(*sections: str) -> KeyTable:
 
 
 def _verl_defaults(pairs: Pairs) -> Pairs:
-    """Return verl's defaults, those of the critic where the estimator of `pairs` has one.
-
-    Without them defaults are this project's, and only the estimator follows verl: keys of a critic
-    ask for one.
-    """
+    """Return verl's defaults, those of the critic where the estimator of `pairs` has one."""
     chosen = [value for key, value in pairs if key.endswith("algorithm.adv_estimator")]
     critic = [] if chosen and chosen[-1] != "gae" else [*_entries("verl_critic_defaults")]
     return [(key, value) for key, _, value in [*_entries("verl_defaults"), *critic]]

@@ -87,10 +87,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def each_row(function: Callable[..., Any]) -> Callable[..., object]:
-    """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` by rows.
-
-    Its result is a number, or a dictionary with a `score`.
-    """
+    """Call verl's `compute_score`, which returns a number or a dictionary with `score`, by rows."""
 
     def calls(completions: Sequence[str], truths: Any, columns: dict[str, Any]) -> Iterator[Any]:
         empty = [None] * len(completions)

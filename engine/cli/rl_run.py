@@ -1,7 +1,4 @@
-"""One RL run, for the command line and the Flyte task: data and model in, a better model out.
-
-Reading data files for it is in `ppo_program`.
-"""
+"""One RL run, for the command line and the Flyte task: data and model in, a better model out."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """`Trainer.from_hf_config(…)`, and settings of other libraries as a run's configuration.
 
-Dictionaries have the keys of `main_ppo` (verl's and this project's, dotted or in sections), or the
-short names of `engine/cli/verl_keys.yaml`. `TrainingArguments`, `LoraConfig` and
-`BitsAndBytesConfig` are read by attribute, as that table says, so transformers and peft aren't
-needed here; what changes the result and has no setting is refused.
+Dictionaries have the keys of `main_ppo`, or the short names of `engine/cli/verl_keys.yaml`. That
+table also says which attributes of `TrainingArguments`, `LoraConfig` and `BitsAndBytesConfig` are
+read or refused, so transformers and peft aren't needed here.
 """
 
 from __future__ import annotations
@@ -109,11 +108,7 @@ class Trainer:
 
 
 def _settings_of(settings: Any, section: str) -> Iterator[tuple[str, str, object]]:
-    """Yield an object's settings as `name=value`, our paths and our values.
-
-    Defaults of TrainingArguments are left out: they are no choice of the user's. Raises ConfigError
-    for what the section of the table refuses.
-    """
+    """Yield `name=value` of what was set, our path and our value; refuse what the table does."""
     if settings is None:
         return
     table, defaults = key_table(section), dict[str, object]()

@@ -299,10 +299,7 @@ def _policy_module(model: object) -> Any:
 
 
 def _write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> str:
-    """Write a model in memory with its tokenizer; return its dtype's name.
-
-    Raises ConfigError for what is no causal language model of transformers, or has no tokenizer.
-    """
+    """Write a model in memory with its tokenizer; return its dtype's name."""
     if tokenizer is None:
         raise ConfigError("RLTrainer got a model in memory and no tokenizer; give tokenizer=…")
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
@@ -316,11 +313,7 @@ def _write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
 def _write_critic(
     critic: object, actor: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> str | None:
-    """Write what a critic has learned as a folder for `critic.model_path`, which it returns.
-
-    None for a fresh one, `create_critic_model(actor)`: the run makes that itself. Raises
-    ConfigError for a critic of another kind.
-    """
+    """Write a critic for `critic.model_path`; None for a fresh one, which the run makes itself."""
     if isinstance(critic, str | Path):
         return str(critic)
     if not isinstance(critic, CriticModel):

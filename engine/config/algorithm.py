@@ -1,7 +1,4 @@
-"""How rewards or a teacher become a loss: advantages, KL and distillation.
-
-The algorithms are in `engine.algorithms`.
-"""
+"""How rewards or a teacher become a loss: advantages, KL and distillation."""
 
 from __future__ import annotations
 

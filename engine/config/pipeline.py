@@ -222,11 +222,7 @@ class EvaluateConfig(ScoredRolloutConfig):
 
 
 class PipelineConfig(Section):
-    """The whole pipeline: the one input of `workflows/rlhf.py:rlhf` and of the others that train.
-
-    Each reads its own sections: `pairs`, `preference` and `reward_model` those of
-    `workflows/preference.py`.
-    """
+    """The whole pipeline: the one input of all workflows that train; each reads its sections."""
 
     seed: int = Field(0, ge=0, description="Seed of data, weights, batches and samples")
     data: DataConfig = DataConfig()

@@ -1,7 +1,4 @@
-"""How completions are sampled: vLLM's own settings, rollout servers, and episodes of several turns.
-
-Sampling parameters of a run are in `rl`.
-"""
+"""How completions are sampled: vLLM, rollout servers, and episodes of several turns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Optimizer, sharding over ranks, and training on rows of a dataset.
-
-The settings of RL are in `rl`.
-"""
+"""Optimizer, sharding over ranks, and training on rows of a dataset."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`python -m engine.main_sft key=value ...`: supervised fine-tuning on prompt/response files.
-
-Keys are this project's, or verl's of its SFT trainer.
-"""
+"""`python -m engine.main_sft key=value ...`: supervised fine-tuning on prompt/response files."""
 
 from __future__ import annotations
 
