@@ -205,7 +205,7 @@ Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C; 143 
 """
 
 
-def run_offline(form: Form[F], about: str, arguments: Sequence[str] | None) -> int:
+def run_offline(form: Form[F], about: str, arguments: Sequence[str] | None = None) -> int:
     """Train on rows of files as a command line says; return the exit status."""
 
     def run(config: F, options: argparse.Namespace) -> None:

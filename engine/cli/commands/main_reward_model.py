@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from engine.cli.forms import REWARD_MODEL
 from engine.cli.program import run_offline
@@ -17,10 +17,7 @@ reward.name=reward_model reward.options.model=FOLDER.
       run.default_local_dir=out"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
-    return run_offline(REWARD_MODEL, _ABOUT, arguments)
-
+main = partial(run_offline, REWARD_MODEL, _ABOUT)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from engine.cli.forms import SFT
 from engine.cli.program import run_offline
@@ -20,10 +20,7 @@ Keys are verl's where verl has the same thing, and each setting has this project
 well: optim.lr is sft.optim.lr."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
-    return run_offline(SFT, _ABOUT, arguments)
-
+main = partial(run_offline, SFT, _ABOUT)
 
 if __name__ == "__main__":
     sys.exit(main())
