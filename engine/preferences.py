@@ -151,28 +151,6 @@ COLUMNS: dict[Kind, list[str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RankedRollouts:
-    """Preferences, and the rollouts that they were made of."""
-
-    rows: pd.DataFrame  # of `COLUMNS`
-    prompts: int
-    without_pair: int  # prompts that gave no row, e.g. as their completions are worth the same
-    unusable: int  # completions that were cut off, are empty, or could not be scored
-    mean_score: float
-    correct: float  # share of right completions, 0 to 1
-
-    def metrics(self) -> dict[str, float]:
-        """Return them as a stage records them."""
-        return {
-            "prompts": float(self.prompts),
-            "prompts_without_pair": float(self.without_pair),
-            "completions_unusable": float(self.unusable),
-            "score_mean": self.mean_score,
-            "correct": self.correct,
-        }
-
-
 def layout_of(config: PairsConfig) -> EvaluateConfig:
     """Return how the policy is sampled from, in the terms of an evaluation."""
     return EvaluateConfig(engine=config.engine, parallel=config.parallel)
@@ -187,12 +165,13 @@ def rank_rollouts(
     max_response_length: int,
     seed: int,
     on_progress: Callable[[int], None] | None = None,
-) -> RankedRollouts:
+) -> tuple[pd.DataFrame, dict[str, float]]:
     """Sample `config.n` completions of each prompt of RL rows, score them, and rank them.
 
     A pair is the best and the worst of them, with both rewards in `extra_info`; its `margin`, which
-    a reward model's loss would use, is 0. With labels, right completions are good. `on_progress` is
-    called with the number of finished completions.
+    a reward model's loss would use, is 0. With labels, right completions are good. Returns rows of
+    `COLUMNS`, and metrics: prompts that gave no row, completions that were cut off, are empty or
+    could not be scored. `on_progress` is called with the number of finished completions.
     """
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
@@ -224,11 +203,12 @@ def rank_rollouts(
         if kind == "labels"
         else pairs_from_groups(groups, pairs_per_group=per_prompt, min_gap=config.margin)
     )
-    return RankedRollouts(
-        pd.DataFrame(ranked, columns=COLUMNS[kind]),
-        len(groups),
-        len(groups) - len({row["extra_info"]["row"] for row in ranked}),
-        len(scored) - sum(len(group.usable) for group in groups),
-        float(np.mean([completion.score for completion in judged])),
-        float(np.mean([completion.correct for completion in judged])),
-    )
+    metrics = {
+        "prompts": len(groups),
+        "prompts_without_pair": len(groups) - len({row["extra_info"]["row"] for row in ranked}),
+        "completions_unusable": len(scored) - sum(len(group.usable) for group in groups),
+        "score_mean": np.mean([completion.score for completion in judged]),
+        "correct": np.mean([completion.correct for completion in judged]),
+    }
+    measured = {name: float(value) for name, value in metrics.items()}
+    return pd.DataFrame(ranked, columns=COLUMNS[kind]), measured

@@ -167,21 +167,18 @@ def _finish_sft(resolved: Resolved[SFTRunConfig]) -> None:
         overrides |= {path: Override(value, path) for path, value in derived.items()}
 
 
+_REWARD_KEYS = [f"{section}.{name}" for section in REWARD_FILES for name in ("path", "name")]
+_REWARD_KEYS += [
+    f"{s}.{name}" for s in _REWARD_MODELS for name in ("enable", *_REWARD_MODEL_OPTIONS)
+]
+_KEYWORDS = {f"{section}.reward_kwargs": dict for section in REWARD_FILES}
 PPO = Form(
     "main_ppo",
     RunConfig,
     "rl.",
-    {
-        **{f"{section}.{name}": None for section in REWARD_FILES for name in ("path", "name")},
-        **{f"{section}.reward_kwargs": dict for section in REWARD_FILES},
-        **{
-            f"{section}.{name}": None
-            for section in _REWARD_MODELS
-            for name in ("enable", *_REWARD_MODEL_OPTIONS)
-        },
-    },
-    _finish_ppo,
-    fill_layouts,
+    keys={**dict.fromkeys(_REWARD_KEYS), **_KEYWORDS},
+    finish=_finish_ppo,
+    complete=fill_layouts,
 )
 SFT = Form("main_sft", SFTRunConfig, keys=dict.fromkeys(_SFT_KEYS), finish=_finish_sft)
 PREFERENCE = Form("main_preference", PreferenceRunConfig)
