@@ -161,7 +161,7 @@ def _rows(
     short = [row for row in rows if row["prompt_ids"] is not None]
     if not short:
         raise DataError(
-            f"{key}: all {len(rows)} prompts are longer than {limit} tokens, data.max_prompt_length"
+            f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens"
         )
     left_out.long += len(rows) - len(short)
     return short
