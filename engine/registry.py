@@ -34,9 +34,9 @@ class Options(dict[str, object]):
         super().__init__({k: v for each in functions for k, v in keyword_defaults(each).items()})
         self._owner, self._functions = owner, functions
 
-    def require_known(self, given: Iterable[str], section: str = "") -> None:
-        """Raise ConfigError for the first of `given` that is no option; `section` has them."""
-        for option in given:
+    def require_known(self, options: Iterable[str], section: str = "") -> None:
+        """Raise ConfigError for the first of `options` that is no option; `section` has them."""
+        for option in options:
             if option not in self:
                 what = f"{section}.{option}: " if section else ""
                 raise ConfigError(
@@ -44,20 +44,20 @@ class Options(dict[str, object]):
                     f"remove it (it reads {', '.join(sorted(self)) or 'no options'})"
                 )
 
-    def parse(self, given: Mapping[str, object], section: str) -> dict[str, object]:
+    def parse(self, options: Mapping[str, object], section: str) -> dict[str, object]:
         """Return the options of a configuration's `section`, in the types that are declared.
 
         Raises ConfigError for an unknown option and for a value of another type.
         """
-        self.require_known(given, section)
+        self.require_known(options, section)
         types: dict[str, object] = {}
-        for function in self._functions if given else ():
-            # A name that only a type checker sees: values stay as given.
+        for function in self._functions if options else ():
+            # A name that only a type checker sees: values stay as they are.
             with suppress(NameError, TypeError, AttributeError):
                 types |= get_type_hints(
                     function.__init__ if inspect.isclass(function) else function
                 )
-        return {k: _converted(v, types.get(k), f"{section}.{k}") for k, v in given.items()}
+        return {k: _converted(v, types.get(k), f"{section}.{k}") for k, v in options.items()}
 
 
 @dataclass(frozen=True, slots=True)
