@@ -203,12 +203,12 @@ def rank_rollouts(
         if kind == "labels"
         else pairs_from_groups(groups, pairs_per_group=per_prompt, min_gap=config.margin)
     )
+    made_rows = {row["extra_info"]["row"] for row in ranked}
     metrics = {
-        "prompts": len(groups),
-        "prompts_without_pair": len(groups) - len({row["extra_info"]["row"] for row in ranked}),
-        "completions_unusable": len(scored) - sum(len(group.usable) for group in groups),
-        "score_mean": np.mean([completion.score for completion in judged]),
-        "correct": np.mean([completion.correct for completion in judged]),
+        "prompts": float(len(groups)),
+        "prompts_without_pair": float(len(groups) - len(made_rows)),
+        "completions_unusable": float(len(scored) - sum(len(group.usable) for group in groups)),
+        "score_mean": float(np.mean([completion.score for completion in judged])),
+        "correct": float(np.mean([completion.correct for completion in judged])),
     }
-    measured = {name: float(value) for name, value in metrics.items()}
-    return pd.DataFrame(ranked, columns=COLUMNS[kind]), measured
+    return pd.DataFrame(ranked, columns=COLUMNS[kind]), metrics
