@@ -22,66 +22,45 @@ __version__ = "0.1.0"
 # The commands of `python -m engine.NAME`, and verl's published module names.
 __path__.append(os.path.join(os.path.dirname(__file__), "cli", "commands"))
 
-if TYPE_CHECKING:
-    from engine.compat.hf_trainer import Trainer
-    from engine.compat.rl_trainer import DataPipeline, DeviceMesh, RLTrainer
-    from engine.data.loader import make_rl_data_loader
-    from engine.data.training_examples import read_preferences, read_reward_pairs, read_steps
-    from engine.models import create_critic_model
-    from engine.runtime import HybridActor, measure_switch_overhead
-    from engine.trainers.offline import SFTTrainer
-    from engine.trainers.preference_learning import PreferenceTrainer
-    from engine.trainers.reward_training import (
-        LikelihoodRewardTrainer,
-        ProcessRewardTrainer,
-        RewardModelTrainer,
-    )
-
-__all__ = [
-    "DataPipeline",
-    "DeviceMesh",
-    "HybridActor",
-    "LikelihoodRewardTrainer",
-    "PreferenceTrainer",
-    "ProcessRewardTrainer",
-    "RLTrainer",
+# The public names, by the module that has them.
+_EXPORTS = {
+    "engine.compat.hf_trainer": "Trainer",
+    "engine.compat.rl_trainer": "DataPipeline DeviceMesh RLTrainer",
+    "engine.data.loader": "make_rl_data_loader",
+    "engine.data.training_examples": "read_preferences read_reward_pairs read_steps",
+    "engine.models": "create_critic_model",
+    "engine.runtime": "HybridActor measure_switch_overhead",
+    "engine.trainers.offline": "SFTTrainer",
+    "engine.trainers.preference_learning": "PreferenceTrainer",
+    "engine.trainers.reward_training": "LikelihoodRewardTrainer ProcessRewardTrainer "
     "RewardModelTrainer",
-    "SFTTrainer",
-    "Trainer",
-    "__version__",
-    "create_critic_model",
-    "make_rl_data_loader",
-    "measure_switch_overhead",
-    "read_preferences",
-    "read_reward_pairs",
-    "read_steps",
-]
-
-_HOMES = {
-    "DataPipeline": "engine.compat.rl_trainer",
-    "DeviceMesh": "engine.compat.rl_trainer",
-    "HybridActor": "engine.runtime",
-    "LikelihoodRewardTrainer": "engine.trainers.reward_training",
-    "PreferenceTrainer": "engine.trainers.preference_learning",
-    "ProcessRewardTrainer": "engine.trainers.reward_training",
-    "RLTrainer": "engine.compat.rl_trainer",
-    "RewardModelTrainer": "engine.trainers.reward_training",
-    "SFTTrainer": "engine.trainers.offline",
-    "Trainer": "engine.compat.hf_trainer",
-    "create_critic_model": "engine.models",
-    "make_rl_data_loader": "engine.data.loader",
-    "measure_switch_overhead": "engine.runtime",
-    "read_preferences": "engine.data.training_examples",
-    "read_reward_pairs": "engine.data.training_examples",
-    "read_steps": "engine.data.training_examples",
 }
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+__all__ = sorted(["__version__", *_HOMES])
+
+if TYPE_CHECKING:
+    from engine.compat.hf_trainer import Trainer as Trainer
+    from engine.compat.rl_trainer import DataPipeline as DataPipeline
+    from engine.compat.rl_trainer import DeviceMesh as DeviceMesh
+    from engine.compat.rl_trainer import RLTrainer as RLTrainer
+    from engine.data.loader import make_rl_data_loader as make_rl_data_loader
+    from engine.data.training_examples import read_preferences as read_preferences
+    from engine.data.training_examples import read_reward_pairs as read_reward_pairs
+    from engine.data.training_examples import read_steps as read_steps
+    from engine.models import create_critic_model as create_critic_model
+    from engine.runtime import HybridActor as HybridActor
+    from engine.runtime import measure_switch_overhead as measure_switch_overhead
+    from engine.trainers.offline import SFTTrainer as SFTTrainer
+    from engine.trainers.preference_learning import PreferenceTrainer as PreferenceTrainer
+    from engine.trainers.reward_training import LikelihoodRewardTrainer as LikelihoodRewardTrainer
+    from engine.trainers.reward_training import ProcessRewardTrainer as ProcessRewardTrainer
+    from engine.trainers.reward_training import RewardModelTrainer as RewardModelTrainer
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

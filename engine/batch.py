@@ -1,13 +1,12 @@
 """The data plane between roles: rows of completions, and values still being computed.
 
-A `Batch` is a table of tensors and columns with one row a completion. A `Future` stands for the
-result of a call on ranks, and a `LazyBatch` for rows that are still under way: it collects batches
-and futures with `|=`, and waits only when a field is read. A worker group that gets a LazyBatch
-gets the futures themselves, so rows go from worker to worker and not through the controller. How
+A `Batch` is a table of tensors and columns with one row a completion, a `Future` the result of a
+call on ranks, and a `LazyBatch` a union of both: it waits only when a field is read. A worker group
+gets its futures themselves, so rows go from worker to worker and not through the controller. How
 calls reach ranks is in `controller`; padding of token lists into tensors in `engine.data.collate`.
 
-Layout of a sequence: prompts are padded on the left to P, responses on the right to R, so the
-response always starts at column P of `input_ids`.
+Prompts are padded on the left to P, responses on the right to R, so the response always starts at
+column P of `input_ids`.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ FIELDS: dict[str, Field] = {
     "attention_mask": Field("B P+R", torch.long, "1 on prompt and response tokens"),
     "position_ids": Field("B P+R", torch.long, "0.. from the first real token; 0 on padding"),
     "prompts": Field("B P", torch.long, "prompt tokens, padded on the left"),
-    "responses": Field(
-        "B R", torch.long, "sampled tokens incl. the end token, padded on the right"
-    ),
+    "responses": Field("B R", torch.long, "sampled tokens incl. the end, padded on the right"),
     "response_mask": Field("B R", torch.float32, "1 on tokens the policy sampled"),
     "rollout_log_probs": Field("B R", torch.float32, "log-probs the tokens were sampled with"),
     "old_log_probs": Field("B R", torch.float32, "trainer's log-probs before the update"),
@@ -73,9 +70,7 @@ FIELDS: dict[str, Field] = {
     "group_ids": Field("B", torch.long, "rows with one id are completions of one prompt"),
     "policy_version": Field("B", torch.long, "updates the policy had seen at the oldest token"),
     "token_versions": Field("B R", torch.long, "policy version that drew each token"),
-    "routed_experts": Field(
-        "B P+R K", torch.int16, "experts that each token was given to, layer by layer; 0 on padding"
-    ),
+    "routed_experts": Field("B P+R K", torch.int16, "each token's, layer by layer; 0 on padding"),
     "environment_rewards": Field("B R", torch.float32, "of each turn, on its last sampled token"),
     "episode_ids": Field("B", torch.long, "rows with one id go on from each other: one episode"),
     "first_turn": Field("B", torch.long, "number, within the episode, of the row's first turn"),
@@ -119,8 +114,7 @@ class Batch:
         self, tensors: Mapping[str, Tensor], columns: Mapping[str, Column] | None = None
     ) -> None:
         columns = columns or {}
-        sizes = {name: int(t.shape[0]) for name, t in tensors.items()}
-        sizes |= {name: len(column) for name, column in columns.items()}
+        sizes = {name: len(field) for name, field in {**tensors, **columns}.items()}
         if not sizes:
             raise DataError("a batch needs at least one tensor or column")
         if len(set(sizes.values())) > 1:
@@ -132,10 +126,7 @@ class Batch:
         self._widths = self._check()
 
     def _check(self) -> dict[str, int]:
-        """Check known fields against the table: rank, dtype, and one P and one R in the batch.
-
-        Returns the widths of the fields by axis ("P", "R", "P+R").
-        """
+        """Check known fields against the table; return their widths by axis ("P", "R", "P+R")."""
         widths: dict[str, int] = {}
         for name, field in FIELDS.items():
             if name not in self.names:
@@ -202,9 +193,9 @@ class Batch:
         return Batch(tensors, {k: v[where] for k, v in self.columns.items()})
 
     def split(self, parts: int, unit: int = 1) -> list[Batch]:
-        """Split into `parts` runs of consecutive rows whose lengths differ by one unit at most.
+        """Split into `parts` runs of rows whose lengths differ by one unit of `unit` rows at most.
 
-        Units of `unit` rows stay whole. Raises DataError when there are fewer of them than parts.
+        Raises DataError when there are fewer units than parts.
         """
         units = len(self) // unit
         if not 1 <= parts <= units:
@@ -218,20 +209,17 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Stack batches that have the same fields, in order.
+        """Stack batches that have the same fields, in order; DataError when fields differ.
 
-        Where P or R differ (each rank pads to its own longest row), the narrower ones get more
-        padding, zeros that their masks leave out. Where no row of a batch could be scored before
-        the reward's components were known, its rows get components of 0. Raises DataError when
-        fields differ.
+        Where P or R differ, the narrower ones get more zeros, which their masks leave out. Where no
+        row of a batch could be scored, its rows get reward components of 0.
         """
         if not batches:
             raise DataError("nothing to concatenate")
         batches = _with_components(batches)
         first = batches[0]
         for other in batches[1:]:
-            differing = set(first.names) ^ set(other.names) | first.columns.keys() ^ other.columns
-            if differing:
+            if differing := {*first.names, *first.columns} ^ {*other.names, *other.columns}:
                 raise DataError(f"can't stack batches: only one of them has {sorted(differing)}")
         widths = [batch._prompt_and_response() for batch in batches]
         widest = max(p for p, _ in widths), max(r for _, r in widths)
@@ -239,8 +227,7 @@ class Batch:
         tensors = {}
         for name in first.names:
             parts = [_pad_columns(name, b[name], *n) for b, n in zip(batches, padding, strict=True)]
-            shapes = {part.shape[1:] for part in parts}
-            if len(shapes) > 1:
+            if len(shapes := {part.shape[1:] for part in parts}) > 1:
                 raise DataError(f"can't stack {name!r}: its rows have shapes {list(shapes)}")
             tensors[name] = torch.cat(parts)
         columns = {k: np.concatenate([b.columns[k] for b in batches]) for k in first.columns}
@@ -252,8 +239,7 @@ class Batch:
         return max(p, both - r) if r else p, max(r, both - p) if p else r
 
     def __reduce__(self) -> tuple[Callable[..., Batch], tuple[object, ...]]:
-        """Pickle as NumPy arrays: Ray keeps those in shared memory and readers map them without a
-        copy. So the tensors of a received batch must not be written to."""
+        """Pickle as NumPy arrays, which readers map from Ray's shared memory and can't write to."""
         packed = {name: _pack(tensor) for name, tensor in self.as_dict().items()}
         return _unpickle, (packed, self.columns)
 
@@ -266,23 +252,20 @@ def _pack(tensor: Tensor) -> Tensor | tuple[np.ndarray, torch.dtype]:
     """Return a CPU tensor as array and dtype (NumPy lacks bfloat16); others as they are."""
     if tensor.device.type != "cpu" or tensor.requires_grad:
         return tensor
-    wide = tensor.contiguous()
-    array = wide.view(torch.int16) if wide.dtype == torch.bfloat16 else wide
-    return array.numpy(), wide.dtype
+    array = tensor.contiguous()
+    array = array.view(torch.int16) if array.dtype == torch.bfloat16 else array
+    return array.numpy(), tensor.dtype
 
 
 def _unpickle(
     packed: dict[str, Tensor | tuple[np.ndarray, torch.dtype]], columns: dict[str, np.ndarray]
 ) -> Batch:
-    tensors = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        for name, item in packed.items():
-            if isinstance(item, Tensor):
-                tensors[name] = item
-                continue
-            tensor = torch.from_numpy(item[0])
-            tensors[name] = tensor.view(item[1]) if tensor.dtype != item[1] else tensor
+        tensors = {
+            name: item if isinstance(item, Tensor) else torch.from_numpy(item[0]).view(item[1])
+            for name, item in packed.items()
+        }
     return Batch(tensors, columns)
 
 
@@ -301,25 +284,22 @@ def _with_components(batches: Sequence[Batch]) -> Sequence[Batch]:
     if known is None:
         return batches
     width, names = known["reward_components"].shape[1], known.columns["reward_component_names"]
-    filled = []
-    for batch in batches:
+
+    def filled(batch: Batch) -> Batch:
         all_failed = "reward_error" in batch and bool(batch["reward_error"].all())
-        if "reward_components" not in batch and all_failed:
-            zeros = known["reward_components"].new_zeros(len(batch), width)
-            columns = {"reward_component_names": [names[0]] * len(batch)}
-            batch = batch | Batch({"reward_components": zeros}, columns)
-        filled.append(batch)
-    return filled
+        if "reward_components" in batch or not all_failed:
+            return batch
+        zeros = {"reward_components": torch.zeros(len(batch), width)}
+        return batch | Batch(zeros, {"reward_component_names": [names[0]] * len(batch)})
+
+    return list(map(filled, batches))
 
 
 def _column(values: Column) -> np.ndarray:
     """Return `values` as a 1-d object array, without NumPy looking into nested lists."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
-    out = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):
-        out[i] = value
-    return out
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 R_co = TypeVar("R_co", covariant=True)
@@ -333,10 +313,7 @@ class Future(ABC, Generic[R_co]):
 
     @abstractmethod
     def result(self, until: float | None = None) -> R_co:
-        """Wait (up to the group's deadline) and return the value, or raise WorkerError.
-
-        `until` is an earlier deadline, of `time.monotonic`, that several futures may share.
-        """
+        """Wait until the group's deadline, or `until` (monotonic), or raise WorkerError."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -344,7 +321,7 @@ class Future(ABC, Generic[R_co]):
 
     @abstractmethod
     def failure(self) -> BaseException | None:
-        """Return the error of a call that has failed already; reads no value and waits for none."""
+        """Return the error of a call that has failed already, without waiting."""
 
 
 class Ready(Future[R_co]):
@@ -371,7 +348,6 @@ class ConcatFuture(Future[Batch]):
         self.fields = self.parts[0].fields
 
     def result(self, until: float | None = None) -> Batch:
-        """Wait for all parts."""
         return Batch.concat([part.result(until) for part in self.parts])
 
     def done(self) -> bool:
@@ -402,9 +378,8 @@ class LazyBatch:
 
     def resolve(self) -> Batch:
         """Wait for all pieces and return them as one batch (later pieces win)."""
-        if self._united is None:
-            # The pieces stay: a group that gets them later still reads them from where they are.
-            batches = [p if isinstance(p, Batch) else p.result() for p in self.pieces]
+        if self._united is None:  # the pieces stay where they are, for groups that get them later
+            batches = (p if isinstance(p, Batch) else p.result() for p in self.pieces)
             self._united = reduce(or_, batches)
         return self._united
 

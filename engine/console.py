@@ -12,10 +12,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Generic, Never, ParamSpec, Self, TextIO, TypeVar
+from typing import Never, ParamSpec, Self, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -23,30 +22,13 @@ from tqdm import tqdm
 
 from engine.redaction import presentable
 
-T = TypeVar("T")
 P = ParamSpec("P")
 
 PIPED_SECONDS = 5.0  # between the plain lines of progress in a log file
 NOISY = (
-    "absl",
-    "alembic",
-    "asyncio",
-    "botocore",
-    "datasets",
-    "flytekit.core.data_persistence",
-    "fsspec",
-    "git",
-    "httpx",
-    "huggingface_hub",
-    "matplotlib",
-    "mlflow",
-    "ray",
-    "s3fs",
-    "sqlalchemy",
-    "torch",
-    "transformers",
-    "urllib3",
-    "vllm",
+    *("absl", "alembic", "asyncio", "botocore", "datasets", "flytekit.core.data_persistence"),
+    *("fsspec", "git", "httpx", "huggingface_hub", "matplotlib", "mlflow", "ray", "s3fs"),
+    *("sqlalchemy", "torch", "transformers", "urllib3", "vllm"),
 )
 # Read by the libraries when they are imported, here and in the processes they start.
 SILENCE = {
@@ -115,35 +97,24 @@ def say(line: str, *, error: bool = False) -> None:
     print(presentable(line), file=sys.stderr if error else sys.stdout, flush=True)
 
 
-class Progress(Generic[T]):
-    """Progress over an iterable, or counted by `update`; use as a context manager or a loop.
+class Progress:
+    """Progress to a total, counted by `update`; a context manager.
 
     A terminal gets a bar; a pipe gets a line at the start of the count, every few seconds, and at
     the end, each with rate and time left.
     """
 
     def __init__(
-        self,
-        source: Iterable[T] | int | None,
-        label: str,
-        unit: str = "it",
-        stream: TextIO | None = None,
+        self, total: int, label: str, unit: str = "it", stream: TextIO | None = None
     ) -> None:
-        self._items = source if isinstance(source, Iterable) else None
-        if isinstance(source, int):
-            self.total: int | None = source
-        else:
-            self.total = len(source) if isinstance(source, Sized) else None
-        self.label = label = presentable(label)
-        self.unit = unit
-        self.count = 0
+        self.total, self.label, self.unit, self.count = total, presentable(label), unit, 0
         self._stream = stream or sys.stderr
         self._notes = ""
         self._started = self._printed = time.monotonic()
         self._bar: tqdm[Never] | None = None
         if self._stream.isatty():
             self._bar = tqdm(
-                total=self.total, desc=label, unit=unit, file=self._stream, dynamic_ncols=True
+                total=total, desc=self.label, unit=unit, file=self._stream, dynamic_ncols=True
             )
 
     def update(self, step: int = 1, **notes: object) -> None:
@@ -164,51 +135,27 @@ class Progress(Generic[T]):
         """Return the plain line: label, count, share, rate, time left, notes."""
         elapsed = max(time.monotonic() - self._started, 1e-9)
         rate = self.count / elapsed
-        parts = [f"{self.label}: {self.count}"]
+        count, duration = f"{self.label}: {self.count}", human_time(elapsed)
         if self.total:
-            parts[0] += f"/{self.total} ({100 * self.count / self.total:.0f} %)"
-        parts.append(f"{rate:.3g} {self.unit}/s")
-        if self.total and 0 < self.count < self.total:
-            parts.append(f"{human_time((self.total - self.count) / rate)} left")
-        else:
-            parts.append(human_time(elapsed))
-        if self._notes:
-            parts.append(self._notes)
-        return " · ".join(parts)
+            count += f"/{self.total} ({100 * self.count / self.total:.0f} %)"
+        if 0 < self.count < self.total:
+            duration = f"{human_time((self.total - self.count) / rate)} left"
+        parts = [count, f"{rate:.3g} {self.unit}/s", duration, self._notes]
+        return " · ".join(filter(None, parts))
 
     def close(self) -> None:
         """End the bar, or print the last line; safe to call twice."""
         if self._bar is not None:
             self._bar.close()
-        elif self._stream is not None and self.count:
+        elif self.count:
             print(self.line(), file=self._stream, flush=True)
         self.count, self._bar = 0, None
-
-    def __iter__(self) -> Iterator[T]:
-        if self._items is None:
-            raise TypeError("this progress was given a total; count it with update()")
-        with self:
-            for item in self._items:
-                yield item
-                self.update()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def progress(
-    source: Iterable[T] | int | None, label: str, unit: str = "it", stream: TextIO | None = None
-) -> Progress[T]:
-    """Return progress over an iterable (loop over it) or a total (call `update`); to stderr."""
-    return Progress(source, label, unit, stream)
 
 
 def table(title: str, rows: Sequence[Mapping[str, object]], stream: TextIO | None = None) -> None:

@@ -42,25 +42,20 @@ def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
     """Return the settings of RL with the reward model in `folder` as the only reward that counts.
 
     A classifier's score is its logit, a language model's the completion's log-prob. The configured
-    reward, the true one, is measured beside it with components of weight 0, and says which
-    completions are right. Where the dataflow has a critic, it starts from the reward model, unless
-    `critic.model_path` names another.
+    reward, the true one, is measured beside it with weight 0, and says which completions are right.
+    A critic starts from the reward model, unless `critic.model_path` names another.
     """
     true_reward, components = config.reward, dict.fromkeys(config.reward.components, 0.0)
     for spec in (true_reward, *true_reward.sources.values()):
         components |= dict.fromkeys(declared_components(spec.name) or (ANSWER,), 0.0)
-    name = reward_of(folder)
-    model = RewardSpec(name=name, options={"model": folder})
-    reward = true_reward.model_copy(
-        update={
-            "components": {**true_reward.components, MODEL_REWARD: model},
-            "weights": components | {MODEL_REWARD: 1.0},
-        }
-    )
-    changes: dict[str, object] = {"reward": reward}
+    model = RewardSpec(name=reward_of(folder), options={"model": folder})
+    changes: dict[str, object] = {
+        "reward.components": {**true_reward.components, MODEL_REWARD: model},
+        "reward.weights": components | {MODEL_REWARD: 1.0},
+    }
     if "critic" in choose_dataflow(config.algorithm).roles and not config.critic.model_path:
-        changes["critic"] = config.critic.model_copy(update={"model_path": folder})
-    return config.model_copy(update=changes)
+        changes["critic.model_path"] = folder
+    return config.replaced(changes)
 
 
 def reward_of(folder: str) -> str:
@@ -72,10 +67,10 @@ def reward_of(folder: str) -> str:
 
 
 def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
-    """Return whether each of N pairs' chosen response has the higher score, `[N]` bool.
+    """Return whether each of N pairs' chosen response has the higher score in RL, `[N]` bool.
 
-    pairs: rows with `prompt` (messages), `chosen` and `rejected`, scored as in RL.
-    Equal scores are no right ranking. Raises RewardError for a folder that is no reward model.
+    `pairs` have `prompt` (messages), `chosen` and `rejected`. Raises RewardError for a folder that
+    is no reward model.
     """
     reward: Callable[..., object] = resolve_reward(reward_of(str(folder)), {"model": str(folder)})
     messages = [[dict(message) for message in prompt] for prompt in pairs["prompt"]]
@@ -106,12 +101,10 @@ def read_preference_tables(
 ) -> PreferenceTables:
     """Read `config.path`; `held_out` are prompts that must not be trained on, which are left out.
 
-    Rows are put as `data.system_prompt` and `data.apply_chat_template_kwargs` say, too. Raises
-    DataError for bad rows unless they are dropped, and where nothing is left to learn from.
+    Raises DataError for bad rows unless they are dropped, and where nothing is left to learn from.
     """
-    settings = data.model_copy(
-        update={name: getattr(config, name) for name in ("columns", "templates", "bad_rows")}
-    )
+    read_by = {name: getattr(config, name) for name in ("columns", "templates", "bad_rows")}
+    settings = data.replaced(read_by)
     files = read_preference_rows([config.path], settings, kind)
     notes = [note for file in files if (note := file.bad.sentence())]
     rows = [row for file in files for row in file.rows]
@@ -124,16 +117,17 @@ def read_preference_tables(
         notes.append(f"{left_out} rows have prompts of a test set, and are left out")
     prompts = [normalise(prompt_text(row["prompt"])) for row in usable]
     apart = _held_out_prompts(prompts, config.validation_size, seed)
-    sides: tuple[list[object], list[object]] = ([], [])
-    for prompt, row in zip(prompts, usable, strict=True):
-        sides[prompt in apart].append(row)
-    if not sides[0]:
+    train, validation = (
+        [row for prompt, row in zip(prompts, usable, strict=True) if (prompt in apart) == is_apart]
+        for is_apart in (False, True)
+    )
+    if not train:
         raise DataError(
             f"pairs.path={config.path!r} leaves no row to learn from: {len(rows)} rows, "
             f"{len(rows) - len(usable)} of them with prompts of a test set; give more, or lower "
             f"pairs.validation_size={config.validation_size}"
         )
-    return PreferenceTables(pd.DataFrame(sides[0]), pd.DataFrame(sides[1]), tuple(notes))
+    return PreferenceTables(pd.DataFrame(train), pd.DataFrame(validation), tuple(notes))
 
 
 def _held_out_prompts(prompts: Iterable[str], size: int, seed: int) -> set[str]:
@@ -145,10 +139,9 @@ def _held_out_prompts(prompts: Iterable[str], size: int, seed: int) -> set[str]:
 
     apart: set[str] = set()
     for prompt in sorted(rows, key=draw):
-        if size <= 0:
-            break
-        apart.add(prompt)
-        size -= rows[prompt]
+        if size > 0:
+            apart.add(prompt)
+            size -= rows[prompt]
     return apart
 
 
@@ -156,28 +149,6 @@ COLUMNS: dict[Kind, list[str]] = {
     "pairs": ["prompt", "chosen", "rejected", "margin", "extra_info"],
     "labels": ["prompt", "completion", "label", "extra_info"],
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RankedRollouts:
-    """Preferences, and the rollouts that they were made of."""
-
-    rows: pd.DataFrame  # of `COLUMNS`
-    prompts: int
-    without_pair: int  # prompts that gave no row, e.g. as their completions are worth the same
-    unusable: int  # completions that were cut off, are empty, or could not be scored
-    mean_score: float
-    correct: float  # share of right completions, 0 to 1
-
-    def metrics(self) -> dict[str, float]:
-        """Return them as a stage records them."""
-        return {
-            "prompts": float(self.prompts),
-            "prompts_without_pair": float(self.without_pair),
-            "completions_unusable": float(self.unusable),
-            "score_mean": self.mean_score,
-            "correct": self.correct,
-        }
 
 
 def layout_of(config: PairsConfig) -> EvaluateConfig:
@@ -194,23 +165,20 @@ def rank_rollouts(
     max_response_length: int,
     seed: int,
     on_progress: Callable[[int], None] | None = None,
-) -> RankedRollouts:
+) -> tuple[pd.DataFrame, dict[str, float]]:
     """Sample `config.n` completions of each prompt of RL rows, score them, and rank them.
 
     A pair is the best and the worst of them, with both rewards in `extra_info`; its `margin`, which
-    a reward model's loss would use, is 0. With labels, right completions are good. Several GPUs of
-    this machine, or `config.parallel`, share the prompts. `on_progress(n)` is called with the
-    number of finished completions. Raises what `decode_passes` and the scorer raise.
+    a reward model's loss would use, is 0. With labels, right completions are good. Returns rows of
+    `COLUMNS`, and metrics: prompts that gave no row, completions that were cut off, are empty or
+    could not be scored. `on_progress` is called with the number of finished completions.
     """
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, rows["prompt"], "train")
     n, per_prompt = config.n, config.pairs_a_prompt
     params = SamplingParams(
-        n=n,
-        max_new_tokens=max_response_length,
-        temperature=config.temperature,
-        seed=seed,
+        n=n, max_new_tokens=max_response_length, temperature=config.temperature, seed=seed
     )
     questions, columns = scorer_inputs(rows, prompts)
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
@@ -235,11 +203,12 @@ def rank_rollouts(
         if kind == "labels"
         else pairs_from_groups(groups, pairs_per_group=per_prompt, min_gap=config.margin)
     )
-    return RankedRollouts(
-        pd.DataFrame(ranked, columns=COLUMNS[kind]),
-        len(groups),
-        len(groups) - len({row["extra_info"]["row"] for row in ranked}),
-        len(scored) - sum(len(group.usable) for group in groups),
-        float(np.mean([completion.score for completion in judged])),
-        float(np.mean([completion.correct for completion in judged])),
-    )
+    made_rows = {row["extra_info"]["row"] for row in ranked}
+    metrics = {
+        "prompts": float(len(groups)),
+        "prompts_without_pair": float(len(groups) - len(made_rows)),
+        "completions_unusable": float(len(scored) - sum(len(group.usable) for group in groups)),
+        "score_mean": float(np.mean([completion.score for completion in judged])),
+        "correct": float(np.mean([completion.correct for completion in judged])),
+    }
+    return pd.DataFrame(ranked, columns=COLUMNS[kind]), metrics

@@ -1,7 +1,4 @@
-"""What importing `engine` sets up in a process: kept memory, and no unused imports.
-
-Nothing heavy is imported here.
-"""
+"""What importing `engine` sets up in a process: kept memory, and no unused imports."""
 
 from __future__ import annotations
 
@@ -42,10 +39,9 @@ def skip_optional_imports() -> None:
         sys.meta_path.insert(0, _AvailabilityHook())
 
 
-# Options of malloc.h.
+# Options of malloc.h, and values of them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_NEVER = -1
-_LARGEST = 2**31 - 1
+_NEVER, _LARGEST = -1, 2**31 - 1
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX")
 
 
@@ -54,9 +50,7 @@ def keep_freed_memory() -> bool:
 
     glibc hands a large block back to the system as soon as it is freed. A training step frees and
     allocates the same activations again, and would fault in each page again: millions a run.
-
-    It doesn't where the C library is another than glibc, or where the environment has settings of
-    malloc's own (`MALLOC_…_`, `GLIBC_TUNABLES`), which stay.
+    Another C library stays as it is, and so do settings of malloc's in the environment.
     """
     tuned = "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if tuned or any(name in os.environ for name in _OWN_SETTINGS):

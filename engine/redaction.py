@@ -1,8 +1,7 @@
 """What must not leave a process as it is: credentials, and control sequences for a terminal.
 
-Used by `engine.errors` for messages, `engine.console` for what is printed and logged,
-`engine.storage` for manifests, and `engine.tracking` for what MLflow gets. Text without either
-stays as it is, to the byte.
+Messages of errors, what is printed and logged, manifests, and what MLflow gets pass through here.
+Text without either stays as it is, to the byte.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _SECRET_NAME = (
     r"|api[_-]?key|access[_-]?key|private[_-]?key|account[_-]?key|credentials?|signature"
     r"|(?:auth|access|api|bearer|refresh|session|security|hf)[_-]?token)"
 )
-_IS_SECRET_NAME = re.compile(rf"{_SECRET_NAME}|token|pwd|pw", re.IGNORECASE)
+_is_secret = re.compile(rf"{_SECRET_NAME}|token|pwd|pw", re.IGNORECASE).fullmatch
 # scheme://user:password@host. Digits up to a slash are a port, and an @ behind it is part of a
 # path. A password may hold an @, and for SQLAlchemy a slash.
 _PASSWORD = re.compile(r"(://[^\s:/@\[\"'<>]*):(?!\d+[/?#,;])[^\s\"'<>]*@")
@@ -62,12 +61,8 @@ def redact_values(value: object) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
-        return {
-            key: HIDDEN
-            if isinstance(item, str) and item and _IS_SECRET_NAME.fullmatch(str(key))
-            else redact_values(item)
-            for key, item in value.items()
-        }
+        secret = {k for k, v in value.items() if v and isinstance(v, str) and _is_secret(str(k))}
+        return {k: HIDDEN if k in secret else redact_values(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         values = map(redact_values, value)
         return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
@@ -96,14 +91,13 @@ def presentable(text: str) -> str:
 def redact_causes(error: BaseException) -> None:
     """Redact the messages of an error's causes, which a traceback would show."""
     seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        cause = todo.pop()
-        if cause is None or id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        cause.args = redact_values(cause.args)
-        todo += [cause.__cause__, cause.__context__]
+    causes: list[BaseException | None] = [error]
+    while causes:
+        cause = causes.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            cause.args = redact_values(cause.args)
+            causes += [cause.__cause__, cause.__context__]
 
 
 def _hide_assigned(match: re.Match[str]) -> str:

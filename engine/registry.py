@@ -1,9 +1,8 @@
 """The one registry type of every extension point, and the import of users' modules.
 
-Each room has its own registry of this type beside what it registers. An entry is registered by a
-decorator and declares its options. The modules with this project's entries are imported when a name
-is looked up; code from outside is imported by the configuration's `plugins`, or named in place as
-`package.module:attribute`.
+Each room has a registry beside what it registers. An entry is registered by a decorator and
+declares its options. The modules with this project's entries are imported when a name is looked up;
+users' by the configuration's `plugins`, or by a name such as `package.module:attribute`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from engine.errors import ConfigError
@@ -20,38 +21,22 @@ from engine.errors import ConfigError
 T = TypeVar("T")
 
 
-class Options(Mapping[str, object]):
+class Options(dict[str, object]):
     """The options that an entry declares, with their defaults: keyword-only parameters.
 
     >>> def clip(x, *, low: float = 0.0, high: float = 1.0): ...
-    >>> dict(Options("loss 'clip'", clip))
-    {'low': 0.0, 'high': 1.0}
     >>> Options("loss 'clip'", clip).parse({"low": "0.5"}, "loss.options")
     {'low': 0.5}
     """
 
     def __init__(self, owner: str, *functions: Callable[..., object]) -> None:
         """`owner` is the entry in error messages; of several functions all options count."""
+        super().__init__({k: v for each in functions for k, v in keyword_defaults(each).items()})
         self._owner, self._functions = owner, functions
-        self._defaults: dict[str, object] = {}
-        for function in functions:
-            self._defaults |= keyword_defaults(function)
 
-    def __getitem__(self, name: str) -> object:
-        return self._defaults[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._defaults)
-
-    def __len__(self) -> int:
-        return len(self._defaults)
-
-    def require_known(self, given: Iterable[str], section: str = "") -> None:
-        """Raise ConfigError for the first of `given` that is not an option.
-
-        `section` is the place of the options in a configuration, e.g. "algorithm.options".
-        """
-        for option in given:
+    def require_known(self, options: Iterable[str], section: str = "") -> None:
+        """Raise ConfigError for the first of `options` that is no option; `section` has them."""
+        for option in options:
             if option not in self:
                 what = f"{section}.{option}: " if section else ""
                 raise ConfigError(
@@ -59,24 +44,20 @@ class Options(Mapping[str, object]):
                     f"remove it (it reads {', '.join(sorted(self)) or 'no options'})"
                 )
 
-    def parse(self, given: Mapping[str, object], section: str) -> dict[str, object]:
+    def parse(self, options: Mapping[str, object], section: str) -> dict[str, object]:
         """Return the options of a configuration's `section`, in the types that are declared.
 
         Raises ConfigError for an unknown option and for a value of another type.
         """
-        self.require_known(given, section)
-        types = self._types() if given else {}
-        return {k: _converted(v, types.get(k), f"{section}.{k}") for k, v in given.items()}
-
-    def _types(self) -> dict[str, object]:
+        self.require_known(options, section)
         types: dict[str, object] = {}
-        for function in self._functions:
-            signed = function.__init__ if inspect.isclass(function) else function
-            try:
-                types |= get_type_hints(signed)
-            except (NameError, TypeError, AttributeError):
-                continue  # names that only a type checker sees: their values stay as given
-        return types
+        for function in self._functions if options else ():
+            # A name that only a type checker sees: values stay as they are.
+            with suppress(NameError, TypeError, AttributeError):
+                types |= get_type_hints(
+                    function.__init__ if inspect.isclass(function) else function
+                )
+        return {k: _converted(v, types.get(k), f"{section}.{k}") for k, v in options.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +65,9 @@ class _Entry(Generic[T]):
     value: T
     target: object  # the decorated function or class
     options: Options
+
+    def stands_for(self, target: object) -> bool:
+        return target is self.target or target is self.value
 
 
 class Registry(Generic[T]):
@@ -98,12 +82,11 @@ class Registry(Generic[T]):
     def __init__(
         self, kind: str, setting: str, modules: Sequence[str] = (), decorator: str = ""
     ) -> None:
-        """Make an empty registry of entries of one `kind`, e.g. "reward function".
+        """Make an empty registry of one `kind`, e.g. "reward function".
 
         `setting` is the configuration's field that names an entry, e.g. "rollout.engine".
-        `modules` have entries and are imported when a name is looked up, one after the other until
-        it is found. `decorator` is what an error message tells users to put on a function of
-        theirs, e.g. "@register_reward(name)".
+        `modules` have entries; they are imported one by one until a name is found. `decorator` is
+        what users put on a function of theirs, e.g. "@register_reward(name)".
         """
         self.kind, self.setting = kind, setting
         self._decorator = decorator
@@ -120,11 +103,10 @@ class Registry(Generic[T]):
         aliases: Iterable[str] = (),
         options: Options | None = None,
     ) -> None:
-        """Register `value`; raise ConfigError when the name is taken.
+        """Register `value`; raise ConfigError when the name is taken, but by the same target.
 
         `target` is the function or class that stands at a `package.module:attribute` path, and
-        declares the options unless `options` are given. Registering the same target again (a
-        module that is imported twice) replaces it.
+        declares the options unless `options` are given.
         """
         if ":" in name:
             raise ConfigError(f"{self.kind} {name!r}: a name has no ':'; choose another name")
@@ -152,14 +134,11 @@ class Registry(Generic[T]):
         return decorate
 
     def get(self, name: str) -> T:
-        """Return the entry with this name, alias or `package.module:attribute` path.
-
-        Raises ConfigError that names the setting and lists the known names.
-        """
+        """Return the entry with this name, alias or `package.module:attribute` path."""
         return self._find(name).value
 
     def options(self, name: str) -> Options:
-        """Return the options that an entry declares; raises ConfigError as `get` does."""
+        """Return the options that an entry declares."""
         return self._find(name).options
 
     def names(self) -> tuple[str, ...]:
@@ -174,20 +153,12 @@ class Registry(Generic[T]):
 
     def registered(self, target: object) -> T | None:
         """Return the entry of a function or class; None where it isn't registered."""
-        entry = self._entry_of(target)
-        return None if entry is None else entry.value
+        return next((e.value for e in self._entries.values() if e.stands_for(target)), None)
 
     def load(self, path: str) -> object:
         """Import what stands at `package.module:attribute`, registered or not."""
         module_name, _, attribute = path.partition(":")
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:  # a user's module may fail in any way
-            raise ConfigError(
-                f"{self.setting}={path!r}: module {module_name!r} can't be imported "
-                f"({type(error).__name__}: {error}); it must be on the Python path and import "
-                "cleanly"
-            ) from error
+        module = _import_module(module_name, f"{self.setting}={path!r}")
         try:
             return getattr(module, attribute)
         except AttributeError:
@@ -197,34 +168,22 @@ class Registry(Generic[T]):
 
     def _find(self, name: str) -> _Entry[T]:
         if ":" in name:
-            entry = self._entry_of(self.load(name))
-            if entry is None:
-                how = f"; put {self._decorator} on it" if self._decorator else ""
-                raise ConfigError(
-                    f"{self.setting}={name!r} is not registered as a {self.kind}{how}"
-                )
-            return entry
-        entry = self._known(name)
-        if entry is None:
-            names = self.names()
-            raise ConfigError(
-                f"{self.setting}={name!r} is unknown{_similar(name, names)}; choose one of "
-                f"{', '.join(names)}, or give your own as package.module:name"
-            )
-        return entry
-
-    def _known(self, name: str) -> _Entry[T] | None:
-        """Look a name up, importing no more modules than it takes to find it."""
+            target = self.load(name)
+            for entry in self._entries.values():
+                if entry.stands_for(target):
+                    return entry
+            how = f"; put {self._decorator} on it" if self._decorator else ""
+            raise ConfigError(f"{self.setting}={name!r} is not registered as a {self.kind}{how}")
+        # No more modules are imported than it takes; the one of the same name comes first.
         self._unread.sort(key=lambda module: module.rpartition(".")[2] != name)
-        while True:
-            entry = self._entries.get(self._aliases.get(name, name))
-            if entry is not None or not self._unread:
-                return entry
+        while (known := self._entries.get(self._aliases.get(name, name))) is None:
+            if not self._unread:
+                raise ConfigError(
+                    f"{self.setting}={name!r} is unknown{_similar(name, self._entries)}; choose "
+                    f"one of {', '.join(self.names())}, or give your own as package.module:name"
+                )
             self._import_first()
-
-    def _entry_of(self, target: object) -> _Entry[T] | None:
-        entries = self._entries.values()
-        return next((e for e in entries if target is e.target or target is e.value), None)
+        return known
 
     def _import_first(self) -> None:
         module = self._unread[0]
@@ -238,11 +197,8 @@ def keyword_defaults(function: Callable[..., object]) -> dict[str, object]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
         return {}
-    return {
-        p.name: p.default
-        for p in parameters
-        if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
-    }
+    named = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
+    return {p.name: p.default for p in named}
 
 
 def origin(target: object) -> str:
@@ -272,10 +228,14 @@ def _similar(name: str, known: Iterable[str]) -> str:
 def import_plugins(modules: Iterable[str]) -> None:
     """Import each module, once a process; raise ConfigError for one that can't be imported."""
     for name in modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # a user's module may fail in any way
-            raise ConfigError(
-                f"plugins: module {name!r} can't be imported ({type(error).__name__}: {error}); it "
-                "must be on the Python path of every process and import cleanly"
-            ) from error
+        _import_module(name, "plugins")
+
+
+def _import_module(name: str, setting: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a user's module may fail in any way
+        raise ConfigError(
+            f"{setting}: module {name!r} can't be imported ({type(error).__name__}: {error}); it "
+            "must be on the Python path of every process and import cleanly"
+        ) from error

@@ -1,11 +1,11 @@
 """A process for code that may misbehave: rewards and environments of users.
 
 The run holds a `WorkerProcess`, and exchanges pickled messages with a service in it, each with a
-deadline. Between the two stands a guard, a process of its own with one thread, which runs no code
-of users and so can't hang. It forks the worker, so that one that is started again has its modules
-at once, and relays what it writes to stderr. All orphans below the guard become its children,
-whatever sessions they opened: none outlives the worker, and nothing outlives the run, however that
-ends. Imports neither torch nor pydantic.
+deadline. Between them stands a guard, a process with one thread, which runs no code of users and so
+can't hang. It forks the worker, so that one that is started again has its modules at once, and
+relays its stderr. All orphans below the guard become its children, whatever sessions they opened:
+none outlives the worker, and nothing outlives the run, however that ends. Imports neither torch nor
+pydantic.
 """
 
 from __future__ import annotations
@@ -79,11 +79,9 @@ class WorkerProcess:
     """One process at a time, which answers messages; one that has ended can be started again."""
 
     def __init__(self, name: str, open_service: str, imports: tuple[str, ...] = ()) -> None:
-        """`name` is what errors call it, e.g. "reward 'my_rewards:f'".
+        """`name` is what errors call it; `open_service` makes its service, as `module:function`.
 
-        `open_service` is the `module:function` that makes the worker's service. `imports` are the
-        engine's or a library's modules, never a user's: the guard loads them once, and each worker
-        has them at its start.
+        `imports` are modules, none of a user's, that the guard loads once for all workers.
         """
         self._name, self._open_service, self._imports = name, open_service, imports
         self._control: socket.socket | None = None
@@ -94,11 +92,6 @@ class WorkerProcess:
     def running(self) -> bool:
         """Whether it was started, and no word of its end has been received."""
         return self._channel is not None
-
-    @property
-    def guard_pid(self) -> int:
-        """The guard's process id; 0 before the first start."""
-        return 0 if self._guard is None else self._guard.pid
 
     def start(self, load: object) -> object:
         """Start the process; return what its service answers to `load`.
@@ -113,10 +106,17 @@ class WorkerProcess:
             socket.send_fds(self._control, [b"+"], [worker_end.fileno()])
         self._channel = Connection(run_end.detach())
         self._limit(socket.SO_RCVTIMEO, _MESSAGE_S)
+        until = time.monotonic() + START_S
         try:
-            until = time.monotonic() + START_S
             self.send(load, until)
             answer = self.receive(until)
+            if isinstance(answer, ConfigError):
+                raise answer
+            if isinstance(answer, ProcessEnded):
+                raise WorkerError(
+                    f"the process of {self._name} {answer.how} while it imported its module; "
+                    "correct what runs on import"
+                )
         except TooLate:
             self.end()
             raise WorkerError(
@@ -125,14 +125,6 @@ class WorkerProcess:
         except BaseException:
             self.end()
             raise
-        if isinstance(answer, ConfigError):
-            self.end()
-            raise answer
-        if isinstance(answer, ProcessEnded):
-            raise WorkerError(
-                f"the process of {self._name} {answer.how} while it imported its module; correct "
-                "what runs on import"
-            )
         return answer
 
     def send(self, message: object, until: float) -> None:
@@ -155,12 +147,11 @@ class WorkerProcess:
         except BlockingIOError:  # after a part of a message
             self.end()
             raise TooLate from None
-        except (
-            Exception
-        ) as error:  # it was lost with its guard, or its bytes are no message of ours
-            lost = isinstance(error, EOFError | ConnectionError)
-            how = "was lost" if lost else f"sent what can't be read ({type(error).__name__})"
-            message = ProcessEnded(how)
+        except (EOFError, ConnectionError):  # with its guard
+            message = ProcessEnded("was lost")
+            self._end_guard()
+        except Exception as error:  # its bytes are no message of ours
+            message = ProcessEnded(f"sent what can't be read ({type(error).__name__})")
             self._end_guard()
         if isinstance(message, ProcessEnded):
             self._channel.close()
@@ -234,9 +225,9 @@ def _wait_for_guard(control: socket.socket, guard: subprocess.Popen[bytes]) -> N
 
 
 def run_guard(control_fd: int, run_pid: int, open_service: str, imports: Sequence[str]) -> None:
-    """Serve the run: each descriptor that comes over `control_fd` is the channel of a new worker.
+    """Serve the run: a descriptor that comes over `control_fd` is the channel of a new worker.
 
-    The worker before it is ended first. A byte without a descriptor ends it, too.
+    It ends the worker before it, and so does a byte without a descriptor.
     """
     module, _, function = open_service.partition(":")
     opener: OpenService = getattr(importlib.import_module(module), function)
@@ -372,8 +363,8 @@ def _end_children() -> None:
     guard = psutil.Process()
     while (children := guard.children()) and time.monotonic() < deadline:
         for child in children:
-            with suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         _reap(0)
         time.sleep(0.001)
 

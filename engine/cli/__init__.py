@@ -1,7 +1,7 @@
 """The command lines `python -m engine.main_…`: arguments, help, data files, and the runs.
 
 Read `forms` first: what each program's arguments are. `resolve` makes a configuration (`settings`)
-of them by the table of keys (`verl_keys`), `help_text` prints it, and `program` does what is around
-every run. The runs are `ppo_program` with `rl_run`, and `offline_run`. The programs themselves, and
-`health`, `export`, `replay`, `student` and `pretrained`, are in `commands`.
+of them, and `program` does what is around every run. The runs are `ppo_program` with `rl_run`, and
+`offline_run`. The programs, and `health`, `export`, `replay`, `student` and `pretrained`, are in
+`commands`.
 """

@@ -1,17 +1,15 @@
 """The arguments of each `python -m engine.main_…`, and the settings that they become.
 
-Beside the table of keys these are verl's defaults, keys that only mean something together (of
-rewards, ranks and columns), and keys that other settings turn off.
+Beside the table of keys these are keys that only mean something together (of rewards, ranks and
+columns), and keys that other settings turn off.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-from engine.cli.resolve import Form, Override, Pairs, Resolved, require_int, resolve_file
+from engine.cli.resolve import Form, Override, Resolved, require_int
 from engine.cli.reward_file import reward_name
 from engine.cli.settings import (
     OfflineRunConfig,
@@ -21,7 +19,6 @@ from engine.cli.settings import (
     SFTRunConfig,
     fill_layouts,
 )
-from engine.cli.verl_keys import key_values
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
@@ -45,46 +42,20 @@ _REWARD_MODEL_OPTIONS = {
 }
 
 
-def verl_defaults(pairs: Pairs) -> Pairs:
-    """Return verl's defaults, those of the critic where the estimator of `pairs` has one.
-
-    Without them defaults are this project's, and only the estimator follows verl: keys of a critic
-    ask for one.
-    """
-    chosen = [value for key, value in pairs if key.endswith("algorithm.adv_estimator")]
-    critic = (chosen[-1] if chosen else "gae") == "gae"
-    return [*key_values("verl_defaults"), *(key_values("verl_critic_defaults") if critic else ())]
-
-
-def resolve(
-    file: Path | None, arguments: Sequence[str], *, defaults_of_verl: bool = False
-) -> Resolved[RunConfig]:
-    """Return the configuration of `main_ppo`, as `resolve_file`.
-
-    With `defaults_of_verl` settings that neither file nor arguments name are verl's.
-    """
-    defaults = {"defaults": verl_defaults} if defaults_of_verl else {}
-    return resolve_file(PPO, file, arguments, **defaults)
-
-
 def _finish_ppo(resolved: Resolved[RunConfig]) -> None:
     _name_rewards(resolved)
     resolved.drop_nulls()
     overrides = resolved.overrides
-    epochs, steps = (
-        overrides.get(path) for path in ("run.total_epochs", "rl.trainer.total_training_steps")
-    )
-    if epochs and steps:  # verl's rule: the number of steps wins
-        resolved.notices.append(f"{epochs.key} has no effect beside {steps.key}")
-        del overrides["run.total_epochs"]
+    steps = overrides.get("rl.trainer.total_training_steps")
+    if steps and "run.total_epochs" in overrides:  # verl's rule: the number of steps wins
+        resolved.no_effect(overrides.pop("run.total_epochs").key, f"{steps.key} is given")
     estimator = "rl.algorithm.adv_estimator"
     if estimator not in overrides and "rl.algorithm.dataflow" not in overrides:
         critic = next((o for p, o in overrides.items() if p.startswith("rl.critic.")), None)
         if critic is not None:
-            overrides[estimator] = replace(critic, path=estimator, value="gae", times="")
-            resolved.notices.append(
-                f"algorithm.adv_estimator is gae, as in verl: {critic.key} is given"
-            )
+            overrides[estimator] = Override("gae", critic.key)
+            notice = f"algorithm.adv_estimator is gae, as in verl: {critic.key} is given"
+            resolved.notices.append(notice)
     _drop_idle(resolved)
 
 
@@ -93,8 +64,8 @@ def _drop_idle(resolved: Resolved[RunConfig]) -> None:
     engine = resolved.value("rl.rollout.engine")
     for path, override in list(resolved.overrides.items()):
         why = ""
-        tunes_vllm = path.startswith("rl.rollout.vllm.")
-        if engine != "vllm" and tunes_vllm and override.key.startswith("actor_rollout_ref."):
+        is_verls = override.key.startswith("actor_rollout_ref.")
+        if engine != "vllm" and path.startswith("rl.rollout.vllm.") and is_verls:
             why = f"{engine} decodes, not vllm; see actor_rollout_ref.rollout.name"
         for switch, idle in _IDLE.items():
             if path.startswith(idle) and not resolved.value(switch):
@@ -102,165 +73,141 @@ def _drop_idle(resolved: Resolved[RunConfig]) -> None:
         if why and not override.key.startswith("rl."):
             del resolved.overrides[path]
             if override.value != resolved.value(path):
-                resolved.notices.append(f"{override.key} has no effect here: {why}")
+                resolved.no_effect(override.key, why)
 
 
 def _name_rewards(resolved: Resolved[RunConfig]) -> None:
-    """Make `rl.reward` of verl's keys of rewards; a reward that was named after them wins.
-
-    Raises ConfigError for a reward model without a folder, and for one beside a function, where
-    verl would leave the function out.
-    """
-    sections: dict[str, dict[str, Override]] = {}  # by verl's section, the latest last
+    """Make `rl.reward` of verl's keys of rewards; a reward that was named after them wins."""
+    sections: dict[str, dict[str, Any]] = {}  # values by verl's section, the latest last
     for path, override in list(resolved.overrides.items()):
         if path == "rl.reward.name":
             sections.clear()
         for section in (*REWARD_FILES, *_REWARD_MODELS):
             if path.startswith(f"{section}."):
-                name = path.removeprefix(f"{section}.")
-                sections[section] = sections.pop(section, {}) | {name: override}
+                values = sections[section] = sections.pop(section, {})
+                if override.value is not None:
+                    values[path.removeprefix(f"{section}.")] = override.value
                 del resolved.overrides[path]
     file_key = ""
-    for section in (s for s in sections if s in REWARD_FILES):
-        values = {name: o.value for name, o in sections[section].items() if o.value is not None}
-        if "path" in values:
-            file_key = f"{section}.path"
-            function = str(values.get("name") or "compute_score")
-            value = reward_name(str(values["path"]), function, _reward_keywords(values))
-            resolved.overrides["rl.reward.name"] = Override("rl.reward.name", value, file_key)
-    idle: list[str] = []
-    for section in (s for s in sections if s in _REWARD_MODELS):
-        values = {name: o.value for name, o in sections[section].items() if o.value is not None}
+    for section, values in sections.items():
+        if section in REWARD_FILES and "path" in values:
+            file_key, function = f"{section}.path", str(values.get("name") or "compute_score")
+            name = reward_name(str(values["path"]), function, _reward_keywords(values))
+            resolved.overrides["rl.reward.name"] = Override(name, file_key)
+    for section, values in sections.items():
+        if section not in _REWARD_MODELS:
+            continue
         enabled = values.pop("enable", False)
         if not isinstance(enabled, bool):
             raise ConfigError(f"{section}.enable={enabled!r} must be true or false")
         if not enabled:
-            idle += [f"{section}.{name}" for name in values]
+            for name in values:
+                resolved.no_effect(f"{section}.{name}", "there is no reward model to load")
             continue
         if file_key:
             raise ConfigError(
-                f"{section}.enable=true beside {file_key}: one of them scores; leave one out, or "
-                "add the other in reward.components"
+                f"{section}.enable=true beside {file_key}: one of them scores; leave one out"
             )
         options = {_REWARD_MODEL_OPTIONS[name]: value for name, value in values.items()}
         if "model" not in options:
             raise ConfigError(
-                f"{section}.enable=true needs {section}.model.path, a sequence-classification "
-                "folder or hub id"
+                f"{section}.enable=true needs {section}.model.path, a classifier's folder or hub id"
             )
         resolved.overrides |= {
-            "rl.reward.name": Override("rl.reward.name", "reward_model", f"{section}.enable"),
-            "rl.reward.options": Override("rl.reward.options", options, f"{section}.model.path"),
+            "rl.reward.name": Override("reward_model", f"{section}.enable"),
+            "rl.reward.options": Override(options, f"{section}.model.path"),
         }
-    if idle:
-        resolved.notices.append(
-            f"{', '.join(idle)} has no effect here: there is no reward model to load"
-        )
 
 
-def _reward_keywords(values: dict[str, object]) -> dict[str, object]:
-    """Return the arguments of a reward function, given whole or one by one."""
-    keywords = values.get("reward_kwargs") or {}
+def _reward_keywords(values: dict[str, Any]) -> dict[str, object]:
+    """Return the arguments of a reward function, which may stand together and one by one."""
+    keywords = values.get("reward_kwargs", {})
     if not isinstance(keywords, dict):
-        raise ConfigError(
-            f"custom_reward_function.reward_kwargs={keywords!r} must be names and values"
-        )
+        raise ConfigError(f"reward_kwargs={keywords!r} must be names and values")
     start = "reward_kwargs."
     single = {n.removeprefix(start): v for n, v in values.items() if n.startswith(start)}
     return {str(name): value for name, value in (keywords | single).items()}
 
 
-_GPU_DEVICES = ("/dev/nvidia0", "/dev/kfd")
+_RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _SFT_KEYS = (
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
+    *_RANKS,
     *(f"data.{name}_{end}" for name in ("prompt", "response") for end in ("key", "dict_keys")),
 )
 
 
 def _finish_sft(resolved: Resolved[SFTRunConfig]) -> None:
-    """Make columns and ranks of verl's keys for them."""
+    """Make columns and ranks of verl's keys for them; refuse to be one of torchrun's processes."""
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes of this program, which starts "
+            "its ranks itself: run it once, with trainer.n_gpus_per_node"
+        )
     resolved.drop_nulls()
     overrides = resolved.overrides
     together = {key: overrides.pop(key) for key in _SFT_KEYS if key in overrides}
     for name in ("prompt", "response"):
         key, fields = (together.get(f"data.{name}_{end}") for end in ("key", "dict_keys"))
-        inside = [] if fields is None else fields.value
+        inside = fields.value if fields else []
         inside = inside if isinstance(inside, list) else [inside]
         column = ".".join(map(str, [key.value if key else name, *inside]))  # info.question
         path = f"data.columns.{name}"
         if column != name and path not in overrides:
-            overrides[path] = Override(path, column, f"data.{name}_key")
+            overrides[path] = Override(column, f"data.{name}_key")
     ranks = 1
-    for counted in ("trainer.n_gpus_per_node", "trainer.nnodes"):
-        if counted in together:
-            ranks *= require_int(counted, together[counted].value, least=1)
+    for name in _RANKS:
+        if name in together:
+            ranks *= require_int(name, together[name].value, least=1)
     if ranks > 1:
         sequence = resolved.value("sft.parallel.sp")
         shards = ranks // (sequence if isinstance(sequence, int) else 1)
         derived: dict[str, object] = {"sft.parallel.fsdp": shards}
-        if any(map(os.path.exists, _GPU_DEVICES)):
+        if any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))):
             derived["sft.pools"] = [{"roles": ["sft"], "gpus": 1.0}]
-        for path, value in derived.items():
-            overrides[path] = Override(path, value, path)
+        overrides |= {path: Override(value, path) for path, value in derived.items()}
 
 
+_REWARD_KEYS = [f"{section}.{name}" for section in REWARD_FILES for name in ("path", "name")]
+_REWARD_KEYS += [
+    f"{s}.{name}" for s in _REWARD_MODELS for name in ("enable", *_REWARD_MODEL_OPTIONS)
+]
+_KEYWORDS = {f"{section}.reward_kwargs": dict for section in REWARD_FILES}
 PPO = Form(
     "main_ppo",
     RunConfig,
     "rl.",
-    {
-        **{f"{section}.{name}": None for section in REWARD_FILES for name in ("path", "name")},
-        **{f"{section}.reward_kwargs": dict for section in REWARD_FILES},
-        **{
-            f"{section}.{name}": None
-            for section in _REWARD_MODELS
-            for name in ("enable", *_REWARD_MODEL_OPTIONS)
-        },
-    },
-    _finish_ppo,
-    fill_layouts,
+    keys={**dict.fromkeys(_REWARD_KEYS), **_KEYWORDS},
+    finish=_finish_ppo,
+    complete=fill_layouts,
 )
 SFT = Form("main_sft", SFTRunConfig, keys=dict.fromkeys(_SFT_KEYS), finish=_finish_sft)
 PREFERENCE = Form("main_preference", PreferenceRunConfig)
 REWARD_MODEL = Form("main_reward_model", RewardModelRunConfig)
 
 
-# Whether what a run names is there. It loads neither torch nor Ray, so that a wrong name is known
-# at once; what is in the files is checked by `ppo_program`, `offline_run` and the trainers.
-
-
 def check_names(config: RunConfig | OfflineRunConfig) -> None:
-    """Raise an EngineError that names the first setting whose value isn't there."""
-    is_rl = isinstance(config, RunConfig)
+    """Raise an EngineError for the first setting whose value isn't there, without torch and Ray."""
     if not config.model.path:
+        is_rl = isinstance(config, RunConfig)
         key = "actor_rollout_ref.model.path" if is_rl else "model.path"
         raise ConfigError(f"{key} is missing; give a Hugging Face folder or hub id")
-    if not is_rl and not config.data.train_files:
-        raise ConfigError(
-            "data.train_files is missing; give one JSONL, JSON, CSV or Parquet file, or a list"
-        )
+    if not config.data.train_files:
+        raise ConfigError("data.train_files is missing; give a JSONL, JSON, CSV or Parquet file")
     for file in (*config.data.train_files, *config.data.val_files):
         if not is_remote(file) and not as_path(file).exists():
             raise DataError(f"{file} does not exist; check the path")
     require_packages(config.run.logger, "run.logger")
     if isinstance(config, RunConfig):
-        _check_rl_names(config)
+        import_plugins(config.rl.plugins)
+        require_rewards(config.rl.reward)
+        for setting, teacher in config.rl.algorithm.teacher_models.items():
+            pin_revision(teacher, setting)
+        if config.rl.critic.model_path:
+            pin_revision(config.rl.critic.model_path, "rl.critic.model_path")
+        if config.run.val_only and not config.data.val_files:
+            raise ConfigError("run.val_only=true has nothing to validate on; give data.val_files")
+        if config.run.resume_mode == "resume_path" and not config.rl.trainer.resume_from:
+            raise ConfigError("run.resume_mode=resume_path needs trainer.resume_from_path")
     pin_revision(config.model.path)
     if config.model.trust_remote_code:
         refuse_own_code(config.model.path)
-
-
-def _check_rl_names(config: RunConfig) -> None:
-    import_plugins(config.rl.plugins)
-    require_rewards(config.rl.reward)
-    for setting, teacher in config.rl.algorithm.teacher_models.items():
-        pin_revision(teacher, setting)
-    if config.rl.critic.model_path:
-        pin_revision(config.rl.critic.model_path, "rl.critic.model_path")
-    if config.run.val_only and not config.data.val_files:
-        raise ConfigError("run.val_only=true has nothing to validate on; give data.val_files")
-    if config.run.resume_mode == "resume_path" and not config.rl.trainer.resume_from:
-        raise ConfigError(
-            "run.resume_mode=resume_path without trainer.resume_from_path; name the checkpoint"
-        )

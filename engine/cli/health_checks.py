@@ -8,25 +8,28 @@ and each network request has a deadline.
 from __future__ import annotations
 
 import dataclasses
-import json
+import importlib
+import logging
 import os
-import signal
-import subprocess
-import sys
+import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine.console import human_bytes
 from engine.errors import ConfigError
 from engine.redaction import without_credentials
 from engine.storage.filesystem import ENDPOINTS, HOME_VARIABLE, STORE_VARIABLE, home, shared_store
 from engine.tracking.connection import URI_VARIABLE, cause, default_uri
+from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
 
 NEEDED = ("torch", "ray", "transformers", "mlflow")
 OPTIONAL = ("vllm", "bitsandbytes", "flytekit")
@@ -76,70 +79,65 @@ def check(expected: Expectation) -> list[HealthFinding]:
     return findings
 
 
-# Lines that begin with @ are the code's own; libraries may print others. The probe ends with its
-# caller, whatever ends that (Linux: PR_SET_PDEATHSIG).
-PRELUDE = """
-import ctypes, json, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != int(sys.argv.pop(1)):
-    sys.exit("the caller has ended")
-def emit(**what): print("\\n@" + json.dumps(what), flush=True)
-"""
+Message = dict[str, Any]
+Look = Callable[..., Iterator[Message]]  # a function of a module, which a process can import
 
 
-def run_isolated(
-    code: str, arguments: Sequence[str], deadline_s: float
-) -> tuple[list[dict[str, Any]], str]:
-    """Run the code; return what it emitted by `emit(name=value)`, and how it failed, if it did."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code, str(os.getpid()), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,  # so that what a library starts can be ended with it
-    )
-    ended = ""
-    try:
-        output, _ = process.communicate(timeout=deadline_s)
-        if process.returncode < 0:
-            ended = f"it ended Python by {signal.Signals(-process.returncode).name}"
-        elif process.returncode:
-            ended = f"it ended Python with status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        ended = f"it was not done in {deadline_s:g} s"
-    finally:
-        if process.poll() is None:  # this process is being terminated
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return [json.loads(x[1:]) for x in output.splitlines() if x.startswith('@{"')], ended
+class Probe:
+    """The service of a probe's process: sends what a look yields, and None at its end."""
+
+    loaded = None
+
+    def __init__(self, load: tuple[Look, tuple[Any, ...]], channel: Connection) -> None:
+        self._look, self._arguments = load
+        self._channel = channel
+        for descriptor in (1, 2):  # libraries print what is no part of the report
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+    def run(self) -> None:
+        for message in self._look(*self._arguments):
+            self._channel.send(message)
+        self._channel.send(None)
 
 
-NODE_COUNTER = """
-import ray, time
-while True:
-    try:
-        ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
-        break
-    except Exception as error:
-        emit(fault=str(error).strip().splitlines()[0].rstrip("."))
+def run_isolated(look: Look, *arguments: Any, deadline_s: float) -> tuple[list[Message], str]:
+    """Return what a look in another process yields, and how it failed, if it did."""
+    messages: list[Message] = []
+    with closing(WorkerProcess("the health check", f"{__name__}:Probe")) as process:
+        process.start((look, arguments))
+        until = time.monotonic() + deadline_s
+        try:
+            while (message := process.receive(until)) is not None:
+                if isinstance(message, ProcessEnded):
+                    return messages, f"it {message.how}"
+                messages.append(cast(Message, message))
+        except TooLate:
+            return messages, f"it was not done in {deadline_s:g} s"
+    return messages, ""
+
+
+def count_nodes(expected: int, address: str) -> Iterator[Message]:
+    """Join the cluster at `address`, and yield its living nodes until there are enough."""
+    import ray
+
+    while not ray.is_initialized():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:  # until it is there it may answer anything
+            yield {"fault": _first_line(error).rstrip(".")}
+            time.sleep(1.0)
+    alive: list[str] = []
+    while len(alive) < expected:
+        alive = sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"])
+        yield {"alive": alive}
         time.sleep(1.0)
-while True:
-    alive = sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"])
-    emit(alive=alive)
-    if len(alive) >= int(sys.argv[1]):
-        break
-    time.sleep(1.0)
-"""
 
 
 def ray_nodes(expected: int, deadline_s: float) -> HealthFinding:
     """Wait until that many nodes are alive in the cluster at $RAY_ADDRESS."""
     address = os.environ.get("RAY_ADDRESS", "auto")
-    emitted, ended = run_isolated(NODE_COUNTER, [str(expected), address], deadline_s)
-    last = emitted[-1] if emitted else {}
+    messages, ended = run_isolated(count_nodes, expected, address, deadline_s=deadline_s)
+    last = messages[-1] if messages else {}
     alive = last.get("alive", [])
     nodes = f"{len(alive)} nodes at {address}"
     if len(alive) >= expected:
@@ -152,68 +150,66 @@ def ray_nodes(expected: int, deadline_s: float) -> HealthFinding:
     return HealthFinding("Ray", nodes, fault)
 
 
-# Emits a line before and after each import, so that the last line names the culprit.
-IMPORTER = """
-import importlib
-for name in sys.argv[1:]:
-    emit(loading=name)
-    try:
-        importlib.import_module(name)
-        emit(loaded=name)
-    except Exception as error:
-        emit(loaded=name, fault=f"{type(error).__name__}: {error}".splitlines()[0])
-emit(loading="the devices")
-import torch
-build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
-devices = []
-for i in range(torch.cuda.device_count()):
-    try:
-        works = torch.ones(8, device=f"cuda:{i}").sum().item() == 8.0
-        fault = "" if works else "it adds wrong"
-    except Exception as error:
-        fault = str(error).strip().splitlines()[0]
-    devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
-emit(build=build, devices=devices)
-"""
+def load_libraries(names: Sequence[str]) -> Iterator[Message]:
+    """Yield before and after each import, so that the last names a culprit; then build and GPUs."""
+    for name in names:
+        yield {"loading": name}
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a broken library may raise anything
+            yield {"loaded": name, "fault": _first_line(f"{type(error).__name__}: {error}")}
+    yield {"loading": "the devices"}
+    import torch
+
+    devices = []
+    for i in range(torch.cuda.device_count()):
+        try:
+            works = torch.ones(8, device=f"cuda:{i}").sum().item() == 8.0
+            fault = "" if works else "it adds wrong"
+        except Exception as error:  # whatever the driver says
+            fault = _first_line(error)
+        devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
+    build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+    yield {"build": build, "devices": devices}
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def check_versions(expected: Expectation) -> Iterator[HealthFinding]:
     """Look up the version of each library in its metadata."""
     for name in (*NEEDED, *OPTIONAL):
-        installed = ""
+        installed = "not installed"
         for distribution in DISTRIBUTIONS.get(name, (name,)):
-            try:
-                installed = installed or version(distribution)
-            except PackageNotFoundError:
-                continue
-        needed = name in NEEDED or name in expected.required
-        missing = f"{name} is not installed; install this project's lock file (images/README.md)"
-        fault = missing if needed and not installed else ""
-        yield HealthFinding(name, installed or "not installed", fault)
+            with suppress(PackageNotFoundError):
+                installed = version(distribution)
+        fault = ""
+        if installed == "not installed" and name in (*NEEDED, *expected.required):
+            fault = f"{name} is not installed; install this project's lock file (images/README.md)"
+        yield HealthFinding(name, installed, fault)
 
 
 def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[HealthFinding]:
     """Load what is installed; return the findings with faults of that, and the devices."""
-    installed = [
-        x.what for x in findings if x.found != "not installed" and x.what not in NEVER_LOADED
-    ]
-    emitted, ended = run_isolated(IMPORTER, installed, expected.load_deadline_s)
-    faults = {x["loaded"]: x["fault"] for x in emitted if "fault" in x}
+    names = [x.what for x in findings if x.found != "not installed" and x.what not in NEVER_LOADED]
+    messages, ended = run_isolated(load_libraries, names, deadline_s=expected.load_deadline_s)
+    faults = {x["loaded"]: x["fault"] for x in messages if "fault" in x}
     if ended:
-        at = next((x["loading"] for x in reversed(emitted) if "loading" in x), "Python")
+        at = next((x["loading"] for x in reversed(messages) if "loading" in x), "Python")
         faults[at] = ended
     way_out = "reinstall it from the project's lock file, or use another image (images/README.md)"
-    findings = [
-        dataclasses.replace(x, fault=f"{x.what} can't be loaded: {faults[x.what]}; {way_out}")
-        if x.what in faults
-        else x
-        for x in findings
-    ]
-    last = next((x for x in emitted if "build" in x), None)
+    checked = []
+    for finding in findings:
+        if why := faults.get(finding.what):
+            fault = f"{finding.what} can't be loaded: {why}; {way_out}"
+            finding = dataclasses.replace(finding, fault=fault)
+        checked.append(finding)
+    last = next((x for x in messages if "build" in x), None)
     if last is not None:
-        return [*findings, check_devices(last["build"], last["devices"], expected)]
+        return [*checked, check_devices(last["build"], last["devices"], expected)]
     why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"
-    return [*findings, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
+    return [*checked, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
 
 
 def check_devices(
@@ -246,21 +242,18 @@ def check_devices(
 
 def shared_memory(least_gib: float) -> HealthFinding:
     """Check the size of /dev/shm, which Docker limits to 64 MB."""
+    name, fault = str(SHARED_MEMORY), ""
     try:
-        room = os.statvfs(SHARED_MEMORY)
+        size, _, free = shutil.disk_usage(SHARED_MEMORY)
     except OSError as error:
-        return HealthFinding(str(SHARED_MEMORY), "missing", f"{SHARED_MEMORY}: {error.strerror}")
-    size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    fault = ""
+        return HealthFinding(name, "missing", f"{name}: {error.strerror}")
     if size < least_gib * 2**30:
         fault = (
-            f"{SHARED_MEMORY} has {human_bytes(size)}, at least {least_gib:g} GiB is needed by "
-            "Ray's object store and torch's queues; docker run --shm-size=2g, or on Kubernetes an "
-            "emptyDir of medium Memory"
+            f"{name} has {human_bytes(size)}, at least {least_gib:g} GiB is needed by Ray's object "
+            "store and torch's queues; docker run --shm-size=2g, or on Kubernetes an emptyDir of "
+            "medium Memory"
         )
-    return HealthFinding(
-        str(SHARED_MEMORY), f"{human_bytes(size)}, {human_bytes(free)} free", fault
-    )
+    return HealthFinding(name, f"{human_bytes(size)}, {human_bytes(free)} free", fault)
 
 
 def output_folder() -> HealthFinding:
@@ -273,18 +266,14 @@ def output_folder() -> HealthFinding:
 
 
 def _unwritable(folder: Path) -> tuple[str, Path, str]:
-    """Return why no file can be written there (empty if it can), which folder, and its free space.
-
-    A missing folder will be made: the nearest existing one above must be writable.
-    """
+    """Return why no file can be written there, or above (empty if one can), where, and the room."""
     folder = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0" * 4096)
             file.flush()
             os.fsync(file.fileno())
-        room = os.statvfs(folder)
-        return "", folder, f"{human_bytes(room.f_bavail * room.f_frsize)} free"
+        return "", folder, f"{human_bytes(shutil.disk_usage(folder).free)} free"
     except OSError as error:
         return error.strerror or str(error), folder, "not writable"
 
@@ -304,57 +293,58 @@ def mlflow(deadline_s: float) -> HealthFinding:
         credentials["headers"] = {"Authorization": f"Bearer {token}"}
     elif user := os.environ.get("MLFLOW_TRACKING_USERNAME"):
         credentials["auth"] = (user, os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))
-    answer, fault = _ask(uri.rstrip("/") + "/health", deadline_s, credentials)
-    if not fault and answer != 200:
-        guess = "wants other credentials" if answer in (401, 403) else "is it an MLflow server?"
-        fault = f"status {answer} at /health, {guess}"
-    return _service("MLflow", shown, answer, fault, URI_VARIABLE)
-
-
-def _service(what: str, shown: str, answer: int | None, fault: str, variable: str) -> HealthFinding:
-    full = f"{what} at {shown} can't be used: {fault}; check {variable}" if fault else ""
-    return HealthFinding(what, f"{shown}, status {answer}" if answer else shown, full)
+    health = uri.rstrip("/") + "/health"
+    finding, status = _service("MLflow", uri, health, URI_VARIABLE, deadline_s, credentials)
+    if status in (None, 200):
+        return finding
+    guess = "wants other credentials" if status in (401, 403) else "is it an MLflow server?"
+    return _unusable(finding, f"status {status} at /health, {guess}", URI_VARIABLE)
 
 
 def s3(deadline_s: float) -> Iterator[HealthFinding]:
-    """Check that the shared store is an address, and the endpoint answers, where they are set.
-
-    AWS's own endpoint is not looked at.
-    """
+    """Check the shared store's address and the endpoint, where they are set; AWS's own isn't."""
     if os.environ.get(STORE_VARIABLE):
         try:
             yield HealthFinding(STORE_VARIABLE, shared_store())
         except ConfigError as error:
             yield HealthFinding(STORE_VARIABLE, "no address", str(error))
     variable = next((name for name in ENDPOINTS if os.environ.get(name)), None)
-    if variable is None:
-        return
-    endpoint = os.environ[variable]
-    shown = without_credentials(endpoint)
-    # Without credentials an S3 server refuses (403), and that is an answer.
-    answer, fault = _ask(endpoint, deadline_s, {})
-    if not fault and answer is not None and answer >= 500:
-        fault = f"status {answer}"
-    yield _service("S3", shown, answer, fault, variable)
+    if variable is not None:
+        endpoint = os.environ[variable]
+        finding, status = _service("S3", endpoint, endpoint, variable, deadline_s, {})
+        # Without credentials an S3 server refuses (403), and that is an answer.
+        is_broken = status is not None and status >= 500
+        yield _unusable(finding, f"status {status}", variable) if is_broken else finding
 
 
-def _ask(url: str, deadline_s: float, arguments: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the status of an HTTP GET, or why there is none within the deadline."""
+def _service(
+    what: str, uri: str, url: str, variable: str, deadline_s: float, credentials: dict[str, Any]
+) -> tuple[HealthFinding, int | None]:
+    """Return what an HTTP GET of `url` finds of the service at `uri`, and the status, if any."""
     import httpx
 
-    status: Future[int] = Future()
+    answer: Future[int] = Future()
 
     def get() -> None:
         try:
-            with httpx.stream("GET", url, timeout=deadline_s, **arguments) as response:
-                status.set_result(response.status_code)
+            with httpx.stream("GET", url, timeout=deadline_s, **credentials) as response:
+                answer.set_result(response.status_code)
         except Exception as error:  # raised again below, in the caller's thread
-            status.set_exception(error)
+            answer.set_exception(error)
 
     threading.Thread(target=get, daemon=True).start()  # as httpx's deadline is not for DNS
+    shown = without_credentials(uri)
     try:
-        return status.result(deadline_s), ""
+        status = answer.result(deadline_s)
+        return HealthFinding(what, f"{shown}, status {status}"), status
     except (TimeoutError, httpx.TimeoutException):  # whichever comes first
-        return None, f"no answer in {deadline_s:g} s"
+        fault = f"no answer in {deadline_s:g} s"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
-        return None, cause(error)
+        fault = cause(error)
+    return _unusable(HealthFinding(what, shown), fault, variable), None
+
+
+def _unusable(finding: HealthFinding, fault: str, variable: str) -> HealthFinding:
+    address = finding.found.partition(",")[0]
+    sentence = f"{finding.what} at {address} can't be used: {fault}; check {variable}"
+    return dataclasses.replace(finding, fault=sentence)

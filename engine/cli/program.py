@@ -1,24 +1,24 @@
-"""The frame of every `python -m engine.main_…`: arguments, signals and exit status.
-
-It loads nothing heavy.
-"""
+"""The frame of every `python -m engine.main_…`: arguments, help, signals and exit status."""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+import yaml
 from pydantic import BaseModel
 
-from engine.cli.forms import check_names, verl_defaults
-from engine.cli.help_text import config_text, help_text
-from engine.cli.resolve import Form, config_file, resolve_file
+from engine.cli.forms import REWARD_FILES, check_names
+from engine.cli.resolve import Form, resolve_file
 from engine.cli.run_folder import INPUT_ERRORS, short_message
-from engine.cli.settings import OfflineRunConfig
+from engine.cli.settings import OfflineRunConfig, RunConfig
+from engine.config.text import PRESET, as_yaml, config_path, sections, summary
 from engine.console import INTERRUPTED, quiet, say
 from engine.errors import ConfigError, EngineError, PreemptedError
 
@@ -26,6 +26,9 @@ C = TypeVar("C", bound=BaseModel)
 F = TypeVar("F", bound=OfflineRunConfig)
 
 FAILED, WRONG_INPUT, TERMINATED = 1, 2, 143
+_SUFFIXES = (".yaml", ".yml", ".json")
+# verl's own files of defaults; what is in them is known here.
+_VERLS_FILES = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer")
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -35,18 +38,52 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def run_form(
+def run_program(
+    form: Form[C],
+    usage: str,
+    arguments: Sequence[str] | None,
+    run: Callable[[C, argparse.Namespace], None],
+    **options: dict[str, Any],
+) -> int:
+    """Do what arguments (None: the process's) of `form` say; return the exit status.
+
+    That is help, the configuration, or `run`, which gets `options`, too: those that not all
+    programs have, by name. The status is 0, 1 where the run failed, 2 for wrong input, 130 after
+    Ctrl-C, 143 after SIGTERM. Workers are stopped in all cases.
+    """
+    quiet()
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
+
+    before = signal.signal(signal.SIGTERM, stop)  # so that workers are stopped and files are closed
+    try:
+        _run_form(form, usage, sys.argv[1:] if arguments is None else arguments, run, options)
+        return 0
+    except PreemptedError as error:
+        say(str(error), error=True)
+    except EngineError as error:
+        say(f"error: {short_message(error)}", error=True)
+        return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
+    except KeyboardInterrupt:
+        print("interrupted; workers are stopped", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as stop_request:
+        if stop_request.code != signal.SIGTERM:
+            raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print("terminated; workers are stopped", file=sys.stderr)
+    return TERMINATED
+
+
+def _run_form(
     form: Form[C],
     usage: str,
     arguments: Sequence[str],
     run: Callable[[C, argparse.Namespace], None],
-    options: Mapping[str, dict[str, Any]] | None = None,
-) -> int:
-    """Do what arguments of `form` say: print help or the configuration, or `run` it.
-
-    `options` are more ones than all programs have, by name. Raises an EngineError, in the words of
-    the arguments.
-    """
+    options: Mapping[str, dict[str, Any]],
+) -> None:
     parser = ArgumentParser(f"python -m engine.{form.program}", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("settings", nargs="*")
@@ -54,25 +91,100 @@ def run_form(
         parser.add_argument(name)
     for name in ("--print-config", "--dry-run"):
         parser.add_argument(name, action="store_true")
-    for name, keywords in (options or {}).items():
-        parser.add_argument(name, **keywords)
+    for name, keywords in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
     chosen = parser.parse_intermixed_args(arguments)
     if chosen.help:
         print(help_text(form, usage))
-        return 0
-    file, settings = config_file(chosen)
-    more = {"defaults": verl_defaults} if getattr(chosen, "verl_defaults", False) else {}
-    resolved = resolve_file(form, file, settings, **more)
+        return
+    file, settings = _config_file(chosen)
+    verls = getattr(chosen, "verl_defaults", False)
+    resolved = resolve_file(form, file, settings, defaults_of_verl=verls)
     for notice in resolved.grouped_notices():
         say(f"note: {notice}", error=True)
     if chosen.print_config:
         print(config_text(resolved.config), end="")
-        return 0
+        return
     try:
         run(resolved.config, chosen)
     except EngineError as error:
         raise type(error)(resolved.with_typed_keys(str(error))) from error
-    return 0
+
+
+def _config_file(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """Return the one file, as first argument, --config or Hydra's options, and the settings."""
+    settings = list(options.settings)
+    files = [config_path(options.config)] if options.config is not None else []
+    first = settings[0] if settings and "=" not in settings[0] else ""
+    if first.startswith(PRESET) or first.endswith(_SUFFIXES):
+        files.append(config_path(settings.pop(0)))
+    folder, name = options.config_path, options.config_name
+    if folder is not None and name is None:
+        raise ConfigError(f"--config-path={folder} names a folder; give --config-name, too")
+    if name is not None:
+        file = Path(folder or "config").expanduser() / name
+        if file.suffix not in _SUFFIXES:
+            file = file.with_name(f"{file.name}.yaml")
+        if file.exists() or file.stem not in _VERLS_FILES:
+            files.append(file)
+        else:
+            say(
+                f"note: --config-name={name} is verl's file of defaults; the defaults here are "
+                "those of --help, or verl's with --verl-defaults",
+                error=True,
+            )
+    if len(files) > 1:
+        raise ConfigError(f"{files[0]} and {files[1]} are both configurations; give one file")
+    return (files[0] if files else None), settings
+
+
+WIDTH, INDENT = 100, 56  # of --help
+
+
+def help_text(form: Form[Any], usage: str) -> str:
+    """Return the usage, all sections with keys, defaults and meanings, and unsupported keys."""
+    names: dict[str, tuple[str, str]] = {}  # by path: the first key of the table, and its note
+    for name, key in form.table.settings.items():
+        if len(key.paths) == 1:
+            names.setdefault(key.paths[0], (name, key.note))
+    parts = [usage]
+    for path, model, settings in sections(form.config):
+        rows = []
+        for setting in settings:
+            name, note = names.get(setting.path, (setting.path.removeprefix(form.prefix), ""))
+            about = "; ".join(filter(None, (setting.about, note)))
+            rows.append(_entry(f"{name} = {setting.default}", about))
+        if rows:
+            parts.append("\n".join([f"{path or 'top level'}: {summary(model)}", *rows, ""]))
+    if form.config is RunConfig:
+        about = "File, function, its arguments: rl.reward"
+        rows = [_entry(f"{name}.path, .name, .reward_kwargs", about) for name in REWARD_FILES]
+        about = "A sequence-classification folder: rl.reward"
+        rows.append(_entry("reward_model.enable, .model.path", about))
+        parts.append("\n".join(["reward from a file:", *rows, ""]))
+    rows = ["verl's keys that have no effect here, or only some values (null: any)"]
+    for entry in form.table.unsupported:
+        only = f" (only {', '.join(map(as_yaml, entry.accepted))})" if entry.accepted else ""
+        kind = "rejected" if entry.rejected else "no effect"
+        rows.append(_entry(entry.pattern + only, f"{kind}: {entry.reason}"))
+    if rows[1:]:
+        parts.append("\n".join([*rows, ""]))
+    return "\n".join(parts)
+
+
+def _entry(head: str, about: str) -> str:
+    indent, head = " " * INDENT, f"  {head}"
+    first = f"{head:<{INDENT}}" if len(head) <= INDENT - 2 else f"{head}\n{indent}"
+    lines = textwrap.wrap(about, WIDTH - INDENT)
+    return (first + f"\n{indent}".join(lines)).rstrip()
+
+
+def config_text(config: BaseModel) -> str:
+    """Return the whole configuration as YAML that `--config` reads."""
+    values = config.model_dump(mode="json")
+    if isinstance(config, RunConfig) and config.run.total_epochs is not None:
+        del values["rl"]["trainer"]["total_training_steps"]  # known when the data are read
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 _OFFLINE_USAGE = """\
@@ -93,8 +205,8 @@ Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C; 143 
 """
 
 
-def run_offline_form(form: Form[F], about: str, arguments: Sequence[str]) -> int:
-    """Train on rows of files as the arguments say; raises an EngineError."""
+def run_offline(form: Form[F], about: str, arguments: Sequence[str] | None = None) -> int:
+    """Train on rows of files as a command line says; return the exit status."""
 
     def run(config: F, options: argparse.Namespace) -> None:
         check_names(config)
@@ -103,40 +215,4 @@ def run_offline_form(form: Form[F], about: str, arguments: Sequence[str]) -> int
         run(config, dry_run=options.dry_run)
 
     usage = _OFFLINE_USAGE.format(program=form.program, about=about)
-    return run_form(form, usage, arguments, run)
-
-
-def run_program(run: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
-    """Run a command line (None: the process's); return its exit status.
-
-    0, 1 where the run failed, 2 for wrong input, 130 after Ctrl-C, 143 after SIGTERM. Workers are
-    stopped in all cases.
-    """
-    quiet()
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
-
-    before = signal.signal(signal.SIGTERM, stop)  # so that workers are stopped and files are closed
-    try:
-        return run(sys.argv[1:] if arguments is None else arguments)
-    except PreemptedError as error:
-        say(str(error), error=True)
-        return _terminated()
-    except EngineError as error:
-        say(f"error: {short_message(error)}", error=True)
-        return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
-    except KeyboardInterrupt:
-        print("interrupted; workers are stopped", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as stop_request:
-        if stop_request.code != signal.SIGTERM:
-            raise
-        return _terminated()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminated() -> int:
-    print("terminated; workers are stopped", file=sys.stderr)
-    return TERMINATED
+    return run_program(form, usage, arguments, run)

@@ -1,69 +1,163 @@
 """Resolve a file and `key=value` arguments to a checked configuration, and its errors to keys.
 
-A key is looked up in the table of its program (`verl_keys`), then among the paths of the program's
-configuration. Which programs there are, and what each adds, is in `forms`.
+A key is looked up in the table of its program, then among the paths of the program's configuration.
+The table is `verl_keys.yaml`, whose head says how it is read: keys of verl's that are renamed, in
+other units, or unsupported. Which programs there are, and what each adds, is in `forms`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from fnmatch import fnmatchcase
+from functools import cache, cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from engine.cli.verl_keys import Key, KeyTable, key_table
 from engine.config import explain
 from engine.config.base import section_of
-from engine.config.text import PRESET, PRESETS, config_path, read_yaml
-from engine.console import say
+from engine.config.text import PRESETS, read_yaml
 from engine.errors import ConfigError
 
 C = TypeVar("C", bound=BaseModel)
 Pairs = Sequence[tuple[str, object]]  # dotted keys with their values, the later ones on top
-
-_SUFFIXES = (".yaml", ".yml", ".json")
-# verl's own files of defaults; what is in them is known here.
-_VERLS_FILES = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer")
+Convert = Callable[[Any, str], Any]  # of the value, and its key for messages
 _NO_EFFECT = " has no effect here: "
 
 
-def config_file(options: Namespace) -> tuple[Path | None, list[str]]:
-    """Return the file, if any, and the `key=value` arguments; ConfigError where two are named.
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The setting, or settings, that a key stands for."""
 
-    A file is the first argument, `options.config`, or that of Hydra's `config_path` and
-    `config_name`; a shipped one is `preset:NAME`.
-    """
-    settings = list(options.settings)
-    files = [config_path(options.config)] if options.config is not None else []
-    first = settings[0] if settings and "=" not in settings[0] else ""
-    if first.startswith(PRESET) or first.endswith(_SUFFIXES):
-        files.append(config_path(settings.pop(0)))
-    folder, name = options.config_path, options.config_name
-    if folder is not None and name is None:
-        raise ConfigError(f"--config-path={folder} names a folder; give --config-name, too")
-    if name is not None:
-        file = Path(folder or "config").expanduser() / name
-        if file.suffix not in _SUFFIXES:
-            file = file.with_name(f"{file.name}.yaml")
-        if file.exists() or file.stem not in _VERLS_FILES:
-            files.append(file)
+    paths: tuple[str, ...]  # in the configuration, e.g. "rl.actor.optim.lr"
+    convert: Convert = lambda value, key: value  # to a list of values where there are several paths
+    times: str = ""  # path of a setting that the value is multiplied by, e.g. "rl.rollout.n"
+    note: str = ""  # what differs, for --help
+
+
+@dataclass(frozen=True, slots=True)
+class UnsupportedKey:
+    """A key of verl's, or many of them, that this project does not have."""
+
+    pattern: str  # the key, with * for anything, e.g. "actor_rollout_ref.*.fsdp_config.*"
+    reason: str  # what to do instead, or why nothing is lost
+    accepted: tuple[object, ...]  # values that change nothing; null always is one
+    rejected: bool  # False: other values cost a notice, not the run
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTable:
+    """The keys of one program."""
+
+    settings: dict[str, Key]
+    unsupported: tuple[UnsupportedKey, ...]  # the first that matches holds
+
+
+@cache
+def key_table(*sections: str) -> KeyTable:
+    """Read sections of the table, e.g. "main_ppo"."""
+    settings: dict[str, Key] = {}
+    unsupported: list[UnsupportedKey] = []
+    for key, words, entry in (item for section in sections for item in _entries(section)):
+        entry = entry if isinstance(entry, dict) else {"to": entry}
+        if "to" in entry:
+            paths = entry["to"] if isinstance(entry["to"], list) else [entry["to"]]
+            more = {name: entry[name] for name in ("times", "note") if name in entry}
+            if "as" in entry:
+                more["convert"] = _CONVERTERS[entry["as"]]
+            elif "values" in entry:
+                more["convert"] = partial(_other_value, entry["values"])
+            settings[key] = Key(tuple(_with_words(path, words) for path in paths), **more)
         else:
-            say(
-                f"note: --config-name={name} is verl's file of defaults; the defaults here are "
-                "those of --help, or verl's with --verl-defaults",
-                error=True,
-            )
-    if len(files) > 1:
-        raise ConfigError(f"{files[0]} and {files[1]} are both configurations; give one file")
-    return (files[0] if files else None), settings
+            rejected = "refused" in entry
+            reason = entry["refused" if rejected else "no_effect"]
+            accepted = tuple(entry.get("except", ()))
+            unsupported.append(UnsupportedKey(key, reason, accepted, rejected))
+    return KeyTable(settings, tuple(unsupported))
+
+
+def _verl_defaults(pairs: Pairs) -> Pairs:
+    """Return verl's defaults, those of the critic where the estimator of `pairs` has one."""
+    chosen = [value for key, value in pairs if key.endswith("algorithm.adv_estimator")]
+    critic = [] if chosen and chosen[-1] != "gae" else [*_entries("verl_critic_defaults")]
+    return [(key, value) for key, _, value in [*_entries("verl_defaults"), *critic]]
+
+
+Words = tuple[tuple[int, str], ...]  # number and text of the word that each pair of braces gives
+_BRACES = re.compile(r"\{(.*?)\}")
+
+
+def _entries(section: str) -> Iterator[tuple[str, Words, Any]]:
+    """Yield each key that a key of the section stands for, its words, and what the table says."""
+    for written, entry in _sections()[section].items():
+        choices = [enumerate(words.split(",")) for words in _BRACES.findall(written)]
+        for words in product(*choices):
+            yield _with_words(written, words), words, entry
+
+
+@cache
+def _sections() -> dict[str, dict[str, Any]]:
+    text = Path(__file__).with_name("verl_keys.yaml").read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one takes 0.1 s
+    sections: dict[str, dict[str, Any]] = yaml.load(text, loader)
+    return sections
+
+
+def _with_words(text: str, words: Words) -> str:
+    """Fill the braces: with the word of the same number, or where they are empty the same word."""
+    parts = _BRACES.split(text)
+    for i, (number, word) in zip(range(1, len(parts), 2), words, strict=False):
+        parts[i] = parts[i].split(",")[number] if parts[i] else word
+    return "".join(parts)
+
+
+def _other_value(values: dict[object, object], value: object, key: str) -> object:
+    """Return what stands for `value`; itself where it is not among `values`."""
+    if True in values and False in values and not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r} must be true or false")
+    return next((new for old, new in values.items() if same_value(old, value)), value)
+
+
+def same_value(first: object, second: object) -> bool:
+    """Compare two values of YAML, where true is not 1."""
+    return first == second and isinstance(first, bool) == isinstance(second, bool)
+
+
+def _paths(value: object, key: str) -> list[object]:
+    files = value if isinstance(value, list | tuple) else [value]
+    return [os.path.expanduser(file) if isinstance(file, str) else file for file in files]
+
+
+def _pair(value: object, key: str) -> list[object]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ConfigError(f"{key}={value!r} must be a list of two numbers, such as [0.9,0.95]")
+    return list(value)
+
+
+def _zero_alone(value: object, key: str) -> object:
+    if value != 0:
+        raise ConfigError(f"{key}={value!r} is not available here: set min_lr_ratio, over lr")
+    return value
+
+
+_CONVERTERS: dict[str, Convert] = {  # by their names in the table
+    "text": lambda value, key: str(value),  # a name that YAML may read as a number or a date
+    "path": lambda value, key: os.path.expanduser(str(value)),  # the shell leaves a ~ after a =
+    "paths": _paths,
+    "pair": _pair,  # AdamW's betas
+    "zero_alone": _zero_alone,  # Megatron's least learning rate; here it is a share of the peak
+    # With `auto` the planner chooses the number of ranks.
+    "size_or_auto": lambda value, key: [None, "auto"] if value == "auto" else [value, None],
+    "whole_epochs": lambda value, key: max(1, round(value)),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,23 +170,21 @@ class Form(Generic[C]):
     keys: Mapping[str, type | None] = field(default_factory=dict)  # that `finish` makes settings of
     finish: Callable[[Resolved[C]], None] = lambda resolved: None
     complete: Callable[[C], tuple[C, list[str]]] = lambda config: (config, [])  # with notices
-    more_names: str = ""  # another section of the table, whose names hold as well
+    more_sections: tuple[str, ...] = ()  # of the table, whose names hold as well
 
     @cached_property
     def table(self) -> KeyTable:
-        """Return the table of keys that are no paths."""
-        table = key_table(self.program)
-        more = key_table(self.more_names).settings if self.more_names else {}
-        return KeyTable(table.settings | more, table.unsupported)
+        """The table of keys that are no paths."""
+        return key_table(self.program, *self.more_sections)
 
     @cached_property
     def paths(self) -> dict[str, type | None]:
-        """Return the settings by path; `dict` for those that have entries of their own."""
+        """The settings by path; `dict` for those that have entries of their own."""
         return {**dict(setting_paths(self.config)), **self.keys}
 
     @cached_property
     def known(self) -> frozenset[str]:
-        """Return all keys that have an effect."""
+        """All keys that have an effect."""
         short = {path.removeprefix(self.prefix) for path in self.paths}
         return frozenset({*self.table.settings, *self.paths, *short})
 
@@ -102,16 +194,16 @@ class Form(Generic[C]):
         if key in settings:
             return settings[key]
         for parent in filter(settings.get, _parents(key)):
-            path = settings[parent].path
-            if isinstance(path, str) and self.paths.get(path) is dict:
-                return Key(path + key.removeprefix(parent))
+            path = settings[parent].paths[0]
+            if self.paths.get(path) is dict:
+                return Key((path + key.removeprefix(parent),))
         return self.find_path(key)
 
     def find_path(self, key: str) -> Key | None:
         """Return the setting of a path, in full or without `prefix`; None for any other key."""
         for path in (key, self.prefix + key):
             if path in self.paths or any(self.paths.get(p) is dict for p in _parents(path)):
-                return Key(path)
+                return Key((path,))
         return None
 
     def flatten(self, value: object, key: str = "") -> Iterator[tuple[str, object]]:
@@ -128,10 +220,9 @@ class Form(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A value from the command line or file, and the setting that it overrides."""
+    """A value of a setting from the command line or file."""
 
-    path: str  # e.g. "rl.actor.ppo_mini_batch_size"
-    value: object  # e.g. 16; None: the default, whatever came before
+    value: Any  # e.g. 16; None: the default, whatever came before
     key: str  # as typed, e.g. "actor_rollout_ref.actor.ppo_mini_batch_size"
     times: str = ""  # path of its factor, e.g. "rl.rollout.n"
 
@@ -144,11 +235,11 @@ class Resolved(Generic[C]):
     notices: list[str] = field(default_factory=list)
     overrides: dict[str, Override] = field(default_factory=dict)  # by path, in the order typed
 
-    def value(self, path: str) -> object:
+    def value(self, path: str) -> Any:
         """Return what a setting is: as overridden, or its default."""
         if path in self.overrides and self.overrides[path].value is not None:
             return self.overrides[path].value
-        value: object = type(self.config)()
+        value: Any = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else getattr(value, name)
         return value
@@ -156,6 +247,10 @@ class Resolved(Generic[C]):
     def drop_nulls(self) -> None:
         """Leave settings that are overridden by null to their defaults."""
         self.overrides = {p: o for p, o in self.overrides.items() if o.value is not None}
+
+    def no_effect(self, key: str, why: str) -> None:
+        """Note that a key changes nothing."""
+        self.notices.append(f"{key}{_NO_EFFECT}{why}")
 
     def with_typed_keys(self, message: str) -> str:
         """Replace our paths in a message by the typed keys; a scaled value shows its factor."""
@@ -166,22 +261,20 @@ class Resolved(Generic[C]):
         if not words:
             return message
         known = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-        return re.sub(rf"(?<![\w.])({known})(?!\w|\.\w)", lambda match: words[match[1]], message)
+        return re.sub(rf"(?<![\w.])({known})(?!\w|\.[a-z_])", lambda m: words[m[1]], message)
 
     def grouped_notices(self) -> list[str]:
         """Return the notices; keys that have no effect for the same reason share one."""
         keys: dict[str, list[str]] = {}
-        others: list[str] = []
         for notice in self.notices:
-            key, separator, why = notice.partition(_NO_EFFECT)
-            if separator:
-                keys.setdefault(why, []).append(key)
-            else:
-                others.append(notice)
+            key, _, why = notice.partition(_NO_EFFECT)
+            keys.setdefault(why or notice, []).append(key)
         return [
-            ", ".join(names) + (_NO_EFFECT if len(names) == 1 else " have no effect here: ") + why
+            why
+            if names == [why]
+            else f"{', '.join(names)} {'have' if names[1:] else 'has'} no effect here: {why}"
             for why, names in keys.items()
-        ] + others
+        ]
 
     def nested(self) -> dict[str, object]:
         """Return the overrides, nested as the configuration is."""
@@ -199,15 +292,12 @@ class Resolved(Generic[C]):
 
 
 def resolve_file(
-    form: Form[C],
-    file: Path | None,
-    arguments: Sequence[str],
-    defaults: Callable[[Pairs], Pairs] = lambda pairs: [],
+    form: Form[C], file: Path | None, arguments: Sequence[str], *, defaults_of_verl: bool = False
 ) -> Resolved[C]:
     """Read `file`, put the `key=value` arguments on top, and check all of it.
 
-    `defaults` are the pairs below all others. Raises ConfigError, in the words of the file or the
-    command line.
+    With `defaults_of_verl` settings that neither file nor arguments name are verl's. Raises
+    ConfigError, in the words of the file or the command line.
     """
     pairs = list(form.flatten(read_yaml(file, f"--config {file}"))) if file else []
     left_out: list[str] = []
@@ -215,40 +305,42 @@ def resolve_file(
         left_out = [key for key, _ in pairs if form.find_path(key) is None]
         pairs = [(key, value) for key, value in pairs if key not in left_out]
     for argument in arguments:
-        key, value = split_argument(argument)
+        key, value = _split_argument(argument)
         pairs.extend(form.flatten(value, key))
-    resolved = resolve_pairs(form, [*defaults(pairs), *pairs])
-    resolved.notices += [f"{key}{_NO_EFFECT}only a workflow has this stage" for key in left_out]
+    resolved = resolve_pairs(form, pairs, defaults_of_verl=defaults_of_verl)
+    for key in left_out:
+        resolved.no_effect(key, "only a workflow has this stage")
     return resolved
 
 
-def resolve_pairs(form: Form[C], pairs: Pairs) -> Resolved[C]:
+def resolve_pairs(form: Form[C], pairs: Pairs, *, defaults_of_verl: bool = False) -> Resolved[C]:
     """Make the configuration of dotted keys and their values; raises ConfigError."""
     values: dict[str, object] = {}
-    for key, value in pairs:
+    for key, value in [*(_verl_defaults(pairs) if defaults_of_verl else ()), *pairs]:
         # The last key for a setting holds, so a repeated key moves to the end.
         values.pop(key, None)
-        values[key] = value
+        values[key] = None if value == "???" else value  # OmegaConf's mark for a missing value
     resolved = Resolved(form.config())
-    unsupported: list[tuple[str, object]] = []
-    for key, value in follow_references(values).items():
+    unsupported: dict[str, object] = {}
+    for key, value in _follow_references(values).items():
         target = form.find(key)
         if target is None:
-            unsupported.append((key, value))
+            unsupported[key] = value
             continue
         if isinstance(value, str) and "${" in value:
-            raise ConfigError(
-                f"{key}={value!r} refers to another setting, which is not given; write the value "
-                "itself"
-            )
-        for override in _overrides(target, key, value):
-            resolved.overrides.pop(override.path, None)
-            resolved.overrides[override.path] = override
+            raise ConfigError(f"{key}={value!r} refers to another setting, which is not given")
+        several = len(target.paths) > 1
+        converted = None if value is None else target.convert(value, key)
+        items = converted if several and converted else [converted] * len(target.paths)
+        for path, item in zip(target.paths, items, strict=True):
+            if several and converted and item is None:
+                continue  # this one of several is left as it is
+            resolved.overrides.pop(path, None)
+            resolved.overrides[path] = Override(item, key, target.times)
     form.finish(resolved)
     resolved.drop_nulls()
-    for key, value in unsupported:
-        if notice := _unsupported_notice(form, key, value):
-            resolved.notices.append(notice)
+    for key, value in unsupported.items():
+        _note_unsupported(form, resolved, key, value)
     try:
         resolved.config, notices = form.complete(form.config.model_validate(resolved.nested()))
     except ValidationError as error:
@@ -259,38 +351,24 @@ def resolve_pairs(form: Form[C], pairs: Pairs) -> Resolved[C]:
     return resolved
 
 
-def _overrides(target: Key, key: str, value: object) -> Iterator[Override]:
-    converted = None if value is None else target.convert(value, key)
-    if isinstance(target.path, str):
-        yield Override(target.path, converted, key, target.times)
-        return
-    items = converted if isinstance(converted, list) else [None] * len(target.path)
-    for path, item in zip(target.path, items, strict=True):
-        if item is not None or value is None:  # of several, some may be left as they are
-            yield Override(path, item, key)
-
-
-def _unsupported_notice(form: Form[C], key: str, value: object) -> str:
-    """Return what to say about a key that is no setting; raise ConfigError for one that matters."""
-    entry = form.table.find_unsupported(key)
+def _note_unsupported(form: Form[C], resolved: Resolved[C], key: str, value: object) -> None:
+    """Note a key that is no setting; raise ConfigError where its value matters."""
+    entries = (e for e in form.table.unsupported if fnmatchcase(key, e.pattern))
+    entry = next(entries, None)
     if entry is None:
         near = difflib.get_close_matches(key, sorted(form.known), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else ""
         hint = hint or f"python -m engine.{form.program} --help lists all keys"
         raise ConfigError(f"unknown key {key!r}; {hint}")
-    if value is None or any(value == v and type(value) is type(v) for v in entry.accepted):
-        return ""
+    if value is None or any(same_value(accepted, value) for accepted in entry.accepted):
+        return
     if entry.rejected:
         raise ConfigError(f"{key}={value!r} is verl's and not available here: {entry.reason}")
-    return f"{key}{_NO_EFFECT}{entry.reason}"
+    resolved.no_effect(key, entry.reason)
 
 
-def follow_references(values: Mapping[str, object]) -> dict[str, object]:
-    """Put other keys' values for `${…}`, by OmegaConf's rules; a reference to nothing stays.
-
-    `???`, OmegaConf's mark for a value that is still missing, becomes None.
-    """
-    values = {key: None if value == "???" else value for key, value in values.items()}
+def _follow_references(values: dict[str, object]) -> dict[str, object]:
+    """Put other keys' values for `${…}`, by OmegaConf's rules; a reference to nothing stays."""
     references = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
     if not references:
         return values
@@ -308,8 +386,7 @@ def follow_references(values: Mapping[str, object]) -> dict[str, object]:
     return values
 
 
-def split_argument(argument: str) -> tuple[str, object]:
-    """Return the key and the value of `key=value`; raises ConfigError for another form."""
+def _split_argument(argument: str) -> tuple[str, object]:
     key, equals, text = argument.partition("=")
     key = key.lstrip("+")  # Hydra's mark for a key that its schema lacks
     if not equals or not key or key.startswith("~"):

@@ -4,8 +4,7 @@
 the file by itself; `::{"argument": 1}` after it is what else the function is called with. A
 function of verl's kind (one completion at a time) is called for each row.
 
-The module's name is part of recorded settings, and reward processes load it: it stays as it is,
-and light.
+The module's name is part of recorded settings, and reward processes load it: it stays, and light.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from engine.errors import ConfigError
 
 
 def reward_name(path: str, function: str, keywords: Mapping[str, object] | None = None) -> str:
-    """Return the value of `reward.name` that stands for `function` in the file at `path`.
-
-    It is called with `keywords`, too.
-    """
+    """Return the `reward.name` of a function in the file at `path`, called with `keywords`, too."""
     name = f"{__name__}:{path}::{function}"
     return f"{name}::{json.dumps(keywords)}" if keywords else name
 
@@ -39,19 +35,24 @@ def __getattr__(name: str) -> Callable[..., object]:
     if not separator:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     function, _, keywords = rest.partition("::")
-    return load_function(path, function, json.loads(keywords) if keywords else {})
+    return load_function(path, function, json.loads(keywords or "{}"))
 
 
-def load_function(
-    path: str, name: str, keywords: Mapping[str, object] | None = None
-) -> Callable[..., object]:
+def load_function(path: str, name: str, keywords: Mapping[str, object]) -> Callable[..., object]:
     """Load `name` from the file at `path`, made callable as our reward functions are.
 
-    `keywords` are passed to each of its calls. A relative path is looked for in the working
-    directory and on Python's path, where Ray puts a job's files. Raises ConfigError where the file
-    or the function is missing or fails to load, or doesn't take the keywords.
+    A relative path is looked for in the working directory and on Python's path, where Ray puts a
+    job's files. Raises ConfigError where the file or the function is missing or fails to load, or
+    doesn't take the `keywords` that are passed to each call.
     """
-    function = getattr(_load(_find(path)), name, None)
+    places = (Path(base) / Path(path).expanduser() for base in ("", *sys.path))
+    file = next(filter(Path.is_file, places), None)
+    if file is None:
+        raise ConfigError(
+            f"reward file {path} does not exist here; each machine of the cluster needs it, or a "
+            "job's working directory has to hold it"
+        )
+    function = getattr(_load(file.resolve()), name, None)
     if not callable(function):
         raise ConfigError(f"reward file {path} has no function {name!r}; name one of its functions")
     parameters = inspect.signature(function).parameters
@@ -67,17 +68,6 @@ def load_function(
     return each_row(function) if takes_one_row else function
 
 
-def _find(path: str) -> Path:
-    for base in (Path(), *map(Path, sys.path)):
-        file = base / Path(path).expanduser()
-        if file.is_file():
-            return file.resolve()
-    raise ConfigError(
-        f"reward file {path} does not exist here; each machine of the cluster needs it, or a job's "
-        "working directory has to hold it"
-    )
-
-
 @functools.cache
 def _load(path: Path) -> ModuleType:
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -91,36 +81,30 @@ def _load(path: Path) -> ModuleType:
     except Exception as error:  # a user's file may fail in any way
         del sys.modules[name]
         raise ConfigError(
-            f"reward file {path} can't be loaded ({type(error).__name__}: {error}); it must import "
-            "cleanly"
+            f"reward file {path} can't be loaded ({type(error).__name__}: {error}); correct it"
         ) from error
     return module
 
 
 def each_row(function: Callable[..., Any]) -> Callable[..., object]:
-    """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` by rows."""
+    """Call verl's `compute_score`, which returns a number or a dictionary with `score`, by rows."""
 
     def calls(completions: Sequence[str], truths: Any, columns: dict[str, Any]) -> Iterator[Any]:
         empty = [None] * len(completions)
         sources, extras = (columns.get(name, empty) for name in ("data_source", "extra_info"))
-        for source, text, truth, extra in zip(sources, completions, truths, extras, strict=True):
-            yield function(
-                data_source=source, solution_str=text, ground_truth=truth, extra_info=extra
-            )
+        names = ("data_source", "solution_str", "ground_truth", "extra_info")
+        for row in zip(sources, completions, truths, extras, strict=True):
+            yield function(**dict(zip(names, row, strict=True)))
 
-    def reward(
-        prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Any, **columns: Any
-    ) -> list[float]:
-        return [_number(result) for result in calls(completions, ground_truth, columns)]
+    def score(result: Any) -> Any:
+        return result["score"] if isinstance(result, dict) else result
+
+    def reward(prompts: Any, completions: Any, *, ground_truth: Any, **columns: Any) -> Any:
+        return [score(result) for result in calls(completions, ground_truth, columns)]
 
     async def reward_async(
-        prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Any, **columns: Any
-    ) -> list[float]:
-        return [_number(await result) for result in calls(completions, ground_truth, columns)]
+        prompts: Any, completions: Any, *, ground_truth: Any, **columns: Any
+    ) -> Any:
+        return [score(await result) for result in calls(completions, ground_truth, columns)]
 
     return reward_async if inspect.iscoroutinefunction(function) else reward
-
-
-def _number(result: object) -> Any:
-    """Return the score of verl's function: its number, or `score` of its dict."""
-    return result["score"] if isinstance(result, dict) else result

@@ -1,14 +1,12 @@
-"""One RL run, for the command line and the Flyte task: data and model in, a better model out.
-
-Reading data files for it is in `ppo_program`.
-"""
+"""One RL run, for the command line and the Flyte task: data and model in, a better model out."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +14,13 @@ from engine.batch import Batch
 from engine.checkpoint import CheckpointStore
 from engine.checkpoint.run_lock import hold_lock
 from engine.checkpoint.state_dict import StateDict
-from engine.cli.settings import RunConfig, RunOutputConfig
+from engine.cli.settings import OfflineRunConfig, RunConfig
 from engine.config import LoRAConfig, RLConfig
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
-from engine.redaction import presentable
 from engine.registry import import_plugins
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.samples.sample_files import VALIDATION
@@ -33,7 +30,7 @@ from engine.tracking.metric_logs import MetricLogs, open_metric_logs
 from engine.trainers.fault_tolerance import run_with_retries
 from engine.trainers.huggingface_export import resolve_checkpoint, write_policy
 from engine.trainers.resume import SCORE, FinalModel, choose_final_model
-from engine.trainers.rl import Metrics, OnRollouts, RLTrainer
+from engine.trainers.rl import Metrics, RLTrainer
 from engine.trainers.run_spec import resolve_placement
 
 if TYPE_CHECKING:
@@ -54,39 +51,28 @@ _FACTS = (
 )
 
 
-def printed_completions(batch: Batch, count: int) -> list[str]:
-    """Return the first `count` completions of a validation: score, end of the prompt, text."""
+def _print_completions(batch: Batch, count: int) -> None:
+    """Print the first `count` completions of a validation: score, end of the prompt, text."""
 
     def end(text: object) -> str:
         words = " ".join(str(text).split())
         return words if len(words) <= _LONGEST else f"…{words[-_LONGEST:]}"
 
     scores: list[float] = batch["token_level_scores"].sum(1).tolist()
-    columns = batch.columns
-    rows = zip(columns["prompt"], columns["completion"], scores, strict=True)
-    return [
-        presentable(f"rl: validation {score:.3f} | {end(prompt[-1]['content'])} | {end(text)}")
-        for prompt, text, score in list(rows)[:count]
-    ]
+    rows = zip(batch.columns["prompt"], batch.columns["completion"], scores, strict=True)
+    for prompt, text, score in islice(rows, count):
+        say(f"rl: validation {score:.3f} | {end(prompt[-1]['content'])} | {end(text)}")
 
 
-def step_line(
-    step: int,
-    total: int,
-    metrics: Mapping[str, float],
-    history: Sequence[Mapping[str, float]],
-) -> str:
-    """Say how step `step` (1-based) went and, from the steps in `history`, how long is left."""
+def _step_line(step: int, total: int, metrics: Metrics, history: Sequence[Metrics]) -> str:
+    """Say how a step (from 1) went and, from the steps in `history`, how long is left."""
     seconds = sum(row["perf/step_s"] for row in history) / max(1, len(history))
-    facts = {name: shown.format(metrics[key]) for name, key, shown in _FACTS if key in metrics}
-    parts = [f"rl {step:>4}/{total}", *(f"{name} {shown}" for name, shown in facts.items())]
-    parts += [
-        f"{metrics['perf/tokens_per_s']:,.0f} tok/s",
-        f"{metrics['perf/step_s']:.1f} s",
-        f"{human_time(seconds * (total - step))} left",
-    ]
-    if "validation/reward" in metrics:
-        parts.append(f"validation {metrics['validation/reward']:.3f}")
+    facts = [f"{name} {shown.format(metrics[k])}" for name, k, shown in _FACTS if k in metrics]
+    left = human_time(seconds * (total - step))
+    speed = [f"{metrics['perf/tokens_per_s']:,.0f} tok/s", f"{metrics['perf/step_s']:.1f} s"]
+    parts = [f"rl {step:>4}/{total}", *facts, *speed, f"{left} left"]
+    if SCORE in metrics:
+        parts.append(f"validation {metrics[SCORE]:.3f}")
     return " · ".join(parts)
 
 
@@ -131,20 +117,17 @@ class RunLog:
         """Log to the run and to `logs`; `step_lines` says whether each step prints a line."""
         self.rewards: list[float] = []  # of this process's steps
         self.validations: list[float] = []
-        self._tracked, self._logs, self._step_lines = tracked, logs or MetricLogs(), step_lines
+        self.step_lines = step_lines
+        self._tracked, self._logs = tracked, logs or MetricLogs()
         self._tracked_steps: set[int] = set()
-
-    def say(self, line: str) -> None:
-        """Print a line."""
-        say(line)
 
     def resumed(self, folder: str, step: int) -> None:
         """Say that the run goes on after `step`, from a checkpoint in `folder`."""
-        self.say(f"rl: continues from {folder}, step {step}")
+        say(f"rl: continues from {folder}, step {step}")
 
     def validated_first(self, metrics: Metrics) -> None:
         """Record the metrics of the validation rows before the first step."""
-        self.say(f"rl: validation {metrics[SCORE]:.3f} before training")
+        say(f"rl: validation {metrics[SCORE]:.3f} before training")
         self.validations.append(metrics[SCORE])
         self.track([{"step": 0.0} | metrics])
 
@@ -154,12 +137,12 @@ class RunLog:
         if SCORE in metrics:
             self.validations.append(metrics[SCORE])
         self.track([*history, {"step": float(step)} | metrics])
-        if self._step_lines:
-            self.say(step_line(step, total, metrics, [*history, metrics]))
+        if self.step_lines:
+            say(_step_line(step, total, metrics, [*history, metrics]))
 
     def hands_over(self, final: FinalModel) -> None:
         """Record which step's policy is the result of the run."""
-        self.say(f"rl: hands over {final}")
+        say(f"rl: hands over {final}")
         if self._tracked is not None:
             self._tracked.log_metrics(final.metrics(), final.last)
 
@@ -210,30 +193,29 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
 
     def make() -> RLTrainer:
         run.loader.load_state_dict(start)
-        return _trainer(run)
+        return _trainer(run, rollouts)
 
     def attempt(trainer: RLTrainer) -> None:
         def on_step(step: int, total: int, metrics: Metrics) -> None:
             log.step(step, total, metrics, trainer.history)
             rollouts.step_done([*trainer.history, {"step": float(step)} | metrics])
             if step < total and run.save_freq > 0 and step % run.save_freq == 0:
-                log.say(f"rl: saved {run.save_model(trainer.save, step)}")
+                say(f"rl: saved {run.save_model(trainer.save, step)}")
 
         def on_resume(folder: str, step: int) -> None:
             log.resumed(folder, step)
             rollouts.resumed(step)
 
-        trainer.on_resume, trainer.on_rollouts = on_resume, _listeners(run, log, rollouts)
-        first = run.validation and run.validate_first and not run.config.trainer.resume_from
+        trainer.on_resume = on_resume
         if not trainer.resume(run.checkpoints):
             rollouts.resumed(0)
-            if first:
+            if run.validation and run.validate_first and not run.config.trainer.resume_from:
                 log.validated_first(trainer.validate(run.validation))
         trainer.on_step = on_step
         if not trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints):
-            log.say(f"rl: all {trainer.step} steps are done already; nothing to train")
+            say(f"rl: all {trainer.step} steps are done already; nothing to train")
         log.track(trainer.history)  # also of a run that was finished before
-        folder, final = _save_final(run, trainer, log)
+        folder, final = _save_final(run, trainer)
         log.hands_over(final)
         trained.append(TrainedPolicy(folder, final, trainer.history, trainer.changed_settings))
         trainer.write_timeline(run.folder / "timeline.json")
@@ -245,14 +227,14 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
 
 def validate_policy(run: RLRun, log: RunLog) -> Metrics:
     """Validate the newest checkpoint, or the start model, and train nothing."""
-    with _rollout_log(run, log) as rollouts, _trainer(run) as trainer:
-        trainer.on_rollouts = _listeners(run, log, rollouts)
+    with _rollout_log(run, log) as rollouts, _trainer(run, rollouts) as trainer:
         trainer.on_resume = log.resumed
         if not trainer.resume(run.checkpoints) and run.config.trainer.resume_from:
             trainer.load_checkpoint(resolve_checkpoint(run.config.trainer.resume_from))
         metrics = trainer.validate(run.validation)
-        log.track([{"step": float(trainer.step)} | metrics])
-        rollouts.step_done([*trainer.history, {"step": float(trainer.step)} | metrics])
+        row = {"step": float(trainer.step)} | metrics
+        log.track([row])
+        rollouts.step_done([*trainer.history, row])
     return metrics
 
 
@@ -262,8 +244,15 @@ def prompt_room(config: RLConfig, longest: int, max_prompt_length: int) -> int:
     return max(longest, max_prompt_length * config.rollout.multi_turn.enable)
 
 
-def _trainer(run: RLRun) -> RLTrainer:
-    return RLTrainer(
+def _trainer(run: RLRun, rollouts: RolloutLog) -> RLTrainer:
+    """Start a trainer whose decoded batches are shown in samples, and on the terminal."""
+
+    def show(split: str, step: int, batch: Batch) -> None:
+        rollouts.rollouts(split, step, batch)
+        if split == VALIDATION:
+            _print_completions(batch, run.print_validations)
+
+    trainer = RLTrainer(
         run.model,
         run.config,
         run.loader,
@@ -274,34 +263,23 @@ def _trainer(run: RLRun) -> RLTrainer:
         lora=run.lora,
         validation=run.validation,
     )
+    trainer.on_rollouts = show
+    return trainer
 
 
-def _listeners(run: RLRun, log: RunLog, rollouts: RolloutLog) -> OnRollouts:
-    """Return what shows decoded batches in the files of samples, and on the terminal."""
-
-    def show(split: str, step: int, batch: Batch) -> None:
-        rollouts.rollouts(split, step, batch)
-        if split == VALIDATION and run.print_validations:
-            for line in printed_completions(batch, run.print_validations):
-                log.say(line)
-
-    return show
-
-
-def _save_final(run: RLRun, trainer: RLTrainer, log: RunLog) -> tuple[Path, FinalModel]:
+def _save_final(run: RLRun, trainer: RLTrainer) -> tuple[Path, FinalModel]:
     """Write the model folder of the step that is handed over."""
-    rule, history = run.config.trainer.final_model, trainer.history
-    final = choose_final_model(rule, history, CheckpointStore(run.checkpoints))
-    if not final.checkpoint:
-        return run.save_model(trainer.save, trainer.step), final
-    if run.keep_last:
-        run.save_model(trainer.save, trainer.step)
-    write = partial(write_policy, final.checkpoint, model=run.model)
-    try:
-        return run.save_model(write, final.step), final
-    except CheckpointError as error:
-        log.say(f"rl: {final} is lost, and the last step is handed over: {error}")
-    final = choose_final_model("last", history, CheckpointStore(run.checkpoints))
+    history, checkpoints = trainer.history, CheckpointStore(run.checkpoints)
+    final = choose_final_model(run.config.trainer.final_model, history, checkpoints)
+    if final.checkpoint:
+        if run.keep_last:
+            run.save_model(trainer.save, trainer.step)
+        write = partial(write_policy, final.checkpoint, model=run.model)
+        try:
+            return run.save_model(write, final.step), final
+        except CheckpointError as error:
+            say(f"rl: {final} is lost, and the last step is handed over: {error}")
+        final = choose_final_model("last", history, checkpoints)
     return run.save_model(trainer.save, trainer.step), final
 
 
@@ -329,30 +307,22 @@ def headline(config: RLConfig) -> str:
 
 
 @contextlib.contextmanager
-def open_log(config: RunConfig, folder: Path, resumes: bool) -> Iterator[RunLog]:
+def open_log(
+    config: RunConfig | OfflineRunConfig, folder: Path, *, resumes: bool
+) -> Iterator[RunLog]:
     """Open the log for the block; a run in `folder` that resumes goes on in its file of metrics.
 
     Raises TrackingError where a tracker can't be reached, before the block.
     """
-    settings = config.model_dump(mode="json")
-    with open_trackers(config.run, settings, folder, resumes) as (tracked, logs):
-        yield RunLog(tracked, logs, step_lines="console" in config.run.logger)
-
-
-@contextlib.contextmanager
-def open_trackers(
-    output: RunOutputConfig, settings: dict[str, object], folder: Path, resumes: bool
-) -> Iterator[tuple[StageRun | None, MetricLogs]]:
-    """Open the MLflow run, if `output.logger` asks for one, and the other logs, as `open_log`."""
+    output, settings, tracked = config.run, config.model_dump(mode="json"), None
     with contextlib.ExitStack() as stack:
-        tracked = None
         if "mlflow" in output.logger:
             from engine.tracking import Tracker
 
             tracker = Tracker(experiment=output.project_name)
             tracker.check()
             tracked = stack.enter_context(tracker.stage(output.experiment_name, params=settings))
-        logs = open_metric_logs(
+        opened = open_metric_logs(
             output.logger,
             folder,
             project=output.project_name,
@@ -360,4 +330,5 @@ def open_trackers(
             settings=settings,
             keep=resumes,
         )
-        yield tracked, stack.enter_context(logs)
+        logs = stack.enter_context(opened)
+        yield RunLog(tracked, logs, step_lines="console" in output.logger)

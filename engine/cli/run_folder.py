@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
+import tempfile
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
@@ -66,10 +67,16 @@ def make_output_folder(folder: Path) -> Path:
         )
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     return folder
+
+
+def checkpoint_folder(folder: Path, resume_mode: str) -> Path:
+    """Return where checkpoints go: a new place each time, unless `resume_mode` is auto."""
+    if resume_mode == "auto":
+        return folder / "checkpoints"
+    # With resume_path, too: what lies in "checkpoints" would come before the one that is named.
+    return folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def save_atomically(save: Callable[[str], None], target: Path) -> Path:
@@ -89,14 +96,14 @@ def save_atomically(save: Callable[[str], None], target: Path) -> Path:
         with _writing(target):
             fsync_tree(draft)
             if target.exists():
-                os.rename(target, replaced)
-            os.rename(draft, target)
+                target.rename(replaced)
+            draft.rename(target)
             fsync(target.parent)
     finally:
         if replaced.exists() and not target.exists():
-            os.rename(replaced, target)
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+            replaced.rename(target)
+        for folder in (draft, replaced):
+            shutil.rmtree(folder, ignore_errors=True)
     return target
 
 

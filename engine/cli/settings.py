@@ -1,34 +1,26 @@
-"""The configurations of runs from files on this machine, and the ranks that a run is split over.
-
-How arguments become such a configuration is in `resolve`.
-"""
+"""The configurations of runs from files on this machine, and the ranks that a run is split over."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from engine.config import (
-    ColumnsConfig,
-    Loggers,
+from engine.config.base import Options, Section
+from engine.config.data import ColumnsConfig, RowsConfig, WeightsConfig
+from engine.config.pipeline import Loggers
+from engine.config.rl import RLConfig
+from engine.config.training import (
     OfflineConfig,
-    Options,
     ParallelConfig,
-    PoolConfig,
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,
-    RLConfig,
-    RowsConfig,
-    Section,
     SFTConfig,
-    WeightsConfig,
 )
-from engine.console import say
 from engine.data.rows import Truncation
-from engine.errors import ConfigError, PlacementError
+from engine.errors import ConfigError
 from engine.parallel.layout import AXES, Layout
 from engine.storage.filesystem import home
 
@@ -36,77 +28,55 @@ from engine.storage.filesystem import home
 class DataFilesConfig(RowsConfig):
     """The prompts: rows of files."""
 
-    train_files: tuple[str, ...] = Field(
-        (), description="Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"
-    )
+    train_files: tuple[str, ...] = ()
+    """Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"""
     val_files: tuple[str, ...] = Field((), description="Files to validate on; none: no validation")
-    filter_overlong_prompts: bool = Field(
-        False, description="Leave longer prompts out; otherwise truncation says what they are"
-    )
-    truncation: Literal["error", "left", "right", "middle"] = Field(
-        "error",
-        description="Prompts over max_prompt_length: an error, or cut to it: left keeps the last "
-        "tokens, right the first, middle both ends",
-    )
+    filter_overlong_prompts: bool = False
+    """Leave longer prompts out; otherwise truncation says what they are"""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """Prompts over max_prompt_length: an error, or cut to it: left keeps the last tokens, right the
+    first, middle both ends"""
     shuffle: bool = Field(True, description="A new order of the rows in each epoch")
-    train_max_samples: int = Field(
-        -1,
-        ge=-1,
-        description="Rows of train_files to learn from: the first ones, or with shuffle ones drawn "
-        "by seed; -1: all",
-    )
+    train_max_samples: int = Field(-1, ge=-1)
+    """Rows of train_files to learn from: the first, or with shuffle some drawn by seed; -1: all"""
     val_max_samples: int = Field(-1, ge=-1, description="The same of val_files; -1: all")
 
     @property
     def cut(self) -> Truncation | None:
-        """Return how long prompts are cut, if they are; those that are left out are not."""
+        """How long prompts are cut, if they are; those that are left out are not."""
         if self.truncation == "error" or self.filter_overlong_prompts:
             return None
         return Truncation(self.max_prompt_length, self.truncation)
 
     def contradictions(self) -> Iterator[str]:
         if self.truncation != "error" and not self.max_prompt_length:
-            yield (
-                f"data.truncation={self.truncation} has no effect without data.max_prompt_length; "
-                "set it, or leave truncation out"
-            )
+            yield f"data.truncation={self.truncation} has no effect without data.max_prompt_length"
 
 
 class PolicyModelConfig(WeightsConfig):
     """The policy to improve."""
 
     path: str = Field("", description="Hugging Face causal LM folder, or hub id")
-    override_config: Options = Field(
-        {},
-        description="Other values of keys of the model's config.json, e.g. {rope_theta: "
-        "1000000.0}; none that changes the weights' shapes",
-    )
-    trust_remote_code: bool = Field(
-        False,
-        description="Python code in the model's folder is never run; true is refused for a model "
-        "that brings some, and changes nothing for others",
-    )
+    override_config: Options = Field({})
+    """Other values of keys of the model's config.json, e.g. {rope_theta: 1000000.0}; none that
+    changes the weights' shapes"""
+    trust_remote_code: bool = False
+    """Python code in the model's folder is never run; true is refused for a model that brings some,
+    and changes nothing for others"""
 
 
 class RunOutputConfig(Section):
     """What a run records, and where it leaves it."""
 
-    resume_mode: Literal["auto", "disable"] = Field(
-        "auto", description="Go on from the newest checkpoint in default_local_dir, if there is one"
-    )
-    default_local_dir: str = Field(
-        "",
-        description="Folder for models and metrics; empty: "
-        "$HYBRIDFLYTE_HOME/checkpoints/<project>/<experiment>",
-    )
-    project_name: str = Field(
-        "hybridflyte", min_length=1, description="MLflow experiment, project of Weights & Biases"
-    )
+    resume_mode: Literal["auto", "disable"] = "auto"
+    """Go on from the newest checkpoint in default_local_dir, if there is one"""
+    default_local_dir: str = ""
+    """Folder for models and metrics; empty: $HYBRIDFLYTE_HOME/checkpoints/<project>/<experiment>"""
+    project_name: str = Field("hybridflyte", min_length=1)
+    """MLflow experiment, project of Weights & Biases"""
     experiment_name: str = Field("ppo", min_length=1, description="Name of the run there")
-    logger: Loggers = Field(
-        ("console",),
-        description="Where metrics go; file (or jsonl): metrics.jsonl beside the models",
-    )
+    logger: Loggers = ("console",)
+    """Where metrics go; file (or jsonl): metrics.jsonl beside the models"""
 
     def folder(self) -> Path:
         """Return where the run writes: `default_local_dir`, or a folder below the home."""
@@ -118,42 +88,33 @@ class RunOutputConfig(Section):
 class OutputConfig(RunOutputConfig):
     """How long the run goes, where it computes, what it records, and what it leaves."""
 
-    n_gpus_per_node: int | None = Field(
-        None,
-        ge=1,
-        description="With nnodes the ranks of the policy: weights are sharded over them (fsdp), or "
-        "as rl.actor.parallel says; each has a GPU where Ray has any; none: as rl.actor.parallel",
-    )
+    n_gpus_per_node: int | None = Field(None, ge=1)
+    """With nnodes the ranks of the policy: weights are sharded over them (fsdp), or as
+    rl.actor.parallel says; each has a GPU where Ray has any; none: as rl.actor.parallel"""
     nnodes: int = Field(1, ge=1, description="Machines of n_gpus_per_node ranks each")
-    device: Literal["auto", "cuda", "cpu"] = Field(
-        "auto", description="auto: GPUs where there are any; cuda: refused without; cpu: none"
-    )
-    resume_mode: Literal["auto", "disable", "resume_path"] = Field(  # type: ignore[assignment]
-        "auto",
-        description="auto: go on from the newest checkpoint in default_local_dir, if there is one; "
-        "resume_path: from rl.trainer.resume_from, whatever else is there",
-    )
-    rollout_data_dir: str = Field(
-        "", description="Folder of the samples of rollouts; empty: default_local_dir/rollouts"
-    )
-    total_epochs: int | None = Field(
-        None, ge=1, description="Times through the data; instead of total_training_steps"
-    )
-    val_only: bool = Field(
-        False, description="Validate the newest checkpoint, or model.path, and train nothing"
-    )
-    log_val_generations: int = Field(
-        0, ge=0, description="Completions of each validation that are printed"
-    )
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: GPUs where there are any; cuda: refused without; cpu: none"""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"  # type: ignore[assignment]
+    """auto: go on from the newest checkpoint in default_local_dir, if there is one; resume_path:
+    from rl.trainer.resume_from, whatever else is there"""
+    rollout_data_dir: str = ""
+    """Folder of the samples of rollouts; empty: default_local_dir/rollouts"""
+    total_epochs: int | None = Field(None, ge=1)
+    """Times through the data; instead of total_training_steps"""
+    val_only: bool = False
+    """Validate the newest checkpoint or model.path; no training"""
+    log_val_generations: int = Field(0, ge=0, description="Completions of a validation to print")
     val_before_train: bool = Field(True, description="Validate before the first step, too")
     save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
 
+    @property
+    def ranks(self) -> int | None:
+        """The ranks of the policy; None where the layouts say them."""
+        return None if self.n_gpus_per_node is None else self.n_gpus_per_node * self.nnodes
+
     def contradictions(self) -> Iterator[str]:
         if self.nnodes > 1 and self.n_gpus_per_node is None:
-            yield (
-                f"run.nnodes={self.nnodes} without run.n_gpus_per_node says no number of ranks; "
-                "set both"
-            )
+            yield f"run.nnodes={self.nnodes} needs run.n_gpus_per_node, too; set both"
 
 
 class RunConfig(Section):
@@ -180,25 +141,18 @@ class RunConfig(Section):
 class PreferenceFilesConfig(ColumnsConfig):
     """The preferences: rows of files."""
 
-    train_files: tuple[str, ...] = Field(
-        (), description="Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"
-    )
+    train_files: tuple[str, ...] = ()
+    """Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"""
     val_files: tuple[str, ...] = Field((), description="Files of held-out rows")
-    val_size: int = Field(
-        0, ge=0, description="Without val_files: training rows to hold out, prompts in one piece"
-    )
-    columns: dict[str, str] = Field(
-        {},
-        description="Our column (prompt, chosen, rejected, margin; completion, label; completions, "
-        "labels): the files' column, e.g. {chosen: better}; info.answer is the field answer of "
-        "the column info",
-    )
-    max_length: int = Field(
-        0, ge=0, description="Longest prompt and response in tokens; 0: the model's context"
-    )
-    too_long: Literal["fail", "drop"] = Field(
-        "fail", description="Longer ones: refuse them, or leave them out"
-    )
+    val_size: int = Field(0, ge=0)
+    """Without val_files: training rows to hold out, prompts in one piece"""
+    columns: dict[str, str] = Field({})
+    """Our column (prompt, chosen, rejected, margin; completion, label; completions, labels): the
+    files' column, e.g. {chosen: better}; info.answer is the field answer of the column info"""
+    max_length: int = Field(0, ge=0)
+    """Longest example in tokens; 0: the model's context"""
+    too_long: Literal["fail", "drop"] = "fail"
+    """Longer ones: refuse, or leave out"""
 
     def rows(self) -> RowsConfig:
         """Return how rows of files become prompts and responses."""
@@ -213,19 +167,14 @@ class OfflineRunConfig(Section):
     model: PolicyModelConfig = PolicyModelConfig()
     run: RunOutputConfig = RunOutputConfig()
 
-    section: ClassVar[str]  # of the training itself
-
     @property
     def training(self) -> OfflineConfig:
-        """Return the section of the training itself."""
-        training: OfflineConfig = getattr(self, self.section)
-        return training
+        """The section of the training itself."""
+        return next(v for v in vars(self).values() if isinstance(v, OfflineConfig))
 
 
 class PreferenceRunConfig(OfflineRunConfig):
     """The run of `main_preference`."""
-
-    section: ClassVar[str] = "preference"
 
     preference: PreferenceTrainingConfig = PreferenceTrainingConfig()
     run: RunOutputConfig = RunOutputConfig(experiment_name="preference")
@@ -234,16 +183,12 @@ class PreferenceRunConfig(OfflineRunConfig):
 class SFTRunConfig(OfflineRunConfig):
     """The run of `main_sft`."""
 
-    section: ClassVar[str] = "sft"
-
     sft: SFTConfig = SFTConfig()
     run: RunOutputConfig = RunOutputConfig(experiment_name="sft")
 
 
 class RewardModelRunConfig(OfflineRunConfig):
     """The run of `main_reward_model`."""
-
-    section: ClassVar[str] = "reward_model"
 
     reward_model: RewardModelTrainingConfig = RewardModelTrainingConfig()
     run: RunOutputConfig = RunOutputConfig(experiment_name="reward_model")
@@ -256,80 +201,29 @@ class RewardModelRunConfig(OfflineRunConfig):
 def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the configuration with the layouts that it leaves open, and notices about them.
 
-    Sizes that are given stay; of the rest `fsdp` takes all, or `dp` where `fsdp` is given. Raises
-    ConfigError where they don't multiply to the ranks.
+    Sizes that are given stay; of the rest `fsdp` takes all, or `dp` where `fsdp` is given.
     """
-    ranks, rl, notices = ranks_of(config), config.rl, list[str]()
-    actor = rl.actor.parallel
+    ranks, rl, notices = config.run.ranks, config.rl, list[str]()
+    actor, critic, reference = rl.actor.parallel, rl.critic.parallel, rl.reference
+    stays = {"offload_params": False}
     if ranks is not None:
         actor = _filled("actor", actor, ranks)
-    if actor.offload_params and actor.fsdp * actor.sp == 1 and ranks is not None:
-        actor = actor.model_copy(update={"offload_params": False})
+    alone = actor.fsdp * actor.sp == 1
+    if actor.offload_params and alone and ranks is not None:
+        actor = actor.replaced(stays)
         notices.append("actor.parallel.offload_params has no effect on one rank: weights stay")
-    critic = rl.critic.parallel
     if critic is not None:
         if not critic.model_fields_set.intersection(AXES):  # only other settings were given
-            critic = critic.model_copy(update={axis: getattr(actor, axis) for axis in AXES})
+            critic = critic.replaced({axis: getattr(actor, axis) for axis in AXES})
         elif ranks is not None:
             critic = _filled("critic", critic, ranks)
         if critic.offload_params and critic.fsdp * critic.sp == 1:
-            critic = critic.model_copy(update={"offload_params": False})
-    reference = rl.reference
-    if reference.offload_params and actor.fsdp * actor.sp == 1:
-        reference = reference.model_copy(update={"offload_params": False})
+            critic = critic.replaced(stays)
+    if reference.offload_params and alone:
+        reference = reference.replaced(stays)
         notices.append("reference.offload_params has no effect on one rank: its weights stay")
-    rl = rl.model_copy(
-        update={
-            "actor": rl.actor.model_copy(update={"parallel": actor}),
-            "critic": rl.critic.model_copy(update={"parallel": critic}),
-            "reference": reference,
-        }
-    )
-    return config.model_copy(update={"rl": rl}), notices
-
-
-def ranks_of(config: RunConfig) -> int | None:
-    """Return the ranks that `run.n_gpus_per_node` and `nnodes` ask for; None where they don't."""
-    per_node = config.run.n_gpus_per_node
-    return None if per_node is None else per_node * config.run.nnodes
-
-
-def gpu_pools(config: RunConfig) -> RLConfig:
-    """Return the run's settings with a GPU for each rank of the policy, where Ray has any.
-
-    Called when the placement is chosen and Ray is there. Raises PlacementError where
-    `run.device=cuda` finds none. Pools that were given stay, and so does `auto`.
-    """
-    from engine.trainers.auto_placement import cluster_has_gpus, run_roles
-    from engine.trainers.run_spec import default_pools, sampler_count
-
-    rl, device, ranks = config.rl, config.run.device, ranks_of(config)
-    trainer = rl.trainer
-    if trainer.placement == "local":
-        import torch
-
-        if device == "cuda" and not torch.cuda.is_available():
-            raise PlacementError(
-                "run.device=cuda, and PyTorch sees no GPU here; set trainer.device=cpu"
-            )
-        return rl
-    if trainer.pools or trainer.placement != "ray" or device == "cpu" or ranks is None:
-        return rl
-    if not cluster_has_gpus(rl):
-        if device == "cuda":
-            raise PlacementError("run.device=cuda, and Ray has no GPU; set trainer.device=cpu")
-        say(f"rl: Ray has no GPU, so {ranks} ranks compute on CPUs")
-        return rl
-    if sampler_count(trainer):
-        raise ConfigError(
-            f"run.n_gpus_per_node with trainer.mode={trainer.mode}: say which GPUs decode, with "
-            "trainer.placement=auto or trainer.pools"
-        )
-    policy, *others = default_pools(run_roles(rl)[1])
-    pools = [PoolConfig(roles=policy, cpus=1.0, gpus=1.0)]
-    pools += [PoolConfig(roles=roles, cpus=0.0) for roles in others]
-    placed = trainer.model_copy(update={"pools": tuple(pools)})
-    return rl.model_copy(update={"trainer": placed})
+    layouts = {"rl.actor.parallel": actor, "rl.critic.parallel": critic, "rl.reference": reference}
+    return config.replaced(layouts), notices
 
 
 def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
@@ -345,4 +239,4 @@ def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
             f"{role}.parallel ({sizes}) does not make the {ranks} ranks of run.n_gpus_per_node × "
             "run.nnodes; change one of them"
         )
-    return parallel.model_copy(update={free: rest})
+    return parallel.replaced({free: rest})

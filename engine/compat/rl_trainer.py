@@ -5,29 +5,34 @@ Each becomes the arguments of `engine.trainers.rl.RLTrainer`, which does the wor
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import re
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from engine.cli.reward_file import each_row
 from engine.cli.settings import RunConfig
-from engine.compat.hf_trainer import read_settings
-from engine.compat.in_memory import (
-    hand_back,
-    policy_module,
-    reward_settings,
-    write_actor,
-    write_critic,
-)
+from engine.compat.hf_trainer import Trainer, read_settings
 from engine.config import ParallelConfig, PoolConfig, RLConfig
 from engine.data.loader import PromptLoader, make_rl_data_loader
-from engine.data.templates import encode_prompts
+from engine.data.templates import Message, encode_conversation, encode_prompts
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RewardError
+from engine.models import CriticModel, load_model, save_model, save_tensors
+from engine.models.value_head import classifier_of, classifier_tensors
+from engine.rewards.reward_function import register_reward
+from engine.runtime import HybridActor
 from engine.trainers import rl
 from engine.trainers.auto_placement import run_roles
 
@@ -38,11 +43,10 @@ _WITH_ACTOR = ("actor", "rollout", "reference", "critic")  # where no part names
 
 @dataclass(frozen=True)
 class DeviceMesh:
-    """Devices of a cluster, and the roles on parts of them.
+    """Devices of a cluster, such as `cuda:3` or `cuda:0-3`, and the roles on parts of them.
 
-    Devices are `cuda:3`, or ranges such as `cuda:0-3`. Roles that no part names are the actor's
-    neighbours, as they are without a mesh. Ray picks the very devices; how many there are, and
-    which roles share them, is as here.
+    Roles that no part names are the actor's neighbours. Ray picks the very devices; how many there
+    are, and which roles share them, is as here.
 
     Examples:
         >>> parts = {"actor": ["cuda:0-3"], "critic": ["cuda:4-7"]}
@@ -53,39 +57,35 @@ class DeviceMesh:
     sub_meshes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        devices, taken = set(_expanded(self.devices)), dict[str, str]()
-        for role, part in self.sub_meshes.items():
-            for device in _expanded(part):
-                if devices and device not in devices:
-                    raise ConfigError(
-                        f"DeviceMesh: sub_meshes[{role!r}] has {device}, which is not in devices; "
-                        "add it there, or leave it out"
-                    )
-                other = taken.setdefault(device, role)
-                if other != role and set(_expanded(self.sub_meshes[other])) != set(_expanded(part)):
-                    raise ConfigError(
-                        f"DeviceMesh: {device} is in sub_meshes[{other!r}] and in "
-                        f"sub_meshes[{role!r}], which differ; give them the same devices, or others"
-                    )
+        devices = set(_expanded(self.devices))
+        parts = {role: set(_expanded(part)) for role, part in self.sub_meshes.items()}
+        for role, part in parts.items():
+            if devices and (outside := sorted(part - devices)):
+                raise ConfigError(
+                    f"DeviceMesh: sub_meshes[{role!r}] has {outside[0]}, which is not in devices"
+                )
+        for (role, part), (other, others) in combinations(parts.items(), 2):
+            if part != others and (shared := sorted(part & others)):
+                raise ConfigError(
+                    f"DeviceMesh: {shared[0]} is in sub_meshes {role!r} and {other!r}, which differ"
+                )
 
     def ranks(self, role: str = "actor") -> int:
         """Return the number of devices of a role; of all, where no part names it."""
-        part = self._parts().get(role, ())
-        return len(part or _expanded(self.devices)) or 1
+        return len(self._parts().get(role) or _expanded(self.devices)) or 1
 
     def pools(self, roles: frozenset[str]) -> tuple[PoolConfig, ...]:
         """Return the pools of a run with these roles; ConfigError for a role that it hasn't."""
         parts = self._parts()
         if unknown := sorted(parts.keys() - roles):
             raise ConfigError(
-                f"DeviceMesh: sub_meshes names {unknown[0]!r}, and this run has {sorted(roles)}; "
-                "leave it out"
+                f"DeviceMesh: sub_meshes names {unknown[0]!r}; leave it out of {sorted(roles)}"
             )
         actor = parts.get("actor", tuple(_expanded(self.devices)))
         together: dict[tuple[str, ...], list[str]] = {}
         for role in sorted(roles, key=lambda name: (name != "actor", name)):
             part = parts.get(role, actor if role in _WITH_ACTOR else ())
-            together.setdefault(tuple(part) or (role,), []).append(role)
+            together.setdefault(part or (role,), []).append(role)
         return tuple(
             PoolConfig(
                 roles=tuple(names),
@@ -96,9 +96,7 @@ class DeviceMesh:
         )
 
     def _parts(self) -> dict[str, tuple[str, ...]]:
-        return {
-            _NAMES.get(role, role): tuple(_expanded(part)) for role, part in self.sub_meshes.items()
-        }
+        return {_NAMES.get(role, role): tuple(_expanded(p)) for role, p in self.sub_meshes.items()}
 
 
 def _expanded(devices: Sequence[str] | str) -> list[str]:
@@ -135,9 +133,7 @@ class DataPipeline:
 
     def __post_init__(self) -> None:
         if len(self.actors) != 1:
-            raise ConfigError(
-                f"DataPipeline has {len(self.actors)} actors; give one, the policy that learns"
-            )
+            raise ConfigError(f"DataPipeline has {len(self.actors)} actors; give one, the policy")
         if len(self.critics) > 1:
             raise ConfigError(f"DataPipeline has {len(self.critics)} critics; give one, or none")
 
@@ -182,21 +178,26 @@ class RLTrainer(rl.RLTrainer):
                 options["config"] = config
             super().__init__(*native, **options)
             return
+        if isinstance(config, RLConfig):
+            raise ConfigError("config is an RLConfig; give a dictionary of settings beside a model")
+        settings = config or {}
         if pipeline is not None:
             actor_model = pipeline.actors[0]
             critic_model = pipeline.critics[0] if pipeline.critics else None
             tokenizer, reward_model = tokenizer or pipeline.tokenizer, [*pipeline.reward_models]
             reward_fn, algo = reward_fn or pipeline.reward_fn, algo or pipeline.algorithm
             data_loader = data_loader or pipeline.data_loader
-            config = {**pipeline.rollout_config, **pipeline.train_config, **_dictionary(config)}
+            settings = {**pipeline.rollout_config, **pipeline.train_config, **settings}
         if (actor_model is None) == (actor_engine is None):
             raise ConfigError("RLTrainer needs one of actor_model, actor_engine and pipeline")
         actor = actor_model if actor_engine is None else actor_engine
-        run = read_settings(_dictionary(config), algo).config
+        run = read_settings(settings, algo).config
         path, dtype, tokenizer = self._start(actor, tokenizer, run.model.dtype)
         values = run.rl.model_dump()
-        if (critic := self._critic(critic_model, tokenizer)) is not None:
-            values["critic"]["model_path"] = critic
+        if critic_model is not None:
+            folder = self._new_folder("critic")
+            if (critic := _write_critic(critic_model, self._actor, tokenizer, folder)) is not None:
+                values["critic"]["model_path"] = critic
         _put_reward(values, reward_fn, reward_model, tokenizer)
         if device_mesh is not None:
             _put_mesh(values, device_mesh)
@@ -204,13 +205,12 @@ class RLTrainer(rl.RLTrainer):
         values["trainer"]["train_batch_size"] = loader.batch_size
         prompts = [row["prompt"] for row in loader.rows()]
         longest = max(map(len, encode_prompts(tokenizer, prompts, "data_loader")))
-        length = run.data.max_response_length
         super().__init__(
             path,
             RLConfig.model_validate(values),
             loader,
-            max_response_length=length,
-            max_model_len=longest + length,
+            max_response_length=run.data.max_response_length,
+            max_model_len=longest + run.data.max_response_length,
             seed=run.seed,
             dtype=dtype,
             lora=run.model.lora,
@@ -220,18 +220,16 @@ class RLTrainer(rl.RLTrainer):
     @classmethod
     def from_hf_config(cls, model: str, config_path: str | Path | None = None, **more: Any) -> Any:
         """`Trainer.from_hf_config`, under this name too."""
-        from engine.compat.hf_trainer import Trainer
-
         return Trainer.from_hf_config(model, config_path, **more)
 
     def fit(self, *args: Any, **kwargs: Any) -> rl.Metrics:
         """Train as `engine.trainers.rl.RLTrainer.fit`; a model in memory then has the result."""
         metrics = super().fit(*args, **kwargs)
         if self._actor is not None:
-            assert self._folder is not None
-            trained = Path(self._folder.name) / "trained"
+            trained = self._new_folder("trained")
             self.save(trained)
-            hand_back(trained, self._actor)
+            learned = load_model(trained, _dtype(self._actor))
+            self._actor.load_state_dict(learned.state_dict())
         return metrics
 
     def run(self, checkpoint_dir: str | Path | None = None) -> rl.Metrics:
@@ -247,9 +245,6 @@ class RLTrainer(rl.RLTrainer):
         if self._folder is not None:
             self._folder.cleanup()
 
-    def __enter__(self) -> Self:
-        return self
-
     def _start(self, actor: object, tokenizer: Any, dtype: str) -> tuple[str, str, Any]:
         """Return the folder that workers load, its dtype, and the tokenizer."""
         if isinstance(tokenizer, str | Path):
@@ -257,45 +252,16 @@ class RLTrainer(rl.RLTrainer):
         if isinstance(actor, str | Path):
             return str(actor), dtype, tokenizer or load_tokenizer(actor)
         tokenizer = tokenizer or getattr(actor, "tokenizer", None)
-        self._actor = policy_module(actor)
-        self._folder = tempfile.TemporaryDirectory(prefix="hybridflyte-")
-        folder = Path(self._folder.name) / "start"
-        return str(folder), write_actor(self._actor, tokenizer, folder), tokenizer
+        self._actor, folder = _policy_module(actor), self._new_folder("start")
+        return str(folder), _write_actor(self._actor, tokenizer, folder), tokenizer
 
-    def _critic(self, critic: object, tokenizer: PreTrainedTokenizerBase) -> str | None:
-        if critic is None:
-            return None
+    def _new_folder(self, name: str) -> Path:
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="hybridflyte-")
-        return write_critic(critic, self._actor, tokenizer, Path(self._folder.name) / "critic")
-
-
-def _dictionary(config: Mapping[str, object] | RLConfig | None) -> Mapping[str, object]:
-    if isinstance(config, RLConfig):
-        raise ConfigError("config is an RLConfig; give a dictionary of settings beside a model")
-    return config or {}
-
-
-def _put_reward(
-    values: dict[str, Any], function: object, models: object, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Put reward functions and models into the values of an RLConfig."""
-    several = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else None
-    listed = several if several is not None else ([] if models is None else [models])
-    section, anywhere = reward_settings(function, listed, tokenizer)
-    values["reward"] |= section
-    if not anywhere:
-        if values["trainer"]["placement"] not in ("", "local"):
-            raise ConfigError(
-                f"trainer.placement={values['trainer']['placement']} with a reward that lives in "
-                "this process; put it into a module of its own, as a function of prompts and "
-                "completions"
-            )
-        values["trainer"]["placement"] = "local"
+        return Path(self._folder.name) / name
 
 
 def _put_mesh(values: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Put the placement and the sizes of a mesh into the values of an RLConfig; sizes that were
-    given stay."""
+    """Put a mesh's placement and sizes into the values of an RLConfig; sizes that it has stay."""
     config = RLConfig.model_validate(values)
     if config.actor.parallel == ParallelConfig() and mesh.ranks() > 1:
         values["actor"]["parallel"]["fsdp"] = mesh.ranks()
@@ -314,5 +280,184 @@ def _loader(data: object, run: RunConfig) -> PromptLoader:
         return make_rl_data_loader(data, batch_size=size, seed=run.seed)
     raise ConfigError(
         f"RLTrainer has {'no prompts' if data is None else repr(data)}; give data_loader="
-        "make_rl_data_loader(path), or the path"
+        "make_rl_data_loader(path)"
     )
+
+
+# Models in memory as the folders that a run's workers load; rewards as settings.
+
+
+def _policy_module(model: object) -> Any:
+    """Return the transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
+    if not isinstance(model, HybridActor):
+        return model
+    if model._sharded is not None:
+        raise ConfigError(
+            "RLTrainer got a HybridActor on several ranks; set actor.parallel in config for them"
+        )
+    return model.policy
+
+
+def _write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> str:
+    """Write a model in memory with its tokenizer; return its dtype's name."""
+    if tokenizer is None:
+        raise ConfigError("RLTrainer got a model in memory and no tokenizer; give tokenizer=…")
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise ConfigError(
+            f"actor_model is a {type(model).__name__}; give a causal LM, a HybridActor, or a path"
+        )
+    save_model(model, tokenizer, folder)
+    return _dtype(model)
+
+
+def _write_critic(
+    critic: object, actor: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> str | None:
+    """Write a critic for `critic.model_path`; None for a fresh one, which the run makes itself."""
+    if isinstance(critic, str | Path):
+        return str(critic)
+    if not isinstance(critic, CriticModel):
+        raise ConfigError(
+            f"critic_model is a {type(critic).__name__}; give create_critic_model(model), or a path"
+        )
+    if actor is not None and not critic.head.weight.detach().any():
+        base, backbone = actor.base_model.state_dict(), critic.backbone.state_dict()
+        if base.keys() == backbone.keys() and all(torch.equal(base[k], backbone[k]) for k in base):
+            return None
+    if bool(critic.head.bias.detach().any()):
+        raise ConfigError(
+            "critic_model's head has a bias, which a classifier's folder has no place for; set it 0"
+        )
+    dtype = next(critic.parameters()).dtype
+    classifier = classifier_of(critic.config, dtype, int(tokenizer.pad_token_id or 0))
+    tensors = classifier_tensors(classifier, critic.state_dict().items())
+    save_tensors(classifier, tensors, tokenizer, folder)
+    return str(folder)
+
+
+def _dtype(model: torch.nn.Module) -> str:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"actor_model has weights of {dtype}; convert it to torch.float32")
+    return dtype
+
+
+_PROMPTS = ("prompts", "prompt", "queries", "query", "questions")
+_COMPLETIONS = ("completions", "completion", "responses", "response", "outputs", "texts")
+
+
+def _put_reward(
+    values: dict[str, Any], function: object, models: object, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Put reward functions and models, whose values are added, into the values of an RLConfig.
+
+    A function that its module's name leads to is named by that, so that every process finds it; any
+    other, and a model, is registered here, and the run stays in this process.
+    """
+    if models is None or isinstance(models, str) or not isinstance(models, Sequence):
+        models = [] if models is None else [models]
+    rewards = [_of_function(function)] if function is not None else []
+    rewards += [_of_model(model, tokenizer) for model in models]
+    specs: list[dict[str, Any]] = [
+        {"name": _registered(reward, source)} if callable(reward) else reward
+        for reward, source in rewards
+    ]
+    if specs:
+        values["reward"] |= specs[0]
+    if specs[1:]:
+        components = {f"reward_{i}": spec for i, spec in enumerate(specs[1:], start=2)}
+        values["reward"]["components"] = components
+    if any(callable(reward) for reward, _ in rewards):
+        if values["trainer"]["placement"] not in ("", "local"):
+            raise ConfigError(
+                f"trainer.placement={values['trainer']['placement']} with a reward that lives in "
+                "this process; put it into a module, as a function of prompts and completions"
+            )
+        values["reward"]["isolation"], values["trainer"]["placement"] = "none", "local"
+
+
+# A reward's section, or a function that only this process has; and what it was made from.
+_Reward = tuple[dict[str, Any] | Callable[..., object], object]
+
+
+def _of_function(function: object) -> _Reward:
+    if isinstance(function, str):
+        return {"name": function}, function
+    if not callable(function):
+        raise ConfigError(f"reward_fn={function!r} is no function; give one, or a reward's name")
+    parameters = inspect.signature(function).parameters
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    is_reward = {"prompts", "completions"} <= parameters.keys()
+    in_module = module not in ("", "__main__") and "." not in name
+    if is_reward and in_module and getattr(sys.modules.get(module), name, None) is function:
+        return {"name": f"{module}:{name}"}, function
+    if {"solution_str", "ground_truth"} <= parameters.keys():  # verl's kind, of one row
+        return each_row(function), function
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    prompt = next((p for p in _PROMPTS if p in parameters), "")
+    completion = next((p for p in _COMPLETIONS if p in parameters), "")
+    if not completion:
+        raise ConfigError(
+            f"reward_fn{inspect.signature(function)} takes no completions; write it as "
+            "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
+        )
+
+    def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Any:
+        arguments = {k: v for k, v in columns.items() if takes_all or k in parameters}
+        arguments |= {completion: list(completions)} | ({prompt: list(prompts)} if prompt else {})
+        scores = function(**arguments)
+        return scores.tolist() if isinstance(scores, Tensor) else scores
+
+    return reward, function
+
+
+def _of_model(model: object, tokenizer: PreTrainedTokenizerBase) -> _Reward:
+    if isinstance(model, str | Path):
+        return {"name": "reward_model", "options": {"model": str(model)}}, model
+    if not callable(model):
+        raise ConfigError(f"a reward model is {model!r}; give a model, or the path of one")
+
+    def score(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+        messages = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
+        turns = [
+            [*prompt, {"role": "assistant", "content": completion}]
+            for prompt, completion in zip(messages, completions, strict=True)
+        ]
+        return model_scores(model, tokenizer, turns)
+
+    return score, model
+
+
+@torch.no_grad()
+def model_scores(
+    model: Any, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
+) -> list[float]:
+    """Return conversations' scores by a model that takes `input_ids` and `attention_mask` `[B, L]`.
+
+    It returns a tensor `[B]` or `[B, 1]`, or an object or mapping with that as `scores` or
+    `logits`. Rows are padded on the right. Raises RewardError for any other output.
+    """
+    rows = [torch.tensor(encode_conversation(tokenizer, turns)) for turns in conversations]
+    ids = pad_sequence(rows, batch_first=True, padding_value=int(tokenizer.pad_token_id or 0))
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    device = next((p.device for p in getattr(model, "parameters", tuple)()), ids.device)
+    out = model(input_ids=ids.to(device), attention_mask=mask.to(device))
+    for name in ("scores", "logits"):
+        scores = out.get(name) if isinstance(out, dict) else getattr(out, name, None)
+        out = scores if scores is not None else out
+    if not isinstance(out, Tensor) or out.numel() != len(rows):
+        what = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise RewardError(
+            f"a reward model of {type(model).__name__} returned {what} for {len(rows)} "
+            "conversations; it must return `scores`, a tensor [batch]"
+        )
+    return [float(score) for score in out.flatten().float()]
+
+
+def _registered(function: Callable[..., object], source: object) -> str:
+    """Register the function under a name of its own, which it returns."""
+    digest = hashlib.sha256(f"{source!r}{id(source)}".encode()).hexdigest()[:8]
+    name = f"{getattr(source, '__name__', type(source).__name__).strip('<>')}_{digest}"
+    function.__qualname__ = name
+    register_reward(name)(function)
+    return name

@@ -1,4 +1,4 @@
-"""`python -m engine.config`: all settings as a page, or as a JSON schema for editors."""
+"""Print every setting with its default and meaning: as a page, or as a JSON schema."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from engine.config.text import markdown
 
 
 def main() -> None:
-    """Print the settings as a page, or as a JSON schema."""
-    parser = argparse.ArgumentParser(
-        prog="python -m engine.config", description="Print every setting, its default and meaning."
-    )
-    parser.add_argument(
-        "--json-schema", action="store_true", help="print the JSON schema, for editors"
-    )
+    parser = argparse.ArgumentParser("python -m engine.config", description=__doc__)
+    parser.add_argument("--json-schema", action="store_true", help="the schema, for editors")
     if parser.parse_args().json_schema:
         print(json.dumps(PipelineConfig.model_json_schema(), indent=1))
     else:

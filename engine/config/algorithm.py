@@ -1,7 +1,4 @@
-"""How rewards or a teacher become a loss: advantages, KL and distillation.
-
-The algorithms are in `engine.algorithms`.
-"""
+"""How rewards or a teacher become a loss: advantages, KL and distillation."""
 
 from __future__ import annotations
 
@@ -17,29 +14,19 @@ class TeacherConfig(Section):
     """One teacher: a model that is loaded, or a server that gives log-probs of prompts."""
 
     model: str = Field("", description="Model folder or hub id")
-    url: str = Field(
-        "",
-        pattern=r"^$|^https?://[^/\s]+",
-        description="In place of a model: a server with prompt_logprobs (vLLM's, or engine.serve), "
-        "e.g. http://10.0.0.7:8000, without /v1",
-    )
-    tokenizer: str = Field(
-        "",
-        description="url: folder of the served model's tokenizer, to be compared; empty: the "
-        "policy's own",
-    )
-    served_model: str = Field(
-        "", description="url: the model's name there; empty: the server is asked"
-    )
+    url: str = Field("", pattern=r"^$|^https?://[^/\s]+")
+    """In place of a model: a server with prompt_logprobs (vLLM's, or engine.serve), e.g.
+    http://10.0.0.7:8000, without /v1"""
+    tokenizer: str = ""
+    """url: folder of the served model's tokenizer, to be compared; empty: the policy's own"""
+    served_model: str = Field("", description="url: its name there; empty: the server is asked")
     api_key_env: str = Field("", description="url: environment variable with the server's key")
     concurrency: int = Field(16, ge=1, description="url: requests under way at once")
     timeout_s: float = Field(1800.0, gt=0, description="url: deadline for one batch")
     request_timeout_s: float = Field(600.0, gt=0, description="url: deadline of one request")
     max_retries: int = Field(5, ge=0, description="url: of a request that failed")
     weight: float = Field(1.0, gt=0, description="Share in the loss, over the sum of all weights")
-    rows: str = Field(
-        "", description="With route_by: the value in that column of the rows that it teaches"
-    )
+    rows: str = Field("", description="With route_by: that column's value in rows that it teaches")
 
     def contradictions(self) -> Iterator[str]:
         if bool(self.model) == bool(self.url):
@@ -49,28 +36,17 @@ class TeacherConfig(Section):
 class DistillationConfig(Section):
     """Dataflow distillation: the loss, and several teachers."""
 
-    loss: Literal["policy_gradient", "reverse_kl", "forward_kl", "jsd"] = Field(
-        "policy_gradient",
-        description="policy_gradient: of the reverse KL, by the sampled tokens alone; the others "
-        "compare distributions token by token",
-    )
-    beta: float = Field(
-        0.5, gt=0, lt=1, description="jsd: near 0 it is like forward_kl, near 1 like reverse_kl"
-    )
-    top_k: int = Field(
-        0,
-        ge=0,
-        description="Compare the teacher's likeliest tokens, and all others together; 0: the whole "
-        "vocabulary",
-    )
-    teachers: tuple[TeacherConfig, ...] = Field(
-        (), description="Several teachers, or one behind a url; none: algorithm.teacher"
-    )
-    route_by: str = Field(
-        "",
-        description="Column of the rows whose value chooses the teacher (its rows=…); empty: all "
-        "teach every row, by weight",
-    )
+    loss: Literal["policy_gradient", "reverse_kl", "forward_kl", "jsd"] = "policy_gradient"
+    """policy_gradient: of the reverse KL, by the sampled tokens alone; the others compare
+    distributions token by token"""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """jsd: near 0 as forward_kl, near 1 as reverse_kl"""
+    top_k: int = Field(0, ge=0)
+    """Compare the teacher's likeliest tokens, and all others together; 0: the whole vocabulary"""
+    teachers: tuple[TeacherConfig, ...] = ()
+    """Several teachers, or one behind a url; none: algorithm.teacher"""
+    route_by: str = ""
+    """Column that chooses a row's teacher (its rows=…); empty: all teach every row, by weight"""
 
     def contradictions(self) -> Iterator[str]:
         names = [teacher.rows for teacher in self.teachers]
@@ -86,12 +62,10 @@ class DistillationConfig(Section):
 class KLControlConfig(Section):
     """Coefficient of a KL penalty inside the reward."""
 
-    type: Literal["fixed", "adaptive"] = Field(
-        "fixed", description="A fixed coefficient, or one that steers the KL to target_kl"
-    )
-    kl_coef: float = Field(
-        0.001, ge=0, description="Coefficient of the KL in the reward, at the start where it adapts"
-    )
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """A fixed coefficient, or one that steers the KL to target_kl"""
+    kl_coef: float = Field(0.001, ge=0)
+    """Coefficient of the KL in the reward, at the start where it adapts"""
     horizon: int = Field(10000, ge=1, description="Samples over which an adaptive one reacts")
     target_kl: float = Field(0.1, gt=0, description="KL that an adaptive one steers to")
 
@@ -99,19 +73,15 @@ class KLControlConfig(Section):
 class RolloutCorrectionConfig(Section):
     """What to do about tokens that another policy sampled than the one that learns."""
 
-    rollout_is: Literal["token", "sequence"] | None = Field(
-        None, description="Level of the importance weights; None: no weights"
-    )
-    rollout_is_threshold: str | float = Field(
-        2.0, description="A number truncates weights (TIS); 'low_high' masks outside (IcePop)"
-    )
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Level of the importance weights; None: no weights"""
+    rollout_is_threshold: str | float = 2.0
+    """A number truncates weights (TIS); 'low_high' masks outside (IcePop)"""
     rollout_is_batch_normalize: bool = Field(False, description="Divide by the mean weight")
-    rollout_rs: str | None = Field(
-        None, description="Rejection criteria, e.g. token_k1,seq_mean_k3; None: no rejection"
-    )
-    rollout_rs_threshold: str | float | None = Field(
-        None, description="Bounds of the criteria, e.g. '0.5_2.0,0.01'"
-    )
+    rollout_rs: str | None = None
+    """Rejection criteria, e.g. token_k1,seq_mean_k3; None: no rejection"""
+    rollout_rs_threshold: str | float | None = None
+    """Bounds of the criteria, e.g. '0.5_2.0,0.01'"""
 
     @property
     def enabled(self) -> bool:
@@ -122,50 +92,35 @@ class RolloutCorrectionConfig(Section):
 class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: groups without signal are sampled again from other prompts."""
 
-    enable: bool = Field(
-        False,
-        description="Replace groups whose rewards are all equal (DAPO)",
-    )
-    metric: Literal["score", "reward"] = Field(
-        "score", description="What must differ in a group: the raw score, or the shaped reward"
-    )
+    enable: bool = Field(False, description="Replace groups whose rewards are all equal (DAPO)")
+    metric: Literal["score", "reward"] = "score"
+    """What must differ in a group: the raw score, or the shaped reward"""
     max_num_gen_batches: int = Field(10, ge=1, description="Rollouts a step, at most")
 
 
 class PreferenceConfig(Section):
     """Online DPO: how a pair's loss is made. An option that is None has the loss's own default."""
 
-    loss: str = Field(
-        "sigmoid", description="Name in the registry of preference losses, or package.module:name"
-    )
-    beta: float | None = Field(
-        None, gt=0, description="Strength of the penalty for leaving the reference"
-    )
-    label_smoothing: float | None = Field(
-        None, ge=0, lt=0.5, description="Assumed share of wrong labels"
-    )
-    length_normalize: bool | None = Field(
-        None, description="Average log-probs over a completion's tokens instead of summing"
-    )
+    loss: str = "sigmoid"
+    """Name in the registry of preference losses, or package.module:name"""
+    beta: float | None = Field(None, gt=0, description="Penalty for leaving the reference")
+    label_smoothing: float | None = Field(None, ge=0, lt=0.5, description="Share of wrong labels")
+    length_normalize: bool | None = None
+    """Average log-probs over a completion's tokens instead of summing"""
     simpo_gamma: float | None = Field(None, ge=0, description="SimPO's margin")
-    sft_weight: float | None = Field(
-        None, ge=0, description="likelihood: weight of the chosen response's language-model loss"
-    )
+    sft_weight: float | None = Field(None, ge=0)
+    """likelihood: weight of the chosen response's language-model loss"""
     options: Options = Field({}, description="Options of a loss of your own, by name")
 
 
 class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
-    dataflow: str = Field(
-        "auto",
-        description="Name in the registry of dataflows, or package.module:function; "
-        "auto: the estimator's",
-    )
+    dataflow: str = "auto"
+    """Name in the registry of dataflows, or package.module:function; auto: the estimator's"""
     dataflow_options: Options = Field({}, description="Options of a dataflow of your own, by name")
-    adv_estimator: str = Field(
-        "grpo", description="Name in the registry of advantage estimators, or package.module:name"
-    )
+    adv_estimator: str = "grpo"
+    """Name in the registry of advantage estimators, or package.module:name"""
     options: Options = Field({}, description="Options of an estimator of your own, by name")
     gamma: float = Field(1.0, ge=0, le=1, description="Discount")
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda")
@@ -173,16 +128,13 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = Field(True, description="False: Dr. GRPO")
     epsilon: float | None = Field(None, gt=0, description="None: the estimator's own")
     f_norm: float = Field(1.0, gt=0, description="GPG's divisor")
-    gdpo_reward_weights: tuple[float, ...] | None = Field(
-        None, description="GDPO: one weight a reward component; None: 1 each"
-    )
-    turn_weight: float = Field(
-        1.0, ge=0, description="grpo_turn: weight of a turn's own advantage beside the episode's"
-    )
+    gdpo_reward_weights: tuple[float, ...] | None = None
+    """GDPO: one weight a reward component; None: 1 each"""
+    turn_weight: float = Field(1.0, ge=0)
+    """grpo_turn: weight of a turn's own advantage beside the episode's"""
     handle_zero_tail: bool = Field(True, description="Optimal token baseline: see its page")
-    use_kl_in_reward: bool = Field(
-        False, description="Subtract kl_ctrl.kl_coef times the KL of each token from its reward"
-    )
+    use_kl_in_reward: bool = False
+    """Subtract kl_ctrl.kl_coef times the KL of each token from its reward"""
     kl_penalty: str = Field("k1", description="KL estimator inside the reward")
     kl_ctrl: KLControlConfig = KLControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

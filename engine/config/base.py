@@ -30,7 +30,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     @model_validator(mode="before")
@@ -51,6 +51,15 @@ class Section(BaseModel):
         if isinstance(value, bool) and kind in (int, float):
             raise PydanticCustomError("not_a_number", "give a number, not true or false")
         return value
+
+    def replaced(self, values: Mapping[str, object]) -> Self:
+        """Return a copy with other values at dotted paths, e.g. `actor.optim.lr`, unchecked."""
+        changes: dict[str, Any] = {}
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            section = changes.get(name, getattr(self, name))
+            changes[name] = section.replaced({rest: value}) if rest else value
+        return self.model_copy(update=changes)
 
     def contradictions(self) -> Iterator[str]:
         """Yield what is wrong about settings that contradict one another, in sentences."""

@@ -13,61 +13,38 @@ from engine.config.base import Options, Section
 class SamplingConfig(Section):
     """Which prompts a step gets, and how often."""
 
-    weights: dict[str, float] = Field(
-        {}, description="data_source: its share of the prompts; none: every row once an epoch"
-    )
-    curriculum: str = Field(
-        "", description="Column with each row's difficulty, e.g. extra_info.level: easy rows first"
-    )
-    pass_rate: tuple[float, float] | None = Field(
-        None,
-        description="Least and most share of right completions, e.g. [0.1, 0.9]: an epoch has the "
-        "prompts that had so many when they were last sampled, and those that never were",
-    )
-    pass_rate_recheck: int = Field(
-        3,
-        ge=0,
-        description="Epochs after which a prompt outside pass_rate is tried again; 0: never",
-    )
-    max_uses: int = Field(
-        0, ge=0, description="Times that a prompt may be drawn in a run; 0: no limit"
-    )
+    weights: dict[str, float] = Field({})
+    """data_source: its share of the prompts; none: every row once an epoch"""
+    curriculum: str = ""
+    """Column with each row's difficulty, e.g. extra_info.level: easy rows first"""
+    pass_rate: tuple[float, float] | None = None
+    """Least and most share of right completions, e.g. [0.1, 0.9]: an epoch has the prompts that had
+    so many when they were last sampled, and those that never were"""
+    pass_rate_recheck: int = Field(3, ge=0)
+    """Epochs after which a prompt outside pass_rate is tried again; 0: never"""
+    max_uses: int = Field(0, ge=0, description="Draws of a prompt in a run, at most; 0: no limit")
 
     def contradictions(self) -> Iterator[str]:
         if self.pass_rate is not None and not 0 <= self.pass_rate[0] <= self.pass_rate[1] <= 1:
-            yield (
-                f"sampling.pass_rate={list(self.pass_rate)} must be two shares, the lower first, "
-                "e.g. [0.1, 0.9]"
-            )
+            yield f"sampling.pass_rate={self.pass_rate} must be two shares, the lower first"
         if self.pass_rate is None and self.pass_rate_recheck != 3:
-            yield (
-                f"sampling.pass_rate_recheck={self.pass_rate_recheck} has no effect without "
-                "sampling.pass_rate; remove it"
-            )
+            yield f"sampling.pass_rate_recheck={self.pass_rate_recheck} needs sampling.pass_rate"
 
 
 class ColumnsConfig(Section):
     """How rows of files become conversations."""
 
-    columns: dict[str, str] = Field(
-        {},
-        description="Our column: the files' column, e.g. {prompt: input, ground_truth: target}; "
-        "info.answer is the field answer of the column info",
-    )
-    templates: dict[str, str] = Field(
-        {},
-        description="Our column: a Jinja2 template of it over the files' columns, e.g. {prompt: "
-        "'{{ question }} Answer with a number.'}",
-    )
+    columns: dict[str, str] = Field({})
+    """Our column: the files' column, e.g. {prompt: input, ground_truth: target}; info.answer is the
+    field answer of the column info"""
+    templates: dict[str, str] = Field({})
+    """Our column: a Jinja2 template of it over the files' columns, e.g. {prompt: '{{ question }}
+    Answer with a number.'}"""
     system_prompt: str = Field("", description="System message of prompts that have none")
-    apply_chat_template_kwargs: Options = Field(
-        {}, description="Variables of the model's chat template, e.g. {enable_thinking: false}"
-    )
-    bad_rows: Literal["fail", "drop"] = Field(
-        "fail",
-        description="Rows that can't be read or break the contract: refuse them by number, or "
-        "leave them out and count them",
-    )
+    apply_chat_template_kwargs: Options = Field({})
+    """Variables of the model's chat template, e.g. {enable_thinking: false}"""
+    bad_rows: Literal["fail", "drop"] = "fail"
+    """Rows that can't be read or break the contract: refuse them by number, or leave them out"""
 
 
 class RowsConfig(ColumnsConfig):
@@ -77,36 +54,27 @@ class RowsConfig(ColumnsConfig):
     sampling: SamplingConfig = SamplingConfig()
     max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: as they come")
     max_response_length: int = Field(64, ge=1, description="Longest completion in tokens")
-    control_tokens: Literal["escape", "drop", "fail"] = Field(
-        "escape",
-        description="Rows whose text spells control tokens such as <|im_end|>: keep that as plain "
-        "text, leave the rows out, or refuse them",
-    )
+    control_tokens: Literal["escape", "drop", "fail"] = "escape"
+    """Rows whose text spells control tokens such as <|im_end|>: keep that as plain text, leave the
+    rows out, or refuse them"""
 
 
 class DecontaminateConfig(Section):
     """Which training rows are left out because held-out rows contain them."""
 
     ngram: int = Field(13, ge=2, description="Words in a row that are compared")
-    overlap: float = Field(
-        0.8,
-        ge=0,
-        le=1,
-        description="A row with this share of a held-out prompt's n-grams is left "
-        "out; 0: only the same words",
-    )
-    against: tuple[str, ...] = Field(
-        (), description="Evaluation sets, held out besides the splits: files, s3://… or hf://ID"
-    )
+    overlap: float = Field(0.8, ge=0, le=1)
+    """A row with this share of a held-out prompt's n-grams is left out; 0: only the same words"""
+    against: tuple[str, ...] = ()
+    """Evaluation sets, held out besides the splits: files, s3://… or hf://ID"""
 
 
 class EvaluationSetConfig(Section):
     """Problems that models are judged on besides the split `test`, and never trained on."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="e.g. math500; not test or all")
-    path: str = Field(
-        min_length=1, description="File, folder, s3://… or hf://ID: its test split, if it has one"
-    )
+    path: str = Field(min_length=1)
+    """File, folder, s3://… or hf://ID: its test split, if it has one"""
     columns: dict[str, str] = Field({}, description="As data.columns; neither given: data's own")
     templates: dict[str, str] = Field({}, description="As data.templates")
     data_source: str = Field("", description="data_source of rows that have none; empty: the name")
@@ -121,32 +89,22 @@ class EvaluationSetConfig(Section):
 class DataConfig(RowsConfig):
     """What to learn from."""
 
-    source: str = Field(
-        "arithmetic",
-        description="Where rows come from: arithmetic, gsm8k, files, or your own as "
-        "package.module:name",
-    )
+    source: str = "arithmetic"
+    """Where rows come from: arithmetic, gsm8k, files, or your own as package.module:name"""
     options: Options = Field({}, description="Options of a source of your own, by name")
-    plugins: tuple[str, ...] = Field(
-        (), description="Your modules that register the source; none: those of RL"
-    )
-    path: str = Field(
-        "",
-        description="gsm8k: folder, s3:// prefix or hub id; files: file, folder, s3://… or hf://ID",
-    )
-    splits: dict[str, str] = Field(
-        {},
-        description="files: our split (train, validation, test): the name of it there, e.g. "
-        "{test: dev}",
-    )
+    plugins: tuple[str, ...] = ()
+    """Your modules that register the source; none: those of RL"""
+    path: str = ""
+    """gsm8k: folder, s3:// prefix or hub id; files: file, folder, s3://… or hf://ID"""
+    splits: dict[str, str] = Field({})
+    """files: our split (train, validation, test): the name of it there, e.g. {test: dev}"""
     difficulty: int = Field(2, ge=1, le=5, description="Steps and sizes of arithmetic problems")
     sft_size: int = Field(16384, ge=0, description="Rows for the warm start; files: 0 is all")
     train_size: int = Field(4096, ge=0, description="Prompts for RL; files: 0 is all")
     validation_size: int = Field(256, ge=1, description="Rows for validation")
     test_size: int = Field(512, ge=1, description="Held-out rows, seen in no stage but evaluation")
-    evaluation_sets: tuple[EvaluationSetConfig, ...] = Field(
-        (), description="Problems to evaluate on besides the split test; held out of training, too"
-    )
+    evaluation_sets: tuple[EvaluationSetConfig, ...] = ()
+    """Problems to evaluate on besides the split test; held out of training, too"""
     decontaminate: DecontaminateConfig = DecontaminateConfig()
     vocab_size: int = Field(512, ge=64, description="Size of the BPE vocabulary trained here")
 
@@ -163,9 +121,8 @@ class AdapterConfig(Section):
 
     rank: int = Field(0, ge=0, description="Rank of the adapters; 0: train all weights")
     alpha: float = Field(32.0, gt=0, description="An adapter's output is scaled by alpha / rank")
-    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
-        "all-linear", description="Modules with an adapter: all but the head, or names like q_proj"
-    )
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Modules with an adapter: all but the head, or names like q_proj"""
 
 
 class LoRAConfig(AdapterConfig):
@@ -176,12 +133,10 @@ class LoRAConfig(AdapterConfig):
     on, and the reference is their base.
     """
 
-    from_folder: bool = Field(
-        False, description="Train on the adapters in model.path: their rank, alpha and modules"
-    )
-    quantize: Literal["", "nf4", "int8"] = Field(
-        "", description="QLoRA: keep the model's own matrices in 4 or 8 bits (bitsandbytes)"
-    )
+    from_folder: bool = False
+    """Train on the adapters in model.path: their rank, alpha and modules"""
+    quantize: Literal["", "nf4", "int8"] = ""
+    """QLoRA: keep the model's own matrices in 4 or 8 bits (bitsandbytes)"""
     dropout: float = Field(0.0, ge=0, lt=1, description="Of adapters' inputs, in the warm start")
 
     def contradictions(self) -> Iterator[str]:
@@ -195,27 +150,22 @@ class LoRAConfig(AdapterConfig):
 class WeightsConfig(Section):
     """Weights and adapters of the policy."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="Of the weights in training and rollout; auto: bfloat16 where the hardware "
-        "computes in it. bfloat16 and float16 have float32 masters in the optimizer",
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights in training and rollout; auto: bfloat16 where the hardware computes in it.
+    bfloat16 and float16 have float32 masters in the optimizer"""
     lora: LoRAConfig = LoRAConfig()
 
 
 class ModelConfig(WeightsConfig):
     """The policy: a Hugging Face folder, or a small Qwen2-shaped model made from scratch."""
 
-    path: str = Field(
-        "", description="Hugging Face causal LM folder or hub id; empty: from scratch"
-    )
+    path: str = Field("", description="Hugging Face causal LM folder, or hub id; empty: scratch")
     hidden_size: int = Field(96, ge=8, description="Width of a model made from scratch")
     intermediate_size: int = Field(256, ge=8, description="Width inside its MLPs")
     num_hidden_layers: int = Field(3, ge=1, description="Its decoder layers")
     num_attention_heads: int = Field(3, ge=1, description="Its query heads; divides hidden_size")
-    num_key_value_heads: int = Field(
-        1, ge=1, description="Its key and value heads; divides num_attention_heads"
-    )
+    num_key_value_heads: int = Field(1, ge=1)
+    """Its key and value heads; divides the query heads"""
     max_position_embeddings: int = Field(1024, ge=16, description="Context, in tokens")
     initializer_range: float = Field(0.08, gt=0, description="Std of the initial weights")
 

@@ -26,12 +26,10 @@ class GuardConfig(Section):
 
     dataset: str = Field("", description="Problems of this evaluation set; empty: of all")
     data_source: str = Field("", description="Of these, those of this source; empty: all of them")
-    metric: GuardMetric = Field(
-        "pass_at_1", description="Greedy, sampled or majority answers right, or format kept"
-    )
-    tolerance: float = Field(
-        0.0, ge=0, lt=1, description="The change's lower end may be this far below 0"
-    )
+    metric: GuardMetric = "pass_at_1"
+    """Greedy, sampled or majority answers right, or format kept"""
+    tolerance: float = Field(0.0, ge=0, lt=1)
+    """The change's lower end may be so far below 0"""
 
     @property
     def name(self) -> str:
@@ -45,63 +43,37 @@ class ContaminationConfig(Section):
 
     max_share: float = Field(0.01, ge=0, le=1, description="Share of test prompts, at most")
     ngram: int = Field(13, ge=2, description="Words in a row that are compared")
-    overlap: float = Field(
-        0.8, gt=0, le=1, description="A prompt counts when this share of its n-grams was trained on"
-    )
+    overlap: float = Field(0.8, gt=0, le=1)
+    """A prompt counts when this share of its n-grams was trained on"""
 
 
 class RewardModelGateConfig(Section):
     """When a reward model becomes the champion among reward models."""
 
-    model_name: str = Field(
-        "hybridflyte-reward-model", min_length=1, description="Registered model in MLflow"
-    )
+    model_name: str = Field("hybridflyte-reward-model", min_length=1, description="Model in MLflow")
     alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
-    minimum_accuracy: float = Field(
-        0.5,
-        ge=0,
-        lt=1,
-        description="Share of held-out pairs that it ranks right; the lower end of the interval "
-        "must top it",
-    )
-    minimum_gain: float = Field(
-        0.0,
-        ge=-1,
-        lt=1,
-        description="Over the champion on the same held-out pairs; the lower end of the interval "
-        "must top it",
-    )
+    minimum_accuracy: float = Field(0.5, ge=0, lt=1)
+    """Share of held-out pairs that it ranks right; the lower end of the interval must top it"""
+    minimum_gain: float = Field(0.0, ge=-1, lt=1)
+    """Over the champion on the same held-out pairs; the lower end of the interval must top it"""
 
 
 class PromoteConfig(Section):
     """When a model becomes the champion."""
 
-    model_name: str = Field(
-        "hybridflyte-policy", min_length=1, description="Registered model in MLflow"
-    )
+    model_name: str = Field("hybridflyte-policy", min_length=1, description="Model in MLflow")
     alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
-    dataset: str = Field(
-        "test",
-        min_length=1,
-        description="Evaluation set that decides: test, a name of data.evaluation_sets, or all: "
-        "every one must pass",
-    )
-    minimum_gain: float = Field(
-        0.0, ge=0, lt=1, description="Lower end of the interval must top it"
-    )
-    bootstrap: bool = Field(
-        False, description="Let the first champion in without a gain over the warm start"
-    )
-    minimum_score: float | None = Field(
-        None, ge=0, le=1, description="Greedy pass@1 of the new model; lower end of the interval"
-    )
+    dataset: str = Field("test", min_length=1)
+    """What decides: test, a name of data.evaluation_sets, or all: every one must pass"""
+    minimum_gain: float = Field(0.0, ge=0, lt=1, description="The interval's lower end must top it")
+    bootstrap: bool = Field(False, description="Let the first champion in without a gain over SFT")
+    minimum_score: float | None = Field(None, ge=0, le=1)
+    """Greedy pass@1 of the new model; lower end of the interval"""
     guards: tuple[GuardConfig, ...] = Field((), description="Where it must not be worse")
-    max_kl: float | None = Field(
-        None, gt=0, description="Mean KL to the reference, last tenth of the model's RL steps"
-    )
-    max_length_ratio: float | None = Field(
-        None, gt=0, description="Mean response length over the former's; upper end of the interval"
-    )
+    max_kl: float | None = Field(None, gt=0)
+    """Mean KL to the reference, last tenth of the model's RL steps"""
+    max_length_ratio: float | None = Field(None, gt=0)
+    """Mean response length over the former's; upper end of the interval"""
     contamination: ContaminationConfig = ContaminationConfig()
     approval: Literal["none", "required"] = Field("none", description="Whether a person must agree")
     reward_model: RewardModelGateConfig = RewardModelGateConfig()
@@ -110,18 +82,14 @@ class PromoteConfig(Section):
 class RetrainConfig(Section):
     """Which new data a scheduled run ingests."""
 
-    path: str = Field(
-        "",
-        description="Folder or s3:// prefix of dated folders (2026-11-20/ or dt=2026-11-20/) with "
-        ".parquet or .jsonl files of RL rows",
-    )
+    path: str = ""
+    """Folder or s3:// prefix of dated folders (2026-11-20/ or dt=2026-11-20/) with .parquet or
+    .jsonl files of RL rows"""
     minimum_rows: int = Field(64, ge=1, description="Fewer new problems wait for the next run")
-    lookback_days: int = Field(
-        30, ge=1, description="Older dated folders are not looked into, late data included"
-    )
-    replay: float = Field(
-        0.25, ge=0, lt=1, description="Share of the prompts that the champion was trained on before"
-    )
+    lookback_days: int = Field(30, ge=1)
+    """Older dated folders are not looked into, late data included"""
+    replay: float = Field(0.25, ge=0, lt=1)
+    """Share of the prompts that the champion was trained on before"""
 
 
 def _names(value: object) -> object:
@@ -139,34 +107,23 @@ Loggers = Annotated[
 class TrackingConfig(Section):
     """Where runs are recorded."""
 
-    experiment: str = Field(
-        "hybridflyte", min_length=1, description="MLflow experiment, project of Weights & Biases"
-    )
-    logger: Loggers = Field(
-        ("console",),
-        description="Where the steps of the warm start and RL go besides MLflow, which has them "
-        "all: console, file (or jsonl), tensorboard, wandb",
-    )
+    experiment: str = Field("hybridflyte", min_length=1)
+    """MLflow experiment, project of Weights & Biases"""
+    logger: Loggers = ("console",)
+    """Where the steps of the warm start and RL go besides MLflow, which has them all: console, file
+    (or jsonl), tensorboard, wandb"""
 
 
 class ScoredRolloutConfig(Section):
     """How completions of a model are decoded and scored."""
 
     engine: str = Field("native", description="Rollout engine: native or vllm")
-    parallel: ParallelConfig | None = Field(
-        None,
-        description="dp copies of the model share the prompts, each on tp ranks; none: copies on "
-        "all GPUs of the machine",
-    )
-    reward: RewardConfig | None = Field(
-        None, description="What scores completions; none: the reward of RL"
-    )
-    plugins: tuple[str, ...] = Field(
-        (), description="Your modules that register the reward; none: those of RL"
-    )
-    named_content: str = Field(
-        "", description="Digest of your modules, for the cache; workflows fill it"
-    )
+    parallel: ParallelConfig | None = None
+    """dp copies share the prompts, each on tp ranks; none: copies on all GPUs of the machine"""
+    reward: RewardConfig | None = None
+    """What scores completions; none: RL's reward"""
+    plugins: tuple[str, ...] = Field((), description="Your modules that register it; none: RL's")
+    named_content: str = Field("", description="Digest of your modules; workflows fill it")
 
     @property
     def scorer(self) -> RewardConfig:
@@ -181,43 +138,28 @@ class PairsConfig(ScoredRolloutConfig):
     rollouts the rest.
     """
 
-    path: str = Field(
-        "",
-        description="File, folder, s3://… or hf://ID with preferences; empty: rollouts of the "
-        "policy on the prompts of data, ranked by a reward",
-    )
-    columns: dict[str, str] = Field(
-        {}, description="Our column (prompt, chosen, rejected, margin; completion, label): theirs"
-    )
-    templates: dict[str, str] = Field(
-        {}, description="Our column: a Jinja2 template of it over the files' columns"
-    )
-    bad_rows: Literal["fail", "drop"] = Field(
-        "fail", description="Rows that are no preference: refuse them by number, or leave them out"
-    )
-    too_long: Literal["fail", "drop"] = Field(
-        "fail", description="Rows over the model's context: refuse them, or leave them out"
-    )
-    validation_size: int = Field(
-        200, ge=0, description="Of files: rows to hold out, all those of a prompt in one piece"
-    )
+    path: str = ""
+    """File, folder, s3://… or hf://ID with preferences; empty: rollouts of the policy on the
+    prompts of data, ranked by a reward"""
+    columns: dict[str, str] = Field({})
+    """Our column (prompt, chosen, rejected, margin; completion, label): theirs"""
+    templates: dict[str, str] = Field({})
+    """Our column: a Jinja2 template of it over the files' columns"""
+    bad_rows: Literal["fail", "drop"] = "fail"
+    """Rows that are no preference: refuse them by number, or leave them out"""
+    too_long: Literal["fail", "drop"] = "fail"
+    """Rows over the model's context: refuse them, or leave them out"""
+    validation_size: int = Field(200, ge=0)
+    """Of files: rows to hold out, all those of a prompt in one piece"""
     prompts: int = Field(0, ge=0, description="Prompts of the split train; 0: all")
     n: int = Field(8, ge=2, description="Completions a prompt, of which pairs are made")
-    temperature: float = Field(
-        1.0, gt=0, description="Sampling temperature of the completions that are ranked"
-    )
-    pairs_a_prompt: int = Field(
-        1,
-        ge=1,
-        description="At most: the best with the worst, the next with the next, …; of labels (KTO) "
-        "so many good ones and so many bad ones",
-    )
-    margin: float = Field(
-        0.0, ge=0, description="The two rewards of a pair differ by more than this"
-    )
-    rounds: int = Field(
-        1, ge=1, description="Rollout → rank → update so often, each on the policy before it"
-    )
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature of what is ranked")
+    pairs_a_prompt: int = Field(1, ge=1)
+    """At most: the best with the worst, the next with the next, …; of labels (KTO) so many good
+    ones and so many bad ones"""
+    margin: float = Field(0.0, ge=0, description="A pair's two rewards differ by more than this")
+    rounds: int = Field(1, ge=1)
+    """Rollout → rank → update so often, each on the policy before"""
 
     def contradictions(self) -> Iterator[str]:
         if self.path and self.rounds > 1:
@@ -236,18 +178,14 @@ class LMEvalConfig(Section):
 
     tasks: tuple[str, ...] = Field((), description="Names of its tasks; none: it is not run")
     include_path: str = Field("", description="Folder with task files (YAML) of your own")
-    num_fewshot: int | None = Field(
-        None, ge=0, description="Examples in a prompt; none: the task's"
-    )
+    num_fewshot: int | None = Field(None, ge=0, description="Examples a prompt; none: the task's")
     limit: int = Field(0, ge=0, description="Documents a task; 0: all")
     batch_size: int = Field(8, ge=1, description="Documents in a batch of the harness")
     apply_chat_template: bool = Field(False, description="Put prompts into the model's template")
     offline: bool = Field(True, description="Take data from this machine alone, not from the hub")
     python: str = Field("", description="A Python that has lm_eval; empty: the run's own")
     timeout_s: float = Field(6 * 3600.0, gt=0, description="Longest run on one model, in seconds")
-    named_content: str = Field(
-        "", description="Digest of include_path, for the cache; workflows fill it"
-    )
+    named_content: str = Field("", description="Digest of include_path; workflows fill it")
 
 
 class EvaluateConfig(ScoredRolloutConfig):
@@ -255,25 +193,18 @@ class EvaluateConfig(ScoredRolloutConfig):
 
     k: int = Field(4, ge=1, description="pass@k")
     samples: int = Field(4, ge=1, description="Samples a problem for pass@k and majority vote")
-    temperature: float = Field(
-        0.8, gt=0, description="Sampling temperature of pass@k and majority vote"
-    )
+    temperature: float = Field(0.8, gt=0, description="Temperature of pass@k and majority vote")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the intervals")
-    bootstrap_samples: int = Field(
-        10000, ge=100, description="Resamples of the problems for the paired interval"
-    )
-    map_parts: int = Field(
-        1, ge=1, description="Machines that share the problems, by a map task of Flyte"
-    )
+    bootstrap_samples: int = Field(10000, ge=100)
+    """Resamples of the problems for the paired interval"""
+    map_parts: int = Field(1, ge=1, description="Machines that share the problems (a map task)")
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
     step_timeout_s: float = Field(7200.0, gt=0, description="Deadline for one call to a rank")
     lm_eval: LMEvalConfig = LMEvalConfig()
-    multi_turn: MultiTurnConfig | None = Field(
-        None, description="Episodes of several turns; none: where RL's rollout has them"
-    )
-    agent: AgentConfig | None = Field(
-        None, description="Their environment and its limits; none: rollout.agent of RL"
-    )
+    multi_turn: MultiTurnConfig | None = None
+    """Episodes of several turns; none: where RL's rollout has them"""
+    agent: AgentConfig | None = None
+    """Their environment and its limits; none: rollout.agent of RL"""
 
     @property
     def runs_episodes(self) -> bool:
@@ -291,11 +222,7 @@ class EvaluateConfig(ScoredRolloutConfig):
 
 
 class PipelineConfig(Section):
-    """The whole pipeline: the one input of `workflows/rlhf.py:rlhf` and of the others that train.
-
-    Each reads its own sections: `pairs`, `preference` and `reward_model` those of
-    `workflows/preference.py`.
-    """
+    """The whole pipeline: the one input of all workflows that train; each reads its sections."""
 
     seed: int = Field(0, ge=0, description="Seed of data, weights, batches and samples")
     data: DataConfig = DataConfig()

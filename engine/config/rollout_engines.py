@@ -1,7 +1,4 @@
-"""How completions are sampled: vLLM's own settings, rollout servers, and episodes of several turns.
-
-Sampling parameters of a run are in `rl`.
-"""
+"""How completions are sampled: vLLM, rollout servers, and episodes of several turns."""
 
 from __future__ import annotations
 
@@ -17,50 +14,32 @@ from engine.config.base import NamedSection, Options, Section
 class VllmConfig(Section):
     """A vLLM engine (`rollout.engine=vllm`)."""
 
-    in_process: bool = Field(
-        True,
-        description="In the policy's processes, on its own storage where layouts agree; false: in "
-        "rollout.tensor_parallel_size processes of vLLM's own for each of them",
-    )
-    dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
-        "", description="Of vLLM's weights; empty: the policy's, which is what lets it share them"
-    )
-    lora: Literal["merged", "adapter"] = Field(
-        "merged", description="A policy's adapters: merged into vLLM's weights, or vLLM's own LoRA"
-    )
+    in_process: bool = True
+    """In the policy's processes, on its own storage where layouts agree; false: in
+    rollout.tensor_parallel_size processes of vLLM's own for each of them"""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Of vLLM's weights; empty: the policy's, which is what lets it share them"""
+    lora: Literal["merged", "adapter"] = "merged"
+    """A policy's adapters: merged into vLLM's weights, or vLLM's own LoRA"""
     bucket_mb: int = Field(64, ge=1, description="Weights on their way to vLLM's processes at once")
-    sleep: Literal[0, 1, 2] | None = Field(
-        None,
-        description="Between rollouts free vLLM's device memory: 1 keeps weights on the host, 2 "
-        "throws them away; 0: keep all; null: 2 on a GPU. Weights that are the policy's own stay",
-    )
-    gpu_memory_utilization: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Share of each GPU's memory for vLLM: weights, activations and KV cache. CPUs: "
-        "see rollout.kv_cache_memory_mb",
-    )
-    enforce_eager: bool = Field(
-        False, description="Neither CUDA graphs nor compilation; a CPU has none anyway"
-    )
-    enable_chunked_prefill: bool | None = Field(
-        None, description="Compute long prompts in parts, beside decoding; null: on a GPU"
-    )
-    enable_prefix_caching: bool = Field(
-        True, description="Compute what prompts begin with once, such as a group's prompt"
-    )
-    max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="Tokens of one forward pass; null: vLLM's default for the device"
-    )
-    quantization: Literal["", "fp8", "fp8_per_tensor", "fp8_per_channel"] = Field(
-        "",
-        description="Quantise vLLM's weights at each update, so they are a copy; fp8: in blocks of "
-        "128 x 128. The policy needs bfloat16 or float16, or rollout.vllm.dtype",
-    )
-    engine_kwargs: Options = Field(
-        {}, description="Further arguments of vLLM's engine, by its names, such as kv_cache_dtype"
-    )
+    sleep: Literal[0, 1, 2] | None = None
+    """Between rollouts free vLLM's device memory: 1 keeps weights on the host, 2 throws them away;
+    0: keep all; null: 2 on a GPU. Weights that are the policy's own stay"""
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    """Share of each GPU's memory for vLLM: weights, activations and KV cache. CPUs: see
+    rollout.kv_cache_memory_mb"""
+    enforce_eager: bool = Field(False, description="Neither CUDA graphs nor compilation")
+    enable_chunked_prefill: bool | None = None
+    """Compute long prompts in parts, beside decoding; null: on a GPU"""
+    enable_prefix_caching: bool = True
+    """Compute what prompts begin with once, such as a group's prompt"""
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Tokens of one forward pass; null: vLLM's default for the device"""
+    quantization: Literal["", "fp8", "fp8_per_tensor", "fp8_per_channel"] = ""
+    """Quantise vLLM's weights at each update, so they are a copy; fp8: in blocks of 128 x 128. The
+    policy needs bfloat16 or float16, or rollout.vllm.dtype"""
+    engine_kwargs: Options = Field({})
+    """Further arguments of vLLM's engine, by its names, such as kv_cache_dtype"""
 
 
 _ADDRESS = r"^https?://[^/\s]+"
@@ -69,51 +48,37 @@ _ADDRESS = r"^https?://[^/\s]+"
 class ServerConfig(Section):
     """An inference server that was started elsewhere (`rollout.engine=server`)."""
 
-    url: str = Field(
-        "", pattern=rf"^$|{_ADDRESS}", description="e.g. http://10.0.0.7:8000, without /v1"
-    )
-    urls: tuple[str, ...] = Field(
-        (), description="Several servers in place of one url: requests go where least is under way"
-    )
-    api: Literal["openai", "tgi"] = Field(
-        "openai", description="/v1/completions with token ids (vLLM and others), or TGI's /generate"
-    )
+    url: str = Field("", pattern=rf"^$|{_ADDRESS}")
+    """e.g. http://10.0.0.7:8000, without /v1"""
+    urls: tuple[str, ...] = ()
+    """Several servers in place of one url: requests go where least is under way"""
+    api: Literal["openai", "tgi"] = "openai"
+    """/v1/completions with token ids (vLLM and others), or TGI's /generate"""
     served_model: str = Field("", description="The model's name there; empty: the server is asked")
     tokenizer: str = Field("", description="tgi: a model folder; empty: that of the policy")
     api_key_env: str = Field("", description="Environment variable that holds the server's key")
     concurrency: int = Field(64, ge=1, description="Requests under way at once, a server")
-    completions_per_request: int = Field(
-        32, ge=1, description="openai: of one prompt; a retry decodes so many again"
-    )
+    completions_per_request: int = Field(32, ge=1)
+    """openai: of one prompt; a retry decodes so many again"""
     timeout_s: float = Field(1800.0, gt=0, description="Deadline of one rollout or weight update")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one request")
-    max_retries: int = Field(
-        5, ge=0, description="Of a request: connection lost, deadline passed, 429, 5xx, no JSON"
-    )
-    backoff_s: float = Field(
-        0.25, gt=0, description="Longest pause before the first retry; doubles with each, to 30 s"
-    )
-    weights: str = Field(
-        "vllm", description="How the server gets new weights: vllm, folder, or none (they stay)"
-    )
-    allow_fixed_policy: bool = Field(
-        False, description="weights=none: keep the server's policy while the trainer's is updated"
-    )
-    weights_dir: str = Field(
-        "", description="Folder that both machines see at this path; weights pass through it"
-    )
-    reload_url: str = Field(
-        "", description="weights=folder: is sent {version, tag, path} and loads that folder"
-    )
-    version_url: str = Field(
-        "/v1/models", description="weights=folder: its answer holds the tag of what is served"
-    )
-    probe_tolerance: float = Field(
-        0.1,
-        ge=0,
-        description="Mean distance of the server's log-probs from the policy's that is refused "
-        "when weights arrive; 0: no check",
-    )
+    max_retries: int = Field(5, ge=0)
+    """Of a request: connection lost, deadline passed, 429, 5xx, no JSON"""
+    backoff_s: float = Field(0.25, gt=0)
+    """Longest pause before the first retry; doubles with each, to 30 s"""
+    weights: str = "vllm"
+    """How the server gets new weights: vllm, folder, or none (they stay)"""
+    allow_fixed_policy: bool = False
+    """weights=none: keep the server's policy while the trainer's is updated"""
+    weights_dir: str = ""
+    """Folder that both machines see at this path; weights pass through it"""
+    reload_url: str = ""
+    """weights=folder: is sent {version, tag, path}, and loads it"""
+    version_url: str = "/v1/models"
+    """weights=folder: its answer holds the tag of what is served"""
+    probe_tolerance: float = Field(0.1, ge=0)
+    """Mean distance of the server's log-probs from the policy's that is refused when weights
+    arrive; 0: no check"""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -142,69 +107,41 @@ class MultiTurnConfig(Section):
     """Episodes of several turns in place of single completions."""
 
     enable: bool = Field(False, description="Roll out episodes with rollout.agent.environment")
-    max_assistant_turns: int | None = Field(
-        None, ge=1, description="Turns of the policy in an episode; null: no limit of its own"
-    )
-    max_turn_length: int | None = Field(
-        None, ge=1, description="Tokens of one turn; null: what data.max_response_length leaves"
-    )
-    format: str = Field(
-        "hermes", description="How tool calls are written: name of a parser, or package.module:name"
-    )
-    history: Literal["append", "branches"] = Field(
-        "append",
-        description="Where the chat template rewrites earlier turns (thoughts left out): append "
-        "keeps them as sampled; branches goes on from what it writes, as another sequence",
-    )
+    max_assistant_turns: int | None = Field(None, ge=1)
+    """Turns of the policy in an episode; null: no limit of its own"""
+    max_turn_length: int | None = Field(None, ge=1)
+    """Tokens of one turn; null: what data.max_response_length leaves"""
+    format: str = "hermes"
+    """How tool calls are written: name of a parser, or package.module:name"""
+    history: Literal["append", "branches"] = "append"
+    """Where the chat template rewrites earlier turns (thoughts left out): append keeps them as
+    sampled; branches goes on from what it writes, as another sequence"""
 
 
 class AgentConfig(Section):
     """The environment of episodes, and its limits."""
 
     environment: EnvironmentSpec = EnvironmentSpec()
-    num_workers: int = Field(
-        1,
-        ge=0,
-        description="Processes that environments run in, which may hang or die; 0: the rollout's "
-        "own, for light ones that never block",
-    )
-    concurrency: int = Field(
-        0, ge=0, description="Episodes under way at a time; 0: rollout.max_num_seqs"
-    )
-    timeout_s: float = Field(
-        600.0, gt=0, description="Of an episode: no turn begins later than that"
-    )
-    turn_timeout_s: float | None = Field(
-        None,
-        gt=0,
-        description="Of one turn: it is cut there, and the last of its episode; null: no limit",
-    )
+    num_workers: int = Field(1, ge=0)
+    """Processes that environments run in, which may hang or die; 0: the rollout's own, for light
+    ones that never block"""
+    concurrency: int = Field(0, ge=0, description="Episodes under way; 0: rollout.max_num_seqs")
+    timeout_s: float = Field(600.0, gt=0, description="Of an episode: no turn begins after that")
+    turn_timeout_s: float | None = Field(None, gt=0)
+    """Of one turn: it is cut there, and the last of its episode; null: no limit"""
     call_timeout_s: float = Field(60.0, gt=0, description="Deadline for one answer")
-    on_limit: Literal["score", "drop"] = Field(
-        "score",
-        description="An episode that a limit of turns, tokens or seconds ends: learn from it as it "
-        "is, or leave it out",
-    )
-    on_error: Literal["drop", "score"] = Field(
-        "drop", description="An episode whose environment fails: leave it out, or error_reward"
-    )
+    on_limit: Literal["score", "drop"] = "score"
+    """An episode that turns, tokens or seconds end: learn from it as it is, or leave it out"""
+    on_error: Literal["drop", "score"] = "drop"
+    """An episode whose environment fails: leave it out, or error_reward"""
     error_reward: float = Field(0.0, description="With on_error=score: added to its last turn")
-    named_content: str = Field(
-        "",
-        description="Digest of the modules and files that environment and tools name, for the "
-        "cache; workflows fill it",
-    )
+    named_content: str = ""
+    """Digest of the modules and files that environment and tools name, for the cache; workflows
+    fill it"""
 
-    save_freq_s: float = Field(
-        60.0,
-        ge=0,
-        description="sync, with checkpoints: seconds between saves of the episodes of a step under "
-        "way; 0: none",
-    )
+    save_freq_s: float = Field(60.0, ge=0)
+    """sync, with checkpoints: seconds between saves of the episodes of a step under way; 0: none"""
 
     def contradictions(self) -> Iterator[str]:
         if self.error_reward and self.on_error == "drop":
-            yield (
-                f"error_reward={self.error_reward} has no effect with on_error=drop; set "
-                "on_error=score, or remove it"
-            )
+            yield f"error_reward={self.error_reward} needs on_error=score; set it, or remove this"

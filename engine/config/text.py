@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from engine.config.base import section_of
 from engine.config.pipeline import PipelineConfig
@@ -22,10 +23,7 @@ PRESET = "preset:"
 
 
 def config_path(source: str | Path) -> Path:
-    """Return the file that is meant: a path, or a shipped one as `preset:NAME`.
-
-    Raises ConfigError for an unknown preset, with the names there are.
-    """
+    """Return the file of a path, or of `preset:NAME`; ConfigError for an unknown preset."""
     text = str(source)
     if not text.startswith(PRESET):
         return Path(text).expanduser()
@@ -51,10 +49,7 @@ def parse_config(values: dict[str, Any]) -> PipelineConfig:
 
 
 def load_config(path: str | Path) -> PipelineConfig:
-    """Read a YAML or JSON file, or `preset:NAME`.
-
-    Raises ConfigError when it is missing, malformed or wrong.
-    """
+    """Read a YAML or JSON file, or `preset:NAME`; ConfigError when it is missing or wrong."""
     return parse_config(read_yaml(config_path(path), f"config file {path}"))
 
 
@@ -69,10 +64,7 @@ def read_yaml(file: Path, name: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict | None):
-        raise ConfigError(
-            f"{name} holds a {type(values).__name__}; its top level must be sections such as "
-            "`data:` and `rl:`"
-        )
+        raise ConfigError(f"{name} holds a {type(values).__name__}, and no sections such as `rl:`")
     return values or {}
 
 
@@ -80,7 +72,7 @@ def explain(error: ValidationError) -> str:
     """Turn pydantic's report into sentences that name the field, the value and the way out."""
     lines = []
     for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"])
+        field = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown setting {field!r}; check its spelling and its section")
         elif item["type"] == "value_error":
@@ -112,8 +104,7 @@ class Setting:
 
     path: str  # e.g. "rl.actor.optim.lr"
     default: str  # as YAML, e.g. "1.0e-06"
-    about: str  # one sentence
-    choices: str  # e.g. "one of fixed, adaptive"; empty where any value of the type goes
+    about: str  # its meaning, and "one of …" where only some values go
 
 
 def sections(
@@ -127,18 +118,17 @@ def sections(
     inner: list[tuple[str, type[BaseModel]]] = []
     settings: list[Setting] = []
     declared = vars(model).get("__annotations__", {})
-    # What a section adds to its base comes first.
-    for name, info in sorted(
-        model.model_fields.items(), key=lambda field: field[0] not in declared
-    ):
+    fields = model.model_fields
+    for name in sorted(fields, key=lambda name: name not in declared):  # a base's come last
+        info = fields[name]
         if (section := section_of(info.annotation)) is not None:
             inner.append((name, section))
             continue
-        choices = ""
+        about = [" ".join((info.description or "").split())]  # a docstring may have two lines
         if get_origin(info.annotation) is Literal:
-            choices = "one of " + ", ".join(map(as_yaml, get_args(info.annotation)))
+            about.append("one of " + ", ".join(map(as_yaml, get_args(info.annotation))))
         default = as_yaml(getattr(defaults, name))
-        settings.append(Setting(f"{prefix}{name}", default, info.description or "", choices))
+        settings.append(Setting(f"{prefix}{name}", default, "; ".join(filter(None, about))))
     yield prefix.rstrip("."), model, settings
     for name, section in inner:
         yield from sections(section, f"{prefix}{name}.", getattr(defaults, name))
@@ -146,14 +136,10 @@ def sections(
 
 def as_yaml(value: object) -> str:
     """Return a default as one writes it in YAML, on one line."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
-    if isinstance(value, tuple):
-        value = [v.model_dump(mode="json") if isinstance(v, BaseModel) else v for v in value]
-    if value == "":
-        return "''"
-    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...").strip()
+    text = yaml.safe_dump(
+        to_jsonable_python(value), default_flow_style=True, width=1 << 20, allow_unicode=True
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def summary(model: type[BaseModel]) -> str:
@@ -161,16 +147,15 @@ def summary(model: type[BaseModel]) -> str:
     return (model.__doc__ or "").strip().splitlines()[0]
 
 
-def markdown(root: type[BaseModel] = PipelineConfig) -> str:
+def markdown() -> str:
     """Return the reference as a page: a heading and a table for each section."""
     parts = [INTRODUCTION]
-    for path, model, settings in sections(root):
+    for path, model, settings in sections(PipelineConfig):
         if not settings:
             continue
         table = ["| setting | default | meaning |", "| --- | --- | --- |"]
         for setting in settings:
-            about = "; ".join(filter(None, [setting.about, setting.choices])).replace("|", "\\|")
-            name = setting.path.rpartition(".")[2]
+            name, about = setting.path.rpartition(".")[2], setting.about.replace("|", "\\|")
             table.append(f"| `{name}` | `{setting.default}` | {about} |")
         head = f"## `{path}`" if path else "## Top level"
         parts.append("\n".join([head, "", summary(model), "", *table, ""]))

@@ -1,7 +1,4 @@
-"""Optimizer, sharding over ranks, and training on rows of a dataset.
-
-The settings of RL are in `rl`.
-"""
+"""Optimizer, sharding over ranks, and training on rows of a dataset."""
 
 from __future__ import annotations
 
@@ -22,32 +19,22 @@ class ParallelConfig(Section):
     """
 
     dp: int = Field(1, ge=1, description="Copies of the model, each on its own rows")
-    fsdp: int = Field(
-        1, ge=1, description="Ranks that weights, gradients and moments are sharded over (FSDP2)"
-    )
+    fsdp: int = Field(1, ge=1)
+    """Ranks that weights, gradients and moments are sharded over (FSDP2)"""
     sp: int = Field(1, ge=1, description="Ranks that each sequence is split over (Ulysses)")
     tp: int = Field(1, ge=1, description="Ranks that each matrix is split over")
     pp: int = Field(1, ge=1, description="Stages of layers, run in a pipeline (1F1B)")
-    sequence_parallel: bool = Field(
-        True, description="With tp: norms and residuals on a part of the tokens"
-    )
-    compute_dtype: Literal["", "float32", "bfloat16"] = Field(
-        "", description="Of forward and backward; empty: the weights'. Masters stay float32"
-    )
-    packing: bool | Literal["auto"] = Field(
-        "auto",
-        description="Rows as one sequence without padding, a shared prompt computed once; auto: "
-        "where that saves a twentieth of the positions",
-    )
-    offload_params: bool = Field(
-        False, description="Keep weights in CPU memory between uses (fsdp)"
-    )
-    offload_optimizer: bool = Field(
-        False, description="Keep the optimizer's moments in CPU memory between updates"
-    )
-    activation_checkpointing: bool = Field(
-        False, description="Keep layers' inputs only and recompute the rest in backward"
-    )
+    sequence_parallel: bool = Field(True, description="With tp: norms on a part of the tokens")
+    compute_dtype: Literal["", "float32", "bfloat16"] = ""
+    """Of forward and backward; empty: the weights'. Masters stay float32"""
+    packing: bool | Literal["auto"] = "auto"
+    """Rows as one sequence without padding, a shared prompt computed once; auto: where that saves a
+    twentieth of the positions"""
+    offload_params: bool = Field(False, description="Keep weights in CPU memory between uses")
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments in CPU memory between updates"""
+    activation_checkpointing: bool = False
+    """Keep layers' inputs only and recompute the rest in backward"""
 
 
 class PoolConfig(Section):
@@ -63,30 +50,21 @@ class PoolConfig(Section):
 class OptimConfig(Section):
     """The optimizer, with a warm-up and a schedule."""
 
-    optimizer: Literal["AdamW", "Adam", "SGD"] = Field(
-        "AdamW", description="Update rule, by torch's name; SGD has the momentum below"
-    )
+    optimizer: Literal["AdamW", "Adam", "SGD"] = "AdamW"
+    """Update rule, by torch's name; SGD has the momentum below"""
     lr: float = Field(1e-3, gt=0, description="Peak learning rate")
-    weight_decay: float = Field(
-        0.01, ge=0, description="Of matrices: AdamW's decoupled one, of Adam and SGD L2"
-    )
+    weight_decay: float = Field(0.01, ge=0, description="Of matrices: AdamW's decoupled, else L2")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD's; without effect on the others")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's mean")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the gradient's square")
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of the steps spent warming up")
-    warmup_steps: int | None = Field(
-        None, ge=0, description="Steps of the run spent warming up; none: by warmup_ratio"
-    )
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "constant",
-        description="Learning rate after the warm-up; wsd: stable, then a cosine's decay",
-    )
-    num_cycles: float = Field(
-        0.5, gt=0, description="Waves of a cosine; 0.5 goes down once, from lr to its end"
-    )
-    stable_ratio: float = Field(
-        0.9, ge=0, le=1, description="wsd: share of the steps after the warm-up at full lr"
-    )
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of the run spent warming up; none: by warmup_ratio"""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Learning rate after the warm-up; wsd: stable, then a cosine's decay"""
+    num_cycles: float = Field(0.5, gt=0, description="Waves of a cosine; 0.5 goes down once")
+    stable_ratio: float = Field(0.9, ge=0, le=1)
+    """wsd: share of the steps after the warm-up at full lr"""
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, over lr")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm")
 
@@ -103,23 +81,16 @@ class OptimConfig(Section):
 class LoopConfig(Section):
     """Checkpoints, failures and processes of a training loop."""
 
-    max_checkpoints_to_keep: int = Field(
-        2, ge=1, description="The newest ones; in RL also the best one"
-    )
-    on_damaged_checkpoints: Literal["stop", "restart"] = Field(
-        "stop", description="Where every checkpoint is damaged: stop, or replace them from step 1"
-    )
-    max_attempts: int = Field(
-        3, ge=1, description="Attempts that may fail in a row without getting past a checkpoint"
-    )
-    preemption_grace_s: float = Field(
-        20.0, gt=0, description="Deadline after SIGTERM to finish the step and save it"
-    )
-    pools: tuple[PoolConfig, ...] = Field(
-        (),
-        description="Which roles share a process, and what it takes; none: the policy's, and the "
-        "reward, each with its share of the cores",
-    )
+    max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest; in RL the best, too")
+    on_damaged_checkpoints: Literal["stop", "restart"] = "stop"
+    """Where every checkpoint is damaged: stop, or replace them from step 1"""
+    max_attempts: int = Field(3, ge=1)
+    """Attempts that may fail in a row without getting past a checkpoint"""
+    preemption_grace_s: float = Field(20.0, gt=0)
+    """Deadline after SIGTERM to finish the step and save it"""
+    pools: tuple[PoolConfig, ...] = ()
+    """Which roles share a process, and what it takes; none: the policy's, and the reward, each with
+    its share of the cores"""
     threads: int = Field(0, ge=0, description="CPU threads of a process; 0: all cores")
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a rank")
@@ -133,28 +104,21 @@ class OfflineConfig(LoopConfig):
     epochs: float = Field(1.0, gt=0, description="Passes over the training rows")
     max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")
     train_batch_size: int = Field(32, ge=1, description="Rows an optimizer step")
-    max_tokens_per_micro_batch: int = Field(
-        8192, ge=64, description="Tokens of one forward and backward pass"
-    )
+    max_tokens_per_micro_batch: int = Field(8192, ge=64)
+    """Tokens of one forward and backward pass"""
     validate_every: int = Field(200, ge=1, description="Steps between validation losses")
     optim: OptimConfig = OptimConfig()
-    packing: bool | Literal["auto"] = Field(
-        "auto",
-        description="Rows as one sequence without padding, a shared prompt computed once; auto: "
-        "where that saves a twentieth of the positions",
-    )
+    packing: bool | Literal["auto"] = "auto"
+    """Rows as one sequence without padding, a shared prompt computed once; auto: where that saves a
+    twentieth of the positions"""
     save_freq: int = Field(50, ge=1, description="Steps between checkpoints, where a run has them")
     parallel: ParallelConfig = ParallelConfig()
-    placement: Literal["ray", "local"] | None = Field(
-        None, description="Ray actors, or this process; None: Ray for a layout of several ranks"
-    )
+    placement: Literal["ray", "local"] | None = None
+    """Ray actors, or this process; None: Ray for a layout of several ranks"""
 
     def contradictions(self) -> Iterator[str]:
         if self.parallel.packing != "auto":
-            yield (
-                f"{self.section}.parallel.packing={self.parallel.packing} is "
-                f"{self.section}.packing here; set that"
-            )
+            yield f"{self.section}.parallel.packing is {self.section}.packing here; set that"
 
 
 class SFTConfig(OfflineConfig):
@@ -162,10 +126,8 @@ class SFTConfig(OfflineConfig):
 
     section: ClassVar[str] = "sft"
 
-    skip: bool = Field(
-        False,
-        description="No warm start: RL begins with model.path as it is, e.g. an instruct one",
-    )
+    skip: bool = False
+    """No warm start: RL begins with model.path as it is, e.g. an instruct one"""
     epochs: float = Field(5.0, gt=0, description="Passes over the training rows")
     optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
 
@@ -175,22 +137,14 @@ class PreferenceTrainingConfig(PreferenceConfig, OfflineConfig):
 
     section: ClassVar[str] = "preference"
 
-    loss: str = Field(
-        "sigmoid",
-        description="sigmoid (DPO), ipo, hinge, robust, simpo, orpo, or package.module:name, on "
-        "pairs; kto on rows with labels",
-    )
+    loss: str = "sigmoid"
+    """pairs: sigmoid (DPO), ipo, hinge, robust, simpo, orpo, package.module:name; labels: kto"""
     optim: OptimConfig = OptimConfig(lr=1e-4, schedule="linear", warmup_ratio=0.1)
-    reference: Literal["precomputed", "live"] = Field(
-        "precomputed",
-        description="The reference's log-probs: once before the first step, or in each step by a "
-        "frozen copy of the start model. With adapters the reference is the model without them",
-    )
-    reference_cache: str = Field(
-        "",
-        description="Folder or s3://… that keeps precomputed ones, by model and data; empty: "
-        "beside the checkpoints",
-    )
+    reference: Literal["precomputed", "live"] = "precomputed"
+    """The reference's log-probs: once before the first step, or in each step by a frozen copy of
+    the start model. With adapters the reference is the model without them"""
+    reference_cache: str = ""
+    """Folder or s3://… that keeps precomputed ones, by model and data; empty: the checkpoints'"""
     desirable_weight: float = Field(1.0, ge=0, description="KTO: weight of rows with a good label")
     undesirable_weight: float = Field(1.0, ge=0, description="KTO: of rows with a bad one")
 
@@ -201,25 +155,18 @@ class RewardModelTrainingConfig(OfflineConfig):
 
     section: ClassVar[str] = "reward_model"
 
-    head: Literal["sequence", "token", "likelihood"] = Field(
-        "sequence",
-        description="sequence: a score of a conversation, from pairs; token: of each step of a "
-        "response (process rewards), from rows with steps and labels; likelihood: no head, a "
-        "response's log-prob is its score, from pairs",
-    )
-    step_separator: str = Field(
-        "\n", min_length=1, description="head=token: what stands between two steps of a response"
-    )
+    head: Literal["sequence", "token", "likelihood"] = "sequence"
+    """sequence: a score of a conversation, from pairs; token: of each step of a response (process
+    rewards), from rows with steps and labels; likelihood: no head, a response's log-prob is its
+    score, from pairs"""
+    step_separator: str = Field("\n", min_length=1)
+    """head=token: what stands between two steps of a response"""
 
     optim: OptimConfig = OptimConfig(lr=3e-4, schedule="linear", warmup_ratio=0.1)
-    center_rewards_coefficient: float = Field(
-        0.0, ge=0, description="Weight of (chosen + rejected)², which keeps scores around 0"
-    )
-    sft_weight: float = Field(
-        1.0,
-        ge=0,
-        description="head=likelihood: weight of the language model's loss of the chosen response",
-    )
+    center_rewards_coefficient: float = Field(0.0, ge=0)
+    """Weight of (chosen + rejected)², which keeps scores around 0"""
+    sft_weight: float = Field(1.0, ge=0)
+    """head=likelihood: weight of the language model's loss of the chosen response"""
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from engine.config import ContaminationConfig, EvaluateConfig
-from engine.console import Progress, display_path, human_time, points, progress, say, table
+from engine.console import Progress, display_path, human_time, points, say, table
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.data.rows import prompt_text
 from engine.data.sources import evaluation_files
@@ -168,7 +168,7 @@ def answer_problems(
     share = share_of(sum(map(len, problems.values())), part)
     each = (share.stop - share.start) * (1 + config.samples)
     rows: dict[str, pd.DataFrame] = {}
-    bar: Progress[None] = progress(len(models) * each, "evaluate", "answer")
+    bar = Progress(len(models) * each, "evaluate", "answer")
     with bar:
         for name, folder in models.items():
 

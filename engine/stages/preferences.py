@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from engine.config import OfflineConfig, PreferenceTrainingConfig
-from engine.console import Progress, progress, say
+from engine.console import Progress, say
 from engine.controller.launch import require_shared
 from engine.data.contract import KTO_ROWS, PREFERENCE_PAIRS, check
 from engine.data.preference_rows import Kind
@@ -110,7 +110,7 @@ def sample_tables(
         frames["train"] = frames["train"][: config.prompts].reset_index(drop=True)
     tables, metrics, before = {}, dict[str, float](), 0
     completions = config.n * sum(map(len, frames.values()))
-    bar: Progress[None] = progress(completions, "pairs", "completion")
+    bar = Progress(completions, "pairs", "completion")
     with bar:
         for name, frame in frames.items():
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from engine import models
 from engine.cli import rl_run
 from engine.config import ModelConfig, OfflineConfig, SamplingConfig, SFTConfig
-from engine.console import Progress, progress, say
+from engine.console import Progress, say
 from engine.controller.launch import require_shared
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_prompts, encode_response
@@ -156,7 +156,7 @@ def train_on_rows(
         nonlocal steps
         steps = trainer.total_steps(len(train))
         losses: dict[str, float] = {}
-        bar: Progress[None] = progress(steps, name, unit="step")
+        bar = Progress(steps, name, unit="step")
 
         def report(step: int, total: int, metrics: dict[str, float]) -> None:
             history[step] = metrics

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from engine.console import Progress, progress
+from engine.console import Progress
 from engine.errors import StorageError
 from engine.storage.digests import FileEntry, hash_file, require_inside
 from engine.storage.filesystem import (
@@ -464,7 +464,7 @@ def _moving(total: int, label: str) -> Iterator[Callable[[int], None]]:
     if total < LARGE:
         yield lambda count: None
         return
-    bar: Progress[object] = progress(total >> 20, label, "MiB")
+    bar = Progress(total >> 20, label, "MiB")
     lock, moved = threading.Lock(), 0
 
     def count_bytes(count: int) -> None:

@@ -211,7 +211,7 @@ def test_yaml_and_json_files(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("seed: [1", "is not valid YAML"),
-        ("- seed", "holds a list; its top level must be sections"),
+        ("- seed", "holds a list, and no sections"),
         ("seed", "holds a str"),
         ("seed: soon", "seed='soon': Input should be a valid integer"),
     ],

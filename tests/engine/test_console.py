@@ -14,7 +14,7 @@ import time
 import pytest
 
 from engine import console
-from engine.console import human_bytes, human_time, points, progress, say, table
+from engine.console import Progress, human_bytes, human_time, points, say, table
 
 
 class Terminal(io.StringIO):
@@ -77,7 +77,7 @@ def test_a_pipe_gets_lines_with_rate_and_time_left(monkeypatch: pytest.MonkeyPat
     clock = iter(float(second) for second in range(1000))
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     out = io.StringIO()
-    with progress(20, "sft", unit="step", stream=out) as bar:
+    with Progress(20, "sft", unit="step", stream=out) as bar:
         for step in range(20):
             bar.update(loss=1 / (step + 1))
     lines = out.getvalue().splitlines()
@@ -89,21 +89,11 @@ def test_a_pipe_gets_lines_with_rate_and_time_left(monkeypatch: pytest.MonkeyPat
     assert "left" not in lines[-1]
 
 
-def test_progress_yields_every_item_and_counts_them() -> None:
+def test_progress_without_work_prints_nothing() -> None:
     out = io.StringIO()
-    assert list(progress(["a", "b", "c"], "rows", stream=out)) == ["a", "b", "c"]
-    assert out.getvalue().startswith("rows: 3/3 (100 %)")
-    out = io.StringIO()
-    assert list(progress((x for x in "ab"), "rows", stream=out)) == ["a", "b"]
-    assert out.getvalue().startswith("rows: 2 · ")
-
-
-def test_progress_without_work_prints_nothing_and_a_total_is_no_loop() -> None:
-    out = io.StringIO()
-    assert list(progress([], "rows", stream=out)) == []
+    with Progress(0, "rows", stream=out):
+        pass
     assert out.getvalue() == ""
-    with pytest.raises(TypeError, match=r"update\(\)"):
-        list(progress(3, "rows", stream=out))
 
 
 def test_what_is_printed_and_logged_holds_no_control_sequence_and_no_password(
@@ -115,7 +105,8 @@ def test_what_is_printed_and_logged_holds_no_control_sequence_and_no_password(
     say(data, error=True)
     out = io.StringIO()
     table(data, [{data: data}], out)
-    list(progress([1], data, stream=out))
+    with Progress(1, data, stream=out) as bar:
+        bar.update()
     console.quiet()
     logging.getLogger("engine.x").warning("%s", data)
     assert capsys.readouterr() == (f"{shown}\n", f"{shown}\n")
@@ -125,7 +116,7 @@ def test_what_is_printed_and_logged_holds_no_control_sequence_and_no_password(
 
 def test_a_terminal_gets_a_bar() -> None:
     out = Terminal()
-    with progress(4, "rollout", unit="seq", stream=out) as bar:
+    with Progress(4, "rollout", unit="seq", stream=out) as bar:
         bar.update(3, reward=0.25)
         time.sleep(0.15)
         bar.update(1)

@@ -315,7 +315,7 @@ def test_files_of_a_run_all_have_ground_truths_or_none(
         ("actor_rollout_ref.actor.optim.lr=x", "actor_rollout_ref.actor.optim.lr='x'"),
         ("--config=/nowhere.yaml", "/nowhere.yaml does not exist"),
         ("--config-name=ppo", "config/ppo.yaml does not exist"),
-        ("trainer.resume_mode=resume_path", "trainer.resume_mode=resume_path without"),
+        ("trainer.resume_mode=resume_path", "trainer.resume_mode=resume_path needs"),
         ("--config-dir=c", "unrecognized arguments: --config-dir=c"),
     ],
 )

@@ -1,7 +1,4 @@
-"""`python -m engine.export`: a checkpoint's policy as a model folder, or a model with its card.
-
-Exit status: 0, written; 1, not, with one sentence that says why; 2, wrong usage.
-"""
+"""`python -m engine.export`: a checkpoint's policy as a model folder, or a model with its card."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from collections.abc import Sequence
 from engine.console import INTERRUPTED, quiet, say
 from engine.errors import ConfigError, EngineError
 
-STATUS = "exit status: 0 written; 1 not, and nothing is left; 2 wrong usage"
 FAILED = 1
 HUB = "hf://"
 _CLEANUP_S = 5.0
@@ -24,9 +20,7 @@ _CLEANUP_S = 5.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    _check_usage(parser, options)
+    options = _options(arguments)
     quiet()
     try:
         if options.beside:
@@ -42,9 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export_checkpoint(options: argparse.Namespace) -> str:
-    from engine.trainers.huggingface_export import (
-        export_policy,  # torch takes seconds; --help needs none
-    )
+    from engine.trainers.huggingface_export import export_policy  # torch; --help needs none
 
     source = export_policy(options.source, options.out, options.model)
     return f"{options.out}: the policy of {source}"
@@ -52,19 +44,11 @@ def _export_checkpoint(options: argparse.Namespace) -> str:
 
 def _release(options: argparse.Namespace) -> str:
     """Write a model with its card to a folder or the hub; return where it is now."""
+    from engine.release import model_folder
     from engine.release.model import Licence, base_licence, find_base, read_model
-    from engine.release.model_folder import (
-        CARD,
-        LINEAGE,
-        Repository,
-        lineage_json,
-        model_card,
-        push,
-        write_folder,
-    )
 
     to_hub = options.to.startswith(HUB)
-    repository = Repository.parse(options.to) if to_hub else None
+    repository = model_folder.Repository.parse(options.to) if to_hub else None
     if "://" in options.to and not to_hub:
         raise ConfigError(f"--to {options.to!r}: give a local folder, or {HUB}OWNER/NAME")
     model = read_model(options.source, options.store)
@@ -84,30 +68,17 @@ def _release(options: argparse.Namespace) -> str:
         say("note: no card says the base's licence; the card says so (--license)", error=True)
     if repository is None:
         name = os.path.basename(os.path.abspath(options.to))
-        folder = write_folder(model, model_card(model, base, licence, name), options.to)
-        return f"{folder}: {model.name}, content {model.manifest.digest}"
-    card = model_card(model, base, licence, repository.id)
-    commit = push(model, {CARD: card, LINEAGE: lineage_json(model)}, repository, options.private)
-    return f"{commit}: {model.name}, content {model.manifest.digest}"
+        card = model_folder.model_card(model, base, licence, name)
+        address: object = model_folder.write_folder(model, card, options.to)
+    else:
+        card = model_folder.model_card(model, base, licence, repository.id)
+        files = {model_folder.CARD: card, model_folder.LINEAGE: model_folder.lineage_json(model)}
+        address = model_folder.push(model, files, repository, options.private)
+    return f"{address}: {model.name}, content {model.manifest.digest}"
 
 
-def _check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with the usage where an option belongs to the other kind of export."""
-    out_options = {"--model": options.model, "--beside": options.beside}
-    to_options = {
-        "--license": options.license,
-        "--private": options.private,
-        "--store": options.store,
-    }
-    wrong, other = (out_options, "--out") if options.to else (to_options, "--to")
-    for name, value in wrong.items():
-        if value:
-            parser.error(f"{name} goes with {other}")
-    if options.private and not options.to.startswith(HUB):
-        parser.error(f"--private goes with --to {HUB}OWNER/NAME")
-
-
-def _parser() -> argparse.ArgumentParser:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the arguments; end with the usage where one belongs to the other kind of export."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.export",
         description="With --out: the policy in a checkpoint of an RL run, with its tokenizer, as a "
@@ -115,43 +86,34 @@ def _parser() -> argparse.ArgumentParser:
         "folder adapter/ alone. Reads and writes local folders and s3://. With --to: a model that "
         "a stage published, or that is registered, with a model card, after its lineage was "
         "checked.",
-        epilog=STATUS,
+        epilog="exit status: 0 written; 1 not, and nothing is left; 2 wrong usage",
     )
     add = parser.add_argument
-    add(
-        "source",
-        metavar="CHECKPOINT|MODEL",
-        help="with --out: step_<n> of a run, or the run's folder for its newest good one; with "
-        "--to: an artifact's folder, models:/NAME@ALIAS or models:/NAME/VERSION",
-    )
+    source = """with --out: step_<n> of a run, or the run's folder for its newest good one; with
+        --to: an artifact's folder, models:/NAME@ALIAS or models:/NAME/VERSION"""
+    add("source", metavar="CHECKPOINT|MODEL", help=source)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--out", metavar="FOLDER", help="a checkpoint's policy goes there; must not exist"
-    )
-    where.add_argument(
-        "--to",
-        default="",
-        metavar="FOLDER|hf://OWNER/NAME",
-        help="a model with its card goes there: a folder that must not exist, or a repository of "
-        "the hub ($HF_ENDPOINT, $HF_TOKEN), @BRANCH for another branch than main",
-    )
-    add(
-        "--model",
-        metavar="START",
-        help="the model that training started from, folder or hub id (default: as saved)",
-    )
+    out = "a checkpoint's policy goes there; must not exist"
+    where.add_argument("--out", metavar="FOLDER", help=out)
+    to = """a model with its card goes there: a folder that must not exist, or a repository of the
+        hub ($HF_ENDPOINT, $HF_TOKEN), @BRANCH for another branch than main"""
+    where.add_argument("--to", default="", metavar="FOLDER|hf://OWNER/NAME", help=to)
+    start = "the model that training started from, folder or hub id (default: as saved)"
+    add("--model", metavar="START", help=start)
     add("--beside", action="store_true", help="end when standard input does: as a run calls it")
     add("--license", metavar="ID", help="the model's licence (default: that of the base's card)")
     add("--private", action="store_true", help="make a new repository private")
-    add(
-        "--store",
-        metavar="ROOT",
-        action="append",
-        default=[],
-        help="folder or s3:// prefix to search for what the model was made from; may be repeated "
-        "(default: its own store, and $HYBRIDFLYTE_HOME or ./outputs)",
-    )
-    return parser
+    store = """folder or s3:// prefix to search for what the model was made from; may be repeated
+        (default: its own store, and $HYBRIDFLYTE_HOME or ./outputs)"""
+    add("--store", metavar="ROOT", action="append", default=[], help=store)
+    options = parser.parse_args(arguments)
+    others = ("model", "beside") if options.to else ("license", "private", "store")
+    for name in others:
+        if getattr(options, name):
+            parser.error(f"--{name} goes with {'--out' if options.to else '--to'}")
+    if options.private and not options.to.startswith(HUB):
+        parser.error(f"--private goes with --to {HUB}OWNER/NAME")
+    return options
 
 
 def _exit_with_parent() -> None:

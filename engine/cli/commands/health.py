@@ -1,7 +1,4 @@
-"""`python -m engine.health`: checks all that a run needs, and prints a table or JSON.
-
-Exit status: 0, healthy; 1, not, with one sentence for each fault; 2, wrong usage.
-"""
+"""`python -m engine.health`: checks all that a run needs, and prints a table or JSON."""
 
 from __future__ import annotations
 

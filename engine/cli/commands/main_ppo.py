@@ -8,10 +8,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from engine.cli.forms import PPO, check_names
-from engine.cli.program import run_form, run_program
+from engine.cli.program import run_program
 from engine.cli.settings import RunConfig
 
-_OPTIONS = {"--verl-defaults": {"action": "store_true"}, "--gpu": {"default": ""}}
 _USAGE = """\
 python -m engine.main_ppo [FILE.yaml] [--verl-defaults] [--print-config] [--dry-run] [key=value ...]
 
@@ -42,7 +41,8 @@ Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status, see `run_program`."""
-    return run_program(lambda words: run_form(PPO, _USAGE, words, _run, _OPTIONS), arguments)
+    verl_defaults, gpu = {"action": "store_true"}, {"default": ""}
+    return run_program(PPO, _USAGE, arguments, _run, verl_defaults=verl_defaults, gpu=gpu)
 
 
 def _run(config: RunConfig, options: Namespace) -> None:

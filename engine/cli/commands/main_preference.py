@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 
 from engine.cli.forms import PREFERENCE
-from engine.cli.program import run_offline_form, run_program
+from engine.cli.program import run_offline
 
 _ABOUT = """\
 Preference learning on your own pairs, or completions with a label: from a Hugging Face
@@ -18,10 +17,7 @@ folder to a better one.
       preference.beta=0.1 preference.optim.lr=5e-7 run.default_local_dir=out"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
-    return run_program(partial(run_offline_form, PREFERENCE, _ABOUT), arguments)
-
+main = partial(run_offline, PREFERENCE, _ABOUT)
 
 if __name__ == "__main__":
     sys.exit(main())

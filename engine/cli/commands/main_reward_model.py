@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 
 from engine.cli.forms import REWARD_MODEL
-from engine.cli.program import run_offline_form, run_program
+from engine.cli.program import run_offline
 
 _ABOUT = """\
 A reward model from your own pairs: a sequence-classification folder, which RL loads with
@@ -18,10 +17,7 @@ reward.name=reward_model reward.options.model=FOLDER.
       run.default_local_dir=out"""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
-    return run_program(partial(run_offline_form, REWARD_MODEL, _ABOUT), arguments)
-
+main = partial(run_offline, REWARD_MODEL, _ABOUT)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,17 +1,12 @@
-"""`python -m engine.main_sft key=value ...`: supervised fine-tuning on prompt/response files.
-
-Keys are this project's, or verl's of its SFT trainer.
-"""
+"""`python -m engine.main_sft key=value ...`: supervised fine-tuning on prompt/response files."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from engine.cli.forms import SFT
-from engine.cli.program import run_offline_form, run_program
-from engine.errors import ConfigError
+from engine.cli.program import run_offline
 
 _ABOUT = """\
 Supervised fine-tuning on your own rows of a prompt and a response (or `messages`): from a
@@ -25,20 +20,7 @@ Keys are verl's where verl has the same thing, and each setting has this project
 well: optim.lr is sft.optim.lr."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
-    return run_program(_run, arguments)
-
-
-def _run(arguments: Sequence[str]) -> int:
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise ConfigError(
-            f"torchrun started {os.environ['WORLD_SIZE']} processes of this program, which starts "
-            "its ranks itself: run it once, with trainer.n_gpus_per_node="
-            f"{os.environ.get('LOCAL_WORLD_SIZE', os.environ['WORLD_SIZE'])}"
-        )
-    return run_offline_form(SFT, _ABOUT, arguments)
-
+main = partial(run_offline, SFT, _ABOUT)
 
 if __name__ == "__main__":
     sys.exit(main())

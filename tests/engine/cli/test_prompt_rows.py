@@ -8,8 +8,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from engine.cli.forms import resolve
+from engine.cli.forms import PPO
 from engine.cli.ppo_program import Prompts, read_prompts
+from engine.cli.resolve import resolve_file
 from engine.data.loader import PromptLoader
 from engine.data.rows import Truncation
 from engine.data.tokenizer import load_tokenizer
@@ -22,7 +23,7 @@ def read(tiny_folder: Path, folder: Path, texts: list[str], policy: str) -> Prom
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": t, "ground_truth": "2"}) + "\n" for t in texts))
     arguments = [f"data.train_files={file}", f"data.val_files={file}", "data.train_batch_size=1"]
-    config = resolve(None, [*arguments, f"data.control_tokens={policy}"]).config
+    config = resolve_file(PPO, None, [*arguments, f"data.control_tokens={policy}"]).config
     return read_prompts(config, load_tokenizer(tiny_folder), context=64)
 
 
@@ -57,7 +58,9 @@ def test_a_csv_of_other_columns_is_read_without_its_bad_rows(
         "data.templates={prompt: '{{ input }}?'}",
         "data.bad_rows=drop",
     ]
-    prompts = read_prompts(resolve(None, arguments).config, load_tokenizer(tiny_folder), context=64)
+    prompts = read_prompts(
+        resolve_file(PPO, None, arguments).config, load_tokenizer(tiny_folder), context=64
+    )
     assert [row["prompt"][0]["content"] for row in prompts.validation] == ["1+1=?", "0+2=?"]
     assert [row["reward_model"]["ground_truth"] for row in prompts.validation] == ["2", "2"]
     (sentence, same) = prompts.left_out.bad
@@ -65,7 +68,7 @@ def test_a_csv_of_other_columns_is_read_without_its_bad_rows(
     assert "1 of 3 rows are bad and left out (row 2); the first: " in sentence
     with pytest.raises(DataError, match=r"row 2: 1 cells below .* with data\.bad_rows=drop$"):
         read_prompts(
-            resolve(None, [*arguments, "data.bad_rows=fail"]).config,
+            resolve_file(PPO, None, [*arguments, "data.bad_rows=fail"]).config,
             load_tokenizer(tiny_folder),
             context=64,
         )
@@ -77,9 +80,9 @@ def test_variables_of_the_chat_template_reach_training(tiny_folder: Path, tmp_pa
     arguments = [f"data.train_files={file}", "data.train_batch_size=1"]
     tokenizer = load_tokenizer(tiny_folder)
     tokenizer.chat_template = "{{ messages[0].content }}{{ '7' if thinking else '' }}"
-    plain = read_prompts(resolve(None, arguments).config, tokenizer, context=64)
+    plain = read_prompts(resolve_file(PPO, None, arguments).config, tokenizer, context=64)
     more = [*arguments, "data.apply_chat_template_kwargs={thinking: true}"]
-    given = read_prompts(resolve(None, more).config, tokenizer, context=64)
+    given = read_prompts(resolve_file(PPO, None, more).config, tokenizer, context=64)
     assert given.longest == plain.longest + 1
     ids = PromptStream(given.loader, tokenizer).next_batch().columns["prompt_ids"][0]
     assert tokenizer.decode(ids) == "1+1=7"
@@ -96,13 +99,13 @@ def test_long_prompts_are_cut(tiny_folder: Path, tmp_path: Path, side: str, text
     tokenizer.chat_template = "{{ messages[0].content }}"
     arguments = [f"data.train_files={file}", f"data.val_files={file}", "data.train_batch_size=2"]
     arguments += ["data.max_prompt_length=4", "data.shuffle=false", f"data.truncation={side}"]
-    prompts = read_prompts(resolve(None, arguments).config, tokenizer, context=64)
+    prompts = read_prompts(resolve_file(PPO, None, arguments).config, tokenizer, context=64)
     assert (len(prompts.loader), prompts.longest, prompts.left_out.long) == (2, 4, 0)
     stream = PromptStream(prompts.loader, tokenizer)
     for batch in (stream.next_batch(), stream.encode(prompts.validation)):
         assert [tokenizer.decode(ids) for ids in batch.columns["prompt_ids"]] == [text, "12"]
     more = ["data.filter_overlong_prompts=true", "data.train_batch_size=1"]
-    other = resolve(None, [*arguments, *more]).config
+    other = resolve_file(PPO, None, [*arguments, *more]).config
     fewer = read_prompts(other, tokenizer, context=64)
     assert (len(fewer.validation), fewer.left_out.long) == (1, 2)
 
@@ -117,7 +120,7 @@ def test_a_run_with_cut_prompts_is_not_resumed_with_whole_ones() -> None:
 def test_episodes_are_not_cut() -> None:
     given = ["data.truncation=left", "data.max_prompt_length=4", "rollout.multi_turn.enable=true"]
     with pytest.raises(ConfigError, match="begin with whole messages"):
-        resolve(None, given)
+        resolve_file(PPO, None, given)
 
 
 def test_sources_are_mixed_by_weight(tiny_folder: Path, tmp_path: Path) -> None:
@@ -131,7 +134,9 @@ def test_sources_are_mixed_by_weight(tiny_folder: Path, tmp_path: Path) -> None:
         "data.sampling.weights={a: 1, b: 7}",
         "data.sampling.max_uses=1",
     ]
-    prompts = read_prompts(resolve(None, arguments).config, load_tokenizer(tiny_folder), context=64)
+    prompts = read_prompts(
+        resolve_file(PPO, None, arguments).config, load_tokenizer(tiny_folder), context=64
+    )
     first, second = prompts.loader.next_batch(), prompts.loader.next_batch()
     assert [row["data_source"] for row in first].count("b") > 5
     assert [row["data_source"] for row in [*first, *second]].count("b") == 8

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from engine.cli.forms import PPO, PREFERENCE, REWARD_MODEL, SFT, resolve
-from engine.cli.help_text import config_text, help_text
-from engine.cli.resolve import Form, setting_paths
+from engine.cli.forms import PPO, PREFERENCE, REWARD_MODEL, SFT
+from engine.cli.program import config_text, help_text
+from engine.cli.resolve import Form, resolve_file, setting_paths
 from engine.cli.settings import RunConfig
-from engine.cli.verl_keys import NEVER
 from engine.compat.hf_trainer import _FORM as SHORT
 from engine.errors import ConfigError
+
+resolve = partial(resolve_file, PPO)
 
 
 def at(config: RunConfig, path: str) -> Any:
@@ -39,10 +41,9 @@ def refusal(*arguments: str) -> str:
 def test_every_target_of_the_table_is_a_setting(form: Form[Any]) -> None:
     settings = dict(setting_paths(form.config))
     for name, key in form.table.settings.items():
-        paths = (key.path,) if isinstance(key.path, str) else key.path
-        entries = {parent for path in paths if (parent := path.rpartition(".")[0]) in settings}
+        entries = {parent for path in key.paths if (parent := path.rpartition(".")[0]) in settings}
         assert {settings[parent] for parent in entries} <= {dict}, name
-        assert entries or set(paths) <= set(settings), name
+        assert entries or set(key.paths) <= set(settings), name
         assert not key.times or key.times in settings, name
 
 
@@ -118,7 +119,7 @@ def test_no_key_is_both_known_and_absent(form: Form[Any]) -> None:
         ("reward.weights.answer=0.5", "rl.reward.weights", {"answer": 0.5}),
         ("reward.weights={answer: 0.5}", "rl.reward.weights", {"answer": 0.5}),
         ("plugins=[a.b]", "rl.plugins", ("a.b",)),
-        ("trainer.test_freq=-1", "rl.trainer.test_freq", NEVER),
+        ("trainer.test_freq=-1", "rl.trainer.test_freq", 10**9),
         ("trainer.test_freq=5", "rl.trainer.test_freq", 5),
         ("trainer.total_epochs=3", "run.total_epochs", 3),
         ("trainer.experiment_name=2026", "run.experiment_name", "2026"),
@@ -280,13 +281,13 @@ def test_steps_win_over_epochs_as_in_verl() -> None:
             ("not available here", "experts"),
         ),
         ("actor_rollout_ref.actor.strategy=deepspeed", ("set fsdp, fsdp2, or megatron",)),
-        ("trainer.device=npu", ("trainer.device='npu'", "cuda, cpu or auto")),
+        ("trainer.device=npu", ("trainer.device='npu'", "'auto', 'cuda' or 'cpu'")),
         ("trainer.nnodes=2", ("trainer.nnodes=2", "n_gpus_per_node")),
         ("reward_model.enable=True", ("reward_model.model.path",)),
         ("reward_model.enable=1", ("reward_model.enable=1 must be true or false",)),
         ("custom_reward_function={path: f.py, reward_kwargs: 3}", ("must be names and values",)),
         ("actor_rollout_ref.rollout.expert_parallel_size=2", ("not available here",)),
-        ("trainer.logger=['console','swanlab']", ("trainer.logger: swanlab", "mlflow")),
+        ("trainer.logger=['console','swanlab']", ("trainer.logger.1='swanlab'", "mlflow")),
         ("data.truncation=left", ("data.truncation=left", "without data.max_prompt_length")),
         ("actor_rollout_ref.actor.optim.optimizer=Lion", ("'AdamW', 'Adam' or 'SGD'",)),
         ("critic.optim.optimizer_impl=torchao.optim", ("set optimizer to AdamW, Adam or SGD",)),
@@ -447,7 +448,7 @@ def test_help_lists_every_setting_with_default_and_meaning() -> None:
     text = help_text(PPO, "")
     words = " ".join(text.split())
     for path, _ in setting_paths(RunConfig):
-        names = (name for name, key in PPO.table.settings.items() if key.path == path)
+        names = (name for name, key in PPO.table.settings.items() if key.paths == (path,))
         shown = next(names, path.removeprefix("rl."))
         assert f"  {shown} = " in text, path
     assert "actor_rollout_ref.actor.optim.lr = 0.0005" in text

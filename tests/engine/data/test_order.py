@@ -242,7 +242,7 @@ def test_rates_are_of_scored_completions_group_by_group() -> None:
     [
         ({"pass_rate": [0.9, 0.1]}, "must be two shares, the lower first"),
         ({"pass_rate": [0.0, 1.5]}, "must be two shares"),
-        ({"pass_rate_recheck": 5}, "has no effect without"),
+        ({"pass_rate_recheck": 5}, "needs sampling.pass_rate"),
     ],
 )
 def test_bounds_that_hold_nothing_are_refused(values: dict[str, Any], message: str) -> None:

@@ -183,7 +183,7 @@ def test_children_that_it_leaves_behind_are_ended(modules: Path) -> None:
         run(reward, ["exit"])
         assert not child.is_running()
         run(reward, ["child"])
-        left = below(reward._process.guard_pid)  # type: ignore[attr-defined]
+        left = below(reward._process._guard.pid)  # type: ignore[attr-defined]
         assert len(left) == 2
     finally:
         reward.close()
@@ -195,7 +195,7 @@ import os, signal, sys
 from engine.rewards import open_reward, score
 reward = open_reward("rewards_of_a_process:by_text")
 score(reward, ["p"], ["child"], {"ground_truth": [1]}, 20.0)
-print(reward._process.guard_pid, flush=True)
+print(reward._process._guard.pid, flush=True)
 if sys.argv[1] == "spin":
     score(reward, ["p"], ["spin"], {"ground_truth": [1]}, 500.0)
 signal.pause()

@@ -14,7 +14,8 @@ import pytest
 import yaml
 from tiny_engine import arithmetic_rows
 
-from engine.cli.forms import resolve
+from engine.cli.forms import PPO
+from engine.cli.resolve import resolve_file
 from engine.config import DataConfig, RLConfig
 from engine.data.loader import PromptLoader
 from engine.data.sources import load_splits
@@ -110,7 +111,7 @@ def test_options_come_from_files_and_the_command_line(tmp_path: Path, suffix: st
     write = yaml.safe_dump if suffix == "yaml" else json.dumps
     file.write_text(write({"rl": {**ONE_OF_EACH, "plugins": [EXTENSIONS]}}))
     typed = ["algorithm.options.scale=0.7", "actor.policy_loss.options.power=3"]
-    config = resolve(file, typed).config.rl
+    config = resolve_file(PPO, file, typed).config.rl
     check_config(config)
     assert config.algorithm.options == {"scale": 0.7}
     assert config.actor.policy_loss.options == {"power": 3}

@@ -1,7 +1,4 @@
-"""`python -m engine.trainer.main_ppo`: `engine.main_ppo` with verl's defaults.
-
-A command line of verl's runs here with one word replaced.
-"""
+"""`python -m engine.trainer.main_ppo`: `engine.main_ppo` with verl's defaults."""
 
 from __future__ import annotations
 
