@@ -361,7 +361,7 @@ def test_a_run_saves_on_while_its_newest_checkpoint_is_looked_for(
         save(writing, 2)
         return verify(folder)
 
-    monkeypatch.setattr("engine.checkpoint.store.verify", meanwhile)
+    monkeypatch.setattr("engine.checkpoint.format.verify", meanwhile)
     found = find_latest(tmp_path / "run")
     assert found is not None
     assert found.folder.endswith("step_2")
