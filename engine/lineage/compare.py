@@ -39,30 +39,21 @@ def row_change(name: str, before: str, after: str) -> RowChange | None:
     sides = []
     for folder in (before, after):
         try:
-            data = read_file(f"{folder}/{name}", LineageError)
-        except (FileNotFoundError, LineageError):
-            return None
-        if len(data) > LARGEST:
-            return None
-        try:
-            sides.append(_read_table(name, data))
-        except (OSError, ValueError):  # pyarrow's errors are of these
+            sides.append(_read_table(name, read_file(f"{folder}/{name}", LineageError)))
+        except (LineageError, OSError, ValueError):  # pyarrow's errors are of these
             return None
     (columns_before, rows_before), (columns_after, rows_after) = sides
     signs = [f"+{c}" for c in columns_after if c not in columns_before]
     signs += [f"-{c}" for c in columns_before if c not in columns_after]
-    return RowChange(
-        name,
-        before=rows_before.total(),
-        after=rows_after.total(),
-        added=(rows_after - rows_before).total(),
-        removed=(rows_before - rows_after).total(),
-        columns=", ".join(signs),
-    )
+    added, removed = rows_after - rows_before, rows_before - rows_after
+    totals = [rows.total() for rows in (rows_before, rows_after, added, removed)]
+    return RowChange(name, *totals, columns=", ".join(signs))
 
 
 def _read_table(name: str, data: bytes) -> tuple[list[str], Counter[str]]:
     """Return the columns, and how often each row occurs, by its digest."""
+    if len(data) > LARGEST:
+        raise ValueError(f"{name} is too large")
     if name.endswith(".jsonl"):
         rows = [json.loads(line) for line in data.splitlines() if line.strip()]
         columns = {c: None for row in rows if isinstance(row, dict) for c in row}
@@ -104,8 +95,7 @@ class MetricChange:
         """Return after less before; None unless both are finite."""
         if self.before is None or self.after is None:
             return None
-        delta = self.after - self.before
-        return delta if math.isfinite(delta) else None
+        return self.after - self.before if math.isfinite(self.after - self.before) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +154,10 @@ def _values(
     graph: Graph, node: ArtifactNode
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str], dict[str, float]]:
     """Return a node's code, configuration, parents and metrics, by name."""
-    facts, manifest, metrics = node.facts, node.manifest, node.metrics
-    if manifest is not None:
-        code = {"code version": manifest.code_version, "sources": manifest.sources_digest}
-    else:
-        names = {"code version": "code_version", "sources": "sources_digest"}
-        code = {k: facts[v] for k, v in names.items() if v in facts}
+    facts, metrics = node.facts, node.metrics
+    names = {"code version": "code_version", "sources": "sources_digest"}
+    made_by = dict(node.manifest) if node.manifest is not None else facts
+    code = {label: str(made_by[key]) for label, key in names.items() if key in made_by}
     if node.kind == CHECKPOINT:
         metrics = {k: float(v) for k, v in facts.items() if k in ("step", "sequence")}
     config = {name: as_text(value) for name, value in flatten(node.config).items()}
