@@ -210,7 +210,7 @@ def compare_and_decide(
         evaluated = Evaluated(
             case.dataset, after, evidence, settings.data, settings.evaluate, settings.seed
         )
-        champion = champion_evaluation(
+        before, recorded = champion_evaluation(
             tracker,
             former,
             settings.config.alias,
@@ -218,7 +218,6 @@ def compare_and_decide(
             scratch=scratch,
             notify=lambda text: say(f"promotion: {text}"),
         )
-        before, recorded = champion.rows, champion.recorded
     rows = case.this.folder / CHAMPION_ROWS
     rows.unlink(missing_ok=True)  # of a decision that is made again
     if former is not None and recorded is None:
@@ -241,9 +240,9 @@ def compare_and_decide(
     }
     # The set that decides: the one with the least certain gain.
     name = min(sets, key=lambda name: gain.low if (gain := sets[name].gain) else -math.inf)
-    written = sets[name].to_dict() | {"dataset": name}
+    written = asdict(sets[name]) | {"dataset": name}
     if len(sets) > 1:
-        written["sets"] = {name: measured.to_dict() for name, measured in sets.items()}
+        written["sets"] = {name: asdict(measured) for name, measured in sets.items()}
     text = json.dumps(written, indent=2, sort_keys=True)
     (case.this.folder / "evidence.json").write_text(text)
     gain = sets[name].gain
