@@ -238,7 +238,7 @@ class Stage:
         for name in names:
             file = dataset / f"{name}.parquet"
             source = uri or f"{self.parent('dataset').uri}/{file.name}"
-            self.tracked.log_dataset(file, name, hash_file(file)[:32], context=name, uri=source)
+            self.tracked.log_dataset(file, name, hash_file(file)[:32], source)
 
     def checkpoints(self) -> CheckpointPaths:
         """Return the checkpoint folders of this attempt and of the previous one.
