@@ -232,7 +232,7 @@ def render_page(
     else:
         title = f"Lineage: {', '.join(review.index.roots)}"
     drawing = arrange(list(graph.nodes), names)
-    css, script = (html_templates.asset(__package__, name) for name in ("page.css", "page.js"))
+    css, script = html_templates.stylesheet(), html_templates.asset(__package__, "page.js")
     template = _templates().get_template("page.html.j2")
     return template.render(
         audit=audit,
@@ -273,8 +273,8 @@ def write_page(target: str | Path, page: str) -> None:
 @functools.cache
 def _templates() -> Environment:
     environment = html_templates.environment(__package__)
-    # Other kinds than those of page.css share a colour.
-    coloured = re.findall(r"\.k-(\w+)", html_templates.asset(__package__, "page.css"))
+    # Other kinds than those of the style sheet share a colour.
+    coloured = re.findall(r"\.k-(\w+)", html_templates.stylesheet())
     environment.filters |= {
         "as_text": as_text,
         "data_line": data_line,
