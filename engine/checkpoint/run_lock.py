@@ -172,7 +172,6 @@ class FolderLock:
         return self._read()[0] == self._owner.as_json()
 
     def _keep(self) -> None:
-        """Write the file again until the lock is released, or lost."""
         while not self._ended.wait(self._beat_s):
             try:
                 self.check(renew=True)

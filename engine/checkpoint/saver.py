@@ -156,7 +156,7 @@ class Saver:
         self._in_flight = False
         self._cancelled = threading.Event()
         self._stall_s = 0.0
-        self._reported: SaveStats | None = None
+        self._unreported: SaveStats | None = None  # of a save that `take_metrics` has not told
 
     @property
     def unsaved_step(self) -> int | None:
@@ -166,9 +166,8 @@ class Saver:
 
     def take_metrics(self) -> dict[str, float]:
         """What the newest save cost whose commit ended since the last call; empty for none."""
-        stats, before = self.stats, self._reported
-        self._reported = stats
-        return stats.as_metrics() if stats is not None and stats is not before else {}
+        stats, self._unreported = self._unreported, None
+        return stats.as_metrics() if stats is not None else {}
 
     def save(self, step: int, state: StateDict, metrics: Mapping[str, float] | None = None) -> None:
         """Copy the state of all roles and the controller's `state`; write them in the background.
@@ -245,20 +244,15 @@ class Saver:
         return first
 
     def _finish(self, draft: CheckpointDraft, begin: float) -> None:
-        """Wait until every rank has written, then commit."""
         try:
             self._wait_for_ranks(draft)
             self.last = self.store.commit(draft)
         except BaseException:
             self.store.abandon(draft)
             raise
-        self.stats = SaveStats(
-            step=draft.step,
-            stall_s=self._stall_s,
-            write_s=time.perf_counter() - begin,
-            written_bytes=self.last.bytes,
-            tensor_bytes=draft.tensor_bytes,
-        )
+        took, size = time.perf_counter() - begin, self.last.bytes
+        stats = SaveStats(draft.step, self._stall_s, took, size, draft.tensor_bytes)
+        self.stats = self._unreported = stats
         if self._listener is not None:
             self._listener.wake()
 

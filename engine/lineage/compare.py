@@ -136,7 +136,15 @@ def compare(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> Artifact
         is_version = node.kind == MODEL_VERSION
         sides.append(next((n for n in above if is_version and not n.missing), node))
     before, after = sides
-    code, config, parents, metrics = zip(*(_values(graph, node) for node in sides), strict=True)
+    code, config, parents, metrics = [], [], [], []
+    names = {"code version": "code_version", "sources": "sources_digest"}
+    for node in sides:
+        made_by = dict(node.manifest) if node.manifest is not None else node.facts
+        code.append({label: str(made_by[key]) for label, key in names.items() if key in made_by})
+        config.append({k: as_text(value) for k, value in flatten(node.draft.config).items()})
+        parents.append({e.name: graph.nodes[e.parent].name for e in graph.parents(node.key)})
+        progress = {k: float(v) for k, v in node.facts.items() if k in ("step", "sequence")}
+        metrics.append(progress if node.kind == CHECKPOINT else node.draft.metrics)
     numbers = [(n, *(side.get(n) for side in metrics)) for n in dict.fromkeys(chain(*metrics))]
     return ArtifactComparison(
         before=before,
@@ -148,21 +156,6 @@ def compare(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> Artifact
         files=_files(before, after),
         metrics=tuple(MetricChange(*number) for number in numbers),
     )
-
-
-def _values(
-    graph: Graph, node: ArtifactNode
-) -> tuple[dict[str, str], dict[str, str], dict[str, str], dict[str, float]]:
-    """Return a node's code, configuration, parents and metrics, by name."""
-    facts, metrics = node.facts, node.metrics
-    names = {"code version": "code_version", "sources": "sources_digest"}
-    made_by = dict(node.manifest) if node.manifest is not None else facts
-    code = {label: str(made_by[key]) for label, key in names.items() if key in made_by}
-    if node.kind == CHECKPOINT:
-        metrics = {k: float(v) for k, v in facts.items() if k in ("step", "sequence")}
-    config = {name: as_text(value) for name, value in flatten(node.config).items()}
-    parents = {edge.name: graph.nodes[edge.parent].name for edge in graph.parents(node.key)}
-    return code, config, parents, metrics
 
 
 def as_text(value: object) -> str:

@@ -139,24 +139,9 @@ class ArtifactNode:
         return self.label or f"{self.kind} {self.digest[:12]}"
 
     @property
-    def draft(self) -> Draft | None:
-        """Return what its stage made and how, from its manifest or its checkpoint's origin."""
-        return self.manifest or self.origin
-
-    @property
-    def config(self) -> dict[str, object]:
-        """Return the configuration that it was made by."""
-        return self.draft.config if self.draft else {}
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics that were measured of it."""
-        return self.draft.metrics if self.draft else {}
-
-    @property
-    def parents(self) -> tuple[Parent, ...]:
-        """Return what it was made from, as recorded."""
-        return self.draft.parents if self.draft else ()
+    def draft(self) -> Draft:
+        """Return what it was made from, by which settings and how well, as far as is known."""
+        return self.manifest or self.origin or Draft(kind=SOURCE)
 
     @property
     def created_at(self) -> datetime | None:
@@ -235,7 +220,7 @@ class GraphBuilder:
         self.graph.add(start)
         if start.key not in self.graph.focus:
             self.graph.focus = (*self.graph.focus, start.key)
-        todo, done = [(start, tuple(parents) or start.parents)], set()
+        todo, done = [(start, tuple(parents) or start.draft.parents)], set()
         while todo:
             child, child_parents = todo.pop()
             if child.key in done:
@@ -245,7 +230,7 @@ class GraphBuilder:
                 node = self.find(parent, child.uri)
                 self.graph.add(node)
                 self.graph.link(Edge(node.key, child.key, parent.name, parent.manifest))
-                todo.append((node, node.parents))
+                todo.append((node, node.draft.parents))
         if descendants:
             self._descendants(start)
             if start.kind == MODEL_VERSION:  # its artifact's descendants are its own
@@ -263,7 +248,7 @@ class GraphBuilder:
         # Now that all are known, link them to one another and to the nodes from before.
         for key in reachable(start.key, add_children)[1:]:
             node = self.graph.nodes[key]
-            for parent in node.parents:
+            for parent in node.draft.parents:
                 above = self.find(parent, node.uri)
                 if above.key in self.graph.nodes:
                     self.graph.link(Edge(above.key, key, parent.name, parent.manifest))
@@ -285,9 +270,10 @@ class GraphBuilder:
                     children.append(version)
                     self.graph.link(Edge(node.key, version.key, "artifact", recorded))
         if node.kind == CHECKPOINT and node.origin is not None:
-            made_by = node.facts.get("sources_digest", ""), node.origin.inputs_digest
+            sources, inputs = node.facts.get("sources_digest", ""), node.origin.inputs_digest
             for artifact in self.index.artifacts:
-                if made_by == (artifact.manifest.sources_digest, artifact.manifest.inputs_digest):
+                made = artifact.manifest
+                if made.sources_digest == sources and made.inputs_digest == inputs:
                     children.append(artifact_node(artifact))
                     self.graph.link(Edge(node.key, children[-1].key, CHECKPOINT))
         return children

@@ -237,7 +237,6 @@ def reconcile(
 
 
 def _number(moves: Sequence[AliasMove]) -> int:
-    """Return the number of the next move."""
     return moves[-1].number + 1 if moves else 1
 
 

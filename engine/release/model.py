@@ -45,9 +45,9 @@ class ReleasedModel:
         return self.graph.nodes[self.key].name if self.version is None else self.version.name
 
     @property
-    def ancestors(self) -> list[ArtifactNode]:
-        """Return all that the model was made from, nearest first."""
-        return self.graph.ancestors(self.key)
+    def line(self) -> list[ArtifactNode]:
+        """Return the model and all that it was made from, nearest first."""
+        return [self.graph.nodes[self.key], *self.graph.ancestors(self.key)]
 
 
 def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
@@ -185,7 +185,7 @@ def find_base(line: Iterable[ArtifactNode]) -> Base | None:
     """Return the model that the oldest stage of a line, nearest first, began with, if one says."""
     base = None
     for node in line:
-        config = node.config
+        config = node.draft.config
         start = config.get("model")
         if node.kind in ("sft", "start_model") and isinstance(start, dict) and "path" in start:
             base = Base(str(start["path"]), str(config.get("start_digest") or ""))

@@ -85,7 +85,6 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
 
 
 def _rates(comparison: EvaluationComparison, side: ModelSummary) -> list[tuple[str, str, Interval]]:
-    """Return type, name and value of each rate."""
     n = comparison.samples
     return [
         ("pass@1", "pass@1 (greedy)", side.pass_at_1),
@@ -150,12 +149,12 @@ def model_card(
     """Return the whole README.md. `repository` is what a reader loads the model by."""
     nearest: dict[str, ArtifactNode] = {}
     lineage, data = [], []
-    for node in (model.graph.nodes[model.key], *model.ancestors):
+    for node in model.line:
         what = (_name(node), f"`{node.digest}`")
         if node.kind in ("dataset", "pairs", SOURCE):
-            counts = {key: value for key, value in node.metrics.items() if key != "seconds"}
+            counts = {key: value for key, value in node.draft.metrics.items() if key != "seconds"}
             data.append((*what, ", ".join(f"{key} {value:,.6g}" for key, value in counts.items())))
-        if node.kind in SETTINGS_OF and node.config:
+        if node.kind in SETTINGS_OF and node.draft.config:
             nearest.setdefault(node.kind, node)
         manifest = node.manifest
         facts = (f"`{manifest.own_digest}`", f"`{manifest.code_version}`") if manifest else ("", "")
@@ -178,7 +177,7 @@ def model_card(
 
 def _settings(node: ArtifactNode) -> str:
     """Return what a stage was made by, as YAML that is folded away."""
-    text = yaml.safe_dump(public_values(node.config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(public_values(node.draft.config), sort_keys=False, allow_unicode=True)
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or ["``"]))
     title = f"{node.kind} <code>{node.digest[:12]}</code>"
     return f"<details><summary>{title}</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
@@ -187,8 +186,8 @@ def _settings(node: ArtifactNode) -> str:
 def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | None) -> str:
     from huggingface_hub import ModelCardData
 
-    kinds = [node.kind for node in (model.graph.nodes[model.key], *model.ancestors)]
-    settings = [data for data in map(_data_settings, model.ancestors) if data]
+    kinds = [node.kind for node in model.line]
+    settings = [data for data in map(_data_settings, model.line) if data]
     hub_ids = dict.fromkeys(map(_hub_dataset, settings))  # of the hub's datasets among the data
     datasets = [hub_id for hub_id in hub_ids if hub_id]
     source = settings[0].get("source") if settings else None
@@ -210,7 +209,7 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
 
 
 def _data_settings(node: ArtifactNode) -> dict[str, object]:
-    data = node.config.get("data") if node.kind == "dataset" else None
+    data = node.draft.config.get("data") if node.kind == "dataset" else None
     return data if isinstance(data, dict) else {}
 
 
@@ -220,15 +219,15 @@ def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> 
         from_scratch = base is not None and not base.path
         terms = "the owner's to choose" if from_scratch else "unknown: no card of the base says it"
     else:
-        terms = " ".join(filter(None, (licence.id, licence.name, licence.link)))
-        terms += f" ({licence.source})" if licence.source else ""
+        source = licence.source and f"({licence.source})"
+        terms = " ".join(filter(None, (licence.id, licence.name, licence.link, source)))
     if model.version is not None:
         facts = model.version.facts
         if facts.get("aliases"):
             rows.append(("alias", facts["aliases"]))
         if facts.get("promoted_at"):
-            why = f": {facts['promotion_reason']}" if facts.get("promotion_reason") else ""
-            rows.append(("promoted", facts["promoted_at"] + why))
+            why = (facts["promoted_at"], facts.get("promotion_reason"))
+            rows.append(("promoted", ": ".join(filter(None, why))))
     rows += [
         ("content digest (SHA-256)", f"`{manifest.digest}`"),
         ("manifest digest", f"`{manifest.own_digest}`"),
@@ -286,8 +285,8 @@ def released_files(model: ReleasedModel) -> dict[str, FileEntry]:
 
 def lineage_json(model: ReleasedModel) -> str:
     """Return the model and all that it was made from, with digests; no folder of this machine."""
-    graph, nodes = model.graph, list[dict[str, object]]()
-    for node in (graph.nodes[model.key], *model.ancestors):
+    nodes: list[dict[str, object]] = []
+    for node in model.line:
         record: dict[str, object] = {"manifest_digest": "", "manifest": None}
         if (manifest := node.manifest) is not None:
             public = public_values(manifest.model_dump(mode="json", exclude={"files", "parents"}))
@@ -300,7 +299,7 @@ def lineage_json(model: ReleasedModel) -> str:
         "nodes": nodes,
         "edges": [
             {"parent": edge.parent, "child": edge.child, "name": edge.name}
-            for edge in graph.edges.values()
+            for edge in model.graph.edges.values()
             if {edge.child, edge.parent} <= keys
         ],
         "files": {name: entry.sha256 for name, entry in released_files(model).items()},
@@ -372,9 +371,8 @@ def push(
 ) -> str:
     """Upload a model's files and `texts` (by name) as one commit; return its address.
 
-    The repository, and the branch, are made where they are missing. Weights in it that this model
-    doesn't have are removed; other files stay. Raises StorageError for whatever the hub refuses, a
-    commit of somebody else in between too, or doesn't answer; nothing is committed then.
+    The repository and branch are made where they are missing. Weights there that this model lacks
+    are removed. Raises StorageError for what the hub refuses, a commit of others in between too.
     """
     import huggingface_hub as hub
     from huggingface_hub.errors import HFValidationError, HTTPError

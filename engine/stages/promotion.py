@@ -15,8 +15,12 @@ import pandas as pd
 from engine.console import display_path, say
 from engine.errors import TrackingError
 from engine.evaluation.comparability import require_same_settings
-from engine.promotion import Champions, Decision, decide_on_sets
-from engine.promotion.champions import check_evidence, require_intact_copy, require_unmodified
+from engine.promotion.champions import (
+    Champions,
+    check_evidence,
+    require_intact_copy,
+    require_unmodified,
+)
 from engine.promotion.gate import (
     Evaluated,
     champion_evaluation,
@@ -24,6 +28,7 @@ from engine.promotion.gate import (
     judged_sets,
     measure,
 )
+from engine.promotion.rules import Decision, decide_on_sets
 from engine.stages.fetch import first_model
 from engine.stages.settings import PromotionSettings, RunContext
 from engine.stages.stage import Artifact, Stage, host, shared, show_facts, stage

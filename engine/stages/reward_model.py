@@ -17,9 +17,9 @@ from engine.errors import LineageError
 from engine.evaluation.policy_steps import FILE
 from engine.models import saved_dtype, vocabulary_and_context
 from engine.preferences import ranked_right
-from engine.promotion import Champions, Decision
-from engine.promotion.champions import require_intact_copy, require_unmodified
+from engine.promotion.champions import Champions, require_intact_copy, require_unmodified
 from engine.promotion.gate import decide_and_move, decide_reward_model
+from engine.promotion.rules import Decision
 from engine.runtime.policy_runtime import StartModel
 from engine.stages.preferences import SPLITS, has_rows
 from engine.stages.promotion import publish_decision

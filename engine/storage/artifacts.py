@@ -318,7 +318,6 @@ def local_path(uri: str | Path) -> Path:
 
 
 def _download(uri: str) -> Path:
-    """Fetch a remote file or folder, whole or not at all."""
     key = hashlib.sha256(uri.encode()).hexdigest()[:16]
     target = (
         filesystem.local_copy_path(uri)

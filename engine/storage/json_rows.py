@@ -125,7 +125,6 @@ def _has_lone_surrogate(value: object) -> bool:
 
 
 def _column_with_long_number(text: str) -> str:
-    """The column of a JSON object that holds a number too long for Python."""
     limit, mark = sys.get_int_max_str_digits(), "\ud800"  # which no digits contain
     row = json.loads(text, parse_int=lambda digits: mark if len(digits) > limit else digits)
     columns = row.items() if isinstance(row, dict) else []

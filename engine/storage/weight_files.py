@@ -181,5 +181,4 @@ def file_tensors(
 
 
 def _in_files(owner: str, block: str) -> str:
-    """A module's path with the block's name in files."""
     return ".".join(block if piece == _BLOCK else piece for piece in owner.split("."))

@@ -33,13 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class MetricLog(Protocol):
-    """One place for metrics."""
+    """One place for metrics, of steps in order, which ends as FINISHED, FAILED or KILLED."""
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record values at a step, later than the one before it in this process."""
-
-    def close(self, status: str) -> None:
-        """End the log as FINISHED, FAILED or KILLED."""
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def close(self, status: str) -> None: ...
 
 
 class MetricLogs:

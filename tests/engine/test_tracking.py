@@ -25,8 +25,7 @@ from thorough import and_slow
 
 from engine.errors import LineageError, StorageError, TrackingError
 from engine.lineage.__main__ import main as lineage_command
-from engine.promotion import Champions
-from engine.promotion.champions import LockTimeouts
+from engine.promotion.champions import Champions, LockTimeouts
 from engine.storage.artifacts import Draft, publish, staging, verify
 from engine.tracking import Tracker
 from engine.tracking.connection import flatten, name, parameters, tags

@@ -243,7 +243,7 @@ def test_a_checkpoint_leads_to_what_its_stage_was_making(run: Run, tmp_path: Pat
     assert (node.kind, node.label) == ("checkpoint", "rl checkpoint of step 5")
     assert node.facts["reward"] == "0.5"
     assert node.facts["mlflow_run"] == "m1"
-    assert node.config == manifest.config
+    assert node.draft.config == manifest.config
     linked = edges(found.graph)
     assert ("sft", "warm_start", "checkpoint") in linked
     assert ("checkpoint", "checkpoint", "rl") in linked

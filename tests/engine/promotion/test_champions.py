@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import LineageError, TrackingError
-from engine.promotion import Champions
 from engine.promotion.__main__ import main
 from engine.promotion.champions import (
     TAG_PREFIX,
     AliasMove,
+    Champions,
     LockTimeouts,
     lock_model,
     previous_version,
