@@ -24,7 +24,7 @@ from typing import Literal
 from engine.checkpoint import format
 from engine.checkpoint.run_lock import check_lock
 from engine.checkpoint.state_dict import StateDict, extract_tensors
-from engine.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.digests import FileEntry
 from engine.storage.filesystem import process_is_alive
 from engine.storage.folder import Folder
@@ -43,13 +43,6 @@ class RetentionPolicy:
     best: int = 1  # by `metric`; without effect where it is empty
     metric: str = ""  # e.g. "validation/reward"
     mode: Literal["max", "min"] = "max"  # whether a high or a low value is good
-
-    def __post_init__(self) -> None:
-        if self.last < 1 or self.best < 0 or self.mode not in ("max", "min"):
-            raise ConfigError(
-                f"keep_last={self.last} must be at least 1, keep_best={self.best} at least 0 and "
-                f"mode={self.mode!r} max or min"
-            )
 
 
 def retained(markers: Sequence[format.Marker], keep: RetentionPolicy) -> set[int]:

@@ -254,7 +254,6 @@ def publish(folder: str | Path, draft: Draft) -> Path:
         manifest = write_manifest(folder, draft)
         filesystem.fsync_tree(folder)
         target = _target_of(manifest)
-        target.parent.mkdir(parents=True, exist_ok=True)
         _move_into_place(folder, target, manifest)
     share(target)
     return target
@@ -349,10 +348,8 @@ def _download(uri: str) -> Path:
                 if (draft / MANIFEST).is_file():
                     verify(draft)
                 filesystem.fsync_tree(draft)
-                target.parent.mkdir(parents=True, exist_ok=True)
                 if not target.exists():
                     _rename(draft, target)
-                    filesystem.fsync(target.parent)
                 elif not _is_equal(target, draft, manifest):  # else a process may be reading it
                     _replace(draft, target)
     except FileNotFoundError:
@@ -396,7 +393,6 @@ def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:
     """Rename `folder` to `target`, giving way to an equal and whole artifact already there."""
     if not target.exists():
         _rename(folder, target)
-        filesystem.fsync(target.parent)
         return
     with contextlib.suppress(LineageError):
         if verify(target).digest == manifest.digest:
@@ -426,11 +422,11 @@ def _replace(folder: Path, target: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     else:
         replaced.unlink(missing_ok=True)
-    filesystem.fsync(target.parent)
 
 
 def _rename(folder: Path, target: Path) -> None:
     """Rename `folder` to `target`; where another process was first, its folder stays."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.rename(folder, target)
     except OSError as error:
@@ -438,6 +434,7 @@ def _rename(folder: Path, target: Path) -> None:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         shutil.rmtree(folder)
+    filesystem.fsync(target.parent)
 
 
 @contextlib.contextmanager

@@ -65,11 +65,7 @@ class StageRun:
     def flush(self) -> None:
         """Send what is buffered now; on TrackingError the points stay in the buffer."""
         with self._sending:
-            while True:
-                with self._lock:
-                    batch = self._pending[:BATCH]
-                if not batch:
-                    return
+            while batch := self._pending[:BATCH]:
                 with self._connection.translated("write metrics"):
                     self._connection.client.log_batch(self.run_id, metrics=batch)
                 with self._lock:

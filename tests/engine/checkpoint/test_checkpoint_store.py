@@ -32,7 +32,7 @@ from engine.checkpoint.format import (
 )
 from engine.checkpoint.state_dict import extract_tensors
 from engine.checkpoint.store import RetentionPolicy, abandoned_drafts, draft_name, retained
-from engine.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.folder import Folder
 
 
@@ -418,13 +418,6 @@ def test_the_newest_always_stays_and_counts_hold(
     measured = [facts[i][1] for i in newest_of.values() if facts[i][1] is not None]
     if best and measured:
         assert max(measured) in [facts[i][1] for i in stay]
-
-
-def test_a_retention_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"keep_last=0 must be at least 1"):
-        RetentionPolicy(0)
-    with pytest.raises(ConfigError, match=r"mode='best'"):
-        RetentionPolicy(mode="best")  # type: ignore[arg-type]
 
 
 def test_only_drafts_of_the_dead_are_abandoned(tmp_path: Path) -> None:
