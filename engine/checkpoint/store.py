@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count
 from pathlib import Path
-from typing import Literal
 
 from engine.checkpoint import format
 from engine.checkpoint.run_lock import check_lock
@@ -41,17 +40,15 @@ class RetentionPolicy:
 
     last: int = 2  # newest, at least 1
     best: int = 1  # by `metric`; without effect where it is empty
-    metric: str = ""  # e.g. "validation/reward"
-    mode: Literal["max", "min"] = "max"  # whether a high or a low value is good
+    metric: str = ""  # e.g. "validation/reward"; the higher the better
 
 
 def retained(markers: Sequence[format.Marker], keep: RetentionPolicy) -> set[int]:
     """Sequence numbers of the newest checkpoint of each step among the last n and the best k."""
     newest = {m.step: m for m in sorted(markers, key=lambda m: m.sequence)}  # of each step
     candidates = sorted(newest.values(), key=lambda m: -m.sequence)
-    sign = 1.0 if keep.mode == "max" else -1.0
     measured = [m for m in candidates if math.isfinite(m.metrics.get(keep.metric, math.nan))]
-    best = sorted(measured, key=lambda m: -sign * m.metrics[keep.metric])
+    best = sorted(measured, key=lambda m: -m.metrics[keep.metric])
     return {m.sequence for m in (*candidates[: keep.last], *best[: keep.best])}
 
 
@@ -154,12 +151,11 @@ class CheckpointStore:
         keep_last: int = 2,
         keep_best: int = 1,
         metric: str = "",
-        mode: Literal["max", "min"] = "max",
         *,
         restart: bool = False,
     ) -> None:
         """`restart`: checkpoints that are all damaged count as none, and are replaced."""
-        self.retention = RetentionPolicy(keep_last, keep_best, metric, mode)
+        self.retention = RetentionPolicy(keep_last, keep_best, metric)
         self.restart = restart
         self.root = Folder(root)
         self._damaged: set[str] = set()  # names of folders that `latest` has refused

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 
 from engine.errors import LineageError
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, Graph
@@ -46,7 +46,7 @@ def row_change(name: str, before: str, after: str) -> RowChange | None:
     signs = [f"+{c}" for c in columns_after if c not in columns_before]
     signs += [f"-{c}" for c in columns_before if c not in columns_after]
     added, removed = rows_after - rows_before, rows_before - rows_after
-    totals = [rows.total() for rows in (rows_before, rows_after, added, removed)]
+    totals = (rows_before.total(), rows_after.total(), added.total(), removed.total())
     return RowChange(name, *totals, columns=", ".join(signs))
 
 
@@ -145,7 +145,7 @@ def compare(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> Artifact
         parents.append({e.name: graph.nodes[e.parent].name for e in graph.parents(node.key)})
         progress = {k: float(v) for k, v in node.facts.items() if k in ("step", "sequence")}
         metrics.append(progress if node.kind == CHECKPOINT else node.draft.metrics)
-    numbers = [(n, *(side.get(n) for side in metrics)) for n in dict.fromkeys(chain(*metrics))]
+    old, new = metrics
     return ArtifactComparison(
         before=before,
         after=after,
@@ -154,7 +154,7 @@ def compare(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> Artifact
         parents=_changes(*parents),
         data=_data(graph, before, after),
         files=_files(before, after),
-        metrics=tuple(MetricChange(*number) for number in numbers),
+        metrics=tuple(MetricChange(k, old.get(k), new.get(k)) for k in dict.fromkeys([*old, *new])),
     )
 
 

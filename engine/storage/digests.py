@@ -37,9 +37,10 @@ class HashedChunks:
         self._chunks, self._sha, self._size = chunks, hashlib.sha256(), 0
 
     def __iter__(self) -> Iterator[memoryview]:
-        for chunk in map(memoryview, self._chunks):
-            for start in range(0, len(chunk), CHUNK):  # each is still in a cache when it is written
-                part = chunk[start : start + CHUNK]
+        for chunk in self._chunks:
+            view = memoryview(chunk)
+            for start in range(0, len(view), CHUNK):  # each is still in a cache when it is written
+                part = view[start : start + CHUNK]
                 self._sha.update(part)
                 self._size += len(part)
                 yield part

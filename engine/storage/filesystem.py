@@ -417,7 +417,9 @@ def translated(
     """
     try:
         yield
-    except (EngineError, *keep):
+    except EngineError:
+        raise
+    except keep:
         raise
     except Exception as error:  # fsspec's drivers raise errors of many libraries
         away = is_remote(address) and is_transient(error)

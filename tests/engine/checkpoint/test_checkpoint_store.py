@@ -384,7 +384,6 @@ def test_last_and_best_stay() -> None:
     markers = [marker(i, 10 * i, value) for i, value in enumerate(values)]
     assert retained(markers, RetentionPolicy(2, 1, "reward")) == {3, 4, 1}
     assert retained(markers, RetentionPolicy(2, 2, "reward")) == {3, 4, 1, 2}
-    assert retained(markers, RetentionPolicy(1, 1, "reward", "min")) == {4, 0}
     assert retained(markers, RetentionPolicy(1, 3)) == {4}
     assert retained(
         [marker(0, 0, 0.5), marker(1, 1, 0.5), marker(2, 2)], RetentionPolicy(1, 1, "reward")
