@@ -27,6 +27,11 @@ def environment(package: str) -> Environment:
     )
 
 
+def stylesheet() -> Markup:
+    """Return the style of all pages, to be put into a page as it is."""
+    return asset("engine", "pages.css")
+
+
 def asset(package: str, name: str) -> Markup:
     """Return a style sheet or script of `package`, to be put into a page as it is."""
     return Markup(files(package).joinpath("templates", name).read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ Read `store` first: it commits, finds and removes them. `format` has their files
 way of a state to them and back, `saver` saves beside training, `run_lock` keeps other runs out.
 """
 
-from engine.checkpoint.saver import Saver, SaveStats
+from engine.checkpoint.saver import Saver
 from engine.checkpoint.store import (
     Checkpoint,
     CheckpointDraft,
@@ -17,7 +17,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointDraft",
     "CheckpointStore",
-    "SaveStats",
     "Saver",
     "find_latest",
     "open_checkpoint",

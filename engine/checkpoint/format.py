@@ -9,7 +9,7 @@
       COMPLETE                                      written last; the digest of checksums.json
 
 Without `COMPLETE` a folder is torn. When files are written, committed and removed is in `saver` and
-`store`; how tensors are named and placed for torch's DCP, in `state_dict`.
+`store`; how tensors are named and placed, in `state_dict`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from safetensors import SafetensorError
 from engine.checkpoint.state_dict import (
     StateDict,
     Tensors,
-    byte_count,
     extract_tensors,
     file_metadata,
     insert_tensors,
@@ -93,11 +92,11 @@ def write_state(
         named = {start + name: tensor for name, tensor in tensors.items()}
         files[file] = folder.write(file, safetensors_bytes(named, metadata))
         parts[part] = {"file": file, "prefix": start}
-    size = sum(byte_count(t) for tensors in groups.values() for t in tensors.values())
+    size = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
     report = {
         "values": values,
         "parts": parts,
-        "files": {name: _as_json(file) for name, file in files.items()},
+        "files": {name: file.model_dump() for name, file in files.items()},
         "tensor_bytes": size,
     }
     name = f"{rank_prefix}.json"
@@ -113,21 +112,12 @@ def read_written_files(folder: Folder, rank_prefix: str) -> WrittenFiles:
     return WrittenFiles(files | {name: hash_chunks([data])}, report["tensor_bytes"])
 
 
-def read_state(folder: Folder, rank_prefix: str, checksums: dict[str, FileEntry]) -> StateDict:
-    """Read what `write_state` wrote, checking each file against `checksums` on the way."""
-    values, parts = read_state_index(folder, rank_prefix, checksums)
-    groups = {part: read_tensors(folder, it, checksums) for part, it in parts.items()}
-    tree: StateDict = insert_tensors(values, groups)
-    return tree
-
-
-def read_state_index(
-    folder: Folder, rank_prefix: str, checksums: dict[str, FileEntry]
-) -> tuple[StateDict, dict[str, TensorFile]]:
-    """The plain values that `write_state` wrote, and where its tensors are by first-level key."""
+def read_state(folder: Folder, rank_prefix: str, checksums: dict[str, FileEntry]) -> RankState:
+    """What `write_state` wrote: plain values now, tensors on first use, checked on the way."""
     name = f"{rank_prefix}.json"
     report = _parse(folder, name, _checked_bytes(folder, name, checksums))
-    return report["values"], {part: TensorFile(**it) for part, it in report["parts"].items()}
+    parts = {part: TensorFile(**file) for part, file in report["parts"].items()}
+    return RankState(report["values"], parts, folder, checksums)
 
 
 def read_tensors(folder: Folder, part: TensorFile, checksums: dict[str, FileEntry]) -> Tensors:
@@ -154,12 +144,12 @@ def ranks_in(names: Iterable[str]) -> dict[str, dict[int, set[int]]]:
 
 def write_checksums(folder: Folder, checksums: dict[str, FileEntry]) -> str:
     """Write checksums.json; return its own digest, which the marker holds."""
-    text = json.dumps({name: _as_json(checksums[name]) for name in sorted(checksums)}, indent=1)
+    text = json.dumps({name: checksums[name].model_dump() for name in sorted(checksums)}, indent=1)
     return folder.write(CHECKSUMS, [text.encode()]).sha256
 
 
 def write_marker(folder: Folder, marker: Marker) -> None:
-    """Write COMPLETE, which makes the checkpoint complete."""
+    """Make the checkpoint complete."""
     folder.write(MARKER, [json.dumps(asdict(marker)).encode()])
 
 
@@ -204,10 +194,7 @@ def verify(folder: Folder) -> Marker:
 
 
 def copy_checkpoint(source: Folder, target: Folder, marker: Marker) -> None:
-    """Copy the files of a complete checkpoint, but for its marker, hashing them on the way.
-
-    Raises DamagedCheckpointError where one isn't what `checksums.json` recorded.
-    """
+    """Copy a complete checkpoint but for its marker; DamagedCheckpointError unless as recorded."""
     checksums = read_checksums(source, marker)
     check_sizes(source, checksums)
     for name in checksums:
@@ -242,10 +229,6 @@ def _parse(folder: Folder, name: str, data: bytes) -> dict[str, Any]:
     return values
 
 
-def _as_json(file: FileEntry) -> dict[str, str | int]:
-    return {"sha256": file.sha256, "size": file.size}
-
-
 @dataclass
 class RankState:
     """One rank's state, whose tensors are read and checked on first use, a file at a time."""
@@ -263,10 +246,7 @@ class RankState:
         return RankState(values, _loaded=groups)
 
     def get(self, *path: str) -> Any:
-        """A subtree with its tensors, or None where there is none.
-
-        Raises DamagedCheckpointError for a file that is missing or was changed.
-        """
+        """A subtree with its tensors, or None; DamagedCheckpointError for a missing or bad file."""
         values: object = self.values
         for key in path:
             values = values.get(key) if isinstance(values, dict) else None
@@ -286,10 +266,9 @@ class RankState:
 
 
 def read_role_states(uri: str, role: str) -> list[RankState]:
-    """What every rank of a role saved in a complete checkpoint, by rank.
+    """What every rank of a role saved in a checkpoint, by rank.
 
-    Raises DamagedCheckpointError for a torn or changed checkpoint, CheckpointError for one without
-    this role.
+    Raises DamagedCheckpointError for a torn or changed one, CheckpointError without this role.
     """
     folder = Folder(uri)
     checksums = read_checksums(folder, read_marker(folder))
@@ -300,34 +279,19 @@ def read_role_states(uri: str, role: str) -> list[RankState]:
         )
     [world_size] = worlds
     prefixes = [rank_file_prefix(role, rank, world_size) for rank in range(world_size)]
-    return [
-        RankState(*read_state_index(folder, prefix, checksums), folder, checksums)
-        for prefix in prefixes
-    ]
+    return [read_state(folder, prefix, checksums) for prefix in prefixes]
 
 
 def read_controller_state(uri: str) -> RankState:
-    """The controller's state in a complete checkpoint.
-
-    Raises DamagedCheckpointError for a torn or changed checkpoint.
-    """
+    """The controller's state in a checkpoint; DamagedCheckpointError for a torn or changed one."""
     folder = Folder(uri)
-    checksums = read_checksums(folder, read_marker(folder))
-    return RankState(*read_state_index(folder, STATE, checksums), folder, checksums)
-
-
-def read_values(uri: str) -> StateDict:
-    """The plain values of the controller's state, no tensor read; raises as that."""
-    return read_controller_state(uri).values
+    return read_state(folder, STATE, read_checksums(folder, read_marker(folder)))
 
 
 def state_of_rank(
     states: list[RankState], rank: int, world_size: int, *, any_rank: bool
 ) -> RankState:
-    """The state for `rank`; `any_rank`: any will do, so the number of ranks may have changed.
-
-    Raises CheckpointError where their number must be the same and is not.
-    """
+    """The state for `rank`; CheckpointError for another number of ranks, unless `any_rank`."""
     if not any_rank and len(states) != world_size:
         raise CheckpointError(
             f"{len(states)} ranks saved it and this run has {world_size}; resume on {len(states)}"

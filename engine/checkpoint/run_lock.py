@@ -1,8 +1,8 @@
 """One run at a time writes a folder of checkpoints: `hold_lock`.
 
 The lock is a file in the folder that names its owner, who writes it again every 10 s. It is created
-exclusively (in S3 by a conditional write), and taken from an owner that has ended or that writes no
-more, in S3 on condition that the file is still the same. Clocks of machines are not compared.
+exclusively, and taken from an owner that has ended or writes no more; in S3 both are conditional
+writes. Clocks of machines are not compared.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from engine.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    LockedCheckpointsError,
-    StorageError,
-)
+from engine import errors
 from engine.storage.filesystem import process_start
 from engine.storage.folder import CheckpointStorageError, Folder
 from engine.storage.s3 import Objects
@@ -44,8 +39,7 @@ def hold_lock(
     """Hold the lock of a folder of checkpoints for the block; nothing is done for no folder.
 
     Raises LockedCheckpointsError, within `beat_s` and a moment, where another run has it. Where the
-    lock can't be written, because the disk is full or the folder can't be made, the run goes on
-    without: its saves will say so too.
+    lock can't be written the run goes on without, with a warning: its saves will say so too.
     """
     key = (os.getpid(), Folder(root).uri) if root is not None else None
     if key is None or key in _held:
@@ -92,17 +86,16 @@ class Owner:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     def as_json(self) -> bytes:
-        """Return the content of the lock's file."""
+        """The content of the lock's file."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def parse(data: bytes) -> Owner | None:
-        """Return the owner that a lock's file names; None for a file that is something else."""
-        try:
-            owner = Owner(**json.loads(data))
-        except (ValueError, TypeError, RecursionError):
-            return None
-        return owner if isinstance(owner.pid, int) else None
+    def parse(data: bytes | None) -> Owner | None:
+        """The owner that a lock's file names; None for a file that is something else."""
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            owner = Owner(**json.loads(data or b""))
+            return owner if isinstance(owner.pid, int) else None
+        return None
 
 
 class FolderLock:
@@ -123,14 +116,19 @@ class FolderLock:
         before, since = self._read()[0], time.monotonic()
         while True:
             data, tag = self._read()
-            owner = Owner.parse(data or b"")
+            owner = Owner.parse(data)
             here = owner is not None and owner.machine == self._owner.machine
             stale = data == before and time.monotonic() - since > self._stale_s
-            if data is None or stale or (owner and here and self._may_replace(owner)):
+            # On this machine an owner may have ended, or be this process, which may resume.
+            free = data is None or stale
+            if owner is not None and here:
+                is_self = owner.pid == self._owner.pid
+                free = free or is_self or process_start(owner.pid) != owner.started
+            if free:
                 if self._write(tag, new=data is None) and self._is_confirmed(data):
                     break
             elif owner and (here or data != before):
-                raise LockedCheckpointsError(
+                raise errors.LockedCheckpointsError(
                     f"{self._root} is in use by another run ({owner}); wait for its end or stop "
                     "it, or give this run another checkpoint folder"
                 )
@@ -148,7 +146,7 @@ class FolderLock:
             elif (renew or data is None) and not self._lost:
                 self._lost = not self._write(tag, new=data is None)
         if self._lost:
-            raise LockedCheckpointsError(
+            raise errors.LockedCheckpointsError(
                 f"another run has taken {self._root} over, because this one gave no sign of life "
                 f"for {self._stale_s:g} s; nothing more is written; stop one of the two"
             )
@@ -160,12 +158,8 @@ class FolderLock:
         try:
             if self._read()[0] == self._owner.as_json():
                 self._root.remove_file(NAME)
-        except CheckpointError as error:
+        except errors.CheckpointError as error:
             log.warning("%s stays locked for %g s: %s", self._root, self._stale_s, error)
-
-    def _may_replace(self, owner: Owner) -> bool:
-        """Whether an owner on this machine has ended, or is this process, which may resume."""
-        return owner.pid == self._owner.pid or process_start(owner.pid) != owner.started
 
     def _is_confirmed(self, replaced: bytes | None) -> bool:
         """Whether nobody else has taken the same stale lock at the same moment."""
@@ -178,13 +172,12 @@ class FolderLock:
         return self._read()[0] == self._owner.as_json()
 
     def _keep(self) -> None:
-        """Write the file again until the lock is released, or lost."""
         while not self._ended.wait(self._beat_s):
             try:
                 self.check(renew=True)
-            except CheckpointError as error:
+            except errors.CheckpointError as error:
                 log.warning("the lock of %s could not be kept: %s", self._root, error)
-            except LockedCheckpointsError as error:
+            except errors.LockedCheckpointsError as error:
                 log.error("%s", error)
                 return
 
@@ -192,11 +185,11 @@ class FolderLock:
         """Return what is in the lock's file, None without one, and its entity tag in S3."""
         try:
             # The tag first: should the file change in between, the next write is refused.
-            tag = self._objects.entity_tag(NAME) if self._objects is not None else ""
+            tag = self._objects.head(NAME)["ETag"] if self._objects is not None else ""
             return self._root.read(NAME), tag
-        except (FileNotFoundError, DamagedCheckpointError):
+        except (FileNotFoundError, errors.DamagedCheckpointError):
             return None, ""
-        except StorageError as error:
+        except errors.StorageError as error:
             raise CheckpointStorageError(str(error)) from error
 
     def _write(self, tag: str, new: bool) -> bool:
@@ -214,7 +207,7 @@ class FolderLock:
             return True
         except FileExistsError:
             return False
-        except (OSError, StorageError) as error:
+        except (OSError, errors.StorageError) as error:
             if new and self._root.is_local:  # or an empty file would lock the folder
                 with contextlib.suppress(OSError):
                     Path(self._root.path, NAME).unlink()

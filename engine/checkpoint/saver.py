@@ -48,9 +48,8 @@ class Background:
         self.wait()
         self._done = Future()
         if self._calls is None:
-            # One thread for all calls, which ends with this object: in a large process it takes a
-            # millisecond to start one. A daemon: a process that ends in the middle leaves a torn
-            # folder, which is never loaded.
+            # One daemon thread for all calls, which ends with this object: in a large process it
+            # takes a millisecond to start one.
             calls = self._calls = _Calls()
             threading.Thread(target=_run_all, args=(calls,), name=self.name, daemon=True).start()
             weakref.finalize(self, calls.put, None)
@@ -72,9 +71,8 @@ class Background:
         if isinstance(error, EngineError):
             raise error
         if error is not None:
-            raise CheckpointError(
-                f"{self.name} failed with {type(error).__name__}: {error}"
-            ) from error
+            text = f"{self.name} failed with {type(error).__name__}: {error}"
+            raise CheckpointError(text) from error
 
 
 def _run_all(calls: _Calls) -> None:
@@ -114,44 +112,30 @@ class SaveStats:
 
 
 class GroupCall(Protocol):
-    """A call on all ranks of a group, under way."""
+    """A call on all ranks of a group; its result is waited for until a `time.monotonic`."""
 
-    def result(self, until: float | None = None) -> object:
-        """Wait for it, up to a deadline of `time.monotonic` at most; raise its error."""
+    def result(self, until: float | None = None) -> object: ...
 
 
 class StatefulGroup(Protocol):
-    """The ranks of a role, each a `StatefulWorker`."""
+    """The ranks of a role, each an `engine.workers.stateful.StatefulWorker`."""
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def save_state(self, folder: str) -> GroupCall:
-        """Copy the state of all ranks, and write it in the background."""
-
-    def wait_saved(self, timeout_s: float) -> GroupCall:
-        """Wait until it is written."""
-
-    def load_state(self, folder: str) -> GroupCall:
-        """Load the state of all ranks from a checkpoint."""
+    def world_size(self) -> int: ...
+    def save_state(self, folder: str) -> GroupCall: ...
+    def wait_saved(self, timeout_s: float) -> GroupCall: ...
+    def load_state(self, folder: str) -> GroupCall: ...
 
 
 class CommitListener(Protocol):
     """What processes committed checkpoints during training, and reports its own errors."""
 
-    def wake(self) -> None:
-        """There is a new checkpoint; return at once."""
-
-    def wait(self) -> None:
-        """Return when all checkpoints are processed, or given up."""
+    def wake(self) -> None: ...  # at once
+    def wait(self) -> None: ...  # until all checkpoints are processed, or given up
 
 
 class Saver:
-    """Saves and restores all roles of a run; at most one save is in flight.
-
-    Call it between training steps, when no call on the roles is under way.
-    """
+    """Saves and restores all roles of a run, between its steps; at most one save is in flight."""
 
     def __init__(
         self,
@@ -172,26 +156,24 @@ class Saver:
         self._in_flight = False
         self._cancelled = threading.Event()
         self._stall_s = 0.0
-        self._reported: SaveStats | None = None
+        self._unreported: SaveStats | None = None  # of a save that `take_metrics` has not told
 
     @property
     def unsaved_step(self) -> int | None:
         """The step whose save was requested last, unless that is known to be durable."""
-        done = self.stats.step if self.stats is not None else None
-        return self._requested if self._requested != done else None
+        is_durable = self.stats is not None and self.stats.step == self._requested
+        return None if is_durable else self._requested
 
     def take_metrics(self) -> dict[str, float]:
         """What the newest save cost whose commit ended since the last call; empty for none."""
-        stats, before = self.stats, self._reported
-        self._reported = stats
-        return stats.as_metrics() if stats is not None and stats is not before else {}
+        stats, self._unreported = self._unreported, None
+        return stats.as_metrics() if stats is not None else {}
 
     def save(self, step: int, state: StateDict, metrics: Mapping[str, float] | None = None) -> None:
         """Copy the state of all roles and the controller's `state`; write them in the background.
 
-        Waits for the save before it, whose failure is a warning and does not affect this one; only
-        one that hangs is raised, since a second can't begin during it. Raises CheckpointError when
-        this one can't begin; a further call may try again.
+        Waits for the save before it, whose failure is a warning. Raises CheckpointError when that
+        hangs, or this one can't begin; a further call may try again.
         """
         begin = time.perf_counter()
         before, self._requested = self._requested, step
@@ -220,10 +202,7 @@ class Saver:
         self._commit.start(lambda: self._finish(draft, begin))
 
     def wait(self) -> Checkpoint | None:
-        """Wait until the save in flight is durable; return the newest checkpoint of this run.
-
-        Raises CheckpointError when it failed; the checkpoint before it stays.
-        """
+        """Wait until the save in flight is durable, or raise why not; return the newest one."""
         if self._in_flight:
             self._in_flight = False
             # A rank whose write hangs says so itself at the deadline.
@@ -236,10 +215,7 @@ class Saver:
         return self.last
 
     def drain(self, limit_s: float) -> None:
-        """Give the save in flight `limit_s` seconds more, before the process ends by an error.
-
-        Calls no rank, which may be gone. Failures are logged and not raised.
-        """
+        """Give the save in flight `limit_s` before an error ends the process; calls no rank."""
         try:
             self._commit.wait(limit_s)
         except CheckpointError as error:
@@ -268,20 +244,15 @@ class Saver:
         return first
 
     def _finish(self, draft: CheckpointDraft, begin: float) -> None:
-        """Wait until every rank has written, then commit."""
         try:
             self._wait_for_ranks(draft)
             self.last = self.store.commit(draft)
         except BaseException:
             self.store.abandon(draft)
             raise
-        self.stats = SaveStats(
-            step=draft.step,
-            stall_s=self._stall_s,
-            write_s=time.perf_counter() - begin,
-            written_bytes=self.last.bytes,
-            tensor_bytes=draft.tensor_bytes,
-        )
+        took, size = time.perf_counter() - begin, self.last.bytes
+        stats = SaveStats(draft.step, self._stall_s, took, size, draft.tensor_bytes)
+        self.stats = self._unreported = stats
         if self._listener is not None:
             self._listener.wake()
 

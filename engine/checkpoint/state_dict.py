@@ -50,20 +50,13 @@ _DTYPES = {
 
 
 class CpuStager:
-    """Copies a state dict's tensors to CPU buffers that every copy reuses.
-
-    Allocation costs more than the copy; so `stage` overwrites the tensors that the last call
-    returned.
-    """
+    """Copies a state dict's tensors to CPU buffers, which every copy reuses and overwrites."""
 
     def __init__(self) -> None:
         self._buffers: Tensors = {}
 
     def stage(self, state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
-        """Extract copies of the tensors of `state`, to be written while the originals change.
-
-        Raises DivergedError for weights that are not finite: they are never saved.
-        """
+        """Extract copies of a state's tensors; DivergedError for weights that are not finite."""
         values, groups = extract_tensors(state)
         weights = groups.get(WEIGHTS, {})
         sums: Tensors = {}
@@ -95,10 +88,9 @@ class CpuStager:
 
 
 def extract_tensors(state: StateDict) -> tuple[StateDict, dict[str, Tensors]]:
-    """Take the tensors out of a state dict: what is left is JSON, with marks where they were.
+    """Take the tensors out of a state dict, by the first level of keys: what is left is JSON.
 
-    Tensors are grouped by the first level of keys. Raises CheckpointError for a value that neither
-    JSON nor safetensors can hold.
+    Raises CheckpointError for a value that neither JSON nor safetensors can hold.
     """
     groups: dict[str, Tensors] = {}
 
@@ -148,7 +140,7 @@ def safetensors_bytes(
     end = 0
     for name in order:
         tensor = tensors[name]
-        start, end = end, end + byte_count(tensor)
+        start, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -161,11 +153,6 @@ def safetensors_bytes(
         if tensors[name].numel():
             flat = tensors[name].detach().contiguous().reshape(-1)
             yield flat.view(torch.uint8).numpy().data
-
-
-def byte_count(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
 
 
 log = logging.getLogger(__name__)
@@ -209,17 +196,13 @@ def set_process_rng(state: StateDict) -> None:
 
 
 def device_states(states: Sequence[Tensor], devices: int) -> list[Tensor]:
-    """Copies of the generators' states for `devices` devices, the first ones.
-
-    Warns where more were saved: what drew from the others will draw other numbers.
-    """
+    """Copies of the generators' states for `devices` devices; a warning where more were saved."""
     if len(states) > devices:
-        log.warning(
+        warning = (
             "the checkpoint has generators of %d GPUs and this process sees %d; the others are "
-            "left out, and what drew from them will draw other numbers",
-            len(states),
-            devices,
+            "left out, and what drew from them will draw other numbers"
         )
+        log.warning(warning, len(states), devices)
     return [state.clone() for state in states[:devices]]
 
 
@@ -235,21 +218,17 @@ def name_prefix(rank_prefix: str, part: str, *, shared: bool) -> str:
     >>> name_prefix("actor-00001-of-00004", "rng", shared=False)
     'actor.rank1.rng.'
     """
-    match = _RANK_PREFIX.fullmatch(rank_prefix)
-    if match is None:
+    if (match := _RANK_PREFIX.fullmatch(rank_prefix)) is None:
         return f"{rank_prefix}.{part}."
     return f"{match['role']}." + ("" if shared else f"rank{int(match['rank'])}.") + f"{part}."
 
 
 def shard_offsets(values: StateDict, tensors: Tensors) -> dict[str, list[int]] | None:
-    """Where each shard begins in its whole tensor; None where these are not shards.
-
-    `values[BOXES]` has `{"offset", "size"}` by parameter; a tensor belongs to the parameter of its
-    name, or of its name without the last word, as moments do (`lm_head.weight.exp_avg`).
-    """
+    """Where each shard begins in its whole tensor, by `values[BOXES]`; None for other tensors."""
     boxes: Mapping[str, Mapping[str, list[int]]] = values.get(BOXES, {})
     offsets = {}
     for name, tensor in tensors.items():
+        # Moments are named by their parameter and a word more: `lm_head.weight.exp_avg`.
         box = boxes.get(name) or boxes.get(name.rpartition(".")[0])
         if box is None:
             return None

@@ -6,6 +6,7 @@ files and checksums are in `format`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -18,29 +19,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count
 from pathlib import Path
-from typing import Literal
 
-from engine.checkpoint.format import (
-    CHECKSUMS,
-    MARKER,
-    STATE,
-    Marker,
-    check_sizes,
-    copy_checkpoint,
-    rank_file_prefix,
-    ranks_in,
-    read_checksums,
-    read_marker,
-    read_state,
-    read_written_files,
-    verify,
-    write_checksums,
-    write_marker,
-    write_state,
-)
+from engine.checkpoint import format
 from engine.checkpoint.run_lock import check_lock
 from engine.checkpoint.state_dict import StateDict, extract_tensors
-from engine.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.storage.digests import FileEntry
 from engine.storage.filesystem import process_is_alive
 from engine.storage.folder import Folder
@@ -57,38 +40,22 @@ class RetentionPolicy:
 
     last: int = 2  # newest, at least 1
     best: int = 1  # by `metric`; without effect where it is empty
-    metric: str = ""  # e.g. "validation/reward"
-    mode: Literal["max", "min"] = "max"  # whether a high or a low value is good
-
-    def __post_init__(self) -> None:
-        if self.last < 1 or self.best < 0 or self.mode not in ("max", "min"):
-            raise ConfigError(
-                f"keep_last={self.last} must be at least 1, keep_best={self.best} at least 0 and "
-                f"mode={self.mode!r} max or min"
-            )
+    metric: str = ""  # e.g. "validation/reward"; the higher the better
 
 
-def retained(markers: Sequence[Marker], keep: RetentionPolicy) -> set[int]:
-    """Sequence numbers of the checkpoints that stay: the newest of each step, last n and best k.
-
-    Where two are equally good the newer one stays.
-    """
+def retained(markers: Sequence[format.Marker], keep: RetentionPolicy) -> set[int]:
+    """Sequence numbers of the newest checkpoint of each step among the last n and the best k."""
     newest = {m.step: m for m in sorted(markers, key=lambda m: m.sequence)}  # of each step
     candidates = sorted(newest.values(), key=lambda m: -m.sequence)
-    stay = candidates[: keep.last]
-    sign = 1.0 if keep.mode == "max" else -1.0
     measured = [m for m in candidates if math.isfinite(m.metrics.get(keep.metric, math.nan))]
-    best = sorted(measured, key=lambda m: -sign * m.metrics[keep.metric])[: keep.best]
-    return {m.sequence for m in (*stay, *best)}
+    best = sorted(measured, key=lambda m: -m.metrics[keep.metric])
+    return {m.sequence for m in (*candidates[: keep.last], *best[: keep.best])}
 
 
 def remove_checkpoint(folder: Folder) -> None:
-    """Delete a checkpoint, marker first: what a kill leaves of it is torn, and never chosen.
-
-    A refusal is a warning, since the new checkpoint is safe all the same.
-    """
+    """Delete a checkpoint, marker first: what a kill leaves is torn. A refusal is a warning."""
     try:
-        folder.remove_file(MARKER)
+        folder.remove_file(format.MARKER)
         folder.remove()
     except CheckpointError as error:
         log.warning("an old checkpoint stays: %s", error)
@@ -100,29 +67,18 @@ def draft_name(step: int) -> str:
 
 
 def abandoned_drafts(root: Folder, names: Iterable[str], open_names: Iterable[str]) -> list[str]:
-    """Drafts whose process has died here, or that another machine left a day ago.
-
-    What is named otherwise is nobody's draft, and stays.
-    """
-    return [
-        name
-        for name in names
-        if name not in open_names
-        and (draft := _DRAFT.fullmatch(name))
-        and _is_abandoned(root, draft)
-    ]
-
-
-def _is_abandoned(root: Folder, draft: re.Match[str]) -> bool:
-    pid = int(draft["pid"])
-    # A restarted container may give its process the number of the one that died.
-    if draft["host"] == _host() and (pid == os.getpid() or not process_is_alive(pid)):
-        return True
-    try:
-        age = time.time() - os.stat(f"{root.path}/{draft[0]}").st_mtime
-    except OSError:  # it is gone, or not ours to look at
-        return False
-    return age > _ABANDONED_AFTER_S
+    """Drafts whose process has died here, or that another machine left a day ago."""
+    abandoned = []
+    for draft in filter(None, map(_DRAFT.fullmatch, names)):
+        pid, is_old = int(draft["pid"]), False
+        with contextlib.suppress(OSError):  # it is gone, or not ours to look at
+            age = time.time() - os.stat(f"{root.path}/{draft[0]}").st_mtime
+            is_old = age > _ABANDONED_AFTER_S
+        # A restarted container may give its process the number of the one that died.
+        is_dead = pid == os.getpid() or not process_is_alive(pid)
+        if draft[0] not in open_names and (is_old or (draft["host"] == _host() and is_dead)):
+            abandoned.append(draft[0])
+    return abandoned
 
 
 def _host() -> str:
@@ -139,7 +95,7 @@ class Checkpoint:
     """A complete checkpoint that was verified, or has just been written."""
 
     folder: str  # path or URI, e.g. "/run/step_500"
-    marker: Marker
+    marker: format.Marker
 
     @property
     def step(self) -> int:
@@ -155,13 +111,14 @@ class Checkpoint:
     def state(self) -> StateDict:
         """The controller's state, read on first use; tuples come back as lists."""
         folder = Folder(self.folder)
-        return read_state(folder, STATE, read_checksums(folder, self.marker))
+        checksums = format.read_checksums(folder, self.marker)
+        return format.read_state(folder, format.STATE, checksums).state_dict()
 
     @cached_property
     def bytes(self) -> int:
         """Size of its files."""
         folder = Folder(self.folder)
-        return sum(file.size for file in read_checksums(folder, self.marker).values())
+        return sum(file.size for file in format.read_checksums(folder, self.marker).values())
 
 
 @dataclass
@@ -194,15 +151,11 @@ class CheckpointStore:
         keep_last: int = 2,
         keep_best: int = 1,
         metric: str = "",
-        mode: Literal["max", "min"] = "max",
         *,
         restart: bool = False,
     ) -> None:
-        """`restart`: checkpoints that are all damaged count as none, and are replaced.
-
-        Raises ConfigError for a retention that keeps nothing, CheckpointError for a bad root.
-        """
-        self.retention = RetentionPolicy(keep_last, keep_best, metric, mode)
+        """`restart`: checkpoints that are all damaged count as none, and are replaced."""
+        self.retention = RetentionPolicy(keep_last, keep_best, metric)
         self.restart = restart
         self.root = Folder(root)
         self._damaged: set[str] = set()  # names of folders that `latest` has refused
@@ -227,12 +180,12 @@ class CheckpointStore:
         check_lock(self.root)
         folder = Folder(draft.folder)
         checksums = self._collect(folder, draft)
-        check_sizes(folder, checksums)
+        format.check_sizes(folder, checksums)
         others = self._markers()
         sequence = 1 + max((marker.sequence for marker in others.values()), default=0)
-        digest = write_checksums(folder, checksums)
-        marker = Marker(draft.step, sequence, digest, draft.metrics)
-        write_marker(folder, marker)
+        digest = format.write_checksums(folder, checksums)
+        marker = format.Marker(draft.step, sequence, digest, draft.metrics)
+        format.write_marker(folder, marker)
         name = self._publish(folder, draft.step)
         _open_drafts.discard(folder.uri)
         self._remove_old(others, name, marker)
@@ -247,17 +200,16 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose every file verifies; None where there is none.
 
-        Damaged ones are skipped with a warning that says why. Raises DamagedCheckpointError when
-        all are damaged, unless the run may `restart`, and CheckpointError when the root can't
-        be reached: falling back to an older one would lose work for nothing.
+        Raises DamagedCheckpointError when all are damaged, unless the run may `restart`, and
+        CheckpointError when the root can't be reached.
         """
         faults: list[DamagedCheckpointError] = []
         markers = self._markers(faults)
         while markers:
-            for name in sorted(markers, key=lambda name: -markers[name].sequence):
+            for name in reversed(markers):
                 folder = self.root / name
                 try:
-                    return Checkpoint(folder.uri, verify(folder))
+                    return Checkpoint(folder.uri, format.verify(folder))
                 except DamagedCheckpointError as error:
                     self._damaged.add(name)
                     faults.insert(0, error)
@@ -274,27 +226,22 @@ class CheckpointStore:
 
     def complete(self) -> list[str]:
         """Names of the folders of all checkpoints that have their marker, oldest first."""
-        markers = self._markers()
-        return sorted(markers, key=lambda name: markers[name].sequence)
+        return list(self._markers())
 
     def newest_of(self, step: int) -> Checkpoint | None:
         """The newest checkpoint of one step, whose files are not verified; None without one."""
-        markers = {name: m for name, m in self._markers().items() if m.step == step}
-        if not markers:
-            return None
-        name = max(markers, key=lambda name: markers[name].sequence)
-        return Checkpoint((self.root / name).uri, markers[name])
+        for name, marker in reversed(self._markers().items()):
+            if marker.step == step:
+                return Checkpoint((self.root / name).uri, marker)
+        return None
 
     def adopt(self, other: Checkpoint) -> None:
-        """Copy a checkpoint of another root into this one, as older than all that are here.
-
-        No commit may be under way. Raises CheckpointError where it can't be copied, as it was.
-        """
+        """Copy a checkpoint of another root into this one, as older than all that are here."""
         draft = self.begin(other.step)
         folder = Folder(draft.folder)
         try:
-            copy_checkpoint(Folder(other.folder), folder, other.marker)
-            write_marker(folder, replace(other.marker, sequence=0))
+            format.copy_checkpoint(Folder(other.folder), folder, other.marker)
+            format.write_marker(folder, replace(other.marker, sequence=0))
             self._publish(folder, other.step)
         except BaseException:
             self.abandon(draft)
@@ -303,23 +250,22 @@ class CheckpointStore:
 
     def _collect(self, folder: Folder, draft: CheckpointDraft) -> dict[str, FileEntry]:
         """The checksums of all files that ranks reported and of the controller's state."""
-        present = ranks_in(folder.sizes())
-        expected = {role: set(worlds) for role, worlds in present.items()}
-        expected |= {role: {ranks} for role, ranks in draft.roles.items()}
+        present = format.ranks_in(folder.sizes())
+        others = [(role, world) for role in present.keys() - draft.roles for world in present[role]]
         checksums: dict[str, FileEntry] = {}
-        for role, worlds in expected.items():
-            for world in worlds:
-                written_ranks = present.get(role, {}).get(world, set())
-                if missing := sorted(set(range(world)) - written_ranks):
-                    raise CheckpointError(
-                        f"{folder}: ranks {missing} of {world} of role {role!r} have written "
-                        "nothing; all nodes must see one folder: use a shared disk or s3://"
-                    )
-                for rank in range(world):
-                    written = read_written_files(folder, rank_file_prefix(role, rank, world))
-                    checksums |= written.files
-                    draft.tensor_bytes += written.tensor_bytes
-        state = write_state(folder, STATE, *extract_tensors(draft.state))
+        for role, world in [*draft.roles.items(), *others]:
+            written_ranks = present.get(role, {}).get(world, set())
+            if missing := sorted(set(range(world)) - written_ranks):
+                raise CheckpointError(
+                    f"{folder}: ranks {missing} of {world} of role {role!r} have written "
+                    "nothing; all nodes must see one folder: use a shared disk or s3://"
+                )
+            for rank in range(world):
+                prefix = format.rank_file_prefix(role, rank, world)
+                written = format.read_written_files(folder, prefix)
+                checksums |= written.files
+                draft.tensor_bytes += written.tensor_bytes
+        state = format.write_state(folder, format.STATE, *extract_tensors(draft.state))
         draft.tensor_bytes += state.tensor_bytes
         return checksums | state.files
 
@@ -331,34 +277,32 @@ class CheckpointStore:
         return name
 
     def _free_name(self, step: int) -> str:
-        taken = self.root.names()
+        taken = self.root.entries()
         names = chain([f"step_{step}"], (f"step_{step}.{attempt}" for attempt in count(1)))
         return next(name for name in names if name not in taken)
 
-    def _markers(self, faults: list[DamagedCheckpointError] | None = None) -> dict[str, Marker]:
-        """The markers of all checkpoints by folder name; torn ones are left out.
-
-        With `faults` they are warned of, and those that were complete once are added to it.
-        """
+    def _markers(
+        self, faults: list[DamagedCheckpointError] | None = None
+    ) -> dict[str, format.Marker]:
+        """All checkpoints' markers by folder, oldest first; `faults` gets once complete ones."""
         markers = {}
         for name in filter(_STEP.fullmatch, self.root.folders()):
             folder = self.root / name
             try:
-                markers[name] = read_marker(folder)
+                markers[name] = format.read_marker(folder)
             except DamagedCheckpointError as error:
                 if faults is None or folder.uri in _open_drafts:
                     continue
                 log.warning("checkpoint %s is torn: %s", folder, error)
                 # On a disk a checkpoint appears with its marker; in an object store that is last.
-                if (CHECKSUMS if self.root.is_local else MARKER) in folder.sizes():
+                if (format.CHECKSUMS if self.root.is_local else format.MARKER) in folder.sizes():
                     faults.append(error)
-        return markers
+        return dict(sorted(markers.items(), key=lambda item: item[1].sequence))
 
-    def _remove_old(self, others: Mapping[str, Marker], name: str, marker: Marker) -> None:
-        """Delete superseded and torn checkpoints, and drafts of processes that died.
-
-        Model folders without a checkpoint go as well.
-        """
+    def _remove_old(
+        self, others: Mapping[str, format.Marker], name: str, marker: format.Marker
+    ) -> None:
+        """Delete old and torn checkpoints, dead drafts, and model folders without a checkpoint."""
         good = {n: m for n, m in others.items() if n not in self._damaged}
         stay = retained([*good.values(), marker], self.retention)
         exports = self.root / EXPORTS
@@ -368,8 +312,8 @@ class CheckpointStore:
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
             return
-        drafts = [address.rpartition("/") for address in _open_drafts]
-        busy = {draft for root, _, draft in drafts if root == self.root.uri}
+        start = f"{self.root.uri}/"
+        busy = {uri.removeprefix(start) for uri in _open_drafts if uri.startswith(start)}
         steps = [n for n in names if _STEP.fullmatch(n) and n not in {name, *busy}]
         old = [n for n in steps if n not in good or good[n].sequence not in stay]
         for gone in (*old, *abandoned_drafts(self.root, names, busy)):
@@ -386,10 +330,9 @@ def find_latest(root: str | Path) -> Checkpoint | None:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Verify the checkpoint in one folder, such as `ckpt/step_500`.
+    """Verify the checkpoint in a folder, such as `ckpt/step_500`, or the newest of that step.
 
-    Where that step was saved again by a resumed run, the newest such folder is meant. Raises
-    CheckpointError when it is missing, torn or damaged.
+    Raises CheckpointError when it is missing, torn or damaged.
     """
     chosen = Folder(folder)
     base, _, name = chosen.uri.rpartition("/")
@@ -398,11 +341,11 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         if not again or not _STEP.fullmatch(again[-1]):
             raise CheckpointError(
                 f"{chosen} is no checkpoint: it holds no files; name a folder step_<n> that has "
-                f"{MARKER} and {CHECKSUMS}"
+                f"{format.MARKER} and {format.CHECKSUMS}"
             )
         chosen = Folder(base) / again[-1]
     try:
-        return Checkpoint(chosen.uri, verify(chosen))
+        return Checkpoint(chosen.uri, format.verify(chosen))
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
             f"{error}; load another checkpoint, or the newest good one under {base}"

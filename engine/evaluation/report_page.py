@@ -83,7 +83,7 @@ def render_report(
     return page.render(
         bars=plots.metric_bars(comparison, names),
         comparison=comparison,
-        css=html_templates.asset(__package__, "report.css"),
+        css=html_templates.stylesheet(),
         curves=plots.training_curves(curves),
         facts=facts or {},
         groups=_example_groups(comparison, rows_before, rows_after, examples),

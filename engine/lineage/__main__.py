@@ -10,8 +10,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, fields, is_dataclass
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,7 +20,7 @@ from rich.tree import Tree
 from engine.console import exit_130_on_ctrl_c, say
 from engine.errors import EngineError
 from engine.lineage.audit import Audit, audit
-from engine.lineage.compare import ArtifactComparison, Change, RowChange, compare, lines
+from engine.lineage.compare import ArtifactComparison, MetricChange, compare, lines
 from engine.lineage.graph import ArtifactNode, Edge, Graph
 from engine.lineage.lookup import Review, review
 from engine.lineage.page import render_page, write_page
@@ -29,12 +29,12 @@ from engine.redaction import presentable
 
 def trees(review: Review) -> list[Tree]:
     """Return, for each node asked about, a tree of its ancestors and one of its descendants."""
-    all_trees = []
-    for node in review.starts:
-        all_trees.append(_tree(review.graph, node, up=True))
-        if review.graph.children(node.key):
-            all_trees.append(_tree(review.graph, node, up=False))
-    return all_trees
+    return [
+        _tree(review.graph, node, up)
+        for node in review.starts
+        for up in (True, False)
+        if up or review.graph.children(node.key)
+    ]
 
 
 def _tree(graph: Graph, root: ArtifactNode, up: bool) -> Tree:
@@ -94,20 +94,21 @@ def as_json(
     review: Review, audit: Audit | None = None, comparison: ArtifactComparison | None = None
 ) -> dict[str, object]:
     """Return all as JSON values; each artifact with its whole manifest less the file list."""
-    graph = review.graph
+    names = ("key", "kind", "digest", "label", "uri", "missing", "facts")
     nodes = []
-    for node in graph.nodes.values():
-        names = ("key", "kind", "digest", "label", "uri", "missing", "facts")
-        values: dict[str, object] = {name: getattr(node, name) for name in names}
+    for node in review.graph.nodes.values():
         manifest = node.manifest
-        values["manifest_digest"] = manifest.own_digest if manifest else ""
-        less_files = manifest.model_dump(mode="json", exclude={"files"}) if manifest else None
-        values["manifest"] = less_files
-        nodes.append(values)
-    values = {
-        "focus": list(graph.focus),
+        nodes.append(
+            {
+                **{name: getattr(node, name) for name in names},
+                "manifest_digest": manifest.own_digest if manifest else "",
+                "manifest": manifest and manifest.model_dump(mode="json", exclude={"files"}),
+            }
+        )
+    values: dict[str, object] = {
+        "focus": list(review.graph.focus),
         "nodes": nodes,
-        "edges": [asdict(edge) for edge in graph.edges.values()],
+        "edges": [asdict(edge) for edge in review.graph.edges.values()],
         "notes": review.notes,
     }
     if audit is not None:
@@ -123,30 +124,36 @@ def as_json(
 def comparison_json(comparison: ArtifactComparison) -> dict[str, object]:
     """Return the differences as JSON values, sides by their keys in the graph."""
 
-    def plain(changes: Iterable[Change | RowChange]) -> list[dict[str, object]]:
-        return [asdict(change) for change in changes]
+    def plain(value: object) -> object:
+        if isinstance(value, ArtifactNode):
+            return value.key
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        if not is_dataclass(value):
+            return value
+        items = {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return items | ({"change": value.delta} if isinstance(value, MetricChange) else {})
 
-    names = ("code", "config", "parents", "files")
-    return {
-        "before": comparison.before.key,
-        "after": comparison.after.key,
-        "same_content": comparison.same_content,
-        **{name: plain(getattr(comparison, name)) for name in names},
-        "metrics": [{**asdict(metric), "change": metric.delta} for metric in comparison.metrics],
-        "data": [
-            {
-                "kind": change.kind,
-                "before": change.before.key if change.before else None,
-                "after": change.after.key if change.after else None,
-                "files": plain(change.files),
-                "rows": plain(change.rows),
-            }
-            for change in comparison.data
-        ],
-    }
+    names = ("before", "after", "same_content", "code", "config", "parents", "files", "metrics")
+    return {name: plain(getattr(comparison, name)) for name in (*names, "data")}
 
 
-COMMANDS = ("show", "diff", "verify")
+COMMANDS: tuple[tuple[str, int | str, str, str], ...] = (
+    (
+        *("show", 1, "what made it, and what came of it"),
+        "Print what something was made from, back to the source data, and what came of it.",
+    ),
+    (
+        *("diff", 2, "what differs between two"),
+        "Print what differs between two: configuration, data, code, parents, files and metrics. "
+        "Differences are no fault: the exit status is 0.",
+    ),
+    (
+        *("verify", "*", "re-hash and find tampering and missing parents"),
+        "Re-hash something and all that it was made from; without REF, all that the stores hold. "
+        "Finds changed, added and removed files, edited manifests, and what is missing.",
+    ),
+)
 REFERENCE = (
     "an artifact's folder or s3:// address, a checkpoint (…/step_500), a source file, the first "
     "digits of a digest, models:/NAME@ALIAS or models:/NAME/VERSION"
@@ -158,7 +165,7 @@ STATUS = "exit status: 0 fine; 1 something is missing, unreadable or not as reco
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+    if words and words[0] not in [name for name, *_ in COMMANDS] and not words[0].startswith("-"):
         words.insert(0, "show")  # `python -m engine.lineage ARTIFACT` shows it
     options = _parser().parse_args(words)
     try:
@@ -196,14 +203,12 @@ def _run(options: argparse.Namespace) -> int:
     # Faults, and what could not be checked, go to stderr.
     for note in graph_review.notes if checked is None else (note.text for note in checked.notes):
         say(f"note: {note}", error=True)
-    if checked is None:
-        return 0
-    for fault in checked.faults:
+    faults = checked.faults if checked is not None else ()
+    for fault in faults:
         say(f"error: {fault.text}", error=True)
-    if checked.faults:
-        return 1
-    say(f"verified: {checked.checked} artifacts and sources are as recorded", error=True)
-    return 0
+    if checked is not None and not faults:
+        say(f"verified: {checked.checked} artifacts and sources are as recorded", error=True)
+    return 1 if faults else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -213,40 +218,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=STATUS,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="show|diff|verify")
-    show = commands.add_parser(
-        "show", help="what made it, and what came of it", epilog=STATUS,
-        description="Print what something was made from, back to the source data, and what came "
-        "of it.",
-    )  # fmt: skip
-    show.add_argument("reference", metavar="REF", nargs=1, help=REFERENCE)
-    diff = commands.add_parser(
-        "diff", help="what differs between two", epilog=STATUS,
-        description="Print what differs between two: configuration, data, code, parents, files "
-        "and metrics. Differences are no fault: the exit status is 0.",
-    )  # fmt: skip
-    diff.add_argument("reference", metavar="REF", nargs=2, help=REFERENCE)
-    verify = commands.add_parser(
-        "verify", help="re-hash and find tampering and missing parents", epilog=STATUS,
-        description="Re-hash something and all that it was made from; without REF, all that the "
-        "stores hold. Finds changed, added and removed files, edited manifests, and what is "
-        "missing.",
-    )  # fmt: skip
-    verify.add_argument("reference", metavar="REF", nargs="*", help=REFERENCE)
-    verify.add_argument(
-        "--descendants", action="store_true", help="re-hash what came of it as well"
-    )
-    for command in (show, diff):
-        command.add_argument("--verify", action="store_true", help="re-hash all that is shown")
-    for command in (show, diff, verify):
+    for name, nargs, summary, description in COMMANDS:
+        command = commands.add_parser(name, help=summary, description=description, epilog=STATUS)
+        command.add_argument("reference", metavar="REF", nargs=nargs, help=REFERENCE)
+        extra = ("--descendants", "re-hash what came of it as well")
+        if name != "verify":
+            extra = ("--verify", "re-hash all that is shown")
+        flags = (extra, ("--no-registry", "don't ask MLflow for model versions"))
+        for flag, text in (*flags, ("--json", "print JSON")):
+            command.add_argument(flag, action="store_true", help=text)
         command.add_argument(
             "--store", metavar="ROOT", action="append", default=[],
             help="folder or s3:// prefix to search for artifacts; may be repeated (default: the "
             "store that REF lies in, and $HYBRIDFLYTE_HOME or ./outputs)",
         )  # fmt: skip
-        command.add_argument(
-            "--no-registry", action="store_true", help="don't ask MLflow for model versions"
-        )
-        command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument("--html", metavar="FILE", help="write one page that needs no network")
     return parser
 

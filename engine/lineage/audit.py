@@ -7,19 +7,14 @@ that doesn't answer is neither: checking ends in a StorageError, and may be trie
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, LineageError, StorageError, TrackingError
-from engine.lineage.graph import (
-    CHECKPOINT,
-    MODEL_VERSION,
-    ArtifactNode,
-    artifact_node,
-    location_in_store,
-)
+from engine.lineage import graph as lineage_graph
+from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode
 from engine.lineage.lookup import recorded_manifests
 from engine.storage.artifacts import SOURCE, differences, read_manifest
 from engine.storage.digests import MANIFEST, hash_file, tree_digest
@@ -58,102 +53,92 @@ class Audit:
         return tuple(finding for finding in self.findings if not finding.is_fault)
 
 
-def audit(review: Review, on_node: Callable[[ArtifactNode], None] | None = None) -> Audit:
-    """Check every node and edge of a review's graph; nothing is changed anywhere.
+class _NotCheckedError(Exception):
+    """What could not be checked, and why."""
 
-    Raises StorageError when a store doesn't answer.
-    """
-    graph = review.graph
+
+def audit(review: Review) -> Audit:
+    """Check a graph's nodes and edges, changing nothing; StorageError when a store is away."""
     findings: list[AuditFinding] = []
     answers, checked = True, 0
-    for node in graph.nodes.values():
-        if on_node is not None:
-            on_node(node)
-        findings_of_node = _check_node(node, review.tracker)
-        checked += all(finding.is_fault for finding in findings_of_node)
-        findings += findings_of_node
+    for node in review.graph.nodes.values():
+        try:
+            findings += [AuditFinding(node.key, text) for text in _faults(node, review.tracker)]
+            checked += 1
+        except _NotCheckedError as error:
+            findings.append(AuditFinding(node.key, f"not checked: {error}", is_fault=False))
         if node.manifest is not None:
             try:
                 findings += _check_manifest(node, node.manifest.own_digest, review, answers)
             except TrackingError as error:
                 answers = False
                 findings.append(AuditFinding("", f"not compared with MLflow: {error}", False))
-    if not graph.focus:  # of a store as a whole, a manifest that can't be read is damage
+    if not review.graph.focus:  # of a store as a whole, a manifest that can't be read is damage
         findings += [AuditFinding("", fault) for fault in review.index.unreadable]
     findings += [AuditFinding("", note, is_fault=False) for note in review.notes]
     return Audit(checked, tuple(dict.fromkeys(findings)))
 
 
-def _check_node(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFinding]:
+def _faults(node: ArtifactNode, tracker: Tracker | None) -> list[str]:
     """Compare what lies at a node's address with what is recorded of it."""
     if node.missing:
-        return [AuditFinding(node.key, node.missing)]
+        return [node.missing]
     if node.manifest is not None:
-        return [AuditFinding(node.key, text) for text in differences(node.uri, node.manifest)]
-    if node.kind == SOURCE:
-        return _check_source(node)
-    if node.kind == MODEL_VERSION:
-        return _check_version(node, tracker)
-    if node.kind == CHECKPOINT:
-        from engine.checkpoint import open_checkpoint
+        return differences(node.uri, node.manifest)
+    try:
+        if node.kind == SOURCE:
+            return _source_faults(node)
+        if node.kind == MODEL_VERSION:
+            return _version_faults(node, tracker)
+        if node.kind == CHECKPOINT:
+            from engine.checkpoint import open_checkpoint
 
-        try:
             open_checkpoint(node.uri)
-        except StorageError:
-            raise
-        except EngineError as error:
-            return [AuditFinding(node.key, str(error))]
+    except StorageError:
+        raise
+    except EngineError as error:
+        return [str(error)]
     return []
 
 
-def _check_source(node: ArtifactNode) -> list[AuditFinding]:
+def _source_faults(node: ArtifactNode) -> list[str]:
     """Hash a source file or folder; what is elsewhere, or nowhere, is noted."""
     if not node.uri or is_remote(node.uri):
-        return [
-            AuditFinding(node.key, f"not checked: {node.uri or node.name} is not on a disk", False)
-        ]
+        raise _NotCheckedError(f"{node.uri or node.name} is not on a disk")
     path = as_path(node.uri)
     try:
         actual = hash_file(path) if path.is_file() else tree_digest(path)
     except OSError as error:
-        return [AuditFinding(node.key, f"can't read {path}: {error.strerror or error}")]
-    except LineageError as error:
-        return [AuditFinding(node.key, str(error))]
-    if actual == node.digest:
-        return []
-    text = f"source {path} is now {actual[:12]} where {node.digest[:12]} was read"
+        return [f"can't read {path}: {error.strerror or error}"]
     hint = f"; see its {MANIFEST}" if (path / MANIFEST).is_file() else ""
-    return [AuditFinding(node.key, text + hint)]
+    text = f"source {path} is now {actual[:12]} where {node.digest[:12]} was read{hint}"
+    return [text] if actual != node.digest else []
 
 
-def _check_version(node: ArtifactNode, tracker: Tracker | None) -> list[AuditFinding]:
+def _version_faults(node: ArtifactNode, tracker: Tracker | None) -> list[str]:
     """Compare the registry's own copy, which is what gets served, with its tags and manifest."""
     if "://" in node.uri or Path(node.uri).is_absolute():
-        return _check_copy(node, node.uri)
+        return _copy_faults(node, node.uri)
     if tracker is None:
-        return [AuditFinding(node.key, f"not checked: MLflow's copy of {node.label}", False)]
+        raise _NotCheckedError(f"MLflow's copy of {node.label}")
     name, _, number = node.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
     with tempfile.TemporaryDirectory(prefix="hybridflyte-lineage-") as scratch:
-        try:
-            copy = tracker.download_files(name, number, scratch)
-        except TrackingError as error:
-            return [AuditFinding(node.key, str(error))]
-        return _check_copy(node, str(copy))
+        return _copy_faults(node, str(tracker.download_files(name, number, scratch)))
 
 
-def _check_copy(node: ArtifactNode, copy: str) -> list[AuditFinding]:
+def _copy_faults(node: ArtifactNode, copy: str) -> list[str]:
     what, tagged = f"{node.label}: MLflow's copy", node.digest[:12]
     try:
         manifest = read_manifest(copy)
     except LineageError as error:
         if "artifact_kind" in node.facts:
-            return [AuditFinding(node.key, f"{what}: {error}")]
+            return [f"{what}: {error}"]
         try:  # a model that was registered without a manifest
             digest = tree_digest(copy)
         except LineageError as problem:
-            return [AuditFinding(node.key, f"{node.label}: {problem}")]
+            return [f"{node.label}: {problem}"]
         text = f"{what} is now {digest[:12]} where {tagged} was logged"
-        return [] if digest == node.digest else [AuditFinding(node.key, text)]
+        return [] if digest == node.digest else [text]
     faults = [f"{what}: {text}" for text in differences(copy, manifest)]
     if manifest.digest != node.digest:
         faults.append(
@@ -165,7 +150,7 @@ def _check_copy(node: ArtifactNode, copy: str) -> list[AuditFinding]:
             f"{what} has a {MANIFEST} of SHA-256 {manifest.own_digest[:12]} where the tag "
             f"{MANIFEST_TAG} says {recorded[:12]}; it was edited"
         )
-    return [AuditFinding(node.key, fault) for fault in faults]
+    return faults
 
 
 def _check_manifest(
@@ -173,15 +158,13 @@ def _check_manifest(
 ) -> list[AuditFinding]:
     """Compare a manifest's SHA-256 with what children, versions or its run recorded of it.
 
-    An artifact that was lost and made again, after its children, is noted: the run that made it
-    recorded its manifest, and its content is what its children were made from. answers: whether
-    MLflow has answered so far. Raises TrackingError when it doesn't and no other record is there.
+    answers: whether MLflow has so far. Raises TrackingError if it is the only record and doesn't.
     """
     records = _records(node, review)
-    differing: dict[str, list[str]] = {}
+    differing = defaultdict(list)
     for child, digest in records.items():
         if digest != manifest_digest:
-            differing.setdefault(digest, []).append(child)
+            differing[digest].append(child)
     if (records and not differing) or not (records or answers):
         return []
     recorded: set[str] = set()
@@ -216,23 +199,21 @@ def _check_manifest(
 
 
 def _records(node: ArtifactNode, review: Review) -> dict[str, str]:
-    """Return what is recorded of a node's manifest, its digest by the name of who recorded it.
-
-    Artifacts of equal content and different manifests have their own children.
-    """
+    """Return what is recorded of a node's manifest, its digest by the name of who recorded it."""
     graph, index = review.graph, review.index
     records = {
         graph.nodes[edge.child].name: edge.manifest
         for edge in graph.children(node.key)
         if edge.manifest
     }
-    others = {p.manifest.own_digest for p in index.with_digest(node.digest)}
+    # Artifacts of equal content and different manifests have their own children.
+    others = {artifact.manifest.own_digest for artifact in index.by_digest.get(node.digest, [])}
     others -= {node.manifest.own_digest} if node.manifest else set()
-    for artifact, parent in index.made_from(node.digest):
-        is_its_child = location_in_store(parent, artifact.uri) == node.uri
+    for artifact, parent in index.by_parent.get(node.digest, []):
+        is_its_child = lineage_graph.location_in_store(parent, artifact.uri) == node.uri
         is_recorded = parent.manifest and parent.kind == node.kind
         if is_recorded and (is_its_child or parent.manifest not in others):
-            records[artifact_node(artifact).name] = parent.manifest
+            records[lineage_graph.artifact_node(artifact).name] = parent.manifest
     for version in review.versions:
         digest = version.facts.get(MANIFEST_TAG, "")
         if version.digest == node.digest and digest and digest not in others:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 
 from engine.errors import LineageError
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, Graph
@@ -39,30 +39,21 @@ def row_change(name: str, before: str, after: str) -> RowChange | None:
     sides = []
     for folder in (before, after):
         try:
-            data = read_file(f"{folder}/{name}", LineageError)
-        except (FileNotFoundError, LineageError):
-            return None
-        if len(data) > LARGEST:
-            return None
-        try:
-            sides.append(_read_table(name, data))
-        except (OSError, ValueError):  # pyarrow's errors are of these
+            sides.append(_read_table(name, read_file(f"{folder}/{name}", LineageError)))
+        except (LineageError, OSError, ValueError):  # pyarrow's errors are of these
             return None
     (columns_before, rows_before), (columns_after, rows_after) = sides
     signs = [f"+{c}" for c in columns_after if c not in columns_before]
     signs += [f"-{c}" for c in columns_before if c not in columns_after]
-    return RowChange(
-        name,
-        before=rows_before.total(),
-        after=rows_after.total(),
-        added=(rows_after - rows_before).total(),
-        removed=(rows_before - rows_after).total(),
-        columns=", ".join(signs),
-    )
+    added, removed = rows_after - rows_before, rows_before - rows_after
+    totals = (rows_before.total(), rows_after.total(), added.total(), removed.total())
+    return RowChange(name, *totals, columns=", ".join(signs))
 
 
 def _read_table(name: str, data: bytes) -> tuple[list[str], Counter[str]]:
     """Return the columns, and how often each row occurs, by its digest."""
+    if len(data) > LARGEST:
+        raise ValueError(f"{name} is too large")
     if name.endswith(".jsonl"):
         rows = [json.loads(line) for line in data.splitlines() if line.strip()]
         columns = {c: None for row in rows if isinstance(row, dict) for c in row}
@@ -104,8 +95,7 @@ class MetricChange:
         """Return after less before; None unless both are finite."""
         if self.before is None or self.after is None:
             return None
-        delta = self.after - self.before
-        return delta if math.isfinite(delta) else None
+        return self.after - self.before if math.isfinite(self.after - self.before) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +136,16 @@ def compare(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> Artifact
         is_version = node.kind == MODEL_VERSION
         sides.append(next((n for n in above if is_version and not n.missing), node))
     before, after = sides
-    code, config, parents, metrics = zip(*(_values(graph, node) for node in sides), strict=True)
-    numbers = [(n, *(side.get(n) for side in metrics)) for n in dict.fromkeys(chain(*metrics))]
+    code, config, parents, metrics = [], [], [], []
+    names = {"code version": "code_version", "sources": "sources_digest"}
+    for node in sides:
+        made_by = dict(node.manifest) if node.manifest is not None else node.facts
+        code.append({label: str(made_by[key]) for label, key in names.items() if key in made_by})
+        config.append({k: as_text(value) for k, value in flatten(node.draft.config).items()})
+        parents.append({e.name: graph.nodes[e.parent].name for e in graph.parents(node.key)})
+        progress = {k: float(v) for k, v in node.facts.items() if k in ("step", "sequence")}
+        metrics.append(progress if node.kind == CHECKPOINT else node.draft.metrics)
+    old, new = metrics
     return ArtifactComparison(
         before=before,
         after=after,
@@ -156,25 +154,8 @@ def compare(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> Artifact
         parents=_changes(*parents),
         data=_data(graph, before, after),
         files=_files(before, after),
-        metrics=tuple(MetricChange(*number) for number in numbers),
+        metrics=tuple(MetricChange(k, old.get(k), new.get(k)) for k in dict.fromkeys([*old, *new])),
     )
-
-
-def _values(
-    graph: Graph, node: ArtifactNode
-) -> tuple[dict[str, str], dict[str, str], dict[str, str], dict[str, float]]:
-    """Return a node's code, configuration, parents and metrics, by name."""
-    facts, manifest, metrics = node.facts, node.manifest, node.metrics
-    if manifest is not None:
-        code = {"code version": manifest.code_version, "sources": manifest.sources_digest}
-    else:
-        names = {"code version": "code_version", "sources": "sources_digest"}
-        code = {k: facts[v] for k, v in names.items() if v in facts}
-    if node.kind == CHECKPOINT:
-        metrics = {k: float(v) for k, v in facts.items() if k in ("step", "sequence")}
-    config = {name: as_text(value) for name, value in flatten(node.config).items()}
-    parents = {edge.name: graph.nodes[edge.parent].name for edge in graph.parents(node.key)}
-    return code, config, parents, metrics
 
 
 def as_text(value: object) -> str:

@@ -2,8 +2,7 @@
 
 A parent is looked for in the store of its child, then at its recorded address, by digest in the
 index and among the artifacts of this machine, so that a moved store resolves, and a copied one is
-held to what is in it. Walks end on cycles, which only forged manifests have, because a node is
-expanded once.
+held to what is in it. Walks end on cycles, which only forged manifests have.
 """
 
 from __future__ import annotations
@@ -19,18 +18,9 @@ from functools import cached_property
 from pathlib import Path
 
 from engine.errors import LineageError
+from engine.storage import filesystem
 from engine.storage.artifacts import SOURCE, Draft, Manifest, Parent, read_manifest
 from engine.storage.digests import MANIFEST, READERS
-from engine.storage.filesystem import (
-    ARTIFACTS,
-    Files,
-    artifact_path,
-    as_path,
-    home,
-    is_remote,
-    shared_store,
-    translated,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,66 +40,43 @@ class Index:
     unreadable: tuple[str, ...] = ()  # a sentence for each manifest that can't be read
 
     @cached_property
-    def _by_digest(self) -> dict[str, list[StoredArtifact]]:
+    def by_digest(self) -> dict[str, list[StoredArtifact]]:
+        """The artifacts by their content's digest."""
         groups = defaultdict(list)
         for artifact in self.artifacts:
             groups[artifact.manifest.digest].append(artifact)
         return dict(groups)
 
     @cached_property
-    def _by_parent(self) -> dict[str, list[tuple[StoredArtifact, Parent]]]:
+    def by_parent(self) -> dict[str, list[tuple[StoredArtifact, Parent]]]:
+        """The artifacts by the digests of their parents' content, and how they name those."""
         groups = defaultdict(list)
         for artifact in self.artifacts:
             for parent in artifact.manifest.parents:
                 groups[parent.digest].append((artifact, parent))
         return dict(groups)
 
-    def with_digest(self, digest: str) -> list[StoredArtifact]:
-        """Return the artifacts that hold this content."""
-        return self._by_digest.get(digest, [])
-
-    def with_prefix(self, prefix: str) -> list[StoredArtifact]:
-        """Return the artifacts whose content digest begins so, one for each digest and kind."""
-        same = [p for p in self.artifacts if p.manifest.digest.startswith(prefix)]
-        return list({(p.manifest.digest, p.manifest.kind): p for p in same}.values())
-
-    def made_from(self, digest: str) -> list[tuple[StoredArtifact, Parent]]:
-        """Return the artifacts that name this content as a parent, and how they name it."""
-        return self._by_parent.get(digest, [])
-
-    def with_inputs(self, inputs: str, sources: str) -> list[StoredArtifact]:
-        """Return the artifacts made of equal inputs (their digest) by equal sources."""
-        return [
-            p
-            for p in self.artifacts
-            if p.manifest.sources_digest == sources and p.manifest.inputs_digest == inputs
-        ]
-
 
 def default_roots(artifact: str = "") -> list[str]:
-    """Return the stores to search: that which an artifact lies in, this machine's, the shared one.
-
-    An artifact is taken to lie in a store where its folder's folder bears its kind's name.
-    """
+    """The stores to search: that which an artifact lies in, this machine's, the shared one."""
     roots = []
-    if artifact:
-        store, _, rest = artifact.rstrip("/").rpartition(f"/{ARTIFACTS}/")
-        is_store = is_remote(artifact) or as_path(f"{store}/{ARTIFACTS}").is_dir()
-        if store and rest.count("/") == 1 and is_store:
-            roots.append(f"{store}/{ARTIFACTS}")
-    local = home() / ARTIFACTS
+    store, _, rest = artifact.rstrip("/").rpartition(f"/{filesystem.ARTIFACTS}/")
+    store_root = f"{store}/{filesystem.ARTIFACTS}"
+    is_store = filesystem.is_remote(artifact) or filesystem.as_path(store_root).is_dir()
+    if store and rest.count("/") == 1 and is_store:
+        roots.append(store_root)
+    local = filesystem.home() / filesystem.ARTIFACTS
     if local.is_dir():
         roots.append(str(local))
-    if shared_store():
-        roots.append(f"{shared_store()}/{ARTIFACTS}")
+    if shared := filesystem.shared_store():
+        roots.append(f"{shared}/{filesystem.ARTIFACTS}")
     return list(dict.fromkeys(roots))
 
 
 def scan(roots: Iterable[str]) -> Index:
     """Read every manifest below the roots, folders or s3:// prefixes alike.
 
-    A root that does not exist or can't be listed is a LineageError; a manifest that can't be read
-    is noted in the index. A store that doesn't answer is a StorageError.
+    Raises LineageError for a root that can't be listed, StorageError when a store doesn't answer.
     """
 
     def read(folder: str) -> StoredArtifact | str:
@@ -128,20 +95,20 @@ def scan(roots: Iterable[str]) -> Index:
 
 def _folders(root: str) -> Iterator[str]:
     """Yield the folders below `root` that have a manifest; what lies inside one is its content."""
-    if is_remote(root):
-        with translated(root, LineageError):
-            names = Files(root).sizes()
+    if filesystem.is_remote(root):
+        with filesystem.translated(root, LineageError):
+            names = filesystem.Files(root).sizes()
         inside: str | None = None
         for name in sorted(n for n in names if f"/{n}".endswith(f"/{MANIFEST}")):
             if inside is None or not name.startswith(inside):
                 inside = name.removesuffix(MANIFEST)
                 yield f"{root}/{inside}".rstrip("/")
         return
-    base = as_path(root)
+    base = filesystem.as_path(root)
     if not base.is_dir():
         raise LineageError(f"store {root} does not exist; name a folder that holds artifacts")
-    if (base / ARTIFACTS).is_dir() and not (base / MANIFEST).is_file():
-        base = base / ARTIFACTS
+    if (base / filesystem.ARTIFACTS).is_dir() and not (base / MANIFEST).is_file():
+        base = base / filesystem.ARTIFACTS
     for folder, below, files in os.walk(base):
         below[:] = sorted(name for name in below if not name.startswith("."))
         if MANIFEST in files:
@@ -172,24 +139,9 @@ class ArtifactNode:
         return self.label or f"{self.kind} {self.digest[:12]}"
 
     @property
-    def draft(self) -> Draft | None:
-        """Return what its stage made and how, from its manifest or its checkpoint's origin."""
-        return self.manifest or self.origin
-
-    @property
-    def config(self) -> dict[str, object]:
-        """Return the configuration that it was made by."""
-        return self.draft.config if self.draft else {}
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics that were measured of it."""
-        return self.draft.metrics if self.draft else {}
-
-    @property
-    def parents(self) -> tuple[Parent, ...]:
-        """Return what it was made from, as recorded."""
-        return self.draft.parents if self.draft else ()
+    def draft(self) -> Draft:
+        """Return what it was made from, by which settings and how well, as far as is known."""
+        return self.manifest or self.origin or Draft(kind=SOURCE)
 
     @property
     def created_at(self) -> datetime | None:
@@ -264,34 +216,27 @@ class GraphBuilder:
     def walk(
         self, start: ArtifactNode, parents: Iterable[Parent] = (), descendants: bool = True
     ) -> ArtifactNode:
-        """Add a node with its ancestors and descendants; it joins the graph's focus.
-
-        `parents`: of a node without a manifest.
-        """
+        """Add a node, of the `parents` if it has no manifest, with all around it, to the focus."""
         self.graph.add(start)
         if start.key not in self.graph.focus:
             self.graph.focus = (*self.graph.focus, start.key)
-        self._ancestors(start, tuple(parents))
+        todo, done = [(start, tuple(parents) or start.draft.parents)], set()
+        while todo:
+            child, child_parents = todo.pop()
+            if child.key in done:
+                continue
+            done.add(child.key)
+            for parent in child_parents:
+                node = self.find(parent, child.uri)
+                self.graph.add(node)
+                self.graph.link(Edge(node.key, child.key, parent.name, parent.manifest))
+                todo.append((node, node.draft.parents))
         if descendants:
             self._descendants(start)
             if start.kind == MODEL_VERSION:  # its artifact's descendants are its own
                 for edge in self.graph.parents(start.key):
                     self._descendants(self.graph.nodes[edge.parent])
         return start
-
-    def _ancestors(self, start: ArtifactNode, parents: tuple[Parent, ...]) -> None:
-        todo = [(start, parents or start.parents)]
-        done = set()
-        while todo:
-            child, parents = todo.pop()
-            if child.key in done:
-                continue
-            done.add(child.key)
-            for parent in parents:
-                node = self.find(parent, child.uri)
-                self.graph.add(node)
-                self.graph.link(Edge(node.key, child.key, parent.name, parent.manifest))
-                todo.append((node, node.parents))
 
     def _descendants(self, start: ArtifactNode) -> None:
         def add_children(key: str) -> list[str]:
@@ -303,20 +248,21 @@ class GraphBuilder:
         # Now that all are known, link them to one another and to the nodes from before.
         for key in reachable(start.key, add_children)[1:]:
             node = self.graph.nodes[key]
-            for parent in node.parents:
+            for parent in node.draft.parents:
                 above = self.find(parent, node.uri)
                 if above.key in self.graph.nodes:
                     self.graph.link(Edge(above.key, key, parent.name, parent.manifest))
 
     def _children(self, node: ArtifactNode) -> list[ArtifactNode]:
         children = []
-        for artifact, parent in self.index.made_from(node.digest):
+        for artifact, parent in self.index.by_parent.get(node.digest, []):
             is_node = self.find(parent, artifact.uri).key == node.key
             if is_node or node.kind == parent.kind == SOURCE:
                 children.append(artifact_node(artifact))
         if node.manifest is not None:
             manifest_digest = node.manifest.own_digest
-            known = {p.manifest.own_digest for p in self.index.with_digest(node.digest)}
+            copies = self.index.by_digest.get(node.digest, [])
+            known = {copy.manifest.own_digest for copy in copies}
             for version in self._versions.get(node.digest, []):
                 recorded = version.facts.get("manifest_digest", "")
                 # It may have been registered from another artifact of equal content.
@@ -324,10 +270,12 @@ class GraphBuilder:
                     children.append(version)
                     self.graph.link(Edge(node.key, version.key, "artifact", recorded))
         if node.kind == CHECKPOINT and node.origin is not None:
-            sources = node.facts.get("sources_digest", "")
-            for artifact in self.index.with_inputs(node.origin.inputs_digest, sources):
-                children.append(artifact_node(artifact))
-                self.graph.link(Edge(node.key, children[-1].key, CHECKPOINT))
+            sources, inputs = node.facts.get("sources_digest", ""), node.origin.inputs_digest
+            for artifact in self.index.artifacts:
+                made = artifact.manifest
+                if made.sources_digest == sources and made.inputs_digest == inputs:
+                    children.append(artifact_node(artifact))
+                    self.graph.link(Edge(node.key, children[-1].key, CHECKPOINT))
         return children
 
     def find(self, parent: Parent, child: str) -> ArtifactNode:
@@ -342,8 +290,9 @@ class GraphBuilder:
         existing = self._manifest(in_store) if in_store else None
         if existing is not None and existing.digest != parent.digest:
             return _missing(parent, in_store, existing)
-        locations = [in_store, parent.uri, *(p.uri for p in self.index.with_digest(parent.digest))]
-        locations.append(str(artifact_path(parent.kind, parent.digest)))
+        copies = self.index.by_digest.get(parent.digest, [])
+        locations = [in_store, parent.uri, *(copy.uri for copy in copies)]
+        locations.append(str(filesystem.artifact_path(parent.kind, parent.digest)))
         if store := _store_of(child):
             locations.append(f"{store}/{parent.kind}/{parent.digest[:16]}")
         locations.append(child)  # a model version's own files are a copy of its artifact
@@ -370,10 +319,7 @@ class GraphBuilder:
 
 
 def location_in_store(parent: Parent, child: str) -> str:
-    """Return where a parent lies in the store of the artifact at `child`, by its address' end.
-
-    Empty where its recorded address is no place of an artifact with its digest.
-    """
+    """Where a parent lies in the store of the artifact at `child`, by its address' end; or ""."""
     above, _, name = parent.uri.rstrip("/").rpartition("/")
     if above.rpartition("/")[2] != parent.kind or name.partition("-")[0] != parent.digest[:16]:
         return ""
@@ -405,7 +351,7 @@ def artifact_node(artifact: StoredArtifact) -> ArtifactNode:
 def source_node(source: Parent) -> ArtifactNode:
     """Return the node of data made elsewhere; one at a remote address is taken to be there."""
     uri, missing = source.uri, ""
-    if uri and not is_remote(uri) and not as_path(uri).exists():
+    if uri and not filesystem.is_remote(uri) and not filesystem.as_path(uri).exists():
         missing = f"source {source.digest[:12]} is missing: it is not at {uri}"
     label = uri if "://" in uri else uri.rstrip("/").rsplit("/", 1)[-1] or source.name
     key = f"{SOURCE}:{source.digest}:{hashlib.sha256(uri.encode()).hexdigest()[:8]}"

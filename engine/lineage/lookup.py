@@ -1,8 +1,7 @@
 """Look up a reference and the graph around it: the entry point of this package.
 
 A reference is a folder or address of an artifact, a checkpoint, a file or folder that artifacts
-were made from, the first hex digits of a digest, or a model version `models:/NAME@ALIAS`. Checks of
-what is found are in `audit`.
+were made from, the first hex digits of a digest, or a model version `models:/NAME@ALIAS`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from engine.errors import CheckpointError, LineageError, StorageError, TrackingError
+from engine.errors import CheckpointError, LineageError, TrackingError
 from engine.lineage.graph import (
     CHECKPOINT,
     MODEL_VERSION,
@@ -52,10 +51,7 @@ ORIGIN = "origin.json"
 
 
 class Origin(Draft):
-    """The inputs of a folder of checkpoints: its `origin.json`, before there is an artifact.
-
-    A stage that is cut off leaves checkpoints and no manifest; this file says whose they are.
-    """
+    """The inputs of a folder of checkpoints: its `origin.json`, before there is an artifact."""
 
     code_version: str
     sources_digest: str
@@ -63,10 +59,7 @@ class Origin(Draft):
 
 
 def write_origin(folder: str | Path, draft: Draft) -> Origin:
-    """Write `origin.json` into a local or remote folder of checkpoints, which is made if need be.
-
-    Raises LineageError when it can't be written, StorageError when a store doesn't answer.
-    """
+    """Write `origin.json` beside checkpoints; LineageError, StorageError for no answer."""
     origin = Origin(
         **dict(draft.redacted()),
         code_version=code_version(),
@@ -95,11 +88,7 @@ PAGE = 1000
 
 
 def open_registry() -> Tracker:
-    """Return the tracking store of this machine's settings.
-
-    Raises TrackingError where nothing was set up (no MLFLOW_TRACKING_URI and no ./mlflow.db):
-    looking at lineage must not create a store.
-    """
+    """Return the tracking store of this machine's settings; TrackingError where none was set up."""
     from engine.tracking import Tracker
     from engine.tracking.connection import URI_VARIABLE, default_uri
 
@@ -187,10 +176,9 @@ def review(
 ) -> Review:
     """Return the graph around each of `references`; without any, of all that the stores hold.
 
-    stores: folders or s3:// prefixes to search for descendants and moved parents; without any, the
-    store that an artifact lies in and this machine's. registry: ask MLflow for model versions.
-    Raises LineageError, TrackingError or CheckpointError for what can't be found or read, and
-    StorageError when a store doesn't answer.
+    stores: folders or s3:// prefixes to search; without any, the store that an artifact lies in and
+    this machine's. registry: ask MLflow for model versions. Raises LineageError, TrackingError or
+    CheckpointError for what can't be found or read, StorageError when a store doesn't answer.
     """
     starts = [_locate(reference, registry) for reference in references]
     roots: dict[str, None] = dict.fromkeys(stores)
@@ -202,15 +190,13 @@ def review(
     notes: list[str] = []
     tracker: Tracker | None = None
     versions: tuple[ArtifactNode, ...] = ()
-    if registry:
-        with suppress(TrackingError):
-            tracker = open_registry()
-    if tracker is not None:
-        try:
-            versions = tuple(all_versions(tracker))
-        except TrackingError as error:
-            tracker = None
-            notes.append(f"model versions and what runs recorded are not looked at: {error}")
+    with suppress(TrackingError):
+        tracker = open_registry() if registry else None
+    try:
+        versions = tuple(all_versions(tracker)) if tracker is not None else ()
+    except TrackingError as error:
+        tracker = None
+        notes.append(f"model versions and what runs recorded are not looked at: {error}")
     builder = GraphBuilder(index, versions)
     for reference, (node, parents) in zip(references, starts, strict=True):
         builder.walk(_in_index(reference, node, index), parents, descendants)
@@ -223,10 +209,7 @@ def review(
 
 
 def _locate(reference: str, registry: bool) -> tuple[ArtifactNode | None, tuple[Parent, ...]]:
-    """Return what a reference names, and of a model version the artifact that it was made of.
-
-    None for what only an index can tell, and for what is not there.
-    """
+    """What a reference names, None for what only an index can tell; and a version's artifact."""
     if is_reference(reference):
         if not registry:
             raise LineageError(f"{reference} is in MLflow's registry; ask without --no-registry")
@@ -261,14 +244,14 @@ def _locate(reference: str, registry: bool) -> tuple[ArtifactNode | None, tuple[
 def _checkpoint(address: str) -> ArtifactNode | None:
     """Return the node of a complete checkpoint with what its stage was making; else None."""
     from engine.checkpoint.format import MARKER, read_marker
-    from engine.storage.folder import Folder
+    from engine.storage.folder import CheckpointStorageError, Folder
 
     try:
         read_file(f"{address}/{MARKER}", LineageError)
         marker = read_marker(Folder(address))
     except FileNotFoundError:
         return None
-    except StorageError:
+    except CheckpointStorageError:
         raise
     except CheckpointError as error:
         raise LineageError(str(error)) from error
@@ -280,17 +263,16 @@ def _checkpoint(address: str) -> ArtifactNode | None:
         names = ("code_version", "sources_digest", "flyte_execution", "mlflow_run")
         facts |= {"stage": origin.kind} | {name: getattr(origin, name) for name in names}
         label = f"{origin.kind} {label}"
-    key = f"{CHECKPOINT}:{marker.checksums}"
-    return ArtifactNode(
-        key, CHECKPOINT, marker.checksums, address, label, origin=origin, facts=facts
-    )
+    digest = marker.checksums
+    node = ArtifactNode(f"{CHECKPOINT}:{digest}", CHECKPOINT, digest, address, label)
+    return replace(node, origin=origin, facts=facts)
 
 
 def _in_index(reference: str, node: ArtifactNode | None, index: Index) -> ArtifactNode:
     """Find a reference in the index; LineageError for one that names nothing."""
     where = ", ".join(index.roots) or "no store; name one with --store"
     if node is not None:
-        if node.kind == SOURCE and not index.made_from(node.digest):
+        if node.kind == SOURCE and not index.by_parent.get(node.digest, []):
             raise LineageError(
                 f"{reference} has no {MANIFEST}, and no artifact was made from it in {where}"
             )
@@ -300,10 +282,14 @@ def _in_index(reference: str, node: ArtifactNode | None, index: Index) -> Artifa
             f"{reference} has no {MANIFEST}; give the folder of an artifact that a stage "
             "published, a checkpoint, a source file, or models:/NAME@ALIAS"
         )
-    artifacts = index.with_prefix(reference)
+    artifacts = {
+        (artifact.manifest.kind, artifact.manifest.digest): artifact
+        for artifact in index.artifacts
+        if artifact.manifest.digest.startswith(reference)
+    }
     if not artifacts:
         raise LineageError(f"no artifact's digest begins with {reference} in {where}")
     if len(artifacts) > 1:
-        names = ", ".join(f"{p.manifest.kind} {p.manifest.digest[:16]}" for p in artifacts)
+        names = ", ".join(f"{kind} {digest[:16]}" for kind, digest in artifacts)
         raise LineageError(f"{reference} is ambiguous: {names}; give more digits")
-    return artifact_node(artifacts[0])
+    return artifact_node(*artifacts.values())

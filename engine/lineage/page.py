@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
+from statistics import fmean
 
 from jinja2 import Environment
 
@@ -51,17 +52,13 @@ class Drawing:
 
 _Bend = tuple[str, int]  # an invisible box where a parent's lines pass a layer; they share one
 _Item = str | _Bend
-_Neighbours = dict[_Item, dict[_Item, None]]  # sets that keep their order
+_Neighbours = Mapping[_Item, Sequence[_Item]]
 
 
 def arrange(keys: Sequence[str], lines: Iterable[Line]) -> Drawing:
     """Return a drawing of `keys` with `lines` (parent, child) among them; equal ones count once."""
     known = set(keys)
-    drawn = [
-        line
-        for line in dict.fromkeys(lines)
-        if line[0] in known and line[1] in known and line[0] != line[1]
-    ]
+    drawn = [line for line in dict.fromkeys(lines) if set(line) <= known and line[0] != line[1]]
     forward, layer_of = _layers(keys, drawn)
     layers, left, right = _with_bends(keys, forward, layer_of)
     for sweep in range(SWEEPS):
@@ -82,64 +79,41 @@ def arrange(keys: Sequence[str], lines: Iterable[Line]) -> Drawing:
 
 
 def _layers(keys: Sequence[str], lines: Sequence[Line]) -> tuple[list[Line], dict[str, int]]:
-    """Return the lines that close no cycle, and the layer of each key.
+    """Return the lines that close no cycle, and the layer of each key, behind its parents."""
+    import networkx  # which torch needs, too
 
-    Children are behind their parents, and what has more children than parents is near its children.
-    """
-    below: dict[str, list[str]] = {key: [] for key in keys}
-    for parent, child in lines:
-        below[parent].append(child)
-    forward: list[Line] = []
-    finished: dict[str, bool] = {}  # False: a key that is still being walked from
-    order: list[str] = []  # children first
-    for start in keys:
-        stack = [(start, iter(below[start]))] if start not in finished else []
-        finished.setdefault(start, False)
-        while stack:
-            key, rest = stack[-1]
-            child = next(rest, "")
-            if not child:
-                finished[key] = True
-                order.append(key)
-                stack.pop()
-            elif finished.get(child, True):
-                forward.append((key, child))
-                if child not in finished:
-                    finished[child] = False
-                    stack.append((child, iter(below[child])))
-    children: dict[str, list[str]] = {key: [] for key in keys}
-    parents = Counter(child for _, child in forward)
-    for parent, child in forward:
-        children[parent].append(child)
+    graph: networkx.DiGraph[str] = networkx.DiGraph()
+    graph.add_nodes_from(keys)
+    graph.add_edges_from(lines)
+    while not networkx.is_directed_acyclic_graph(graph):
+        graph.remove_edge(*networkx.find_cycle(graph)[-1])
+    order = list(networkx.topological_sort(graph))
     layer = dict.fromkeys(keys, 0)
-    for key in reversed(order):
-        for child in children[key]:
-            layer[child] = max(layer[child], layer[key] + 1)
     for key in order:
-        if children[key] and parents[key] <= len(children[key]):
-            layer[key] = min(layer[child] for child in children[key]) - 1
-    return forward, layer
+        for child in graph[key]:
+            layer[child] = max(layer[child], layer[key] + 1)
+    for key in reversed(order):
+        if graph[key] and graph.in_degree(key) <= len(graph[key]):
+            layer[key] = min(layer[child] for child in graph[key]) - 1
+    return list(networkx.edge_dfs(graph, keys)), layer
 
 
 def _with_bends(
     keys: Sequence[str], lines: Sequence[Line], layer_of: Mapping[str, int]
 ) -> tuple[list[list[_Item]], _Neighbours, _Neighbours]:
     """Return the layers with their bends, and each item's neighbours to the left and right."""
-    layers: list[list[_Item]] = [[] for _ in range(1 + max(layer_of.values(), default=-1))]
-    for key in keys:
-        layers[layer_of[key]].append(key)
-    above: _Neighbours = {key: {} for key in keys}
-    below: _Neighbours = {key: {} for key in keys}
+    import networkx
+
+    graph: networkx.DiGraph[_Item] = networkx.DiGraph()
+    graph.add_nodes_from(keys)
     for parent, child in lines:
         bends = [(parent, n) for n in range(layer_of[parent] + 1, layer_of[child])]
-        for bend in bends:
-            if bend not in above:
-                layers[bend[1]].append(bend)
-                above[bend], below[bend] = {}, {}
-        stops: list[_Item] = [parent, *bends, child]
-        for left, right in pairwise(stops):
-            below[left][right] = above[right][left] = None
-    return layers, above, below
+        networkx.add_path(graph, [parent, *bends, child])
+    layers: list[list[_Item]] = [[] for _ in range(1 + max(layer_of.values(), default=-1))]
+    for item in graph:
+        layers[layer_of[item] if isinstance(item, str) else item[1]].append(item)
+    left, right = ({item: list(near[item]) for item in graph} for near in (graph.pred, graph.succ))
+    return layers, left, right
 
 
 def _order(layers: list[list[_Item]], neighbours: _Neighbours, reverse: bool) -> None:
@@ -149,35 +123,30 @@ def _order(layers: list[list[_Item]], neighbours: _Neighbours, reverse: bool) ->
         weights = {}
         for index, item in enumerate(layer):
             positions = [position[other] for other in neighbours[item] if other in position]
-            weights[item] = (sum(positions) / len(positions) if positions else float(index), index)
+            weights[item] = fmean(positions or [index]), index
         layer.sort(key=weights.__getitem__)
 
 
 def _heights(
-    layers: list[list[_Item]], above: _Neighbours, below: _Neighbours
+    layers: list[list[_Item]], left: _Neighbours, right: _Neighbours
 ) -> dict[_Item, float]:
     """Give each item its height: near its neighbours', in its layer's order, without overlap."""
     top: dict[_Item, float] = {}
     for layer in layers:
         _settle(layer, dict.fromkeys(layer, 0.0), top)
-    for _ in range(SWEEPS):
-        for layer in (*layers, *reversed(layers)):
-            targets = {}
-            for item in layer:
-                middles = [top[k] + _size(k) / 2 for k in (*above[item], *below[item])] or [
-                    top[item] + _size(item) / 2
-                ]
-                targets[item] = sum(middles) / len(middles) - _size(item) / 2
-            _settle(layer, targets, top)
+    for layer in SWEEPS * [*layers, *reversed(layers)]:
+        targets = {}
+        for item in layer:
+            middles = [top[k] + _size(k) / 2 for k in (*left[item], *right[item])]
+            middle = sum(middles) / len(middles) if middles else top[item] + _size(item) / 2
+            targets[item] = middle - _size(item) / 2
+        _settle(layer, targets, top)
     lowest = min(top.values(), default=0.0)
     return {item: MARGIN + round(y - lowest, 1) for item, y in top.items()}
 
 
 def _settle(layer: list[_Item], targets: Mapping[_Item, float], top: dict[_Item, float]) -> None:
-    """Place a layer's items as near to the tops that they want as their sizes allow.
-
-    Items that would overlap form a block, which goes where its members on average want it.
-    """
+    """Place items near the tops they want; those that would overlap form a block on average."""
     sizes = {item: _size(item) + (ROW_GAP if _size(item) else LINE_GAP) for item in layer}
     # Each block has its number of members, the sum of the tops they want for it, and its height.
     blocks: list[tuple[int, float, float]] = []
@@ -241,51 +210,52 @@ def render_page(
     graph = review.graph
     parents: dict[str, list[Edge]] = defaultdict(list)
     children: dict[str, list[Edge]] = defaultdict(list)
-    names: dict[Line, list[str]] = {}
+    names: dict[Line, list[str]] = defaultdict(list)
     for edge in graph.edges.values():
         parents[edge.child].append(edge)
         children[edge.parent].append(edge)
-        names.setdefault((edge.parent, edge.child), []).append(edge.name)
+        names[edge.parent, edge.child].append(edge.name)
     faults: dict[str, list[str]] = defaultdict(list)
     notes: dict[str, list[str]] = defaultdict(list)
     for finding in audit.findings if audit else ():
         (faults if finding.is_fault else notes)[finding.key].append(finding.text)
+    marks = {key: "fault" if faults.get(key) else "" for key in graph.nodes}
     for key, node in graph.nodes.items():
-        if node.missing and node.missing not in faults[key]:
-            faults[key].append(node.missing)
-    faulty = {finding.key for finding in audit.faults} if audit else set()
-    marks = {
-        key: "missing" if node.missing else "fault" if key in faulty else ""
-        for key, node in graph.nodes.items()
-    }
+        if node.missing:
+            marks[key] = "missing"
+            if node.missing not in faults[key]:
+                faults[key].append(node.missing)
+    if comparison is not None:
+        title = f"{comparison.before.name} and {comparison.after.name}: what differs"
+    elif review.starts:
+        title = f"Lineage of {', '.join(node.name for node in review.starts)}"
+    else:
+        title = f"Lineage: {', '.join(review.index.roots)}"
     drawing = arrange(list(graph.nodes), names)
-    css, script = (html_templates.asset(__package__, name) for name in ("page.css", "page.js"))
-    return (
-        _templates()
-        .get_template("page.html.j2")
-        .render(
-            audit=audit,
-            box_height=BOX_HEIGHT,
-            box_width=BOX_WIDTH,
-            by_time=sorted(graph.nodes.values(), key=lambda n: (str(n.created_at or ""), n.kind)),
-            children=children,
-            comparison=comparison,
-            css=css,
-            drawing=drawing,
-            edge_names=names,
-            faults=faults,
-            graph=graph,
-            ids={key: f"lineage-{number}" for number, key in enumerate(graph.nodes)},
-            marks=marks,
-            most_files=MAX_FILES,
-            notes=notes,
-            parents=parents,
-            policy=html_templates.content_policy(css, script),
-            review=review,
-            script=script,
-            tab_order=sorted(graph.nodes, key=drawing.boxes.__getitem__),
-            title=_title(review, comparison),
-        )
+    css, script = html_templates.stylesheet(), html_templates.asset(__package__, "page.js")
+    template = _templates().get_template("page.html.j2")
+    return template.render(
+        audit=audit,
+        box_height=BOX_HEIGHT,
+        box_width=BOX_WIDTH,
+        by_time=sorted(graph.nodes.values(), key=lambda n: (str(n.created_at or ""), n.kind)),
+        children=children,
+        comparison=comparison,
+        css=css,
+        drawing=drawing,
+        edge_names=names,
+        faults=faults,
+        graph=graph,
+        ids={key: f"lineage-{number}" for number, key in enumerate(graph.nodes)},
+        marks=marks,
+        most_files=MAX_FILES,
+        notes=notes,
+        parents=parents,
+        policy=html_templates.content_policy(css, script),
+        review=review,
+        script=script,
+        tab_order=sorted(graph.nodes, key=drawing.boxes.__getitem__),
+        title=title,
     )
 
 
@@ -303,8 +273,8 @@ def write_page(target: str | Path, page: str) -> None:
 @functools.cache
 def _templates() -> Environment:
     environment = html_templates.environment(__package__)
-    # Other kinds than those of page.css share a colour.
-    coloured = re.findall(r"\.k-(\w+)", html_templates.asset(__package__, "page.css"))
+    # Other kinds than those of the style sheet share a colour.
+    coloured = re.findall(r"\.k-(\w+)", html_templates.stylesheet())
     environment.filters |= {
         "as_text": as_text,
         "data_line": data_line,
@@ -317,15 +287,6 @@ def _templates() -> Environment:
     }
     environment.globals |= {"box_texts": _box_texts, "facts": _facts, "flatten": flatten}
     return environment
-
-
-def _title(review: Review, comparison: ArtifactComparison | None) -> str:
-    if comparison is not None:
-        return f"{comparison.before.name} and {comparison.after.name}: what differs"
-    names = [node.name for node in review.starts]
-    return (
-        f"Lineage of {', '.join(names)}" if names else f"Lineage: {', '.join(review.index.roots)}"
-    )
 
 
 def _facts(node: ArtifactNode) -> dict[str, str]:

@@ -4,16 +4,3 @@ Read `gate` first: it judges a version against the champion and moves the alias.
 measurements alone. `champions` holds the lock, moves the alias and keeps the record of moves.
 `__main__` is the command.
 """
-
-from engine.promotion.champions import AliasMove, Champions
-from engine.promotion.rules import Decision, Measurements, RuleOutcome, decide, decide_on_sets
-
-__all__ = [
-    "AliasMove",
-    "Champions",
-    "Decision",
-    "Measurements",
-    "RuleOutcome",
-    "decide",
-    "decide_on_sets",
-]

@@ -34,18 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "history":
             moves = champions.history()
         else:
-            moves = (
-                champions.rollback(
-                    options.reason,
-                    to=options.to,
-                    expected=options.expected,
-                    request=options.request,
-                    by=getpass.getuser(),
-                    verify=not options.no_verify,
-                    force=options.force,
-                    approved_by=options.approved_by,
-                ),
-            )
+            names = ("to", "expected", "request", "force", "approved_by")
+            asked = {name: getattr(options, name) for name in names}
+            user, verify = getpass.getuser(), not options.no_verify
+            moves = [champions.rollback(options.reason, by=user, verify=verify, **asked)]
     except EngineError as error:
         say(f"error: {error}", error=True)
         return 1
@@ -78,29 +70,21 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--alias", default="champion", help="default: champion")
         command.add_argument("--json", action="store_true", help="print JSON")
     rollback.add_argument("--reason", required=True, metavar="TEXT", help="why; it is recorded")
-    rollback.add_argument("--to", default="", metavar="VERSION", help="default: the one before")
-    rollback.add_argument(
-        "--from", dest="expected", default="", metavar="VERSION",
-        help="refuse unless this version is the champion; again for the same one changes nothing",
-    )  # fmt: skip
-    rollback.add_argument(
-        "--request", default="", metavar="ID", help="a second call with this id changes nothing"
-    )
-    rollback.add_argument(
-        "--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",
-        help=f"for another process's lock (default: {WAIT_SECONDS:g})",
-    )  # fmt: skip
-    rollback.add_argument(
-        "--force", action="store_true",
-        help="take --to even if it never was champion; recorded as forced, not as a rollback",
-    )  # fmt: skip
-    rollback.add_argument(
-        "--approved-by", default="", metavar="NAME",
-        help="who agrees, where promote.approval is required and the version has no approval",
-    )  # fmt: skip
-    rollback.add_argument(
-        "--no-verify", action="store_true", help="don't re-hash MLflow's copy of what is restored"
-    )
+    same = "refuse unless this version is the champion; again for the same one changes nothing"
+    approver = "who agrees, where promote.approval is required and the version has no approval"
+    for flag, name, metavar, text in (
+        ("--to", "to", "VERSION", "default: the one before"),
+        ("--from", "expected", "VERSION", same),
+        ("--request", "request", "ID", "a second call with this id changes nothing"),
+        ("--approved-by", "approved_by", "NAME", approver),
+    ):
+        rollback.add_argument(flag, dest=name, default="", metavar=metavar, help=text)
+    wait = f"for another process's lock (default: {WAIT_SECONDS:g})"
+    rollback.add_argument("--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS", help=wait)
+    force = "take --to even if it never was champion; recorded as forced, not as a rollback"
+    rollback.add_argument("--force", action="store_true", help=force)
+    no_verify = "don't re-hash MLflow's copy of what is restored"
+    rollback.add_argument("--no-verify", action="store_true", help=no_verify)
     return parser
 
 

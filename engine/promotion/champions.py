@@ -2,7 +2,7 @@
 
 Everything is kept in tags of MLflow's registered model: the lock in `lock.<owner>`, and each move
 of an alias in `history.<alias>.<number>`. A move is written before the alias is set and marked as
-done after it, so of a process that died in between `reconcile` finds out whether the move was made.
+done after it, so that `reconcile` finds out whether it was made.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ DATASETS = ("dataset", "pairs")  # kinds of artifacts with prompts that were tra
 def require_unmodified(references: Sequence[str]) -> list[Path]:
     """Re-hash artifacts and all that they were made from; return the datasets among them.
 
-    Raises LineageError for what was changed, edited or is missing. Sources made elsewhere are left
-    out: a folder that data arrives in changes every day.
+    Raises LineageError, but not for sources: a folder that data arrives in changes every day.
     """
     reviewed = review(references, descendants=False)
     nodes = reviewed.graph.nodes
@@ -56,10 +55,7 @@ def require_unmodified(references: Sequence[str]) -> list[Path]:
 
 
 def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:
-    """Re-hash the registry's own copy of a version, which is what gets served.
-
-    Raises LineageError when it is not the content that the version's tags name, or has none.
-    """
+    """Raise LineageError unless the registry's copy, which is served, is as the tags name it."""
     with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
         try:
             intact_copy(registry, version, Path(scratch))
@@ -68,10 +64,7 @@ def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:
 
 
 def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
-    """Raise LineageError unless the evaluation compared `policy` on `dataset`.
-
-    Returns the dataset's digest. Whether files were changed since is checked by `promote`.
-    """
+    """Return the dataset's digest; LineageError unless the evaluation compared `policy` on it."""
     evidence = read_manifest(evaluation)
     if evidence.kind != "evaluation":
         raise LineageError(
@@ -132,11 +125,9 @@ def lock_model(
 
     MLflow can't compare and set. A process claims the lock with a tag of its own that holds the
     claim's end, and then reads all tags: it has the lock if there is no other live claim, else it
-    takes its own back and tries again. When two processes claim at once, the one whose tag came
-    second sees the other's, so never both have it. The claim of a holder that died ends by its
-    deadline, and the next holder deletes it. No lock outside the store can rule out a holder that
-    sleeps between `check` and its write; a lock lasts longer than any call of the client with its
-    retries.
+    takes its own back and tries again. Of two that claim at once the second sees the other's tag.
+    The claim of a holder that died ends by its deadline, and the next holder deletes it. Nothing
+    rules out a holder that sleeps between `check` and its write; a lock outlasts a call's retries.
 
     Raises TrackingError when there is no such model; naming the holder, when the lock is not free
     within `timeouts.wait`; and when MLflow does not answer.
@@ -225,49 +216,32 @@ class AliasMove:
         return f"{self.at} {self.action}: {previous} → {where}{by}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
-class Reconciled:
-    """The corrected record, and the writes that correct it in MLflow."""
+def reconcile(
+    moves: Sequence[AliasMove], current: str | None, now: str
+) -> tuple[list[AliasMove], list[AliasMove]]:
+    """Correct a record by the version that the alias points to; it may have been moved by hand.
 
-    moves: tuple[AliasMove, ...]
-    write: tuple[AliasMove, ...] = ()  # new or changed
-    drop: tuple[AliasMove, ...] = ()  # never made
-
-
-def reconcile(moves: Sequence[AliasMove], current: str | None, now: str) -> Reconciled:
-    """Correct a record, in order, by the version that the alias points to.
-
-    An alias that is not where the record left it was moved by hand, in MLflow's own pages.
+    Returns the record and those of `moves` that were never made and have no other in their place.
     """
     record = list(moves)
-    write: list[AliasMove] = []
-    drop: list[AliasMove] = []
     if record and not record[-1].done:
         last = record.pop()
         if last.version == current:
             record.append(replace(last, done=True))
-            write.append(record[-1])
-        else:
-            drop.append(last)
     before = record[-1].version if record else None
     if before != current:
         number, reason = _number(record), "The alias was moved outside of promotion"
         record.append(AliasMove(number, "by hand", current, before, reason, now))
-        write.append(record[-1])
-        drop = [move for move in drop if move.number != number]  # its tag is written over
-    return Reconciled(tuple(record), tuple(write), tuple(drop))
+    numbers = {move.number for move in record}
+    return record, [move for move in moves if move.number not in numbers]
 
 
 def _number(moves: Sequence[AliasMove]) -> int:
-    """Return the number of the next move."""
     return moves[-1].number + 1 if moves else 1
 
 
 def previous_version(moves: Sequence[AliasMove]) -> str | None:
-    """Return the version to go back to: what the present champion replaced when it was promoted.
-
-    A second rollback therefore goes further back. None when there is none.
-    """
+    """Return what the present champion replaced when it was promoted; None when there is none."""
     installed = [m for m in moves if m.version == moves[-1].version and m.action != "rollback"]
     return (installed or list(moves))[-1].replaced if moves else None
 
@@ -310,10 +284,9 @@ class Champions:
     alias: str = "champion"
     timeouts: LockTimeouts = LockTimeouts()
 
-    def history(self) -> tuple[AliasMove, ...]:
+    def history(self) -> list[AliasMove]:
         """Return all moves, oldest first; nothing is written."""
-        moves, current = self._read()
-        return reconcile(moves, current, _utc()).moves
+        return reconcile(*self._read(), _utc())[0]
 
     def find(self, request: str) -> AliasMove | None:
         """Return the move that a request has led to, if it has."""
@@ -331,9 +304,7 @@ class Champions:
     ) -> AliasMove:
         """Move the alias to `version` if it still points to `expected` (None: to no version).
 
-        request: what makes a second call with it the same request, which changes nothing.
-        approved_by: who agreed, where the gate asked. Raises ChampionChangedError, naming the
-        present champion, when the alias points elsewhere.
+        The same `request` again changes nothing. Raises ChampionChangedError, naming the champion.
         """
         with lock_model(self.registry, self.model_name, self.timeouts) as lock:
             moves = self._reconcile(lock)
@@ -341,8 +312,10 @@ class Champions:
                 return done
             last = moves[-1] if moves else None
             if (last.version if last else None) == expected:
-                who = {"by": by, "request": request, "agreed": approved_by}
-                return self._apply(lock, moves, "promote", version, reason, **who)
+                who = (by, request, approved_by)
+                number, now = _number(moves), _utc()
+                move = AliasMove(number, "promote", version, expected, reason, now, *who)
+                return self._apply(lock, move)
             where = f"version {expected} was compared with" if expected else "there was none before"
             state, way_out = f"points to no version where {where}", "promote again"
             if last is not None:
@@ -368,11 +341,10 @@ class Champions:
         """Put the alias back on the previous champion, or on version `to`, which was one.
 
         expected: the version to replace; empty: whichever the alias points to. verify: re-hash
-        MLflow's copy of what is restored. force: `to` need not have been champion; the move is
-        recorded as forced. approved_by: who agrees, for a model whose champions need approval and
-        a version that has none. A request that was done changes nothing, nor does one whose `to`
-        is the champion already. Raises TrackingError for a version that none of this allows, and
-        when there is no previous one.
+        MLflow's copy of what is restored. force: `to` need not have been champion. approved_by: for
+        a model whose champions need approval and a version that has none. A request that was done
+        changes nothing, nor does one whose `to` is the champion already. Raises TrackingError for a
+        version that none of this allows, and when there is no previous one.
         """
         if not reason.strip():
             raise TrackingError("reason is empty; say why the champion is rolled back")
@@ -420,9 +392,9 @@ class Champions:
             if verify:
                 require_intact_copy(self.registry, former_version)
             action: Action = "rollback" if target in former else "forced"
-            return self._apply(
-                lock, moves, action, target, reason.strip(), by=by, request=request, agreed=approver
-            )
+            number, current, why, now = _number(moves), last.version, reason.strip(), _utc()
+            who = (by, request, approver)
+            return self._apply(lock, AliasMove(number, action, target, current, why, now, *who))
 
     def record_approval_rule(self, rule: str) -> None:
         """Record on the model whether its champions need approval, which `rollback` obeys."""
@@ -441,37 +413,24 @@ class Champions:
         at = model.aliases.get(self.alias)
         return read_moves(model.tags, self.alias), None if at is None else str(at)
 
-    def _reconcile(self, lock: ModelLock) -> tuple[AliasMove, ...]:
+    def _reconcile(self, lock: ModelLock) -> list[AliasMove]:
         """Write into the record what it lacks, and return it."""
         moves, current = self._read()
-        reconciled = reconcile(moves, current, _utc())
-        for move in reconciled.write:
-            self._record(lock, move)
-        for move in reconciled.drop:
+        record, never_made = reconcile(moves, current, _utc())
+        for move in record:
+            if move not in moves:
+                self._record(lock, move)
+        for move in never_made:
             lock.check()
             self.registry.delete_model_tag(self.model_name, tag_key(self.alias, move))
-        return reconciled.moves
+        return record
 
-    def _apply(
-        self,
-        lock: ModelLock,
-        moves: Sequence[AliasMove],
-        action: Action,
-        version: str,
-        reason: str,
-        *,
-        by: str,
-        request: str,
-        agreed: str,
-    ) -> AliasMove:
+    def _apply(self, lock: ModelLock, move: AliasMove) -> AliasMove:
         """Record the move, set the alias, look at it, and record that it is done."""
-        current = moves[-1].version if moves else None
-        move = AliasMove(
-            _number(moves), action, version, current, reason, _utc(), by, request, agreed
-        )
         self._record(lock, replace(move, done=False))
         lock.check()
-        self.registry.set_alias(self.model_name, self.alias, version, current)
+        version = str(move.version)
+        self.registry.set_alias(self.model_name, self.alias, version, move.replaced)
         if (now := self._read()[1]) != version:
             raise TrackingError(
                 f"alias {self.alias!r} of {self.model_name!r} is on version {now} right after it "

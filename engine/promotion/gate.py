@@ -44,16 +44,14 @@ def trained_on(
 
     A text counts when one training text has the same words, without case and punctuation, or when
     at least `overlap` (0 to 1) of its distinct runs of `ngram` words occur in the training texts
-    (Brown et al. 2020, arXiv:2005.14165, app. C). A text of fewer words has none and counts by its
-    words alone. Only runs of test texts are kept, so the training set may be of any size.
+    (Brown et al. 2020, arXiv:2005.14165, app. C). The training set may be of any size.
     """
     texts = [words(text) for text in test]
     runs = [_runs(text, ngram) for text in texts]
     test_runs, test_texts = set[tuple[str, ...]]().union(*runs), set(texts)
     seen: set[tuple[str, ...]] = set()
     same: set[tuple[str, ...]] = set()
-    for line in training:
-        text = words(line)
+    for text in map(words, training):
         same |= {text} & test_texts
         seen |= _runs(text, ngram) & test_runs
     return [
@@ -105,24 +103,19 @@ def measure(
     the rows are not of the same problems, or have none of the set.
     """
     check_paired(before, after)
-
-    def change(old: np.ndarray, new: np.ndarray) -> Interval:
-        return paired_bootstrap(old, new, evaluate.confidence, evaluate.bootstrap_samples, seed)
-
+    how = (evaluate.confidence, evaluate.bootstrap_samples, seed)
     guards: dict[str, Interval | None] = {}
     for guard in rules.guards:
-        old_scores, new_scores = _guarded(before, guard), _guarded(after, guard)
+        old, new = _guarded(before, guard), _guarded(after, guard)
         # One problem has no spread, so its interval would claim certainty.
-        guards[guard.name] = change(old_scores, new_scores) if len(new_scores) > 1 else None
+        guards[guard.name] = paired_bootstrap(old, new, *how) if len(new) > 1 else None
     before, after = rows_of_set(before, dataset), rows_of_set(after, dataset)
-    ratio = None
-    if rules.max_length_ratio is not None:
-        old, new = (rows["response_length"].to_numpy(float) for rows in (before, after))
-        ratio = length_ratio(old, new, evaluate.confidence, evaluate.bootstrap_samples, seed)
+    old, new = (rows["response_length"].to_numpy(float) for rows in (before, after))
+    ratio = length_ratio(old, new, *how) if rules.max_length_ratio is not None else None
     old, new = (rows["greedy_correct"].to_numpy(float) for rows in (before, after))
     return Measurements(
         against=against,
-        gain=change(old, new),
+        gain=paired_bootstrap(old, new, *how),
         score=wilson_interval(new, evaluate.confidence),
         guards=guards,
         kl=last_kl(policy) if rules.max_kl is not None else None,
@@ -138,10 +131,7 @@ def measure(
 
 
 def judged_sets(rows: pd.DataFrame, dataset: str, required: Sequence[str]) -> list[str]:
-    """Return the evaluation sets that decide: the one named `dataset`, or with `all` every one.
-
-    Raises DataError where that one is missing in the rows, or with `all` one of `required`.
-    """
+    """The evaluation sets that decide, `dataset` or all; DataError where one is missing."""
     names = set_names(rows) if dataset == ALL else [dataset]
     for name in (*names, *(required if dataset == ALL else ())):
         rows_of_set(rows, name)
@@ -151,10 +141,7 @@ def judged_sets(rows: pd.DataFrame, dataset: str, required: Sequence[str]) -> li
 def length_ratio(
     before: np.ndarray, after: np.ndarray, confidence: float, samples: int, seed: int
 ) -> Interval | None:
-    """Return mean of `after` over mean of `before`, `[N]` tokens each, with its bootstrap interval.
-
-    Problems are resampled in pairs. None when a resample of `before` has no tokens at all.
-    """
+    """Mean of `after` over mean of `before`, `[N]` tokens each, bootstrapped in pairs; or None."""
     picks = np.random.default_rng(seed)
     ratios = np.empty(samples)
     for i in range(samples):
@@ -181,10 +168,9 @@ def last_kl(policy: Path) -> float | None:
 
 def _guarded(rows: pd.DataFrame, guard: GuardConfig) -> np.ndarray:
     """Return a guard's score of each of its problems, in the rows' order."""
-    if guard.dataset:
-        rows = rows[rows["dataset"] == guard.dataset]
-    if guard.data_source:
-        rows = rows[rows["data_source"] == guard.data_source]
+    for column in ("dataset", "data_source"):
+        if chosen := getattr(guard, column):
+            rows = rows[rows[column] == chosen]
     columns: Mapping[str, pd.Series] = {
         "pass_at_1": rows["greedy_correct"],
         "sampled": rows["samples_correct"] / rows["samples"],
@@ -219,12 +205,8 @@ class Evaluated:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChampionEvaluation:
-    """The champion's rows for the same problems."""
-
-    rows: pd.DataFrame
-    recorded: Parent | None  # the evaluation artifact that they were read from; None: made now
+ChampionEvaluation = tuple[pd.DataFrame, Parent | None]
+"""The champion's rows for the same problems, and the artifact that they were read from, if any."""
 
 
 def champion_to_compare(
@@ -256,7 +238,7 @@ def _recorded(champion: ModelVersion, new: Evaluated) -> ChampionEvaluation:
     rows = pd.read_parquet(folder / "rows_rl.parquet")
     if prompt_digest(rows) != prompt_digest(new.rows):
         raise LineageError("it is of other problems")
-    return ChampionEvaluation(rows, manifest.as_parent("champion_evaluation", uri))
+    return rows, manifest.as_parent("champion_evaluation", uri)
 
 
 def champion_evaluation(
@@ -270,10 +252,9 @@ def champion_evaluation(
 ) -> ChampionEvaluation:
     """Read the champion's recorded evaluation, or evaluate it now in the folder `scratch`.
 
-    A recorded evaluation counts only when its artifact is intact, is the recorded one, is of this
-    champion, has the same problems, and was made as the new model's was. MLflow's copy of the
-    champion must match its tags in both cases, and what is evaluated now needs an evaluation of
-    the new model by this code; LineageError otherwise.
+    A recorded evaluation counts only when it is intact, is of this champion and the same problems,
+    and was made as the new model's was. Raises LineageError where MLflow's copy of the champion
+    doesn't match its tags, or it must be evaluated and the new model was by other code.
     """
     try:
         require_intact_copy(tracker, champion)
@@ -307,7 +288,7 @@ def champion_evaluation(
             max_prompt_length=new.data.max_prompt_length,
             seed=new.seed,
         )
-    return ChampionEvaluation(rows, None)
+    return rows, None
 
 
 CONFIDENCE, SAMPLES = 0.95, 10_000
@@ -317,10 +298,9 @@ LEAST_PAIRS = 2  # one has no spread to resample
 def decide_reward_model(
     right: np.ndarray, champion: np.ndarray | None, rules: RewardModelGateConfig, seed: int
 ) -> Decision:
-    """Decide by which of the same N held-out pairs were ranked right.
+    """Decide by which of the same N held-out pairs were ranked right; on no pairs, don't promote.
 
-    right: `[N]` bool, of the new reward model; champion: the present one's, None where there is
-    none. Without held-out pairs nothing is promoted.
+    right: `[N]` bool, of the new reward model; champion: the present one's, if there is one.
     """
     if len(right) < LEAST_PAIRS:
         sentence = f"{len(right)} pairs are held out, and the rules need {LEAST_PAIRS} at least"
@@ -359,12 +339,9 @@ def decide_and_move(
     """Decide on `version`, and move the alias if the decision is to promote.
 
     Returns the decision with the champion that it was made against (None: there was none). Where
-    another promotion comes in between, it is decided again, against the new champion.
-
-    judge: compares the version with a champion; called once a decision.
-    request: what makes a second call with it the same request, which moves nothing.
-    notify: is told the outcome, a sentence.
-    Raises ChampionChangedError when others promoted during each of `DECISIONS` decisions.
+    another promotion comes in between, it is decided again; ChampionChangedError after `DECISIONS`.
+    `judge` compares the version with a champion; a second call with the same `request` moves
+    nothing; `notify` is told the outcome, a sentence.
     """
     name, alias = f"{version.name} version {version.version}", champions.alias
     digest = version.tags["artifact_digest"]
@@ -377,15 +354,10 @@ def decide_and_move(
         decision = judge(former)
         if not decision.promote:
             break
+        replaced = former.version if former else None
+        who = {"request": request, "by": by, "approved_by": approved_by}
         try:
-            champions.promote(
-                version.version,
-                former.version if former else None,
-                decision.reason,
-                request=request,
-                by=by,
-                approved_by=approved_by,
-            )
+            champions.promote(version.version, replaced, decision.reason, **who)
             break
         except ChampionChangedError as error:
             if not left:

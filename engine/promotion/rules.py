@@ -23,10 +23,7 @@ Measured = float | str | list[float] | None
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Measurements of a new model against another one, on one evaluation set.
-
-    None: could not be measured.
-    """
+    """Measurements of a new model against another on one set; None: could not be measured."""
 
     against: Literal["champion", "warm_start", "start_model"]  # what it was compared with
     gain: Interval | None  # of greedy pass@1, a fraction, e.g. Interval(0.1, 0.05, 0.15)
@@ -36,10 +33,6 @@ class Measurements:
     length_ratio: Interval | None = None  # mean response length, new over old
     contamination: float | None = None  # share of test prompts that were trained on
     approved_by: str = ""  # who agreed; empty: nobody yet
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +70,9 @@ def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
 
 
 def decide_on_sets(sets: Mapping[str, Measurements], rules: PromoteConfig) -> Decision:
-    """Check the measurements of every evaluation set that decides; all of them must pass.
+    """Check every evaluation set that decides; all, and at least one, must pass.
 
-    Rules on a set's own problems are checked for each set, the others once. Nothing is promoted on
-    no set.
+    Rules on a set's own problems are checked for each set, the others once.
     """
     outcomes: list[RuleOutcome] = []
     for name, measurements in sets.items():
@@ -99,11 +91,8 @@ def decision_of(results: Iterable[RuleOutcome]) -> Decision:
     """Promote if every rule passed; the reason says which did not, else what all results."""
     outcomes = tuple(results)
     failed = [outcome for outcome in outcomes if not outcome.passed]
-    if failed:
-        reason = "Not promoted: " + "; ".join(outcome.sentence for outcome in failed) + "."
-    else:
-        reason = "Promoted: " + "; ".join(outcome.sentence for outcome in outcomes) + "."
-    return Decision(not failed, reason, outcomes)
+    reasons = "; ".join(outcome.sentence for outcome in failed or outcomes)
+    return Decision(not failed, f"{'Not promoted' if failed else 'Promoted'}: {reasons}.", outcomes)
 
 
 def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[RuleOutcome]:
@@ -170,12 +159,10 @@ def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
     if measurements.against != "champion" and rules.bootstrap:
         sentence = f"{shown}, of which promote.bootstrap asks nothing for the first champion"
         return RuleOutcome("gain", True, _three(gain), None, sentence)
-    bound = f"the required gain of {_points(minimum)} percentage points"
-    if gain.low > minimum:
-        sentence = f"{shown}, its lower end above {bound}"
-    else:
-        sentence = f"{shown}; its lower end must be above {bound}"
-    return RuleOutcome("gain", gain.low > minimum, _three(gain), minimum, sentence)
+    passed = gain.low > minimum
+    shown += ", its lower end above" if passed else "; its lower end must be above"
+    sentence = f"{shown} the required gain of {_points(minimum)} percentage points"
+    return RuleOutcome("gain", passed, _three(gain), minimum, sentence)
 
 
 def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOutcome:
@@ -185,10 +172,7 @@ def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOut
 
 
 def _in_range(interval: Interval, low: float, high: float) -> bool:
-    """Tell an interval of finite numbers in this range from numbers that can't be one.
-
-    A percentile bootstrap may leave the mean just outside its own interval.
-    """
+    # A percentile bootstrap may leave the mean just outside its own interval.
     numbers = (interval.mean, interval.low, interval.high)
     return all(map(_is_finite, numbers)) and low <= interval.low <= interval.high <= high
 

@@ -45,18 +45,17 @@ class ReleasedModel:
         return self.graph.nodes[self.key].name if self.version is None else self.version.name
 
     @property
-    def ancestors(self) -> list[ArtifactNode]:
-        """Return all that the model was made from, nearest first."""
-        return self.graph.ancestors(self.key)
+    def line(self) -> list[ArtifactNode]:
+        """Return the model and all that it was made from, nearest first."""
+        return [self.graph.nodes[self.key], *self.graph.ancestors(self.key)]
 
 
 def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
     """Read a model by the folder of its artifact, `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
-    It, its evaluation and all that both were made from are re-hashed; sources made elsewhere may
-    have changed. stores: folders or s3:// prefixes to search; else its own and this machine's.
-    Raises LineageError for what is missing, unreadable or not as recorded and for an artifact that
-    is no model, TrackingError and StorageError where MLflow or a store doesn't answer.
+    All that it and its evaluation were made from is re-hashed, but for sources. stores: folders or
+    s3:// prefixes to search. Raises LineageError for what is missing, not as recorded or no model,
+    TrackingError and StorageError where MLflow or a store doesn't answer.
     """
     named = review([reference], stores)
     (start,) = named.starts
@@ -111,18 +110,17 @@ def _model_node(graph: Graph, start: ArtifactNode) -> ArtifactNode:
 def _evaluation_of(graph: Graph, start: ArtifactNode, model: ArtifactNode) -> ArtifactNode | None:
     """Return the evaluation that a version names, else the model's newest; None without any."""
     recorded, uri = (start.facts.get(f"evaluation_{part}", "") for part in ("manifest", "uri"))
-    evaluations = [
-        node
-        for edge in graph.children(model.key)
-        if edge.name == "policy"
-        and (node := graph.nodes[edge.child]).kind == "evaluation"
-        and node.manifest is not None
-    ]
+    edges = [edge for edge in graph.children(model.key) if edge.name == "policy"]
+    evaluations = {
+        node.manifest.own_digest: node
+        for node in (graph.nodes[edge.child] for edge in edges)
+        if node.kind == "evaluation" and node.manifest is not None
+    }
     if not recorded:
-        return max(evaluations, key=lambda node: node.created_at or datetime.min, default=None)
-    for node in evaluations:
-        if node.manifest is not None and node.manifest.own_digest == recorded:
-            return node
+        nodes = evaluations.values()
+        return max(nodes, key=lambda node: node.created_at or datetime.min, default=None)
+    if recorded in evaluations:
+        return evaluations[recorded]
     manifest = read_manifest(uri)
     parents = {parent.name: parent.digest for parent in manifest.parents}
     if manifest.own_digest != recorded or parents.get("policy") != model.digest:
@@ -184,14 +182,10 @@ class Licence:
 
 
 def find_base(line: Iterable[ArtifactNode]) -> Base | None:
-    """Return the model that the oldest stage began with; None where no stage says.
-
-    `line`: a model and all that it was made from, nearest first. A warm start, or the stage in its
-    place, records the model in its settings, a fetched one where it came from.
-    """
+    """Return the model that the oldest stage of a line, nearest first, began with, if one says."""
     base = None
     for node in line:
-        config = node.config
+        config = node.draft.config
         start = config.get("model")
         if node.kind in ("sft", "start_model") and isinstance(start, dict) and "path" in start:
             base = Base(str(start["path"]), str(config.get("start_digest") or ""))
@@ -201,15 +195,11 @@ def find_base(line: Iterable[ArtifactNode]) -> Base | None:
 
 
 def base_licence(base: Base) -> Licence | None:
-    """Return what the base's own card says; None for a base without one, or one that can't be read.
-
-    The card is the README.md of a folder. For a hub id it is read from the hub, or else from the
-    hub's cache on this machine.
-    """
+    """Return what the base's own card says, here or on the hub; None where it can't be read."""
     values = _hub_card(base.path) if base.hub_id else _folder_card(Path(base.path))
     licence = values.get("license")
     if isinstance(licence, list):
-        licence = licence[0] if licence else None
+        licence = next(iter(licence), None)
     if not licence:
         return None
     owner = base.hub_id or base.path.rstrip("/").rsplit("/", 1)[-1]

@@ -61,14 +61,14 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
             dataset_args={"problems": comparison.problems, "digest": dataset},
             metric_type=kind,
             metric_name=name,
-            metric_value=round(value.mean, 6),
+            metric_value=round(rate.mean, 6),
             metric_args={
                 "confidence": comparison.confidence,
-                "low": round(value.low, 6),
-                "high": round(value.high, 6),
+                "low": round(rate.low, 6),
+                "high": round(rate.high, 6),
             },
         )
-        for kind, name, value in _rates(comparison, comparison.after)
+        for kind, name, rate in _rates(comparison, comparison.after)
     ] + [
         EvalResult(
             task_type="text-generation",
@@ -85,7 +85,6 @@ def results(model: ReleasedModel, source: str) -> list[EvalResult]:
 
 
 def _rates(comparison: EvaluationComparison, side: ModelSummary) -> list[tuple[str, str, Interval]]:
-    """Return type, name and value of each rate."""
     n = comparison.samples
     return [
         ("pass@1", "pass@1 (greedy)", side.pass_at_1),
@@ -148,24 +147,18 @@ def model_card(
     model: ReleasedModel, base: Base | None, licence: Licence | None, repository: str
 ) -> str:
     """Return the whole README.md. `repository` is what a reader loads the model by."""
-    line_of_models = [model.graph.nodes[model.key], *model.ancestors]
-    data = [
-        (
-            _name(node),
-            f"`{node.digest}`",
-            ", ".join(f"{k} {v:,.6g}" for k, v in node.metrics.items() if k != "seconds"),
-        )
-        for node in model.ancestors
-        if node.kind in ("dataset", "pairs", SOURCE)
-    ]
     nearest: dict[str, ArtifactNode] = {}
-    lineage = []
-    for node in line_of_models:
-        if node.kind in SETTINGS_OF and node.config:
+    lineage, data = [], []
+    for node in model.line:
+        what = (_name(node), f"`{node.digest}`")
+        if node.kind in ("dataset", "pairs", SOURCE):
+            counts = {key: value for key, value in node.draft.metrics.items() if key != "seconds"}
+            data.append((*what, ", ".join(f"{key} {value:,.6g}" for key, value in counts.items())))
+        if node.kind in SETTINGS_OF and node.draft.config:
             nearest.setdefault(node.kind, node)
         manifest = node.manifest
         facts = (f"`{manifest.own_digest}`", f"`{manifest.code_version}`") if manifest else ("", "")
-        lineage.append((_name(node), f"`{node.digest}`", *facts))
+        lineage.append((*what, *facts))
     settings = "\n\n".join(map(_settings, nearest.values()))
     sections = [
         f"# {line(model.name)}",
@@ -184,7 +177,7 @@ def model_card(
 
 def _settings(node: ArtifactNode) -> str:
     """Return what a stage was made by, as YAML that is folded away."""
-    text = yaml.safe_dump(public_values(node.config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(public_values(node.draft.config), sort_keys=False, allow_unicode=True)
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or ["``"]))
     title = f"{node.kind} <code>{node.digest[:12]}</code>"
     return f"<details><summary>{title}</summary>\n\n{fence}yaml\n{text}{fence}\n\n</details>"
@@ -193,12 +186,12 @@ def _settings(node: ArtifactNode) -> str:
 def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | None) -> str:
     from huggingface_hub import ModelCardData
 
-    kinds = [node.kind for node in (model.graph.nodes[model.key], *model.ancestors)]
-    datasets = _hub_datasets(model)
-    settings = filter(None, map(_data_settings, model.ancestors))
-    source = next((values.get("source") for values in settings), None)
-    problems = datasets[0] if datasets else str(source or "unknown")
-    scores = results(model, problems)
+    kinds = [node.kind for node in model.line]
+    settings = [data for data in map(_data_settings, model.line) if data]
+    hub_ids = dict.fromkeys(map(_hub_dataset, settings))  # of the hub's datasets among the data
+    datasets = [hub_id for hub_id in hub_ids if hub_id]
+    source = settings[0].get("source") if settings else None
+    scores = results(model, datasets[0] if datasets else str(source or "unknown"))
     known = licence or Licence("")
     data = ModelCardData(
         base_model=(base.hub_id or None) if base else None,
@@ -216,7 +209,7 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
 
 
 def _data_settings(node: ArtifactNode) -> dict[str, object]:
-    data = node.config.get("data") if node.kind == "dataset" else None
+    data = node.draft.config.get("data") if node.kind == "dataset" else None
     return data if isinstance(data, dict) else {}
 
 
@@ -226,15 +219,15 @@ def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> 
         from_scratch = base is not None and not base.path
         terms = "the owner's to choose" if from_scratch else "unknown: no card of the base says it"
     else:
-        terms = " ".join(filter(None, (licence.id, licence.name, licence.link)))
-        terms += f" ({licence.source})" if licence.source else ""
+        source = licence.source and f"({licence.source})"
+        terms = " ".join(filter(None, (licence.id, licence.name, licence.link, source)))
     if model.version is not None:
         facts = model.version.facts
         if facts.get("aliases"):
             rows.append(("alias", facts["aliases"]))
         if facts.get("promoted_at"):
-            why = f": {facts['promotion_reason']}" if facts.get("promotion_reason") else ""
-            rows.append(("promoted", facts["promoted_at"] + why))
+            why = (facts["promoted_at"], facts.get("promotion_reason"))
+            rows.append(("promoted", ": ".join(filter(None, why))))
     rows += [
         ("content digest (SHA-256)", f"`{manifest.digest}`"),
         ("manifest digest", f"`{manifest.own_digest}`"),
@@ -261,16 +254,12 @@ def public_values(value: object) -> object:
     return "…/" + value.rstrip("/").rsplit("/", 1)[-1] if _LOCATION.fullmatch(value) else value
 
 
-def _hub_datasets(model: ReleasedModel) -> list[str]:
-    """Return the ids of the hub's datasets among the data."""
-    ids: dict[str, None] = {}
-    for data in map(_data_settings, model.ancestors):
-        path = str(data.get("path") or "")
-        if match := re.match(r"hf://([\w.-]+(?:/[\w.-]+)?)", path):
-            ids[match[1]] = None
-        elif data.get("source") == "gsm8k" and is_hub_id(path):
-            ids[path] = None
-    return list(ids)
+def _hub_dataset(data: dict[str, object]) -> str:
+    """Return the id of the hub's dataset that the data were; empty for others."""
+    path = str(data.get("path") or "")
+    if match := re.match(r"hf://([\w.-]+(?:/[\w.-]+)?)", path):
+        return match[1]
+    return path if data.get("source") == "gsm8k" and is_hub_id(path) else ""
 
 
 def _name(node: ArtifactNode) -> str:
@@ -296,20 +285,13 @@ def released_files(model: ReleasedModel) -> dict[str, FileEntry]:
 
 def lineage_json(model: ReleasedModel) -> str:
     """Return the model and all that it was made from, with digests; no folder of this machine."""
-    graph, nodes = model.graph, list[dict[str, object]]()
-    for node in (graph.nodes[model.key], *model.ancestors):
-        manifest, record = node.manifest, None
-        if manifest is not None:
-            record = public_values(manifest.model_dump(mode="json", exclude={"files", "parents"}))
-        nodes.append(
-            {
-                "key": node.key,
-                "kind": node.kind,
-                "digest": node.digest,
-                "manifest_digest": manifest.own_digest if manifest else "",
-                "manifest": record,
-            }
-        )
+    nodes: list[dict[str, object]] = []
+    for node in model.line:
+        record: dict[str, object] = {"manifest_digest": "", "manifest": None}
+        if (manifest := node.manifest) is not None:
+            public = public_values(manifest.model_dump(mode="json", exclude={"files", "parents"}))
+            record = {"manifest_digest": manifest.own_digest, "manifest": public}
+        nodes.append({"key": node.key, "kind": node.kind, "digest": node.digest, **record})
     keys = {node["key"] for node in nodes}
     values = {
         "model": {"name": model.name, "key": model.key, "digest": model.manifest.digest},
@@ -317,7 +299,7 @@ def lineage_json(model: ReleasedModel) -> str:
         "nodes": nodes,
         "edges": [
             {"parent": edge.parent, "child": edge.child, "name": edge.name}
-            for edge in graph.edges.values()
+            for edge in model.graph.edges.values()
             if {edge.child, edge.parent} <= keys
         ],
         "files": {name: entry.sha256 for name, entry in released_files(model).items()},
@@ -326,10 +308,10 @@ def lineage_json(model: ReleasedModel) -> str:
 
 
 def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
-    """Write the model to a folder that must not exist, whole or not at all; return it.
+    """Write the model to a new folder, whole or not at all; return it.
 
-    What was copied is hashed again. Raises StorageError where the folder is there already or can't
-    be written, LineageError for a file that changed on the way.
+    Raises StorageError where it is there already or can't be written, LineageError for a file that
+    changed on the way.
     """
     target = Path(target).expanduser().absolute()
     if target.exists():
@@ -389,17 +371,10 @@ def push(
 ) -> str:
     """Upload a model's files and `texts` (by name) as one commit; return its address.
 
-    The repository, and the branch, are made where they are missing. Weights in it that this model
-    doesn't have are removed; other files stay. A commit of somebody else in between refuses this
-    one. Raises StorageError for whatever the hub refuses or doesn't answer; nothing is committed
-    then.
+    The repository and branch are made where they are missing. Weights there that this model lacks
+    are removed. Raises StorageError for what the hub refuses, a commit of others in between too.
     """
-    from huggingface_hub import (
-        CommitOperationAdd,
-        CommitOperationDelete,
-        HfApi,
-        set_client_factory,
-    )
+    import huggingface_hub as hub
     from huggingface_hub.errors import HFValidationError, HTTPError
     from huggingface_hub.utils._http import default_client_factory
 
@@ -408,23 +383,20 @@ def push(
         session.timeout = SECONDS
         return session
 
-    set_client_factory(client)
-    api, name, branch = HfApi(), repository.id, repository.branch
+    hub.set_client_factory(client)
+    api, name, branch = hub.HfApi(), repository.id, repository.branch
     files = released_files(model)
     try:
         api.create_repo(name, private=private or None, exist_ok=True)
         if branch is not None:
             api.create_branch(name, branch=branch, exist_ok=True)
         head = api.model_info(name, revision=branch, timeout=SECONDS)
-        new = {*files, *texts}
+        there = [entry.rfilename for entry in head.siblings or ()]
+        old = [file for file in there if file not in files and _WEIGHTS.fullmatch(file)]
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            *(
-                CommitOperationDelete(name)
-                for name in (entry.rfilename for entry in head.siblings or ())
-                if name not in new and _WEIGHTS.fullmatch(name)
-            ),
-            *(CommitOperationAdd(file, str(model.folder / file)) for file in files),
-            *(CommitOperationAdd(file, text.encode()) for file, text in texts.items()),
+            *map(hub.CommitOperationDelete, old),
+            *(hub.CommitOperationAdd(file, str(model.folder / file)) for file in files),
+            *(hub.CommitOperationAdd(file, text.encode()) for file, text in texts.items()),
         ]
         commit = api.create_commit(
             name,
@@ -435,10 +407,8 @@ def push(
         )
     except (OSError, ValueError, RuntimeError, HTTPError, HFValidationError) as error:
         # huggingface_hub 2.4 wraps the error of an upload in a RuntimeError.
-        wrapped = isinstance(error, RuntimeError) and error.__cause__ is not None
-        source = error.__cause__ if wrapped else error
-        lines = [text.strip() for text in str(source).splitlines() if text.strip()]
-        reason = lines[0] if lines else type(source).__name__
+        source = (error.__cause__ if isinstance(error, RuntimeError) else None) or error
+        reason = (str(source).strip() or type(source).__name__).splitlines()[0]
         raise StorageError(
             f"{PREFIX}{name} could not be written: {reason}; nothing was committed; check "
             "the name, the network and the token (hf auth login, or HF_TOKEN with write access)"

@@ -204,7 +204,7 @@ def _json(value: object) -> str:
 
 def render_page(data: PageData, title: str) -> str:
     """Return the page; title: which run it is of."""
-    css = html_templates.asset(__package__, "rollouts.css")
+    css = html_templates.stylesheet()
     script = Markup("").join(
         html_templates.asset(__package__, name)
         for name in ("curves.js", "episodes.js", "rollouts.js")

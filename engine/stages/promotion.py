@@ -20,7 +20,9 @@ from engine.console import display_path, say
 from engine.errors import LineageError, TrackingError
 from engine.evaluation.comparability import require_same_settings
 from engine.preferences import ranked_right
-from engine.promotion import Champions, Decision, champions, decide_on_sets, gate
+from engine.promotion import champions, gate
+from engine.promotion.champions import Champions
+from engine.promotion.rules import Decision, decide_on_sets
 from engine.stages.fetch import first_model
 from engine.stages.settings import PromotionSettings, RewardModelGateSettings, RunContext
 from engine.stages.stage import Artifact, Stage, host, shared, show_facts, stage
@@ -107,7 +109,7 @@ def compare_and_decide(
         against = first_model(manifest.parents)
         before = pd.read_parquet(folder / "rows_warm_start.parquet")
     else:
-        evaluated = gate.champion_evaluation(
+        before, recorded = gate.champion_evaluation(
             tracker,
             champion,
             settings.config.alias,
@@ -117,7 +119,6 @@ def compare_and_decide(
             scratch=this.folder.parent,
             notify=lambda text: say(f"promotion: {text}"),
         )
-        before, recorded = evaluated.rows, evaluated.recorded
         if recorded is None:
             before.to_parquet(champion_rows, index=False)
     names = ["test", *(extra.name for extra in settings.data.evaluation_sets)]
@@ -138,9 +139,9 @@ def compare_and_decide(
     }
     # The set that decides: the one with the least certain gain.
     name = min(sets, key=lambda name: gain.low if (gain := sets[name].gain) else -math.inf)
-    written = sets[name].to_dict() | {"dataset": name}
+    written = asdict(sets[name]) | {"dataset": name}
     if len(sets) > 1:
-        written["sets"] = {name: measured.to_dict() for name, measured in sets.items()}
+        written["sets"] = {name: asdict(measured) for name, measured in sets.items()}
     (this.folder / "evidence.json").write_text(json.dumps(written, indent=2, sort_keys=True))
     gain = sets[name].gain
     interval = [gain.mean, gain.low, gain.high] if gain is not None else None

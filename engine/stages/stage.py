@@ -214,7 +214,7 @@ class Stage:
         for name in names:
             file = dataset / f"{name}.parquet"
             source = uri or f"{self.parent('dataset').uri}/{file.name}"
-            self.tracked.log_dataset(file, name, hash_file(file)[:32], context=name, uri=source)
+            self.tracked.log_dataset(file, name, hash_file(file)[:32], source)
 
     def checkpoints(self) -> CheckpointPaths:
         """Return the folders of checkpoints, and write the stage's parents there, for lineage.

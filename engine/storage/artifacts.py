@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from engine.errors import LineageError, StorageError
 from engine.redaction import redact, redact_values
+from engine.storage import filesystem
 from engine.storage.digests import (
     MANIFEST,
     SHA256,
@@ -39,22 +40,6 @@ from engine.storage.digests import (
     require_inside,
     sources_digest,
     tree_digest,
-)
-from engine.storage.filesystem import (
-    HOME_VARIABLE,
-    QUICK,
-    Files,
-    artifact_path,
-    fsync,
-    fsync_tree,
-    home,
-    is_artifact_address,
-    local_copy_path,
-    process_is_alive,
-    read_file,
-    shared_address,
-    translated,
-    write_atomically,
 )
 from engine.storage.s3 import Objects, download, upload
 
@@ -127,19 +112,12 @@ class Manifest(Draft):
 
 
 def json_digest(values: Mapping[str, object]) -> str:
-    """Return the SHA-256 (hex) of JSON values, whatever the order of their keys.
-
-    The same values give the same digest as `engine.config.text.digest` of their section.
-    """
+    """SHA-256 (hex) of JSON values as `engine.config.text.digest`, whatever their keys' order."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
-    """Hash a local `folder`, write its manifest.json in one step, and return it.
-
-    What the draft says is written without credentials. Raises LineageError when the configuration
-    is not JSON.
-    """
+    """Write a local folder's manifest.json, without credentials; LineageError for a bad config."""
     folder, draft = Path(folder), draft.redacted()
     files = hash_files(folder)
     try:
@@ -156,20 +134,16 @@ def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
         created_at=datetime.now(UTC).replace(microsecond=0),
     )
     data = (manifest.model_dump_json(indent=2) + "\n").encode()
-    write_atomically(folder / MANIFEST, [data])
+    filesystem.write_atomically(folder / MANIFEST, [data])
     manifest._own_digest = hashlib.sha256(data).hexdigest()
     return manifest
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read the manifest of a local or remote (`s3://…`) artifact folder; LineageError if it can't.
-
-    A store that doesn't answer is a StorageError. A manifest of a newer schema is refused rather
-    than misread.
-    """
+    """Read an artifact folder's manifest; LineageError, or StorageError for no answer."""
     where = f"{str(folder).rstrip('/')}/{MANIFEST}"
     try:
-        data = read_file(where, LineageError)
+        data = filesystem.read_file(where, LineageError)
     except FileNotFoundError:
         raise LineageError(
             f"{folder} has no {MANIFEST}; give the folder of an artifact that a stage published"
@@ -200,10 +174,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def verify(folder: str | Path) -> Manifest:
-    """Re-hash a local or remote artifact folder, where it is, and return its manifest.
-
-    Raises LineageError that names the first file which is missing, added, or differs.
-    """
+    """Re-hash an artifact folder where it is; LineageError names the first fault."""
     manifest = read_manifest(folder)
     for fault in differences(folder, manifest):
         raise LineageError(fault)
@@ -230,19 +201,18 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
     if faults:
         return faults
     try:
-        config_digest = json_digest(manifest.config)
+        computed = {
+            "digest": content_digest(present),
+            "config_digest": json_digest(manifest.config),
+        }
     except ValueError:
         return [f"{folder}/{MANIFEST}: config is not JSON; the manifest was edited"]
-    for label, recorded, computed in (
-        ("digest", manifest.digest, content_digest(present)),
-        ("config_digest", manifest.config_digest, config_digest),
-    ):
-        if recorded != computed:
-            faults.append(
-                f"{folder}/{MANIFEST}: {label} is {recorded[:12]} where its content gives "
-                f"{computed[:12]}; the manifest was edited"
-            )
-    return faults
+    return [
+        f"{folder}/{MANIFEST}: {label} is {recorded[:12]} where its content gives {digest[:12]}; "
+        "the manifest was edited"
+        for label, digest in computed.items()
+        if digest != (recorded := getattr(manifest, label))
+    ]
 
 
 RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
@@ -250,13 +220,11 @@ RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
 
 @contextlib.contextmanager
 def staging(kind: str) -> Iterator[Path]:
-    """Yield a fresh folder to write an artifact of this kind into; `publish` moves it away.
+    """Yield a fresh folder for an artifact, which `publish` moves away; what is left is removed.
 
-    Whatever is still there at the end is removed, on success, error and Ctrl-C alike; a full
-    disk becomes a StorageError, whichever library met it. Leftovers of processes that died are
-    removed first.
+    A full disk is a StorageError, whichever library met it.
     """
-    root = home() / ".staging"
+    root = filesystem.home() / ".staging"
     folder = root / f"{kind}-{_owner()}-{uuid.uuid4().hex[:8]}"
     with _writing(folder):
         _remove_stale(root)
@@ -275,21 +243,17 @@ def staging(kind: str) -> Iterator[Path]:
 def publish(folder: str | Path, draft: Draft) -> Path:
     """Write the manifest of a staged folder and move it to its place; return that place.
 
-    An equal artifact that is already there is kept when it is whole and replaced when it is not.
-    One of equal content that was made of other parents or by another configuration keeps its place,
-    and this one gets a name with a suffix: each keeps the manifest of what made it. Every file is
-    on disk before the rename, so a published folder is never half-written. Where there is a shared
-    store, it goes there as well (see `share`). Raises StorageError for an empty folder or when the
-    disk or the store refuses.
+    An equal artifact that is there already is kept when it is whole. Of equal content that was made
+    from something else, this one gets a name with a suffix. Where there is a shared store, it goes
+    there as well. Raises StorageError for an empty folder or when disk or store refuses.
     """
     folder = Path(folder)
     if not any(path.is_file() for path in folder.rglob("*")):
         raise StorageError(f"artifact folder {folder} has no files; nothing to publish")
     with _writing(folder):
         manifest = write_manifest(folder, draft)
-        fsync_tree(folder)
+        filesystem.fsync_tree(folder)
         target = _target_of(manifest)
-        target.parent.mkdir(parents=True, exist_ok=True)
         _move_into_place(folder, target, manifest)
     share(target)
     return target
@@ -298,19 +262,16 @@ def publish(folder: str | Path, draft: Draft) -> Path:
 def share(folder: str | Path) -> str:
     """Put a published artifact into the shared store; return the address that children name.
 
-    Where there is no store, or the folder is no artifact of this machine's, nothing happens and the
-    path is returned. The manifest is sent last: cut off anywhere, this leaves none where there was
-    none, and a second call sends what is missing. An artifact of equal content and inputs that is
-    there keeps its manifest, which children elsewhere may know and which becomes this machine's,
-    and gets the files that it lacks. Raises StorageError when S3 refuses, or another artifact is
-    there.
+    Its path where there is no store, or it is no artifact of this machine's. The manifest is sent
+    last. An equal artifact there keeps its manifest, which becomes this machine's. Raises
+    StorageError when S3 refuses, or another artifact is there.
     """
-    folder, uri = Path(folder), shared_address(folder)
+    folder, uri = Path(folder), filesystem.shared_address(folder)
     if uri == str(folder):
         return uri
     data = (folder / MANIFEST).read_bytes()
     manifest = parse_manifest(data, str(folder))
-    objects = Objects(uri, QUICK)
+    objects = Objects(uri, filesystem.QUICK)
     published = _published_manifest(objects, manifest)
     upload(folder, uri, manifest.files, f"upload {manifest.kind} {manifest.digest[:12]}")
     if published is None and not objects.put(MANIFEST, data, only_if=""):
@@ -318,7 +279,7 @@ def share(folder: str | Path) -> str:
         published = _published_manifest(objects, manifest)
     if published is not None and published != data:
         with _writing(folder):
-            write_atomically(folder / MANIFEST, [published])
+            filesystem.write_atomically(folder / MANIFEST, [published])
     return uri
 
 
@@ -344,28 +305,34 @@ def _published_manifest(objects: Objects, manifest: Manifest) -> bytes | None:
 def local_path(uri: str | Path) -> Path:
     """Return a local path with the content of `uri`: a path, file://, or anything fsspec reads.
 
-    A remote folder is downloaded once; one with a manifest is checked against it. Where an artifact
-    is published and its manifest is not there, nothing is: its upload was cut off. Raises
-    StorageError when nothing is there or the download fails, LineageError for damage.
+    A remote folder is downloaded once, and checked. Raises StorageError when nothing whole is there
+    or the download fails, LineageError for damage.
     """
-    text = os.fspath(uri)
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme != "file":
-        return _download(text.rstrip("/"))
-    path = Path(rest if separator else text).expanduser().absolute()
+    if filesystem.is_remote(os.fspath(uri)):
+        return _download(os.fspath(uri).rstrip("/"))
+    path = filesystem.as_path(uri).absolute()
     if not path.exists():
         raise StorageError(f"artifact {path} was deleted or never written; {RERUN_HINT}")
     return path
 
 
 def _download(uri: str) -> Path:
-    """Fetch a remote file or folder, whole or not at all."""
     key = hashlib.sha256(uri.encode()).hexdigest()[:16]
-    target = local_copy_path(uri) or home() / ".cache" / key / uri.rsplit("/", 1)[-1]
+    target = (
+        filesystem.local_copy_path(uri)
+        or filesystem.home() / ".cache" / key / uri.rsplit("/", 1)[-1]
+    )
     try:
-        with translated(uri, StorageError, "download", keep=(FileNotFoundError,)):
-            files = Files(uri)
-            manifest = _remote_manifest(files)
+        with filesystem.translated(uri, StorageError, "download", keep=(FileNotFoundError,)):
+            files = filesystem.Files(uri)
+            manifest: bytes | None = None
+            with contextlib.suppress(FileNotFoundError):
+                manifest = files.read(MANIFEST)
+            if manifest is None and filesystem.is_artifact_address(uri):
+                raise StorageError(
+                    f"artifact {uri} was deleted or never written whole; {RERUN_HINT}, which "
+                    "uploads what is missing"
+                )
             if manifest is not None and _is_copy(target, manifest):
                 return target
             with staging("download") as folder:
@@ -380,28 +347,14 @@ def _download(uri: str) -> Path:
                     files.request(lambda: files.fs.get(files.path, str(draft), recursive=True))
                 if (draft / MANIFEST).is_file():
                     verify(draft)
-                fsync_tree(draft)
-                target.parent.mkdir(parents=True, exist_ok=True)
+                filesystem.fsync_tree(draft)
                 if not target.exists():
                     _rename(draft, target)
-                    fsync(target.parent)
                 elif not _is_equal(target, draft, manifest):  # else a process may be reading it
                     _replace(draft, target)
     except FileNotFoundError:
         raise StorageError(f"artifact {uri} was deleted or never written; {RERUN_HINT}") from None
     return target
-
-
-def _remote_manifest(files: Files) -> bytes | None:
-    """The bytes of a remote folder's manifest; None where it has none and needs none."""
-    with contextlib.suppress(FileNotFoundError):
-        return files.read(MANIFEST)
-    if is_artifact_address(files.uri):
-        raise StorageError(
-            f"artifact {files.uri} was deleted or never written whole; {RERUN_HINT}, which uploads "
-            "what is missing"
-        )
-    return None
 
 
 def _is_equal(target: Path, draft: Path, manifest: bytes | None) -> bool:
@@ -423,8 +376,8 @@ def _is_copy(target: Path, manifest: bytes) -> bool:
 
 def _target_of(manifest: Manifest) -> Path:
     """Return where an artifact goes: named by content, and by its making where two have that."""
-    target = artifact_path(manifest.kind, manifest.digest)
-    for where in dict.fromkeys((str(target), shared_address(target))):
+    target = filesystem.artifact_path(manifest.kind, manifest.digest)
+    for where in dict.fromkeys((str(target), filesystem.shared_address(target))):
         try:
             existing = read_manifest(where)
         except (LineageError, StorageError):
@@ -437,31 +390,25 @@ def _target_of(manifest: Manifest) -> Path:
 
 
 def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:
-    """Rename `folder` to `target`, giving way to an equal and whole artifact already there.
-
-    One whose files were damaged gets them back; its manifest stays, because children know it.
-    """
-    if target.exists():
-        with contextlib.suppress(LineageError):
-            if verify(target).digest == manifest.digest:
-                shutil.rmtree(folder)
-                return
-        with contextlib.suppress(LineageError):
-            if read_manifest(target).files == manifest.files:
-                shutil.copyfile(target / MANIFEST, folder / MANIFEST)
-                fsync(folder / MANIFEST)
-        _replace(folder, target)
+    """Rename `folder` to `target`, giving way to an equal and whole artifact already there."""
+    if not target.exists():
+        _rename(folder, target)
         return
-    _rename(folder, target)
-    fsync(target.parent)
+    with contextlib.suppress(LineageError):
+        if verify(target).digest == manifest.digest:
+            shutil.rmtree(folder)
+            return
+    # One whose files were damaged gets them back; its manifest stays, because children know it.
+    with contextlib.suppress(LineageError):
+        if read_manifest(target).files == manifest.files:
+            shutil.copyfile(target / MANIFEST, folder / MANIFEST)
+            filesystem.fsync(folder / MANIFEST)
+    _replace(folder, target)
 
 
 def _replace(folder: Path, target: Path) -> None:
-    """Put `folder` where `target` is; what was there leaves by a rename, then is deleted.
-
-    Where others do the same at the same moment, one of them stays.
-    """
-    replaced = home() / ".staging" / f"replaced-{_owner()}-{uuid.uuid4().hex[:8]}"
+    """Put `folder` where `target` is; of several that do so at once, one stays."""
+    replaced = filesystem.home() / ".staging" / f"replaced-{_owner()}-{uuid.uuid4().hex[:8]}"
     replaced.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # nothing there, or another has just taken it
         os.rename(target, replaced)
@@ -475,11 +422,11 @@ def _replace(folder: Path, target: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     else:
         replaced.unlink(missing_ok=True)
-    fsync(target.parent)
 
 
 def _rename(folder: Path, target: Path) -> None:
     """Rename `folder` to `target`; where another process was first, its folder stays."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.rename(folder, target)
     except OSError as error:
@@ -487,11 +434,11 @@ def _rename(folder: Path, target: Path) -> None:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         shutil.rmtree(folder)
+    filesystem.fsync(target.parent)
 
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of a write into a sentence with the path and the way out."""
     try:
         yield
     except OSError as error:
@@ -499,15 +446,16 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _unwritable(error: Exception, path: Path) -> StorageError:
+    """What a failed write raises: a sentence with the path and the way out."""
     where = getattr(error, "filename", None) or path
     what = getattr(error, "strerror", None) or str(error) or type(error).__name__
     if _says_disk_full(error):
         what = "no space left on the disk"
-        way_out = f"free some, or set {HOME_VARIABLE} to a folder on another disk"
+        way_out = f"free some, or set {filesystem.HOME_VARIABLE} to a folder on another disk"
     elif isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        way_out = f"make it writable, or set {HOME_VARIABLE} to a folder that is"
+        way_out = f"make it writable, or set {filesystem.HOME_VARIABLE} to a folder that is"
     else:
-        way_out = f"check the disk, or set {HOME_VARIABLE} to a folder on another one"
+        way_out = f"check the disk, or set {filesystem.HOME_VARIABLE} to a folder on another one"
     return StorageError(f"can't write {where}: {what}; {way_out}")
 
 
@@ -529,5 +477,5 @@ def _remove_stale(root: Path) -> None:
     host = _owner().rsplit("-", 1)[0]
     for folder in root.glob("*-*-*-*") if root.is_dir() else ():
         _, owner_host, pid, _ = folder.name.rsplit("-", 3)
-        if owner_host == host and pid.isdigit() and not process_is_alive(int(pid)):
+        if owner_host == host and pid.isdigit() and not filesystem.process_is_alive(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)

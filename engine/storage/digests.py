@@ -68,9 +68,8 @@ def hash_file(path: str | Path) -> str:
 def hash_files(folder: str | Path) -> dict[str, FileEntry]:
     """Hash every file below `folder` but its manifest, in the order of their paths.
 
-    A remote folder is read where it is, through no cache. Raises LineageError when the folder is
-    missing or unreadable, or holds a link, which a copy of the folder would not carry, and
-    StorageError when a store doesn't answer, which says nothing of what is in it.
+    Raises LineageError for a folder that is missing, unreadable or holds a link, StorageError when
+    a store doesn't answer.
     """
     if is_remote(folder):
         address = str(folder).rstrip("/")
@@ -91,8 +90,7 @@ def hash_files(folder: str | Path) -> dict[str, FileEntry]:
     if not base.is_dir():
         raise LineageError(f"artifact folder {folder} does not exist; check the path")
     entries = {}
-    for path in sorted(base.rglob("*"), key=lambda path: path.relative_to(base).as_posix()):
-        name = path.relative_to(base).as_posix()
+    for name, path in sorted((path.relative_to(base).as_posix(), path) for path in base.rglob("*")):
         if path.is_symlink():
             raise LineageError(f"{path} is a link; put a copy of what it points to in its place")
         if path.is_file() and name != MANIFEST:
@@ -133,11 +131,9 @@ def project_root() -> Path:
 
 
 def sources_digest(root: str | Path | None = None) -> str:
-    """Return the SHA-256 (hex) of every source file under engine/, tasks/ and examples/ of `root`.
+    """SHA-256 (hex) of this project's sources or those under engine/, tasks/, examples/ of `root`.
 
-    It depends on names below `root` and on bytes alone: neither on the place of the checkout nor
-    on modification times, so that it can be part of cache keys. Without `root` it is that of the
-    project, whose files a process reads once.
+    It depends on names below `root` and on bytes alone.
     """
     if root is None:
         return _project_digest()
@@ -158,42 +154,30 @@ def _project_digest() -> str:
 
 
 def modules_digest(names: Iterable[str]) -> str:
-    """Return the SHA-256 (hex) of the sources that modules come from; empty without any.
+    """SHA-256 (hex) of the files that other people's modules come from; empty without any.
 
-    That is a module's file, or every *.py file of the package that it is in. Nothing is imported.
-    Ours are left out, which `sources_digest` has, as are modules that aren't found.
+    Nothing is imported, and modules that aren't found are left out.
     """
-    roots = sorted({name.partition(".")[0] for name in names} - set(PACKAGES))
-    lines = [
-        f"{root}\0{name}\0{hash_file(path)}\n" for root in roots for name, path in _files_of(root)
-    ]
+    lines = []
+    for root in sorted({name.partition(".")[0] for name in names} - set(PACKAGES)):
+        try:
+            spec = importlib.util.find_spec(root)
+        except (ImportError, ValueError):  # one that has no specification, such as __main__
+            continue
+        if spec is None:
+            continue
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        files = [
+            (path.relative_to(f).as_posix(), path) for f in folders for path in f.rglob("*.py")
+        ]
+        if not folders and spec.origin and Path(spec.origin).is_file():
+            files = [(Path(spec.origin).name, Path(spec.origin))]
+        lines += [f"{root}\0{name}\0{hash_file(path)}\n" for name, path in sorted(files)]
     return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
 
 
-def _files_of(root: str) -> list[tuple[str, Path]]:
-    """The sources of a top-level module, by name below its folder."""
-    try:
-        spec = importlib.util.find_spec(root)
-    except (ImportError, ValueError):  # one that has no specification, such as __main__
-        spec = None
-    if spec is None:
-        return []
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    files = {
-        path.relative_to(folder).as_posix(): path
-        for folder in folders
-        for path in folder.rglob("*.py")
-    }
-    if not folders and spec.origin and Path(spec.origin).is_file():
-        files[Path(spec.origin).name] = Path(spec.origin)
-    return sorted(files.items())
-
-
 def code_version() -> str:
-    """Return $HYBRIDFLYTE_CODE_VERSION, or the git commit, with "-dirty" for edited sources.
-
-    "unknown" outside a git checkout; `sources_digest` still tells versions apart there.
-    """
+    """$HYBRIDFLYTE_CODE_VERSION, or the git commit, "-dirty" for edited sources; else "unknown"."""
     return os.environ.get(CODE_VERSION_VARIABLE) or git_version(project_root())
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -65,15 +65,12 @@ def process_is_alive(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):  # no process has a number that large
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this machine began, as a text to compare; None for one that has ended.
-
-    Together with its number this names a process: numbers come again. A zombie has ended.
-    """
+    """When a process began, a text that with its number names it; None for one that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -100,10 +97,7 @@ def artifact_path(kind: str, digest: str) -> Path:
 
 
 def shared_store() -> str:
-    """Return the address of the shared store, $HYBRIDFLYTE_STORE; empty where there is none.
-
-    Raises ConfigError for anything but s3://bucket or s3://bucket/prefix, without credentials.
-    """
+    """$HYBRIDFLYTE_STORE, the shared store; "" for none, ConfigError for no s3://bucket."""
     root = os.environ.get(STORE_VARIABLE, "").rstrip("/")
     if root and not re.fullmatch(r"s3://[^/\s:@]+(/[^/\s]+)*", root):
         raise ConfigError(
@@ -115,10 +109,7 @@ def shared_store() -> str:
 
 
 def shared_address(folder: str | Path) -> str:
-    """Return by what other machines know a published artifact: its place in the store.
-
-    The path itself where there is no store, and for a folder that is no artifact of this machine's.
-    """
+    """A published artifact's place in the shared store; the path itself where it has none."""
     root, path = shared_store(), Path(folder).absolute()
     if root and path.is_relative_to(home() / ARTIFACTS):
         shared = f"{root}/{path.relative_to(home()).as_posix()}"
@@ -154,8 +145,7 @@ def is_hub_id(path: str | Path) -> bool:
 def require_model_name(path: str | Path, setting: str = "model.path") -> None:
     """Raise ModelError for a value that is neither a folder here nor looks like a hub id.
 
-    transformers would take the name of a folder that is missing for a hub id, and ask the hub for
-    a minute.
+    transformers would ask the hub for a missing folder, for a minute.
     """
     if not Path(path).exists() and not is_hub_id(path):
         raise ModelError(
@@ -179,8 +169,7 @@ def split_revision(path: str | Path) -> tuple[str, str | None]:
 def pin_revision(path: str, setting: str = "model.path") -> str:
     """A hub id with the commit that it means now, `owner/name@commit`; a folder as it is.
 
-    Without the hub, that of the newest copy in the hub's local cache. Raises ModelError where
-    neither has it, and for a folder that is missing.
+    Without the hub, that in its local cache. Raises ModelError where neither has it.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HFValidationError, HTTPError
@@ -228,17 +217,13 @@ def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None
 
 
 def loading_error(error: Exception) -> str:
-    """transformers' reason why a folder or hub id can't be loaded, in one line.
-
-    Everything is loaded with `trust_remote_code=False`, so code that a folder brings is a reason.
-    """
-    text = str(error).strip()
+    """transformers' reason why a folder or hub id can't be loaded, in one line."""
+    text = str(error).strip() or type(error).__name__
     if "trust_remote_code" in text:
         return (
-            "it needs code of its own, which is never run; give a model that transformers has a "
-            "class for itself"
+            "it needs code of its own, which is never run; give a model transformers loads itself"
         )
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0]
 
 
 T = TypeVar("T")
@@ -254,16 +239,10 @@ RANGE = 32 << 20  # bytes asked for in one request to S3
 BACKOFF_SECONDS = 0.5  # before the second attempt; each further pause is twice as long
 MAX_BACKOFF_SECONDS = 10.0
 # S3's codes, with a status below 500, of requests that may succeed when they are repeated.
-RETRYABLE_CODES = {
-    "BadDigest",
-    "IncompleteBody",
-    "RequestTimeout",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-    "XAmzContentSHA256Mismatch",
-}
+RETRYABLE_CODES = (
+    *("BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "Throttling"),
+    *("ThrottlingException", "TooManyRequests", "XAmzContentSHA256Mismatch"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,11 +260,7 @@ PATIENT = Timeouts(attempts=5, connect=5, read=30, request=120)  # to move conte
 
 
 def s3_credentials(uri: str) -> dict[str, object]:
-    """Return s3fs's options for a URI: its endpoint, and keys where botocore finds none.
-
-    AWS's own variables win; FLYTE_AWS_* are those that Flyte sets in its pods. Empty for what is
-    not in S3.
-    """
+    """s3fs's options for a URI in S3: AWS's own variables, or else FLYTE_AWS_* of Flyte's pods."""
     if not uri.startswith(S3_SCHEMES):
         return {}
     endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)
@@ -309,19 +284,13 @@ class Entry(TypedDict, total=False):
     updated: datetime  # in other object stores
 
 
-class _ErrorResponse(TypedDict, total=False):
-    Error: dict[str, str]
-    ResponseMetadata: dict[str, int]
-
-
 class Files:
     """The file at a path or URI, or the files below it."""
 
     def __init__(self, uri: str | Path, timeouts: Timeouts = QUICK) -> None:
         """Raise ValueError or ImportError for a scheme that no installed file system has."""
         text = os.fspath(uri)
-        if "://" not in text:
-            text = str(Path(text).expanduser().absolute())
+        text = text if "://" in text else str(Path(text).expanduser().absolute())
         self.is_s3 = text.startswith(S3_SCHEMES)
         options = s3_credentials(text)
         if self.is_s3:
@@ -425,10 +394,7 @@ def as_path(address: str | Path) -> Path:
 
 
 def read_file(address: str | Path, refused: type[EngineError]) -> bytes:
-    """Read one local or remote file.
-
-    Raises FileNotFoundError, StorageError when a store doesn't answer, or else `refused`.
-    """
+    """Read a file; FileNotFoundError, StorageError for no answer, or else `refused`."""
     with translated(address, refused, keep=(FileNotFoundError,)):
         try:
             if is_remote(address):
@@ -447,8 +413,7 @@ def translated(
 ) -> Iterator[None]:
     """Turn what a file system raises into one sentence; errors in `keep` stay as they are.
 
-    A store that doesn't answer is a StorageError: another attempt may succeed, and nothing that is
-    in it was found to be wrong. What it refuses is of the class `refused`.
+    A store that doesn't answer is a StorageError, what it refuses is `refused`.
     """
     try:
         yield
@@ -469,20 +434,11 @@ def is_transient(error: BaseException) -> bool:
     import botocore.exceptions
     from s3fs.core import S3_RETRYABLE_ERRORS
 
-    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    if status:
-        return (
-            status in (408, 429)
-            or (status >= 500 and status != 501)
-            or error_code(error) in RETRYABLE_CODES
-        )
-    lost = (
-        *S3_RETRYABLE_ERRORS,
-        botocore.exceptions.ConnectionError,
-        ConnectionError,
-        TimeoutError,
-    )
-    return isinstance(error, lost)
+    if status := _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0):
+        busy = status in (408, 429) or (status >= 500 and status != 501)
+        return busy or error_code(error) in RETRYABLE_CODES
+    lost = (botocore.exceptions.ConnectionError, ConnectionError, TimeoutError)
+    return isinstance(error, (*S3_RETRYABLE_ERRORS, *lost))
 
 
 def error_code(error: BaseException | None) -> str:
@@ -496,11 +452,9 @@ def error_text(error: BaseException) -> str:
     return str(text).splitlines()[0].rstrip(".")
 
 
-def _response(error: BaseException | None) -> _ErrorResponse:
+def _response(error: BaseException | None) -> dict[str, Any]:
     """S3's own answer behind an error of s3fs, which keeps it as the cause."""
     from botocore.exceptions import ClientError
 
-    cause = getattr(error, "__cause__", None)
-    client_error = next((e for e in (error, cause) if isinstance(e, ClientError)), None)
-    response: _ErrorResponse = client_error.response if client_error is not None else {}
-    return response
+    causes = (error, getattr(error, "__cause__", None))
+    return next((dict(cause.response) for cause in causes if isinstance(cause, ClientError)), {})

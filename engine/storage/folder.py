@@ -1,7 +1,6 @@
-"""A folder of checkpoint files, on a disk or in an object store (`s3://…`).
+"""A folder of checkpoint files, on a disk or in an object store, with errors as CheckpointErrors.
 
-What lives here: reading, writing and removing with checksums, and errors as CheckpointErrors. What
-does not: which files make a checkpoint (`engine.checkpoint.format`).
+Which files make a checkpoint is in `engine.checkpoint.format`.
 """
 
 from __future__ import annotations
@@ -14,16 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from engine.errors import CheckpointError, DamagedCheckpointError, StorageError
+from engine.storage import filesystem
 from engine.storage.digests import FileEntry, HashedChunks, hash_chunks
-from engine.storage.filesystem import (
-    CHECK_S3,
-    PATIENT,
-    Files,
-    error_text,
-    fsync,
-    fsync_tree,
-    write_atomically,
-)
 from engine.storage.s3 import Objects, Uploader
 
 
@@ -37,11 +28,11 @@ class Folder:
     def __init__(self, uri: str | Path) -> None:
         """Raise CheckpointError for an address that no installed file system knows."""
         try:
-            self.files = Files(uri, PATIENT)
+            self.files = filesystem.Files(uri, filesystem.PATIENT)
         except Exception as error:  # fsspec's drivers raise errors of many libraries
             raise CheckpointError(
-                f"checkpoint folder {uri} can't be used: {error_text(error)}; give a local path "
-                "or an address such as s3://bucket/run"
+                f"checkpoint folder {uri} can't be used: {filesystem.error_text(error)}; give a "
+                "local path or an address such as s3://bucket/run"
             ) from error
         self.uri, self.path = self.files.uri, self.files.path
         self.is_local = self.files.is_local
@@ -57,7 +48,7 @@ class Folder:
         hashed = HashedChunks(chunks)
         with self._writing(name):
             if self.is_local:
-                write_atomically(Path(self.path) / name, hashed)
+                filesystem.write_atomically(Path(self.path) / name, hashed)
             elif self.files.is_s3:
                 Uploader(Objects(self.uri)).write(name, hashed)
             else:
@@ -76,22 +67,20 @@ class Folder:
         with self._reading(name):
             return hash_chunks(self.files.chunks(name))
 
-    def sizes(self) -> dict[str, int]:
-        """The files in this folder and their sizes in bytes; none where there is no folder."""
+    def entries(self) -> dict[str, filesystem.Entry]:
+        """All that is in this folder, by name: files, folders, links that lead nowhere too."""
         with self._reading(""):
             entries = self.files.entries()
-        return {_basename(e["name"]): int(e["size"] or 0) for e in entries if e["type"] == "file"}
+        return {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry for entry in entries}
+
+    def sizes(self) -> dict[str, int]:
+        """The files in this folder and their sizes in bytes; none where there is no folder."""
+        files = {k: entry for k, entry in self.entries().items() if entry["type"] == "file"}
+        return {name: int(entry["size"] or 0) for name, entry in files.items()}
 
     def folders(self) -> list[str]:
         """Names of the folders in this one."""
-        with self._reading(""):
-            entries = self.files.entries()
-        return sorted(_basename(e["name"]) for e in entries if e["type"] == "directory")
-
-    def names(self) -> set[str]:
-        """Names of all that is in this folder: files, folders, links that lead nowhere too."""
-        with self._reading(""):
-            return {_basename(entry["name"]) for entry in self.files.entries()}
+        return sorted(k for k, entry in self.entries().items() if entry["type"] == "directory")
 
     def create(self) -> None:
         """Make the folder and those above it; an object store needs none."""
@@ -102,19 +91,19 @@ class Folder:
     def fsync(self) -> None:
         """Force what other code wrote into a local folder to the disk."""
         with self._writing(""):
-            fsync_tree(Path(self.path))
+            filesystem.fsync_tree(Path(self.path))
 
     def move(self, target: Folder) -> bool:
         """Rename a local folder; return False, without effect, when there is one there."""
         with self._writing(""):
-            fsync(Path(self.path))
+            filesystem.fsync(Path(self.path))
             try:
                 os.rename(self.path, target.path)
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     return False
                 raise
-            fsync(Path(target.path).parent)
+            filesystem.fsync(Path(target.path).parent)
         return True
 
     def remove_file(self, name: str) -> None:
@@ -122,8 +111,8 @@ class Folder:
         files = self.files
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             files.request(lambda: files.fs.rm_file(files.path_of(name)))
-            if self.is_local:
-                fsync(Path(self.path))
+            if files.is_local:
+                filesystem.fsync(Path(self.path))
 
     def remove(self) -> None:
         """Delete the folder with all that is in it."""
@@ -144,10 +133,12 @@ class Folder:
         except FileNotFoundError as error:
             raise DamagedCheckpointError(f"{where} is missing") from error
         except Exception as error:
-            what = f"{where} can't be read: {error_text(error)}"
+            what = f"{where} can't be read: {filesystem.error_text(error)}"
             if self.is_local:
                 raise DamagedCheckpointError(what) from error
-            raise CheckpointStorageError(f"{what}; {CHECK_S3}, and start again") from error
+            raise CheckpointStorageError(
+                f"{what}; {filesystem.CHECK_S3}, and start again"
+            ) from error
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -158,19 +149,15 @@ class Folder:
             raise CheckpointStorageError(str(error)) from error
         except Exception as error:
             number = error.errno if isinstance(error, OSError) else None
-            what, way_out = error_text(error), "check the disk, or choose another folder"
+            what, way_out = filesystem.error_text(error), "check the disk, or choose another folder"
             if number in (errno.ENOSPC, errno.EDQUOT):
                 what, way_out = "no space left", "free some, keep fewer checkpoints, or move them"
             elif number == errno.EFBIG:
                 way_out = "raise the limit on file sizes (ulimit -f), or choose another disk"
             elif not self.is_local:
-                way_out = CHECK_S3
+                way_out = filesystem.CHECK_S3
             elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
                 way_out = "make it writable, or choose another folder"
             elif number == errno.ENOENT:
                 way_out = "all nodes must see one folder: use a shared disk or s3://"
             raise CheckpointStorageError(f"{where} can't be written: {what}; {way_out}") from error
-
-
-def _basename(path: str) -> str:
-    return path.rstrip("/").rsplit("/", 1)[-1]

@@ -89,11 +89,10 @@ def _checked(row: object, where: str, deep: bool, lone: bool) -> Row:
     """The row, looked through where it may be too `deep` or hold a `lone` surrogate."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: a JSON {type(row).__name__}, not an object with columns")
-    for column, value in row.items() if deep else ():
-        if _is_too_deep(value):
+    for column, value in row.items() if deep or lone else ():
+        if deep and _is_too_deep(value):
             raise DataError(f"{where}: column {column!r} {_TOO_DEEP}")
-    for column, value in row.items() if lone else ():
-        if _has_lone_surrogate({column: value}):
+        if lone and _has_lone_surrogate({column: value}):
             raise DataError(
                 f"{where}: column {column!r} has half of a UTF-16 surrogate pair, such as "
                 '"\\ud83d", which is no character; write the pair, or leave it out'
@@ -126,7 +125,6 @@ def _has_lone_surrogate(value: object) -> bool:
 
 
 def _column_with_long_number(text: str) -> str:
-    """The column of a JSON object that holds a number too long for Python."""
     limit, mark = sys.get_int_max_str_digits(), "\ud800"  # which no digits contain
     row = json.loads(text, parse_int=lambda digits: mark if len(digits) > limit else digits)
     columns = row.items() if isinstance(row, dict) else []

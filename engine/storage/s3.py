@@ -3,8 +3,8 @@
 Each request has a deadline, is repeated alone, and is checked by S3 with SHA-256. s3fs makes the
 requests and not the uploads: its own (2026.9) send parts without SHA-256, repeat or time out whole
 files, take a completion whose answer was lost for a failure, and write from files or whole buffers,
-where a checkpoint is a stream. What makes a folder complete is for callers to write last and read
-first.
+where a checkpoint is a stream. boto3's would send checksums as trailers, which not all stores know.
+What makes a folder complete is for callers to write last and read first.
 """
 
 from __future__ import annotations
@@ -17,24 +17,15 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from itertools import chain
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any
 
 from engine.console import Progress
 from engine.errors import StorageError
+from engine.storage import filesystem
 from engine.storage.digests import FileEntry, hash_file, require_inside
-from engine.storage.filesystem import (
-    CHECK_S3,
-    CHUNK,
-    PATIENT,
-    QUICK,
-    S3_SCHEMES,
-    Files,
-    Timeouts,
-    error_code,
-    error_text,
-)
 
 log = logging.getLogger(__name__)
 
@@ -42,30 +33,13 @@ _CONDITION_FAILED = ("PreconditionFailed", "412", "ConditionalRequestConflict", 
 SHA256_KEY = "sha256"  # entry of an object's metadata: the SHA-256 (hex) of its content
 
 
-class CompletedPart(TypedDict):
-    """A part as S3 needs it to complete the upload."""
-
-    PartNumber: int
-    ETag: str
-    ChecksumSHA256: NotRequired[str]
-
-
-class _Answer(TypedDict, total=False):
-    """What is read of S3's answers."""
-
-    UploadId: str
-    ETag: str
-    ChecksumSHA256: str
-    Metadata: dict[str, str]
-
-
-class Objects(Files):
+class Objects(filesystem.Files):
     """The objects below one address; names are keys relative to it, e.g. `splits/train.txt`."""
 
-    def __init__(self, uri: str, timeouts: Timeouts = PATIENT) -> None:
+    def __init__(self, uri: str, timeouts: filesystem.Timeouts = filesystem.PATIENT) -> None:
         """Raise StorageError for what is no s3:// address; no request is made yet."""
         self.uri, self.timeouts = uri, timeouts
-        if not uri.startswith(S3_SCHEMES):
+        if not uri.startswith(filesystem.S3_SCHEMES):
             raise StorageError(f"{uri} is no address in S3; give one such as s3://bucket/prefix")
         with self._translated("used"):
             super().__init__(uri, timeouts)
@@ -81,15 +55,10 @@ class Objects(Files):
         with self._translated("listed"):
             return super().sizes()
 
-    def metadata(self, name: str) -> dict[str, str]:
-        """Return the metadata that an object was written with, such as its `SHA256_KEY`."""
+    def head(self, name: str) -> dict[str, Any]:
+        """Return S3's entry of an object, with its `ETag` and `Metadata`; FileNotFoundError."""
         with self._translated("read", name):
-            return dict(self._call("head_object", name).get("Metadata", {}))
-
-    def entity_tag(self, name: str) -> str:
-        """Return the tag of an object's present content; FileNotFoundError."""
-        with self._translated("read", name):
-            return self._call("head_object", name)["ETag"]
+            return self._call("head_object", name)
 
     def put(self, name: str, data: bytes | bytearray, only_if: str | None = None) -> bool:
         """Write an object in one request.
@@ -110,7 +79,7 @@ class Objects(Files):
                     self._call("put_object", name, **arguments, **condition)
                     return True
                 except OSError as error:
-                    code = error_code(error)
+                    code = filesystem.error_code(error)
                     if code in _CONDITION_FAILED:
                         return False
                     if code not in ("NotImplemented", "501"):
@@ -121,68 +90,51 @@ class Objects(Files):
     def create_multipart(self, name: str, metadata: dict[str, str]) -> str:
         """Begin an object in parts, which is not seen until it is completed; return its id."""
         with self._translated("written", name):
-            made = self._call(
-                "create_multipart_upload", name, ChecksumAlgorithm="SHA256", Metadata=metadata
-            )
-        return str(made["UploadId"])
+            arguments = {"ChecksumAlgorithm": "SHA256", "Metadata": metadata}
+            return str(self._call("create_multipart_upload", name, **arguments)["UploadId"])
 
     def upload_part(
         self, name: str, upload: str, number: int, data: bytes | bytearray
-    ) -> CompletedPart:
+    ) -> dict[str, str | int]:
         """Write part `number`, from 1; return what `complete_multipart` needs."""
-        digest = _base64(hashlib.sha256(data).digest())
+        sha256 = {"ChecksumSHA256": _base64(hashlib.sha256(data).digest())}
+        where = {"UploadId": upload, "PartNumber": number}
         with self._translated("written", name):
-            answer = self._call(
-                "upload_part", name, UploadId=upload, PartNumber=number, Body=data,
-                ChecksumSHA256=digest,
-            )  # fmt: skip
-        part = CompletedPart(PartNumber=number, ETag=answer["ETag"])
-        if "ChecksumSHA256" in answer:  # a store without checksums refuses the field
-            part["ChecksumSHA256"] = digest
-        return part
+            answer = self._call("upload_part", name, **where, **sha256, Body=data)
+        # A store without checksums refuses the field.
+        known = sha256 if "ChecksumSHA256" in answer else {}
+        return {"PartNumber": number, "ETag": answer["ETag"], **known}
 
     def complete_multipart(
-        self, name: str, upload: str, parts: list[CompletedPart], metadata: dict[str, str]
+        self, name: str, upload: str, parts: list[dict[str, str | int]], metadata: dict[str, str]
     ) -> None:
         """Make an object of its parts, in order; `metadata` as at the start of the upload."""
+        arguments = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
         with self._translated("written", name):
             try:
-                self._call(
-                    "complete_multipart_upload", name, UploadId=upload,
-                    MultipartUpload={"Parts": parts},
-                )  # fmt: skip
+                self._call("complete_multipart_upload", name, **arguments)
             except FileNotFoundError:
                 # The request was repeated after its answer was lost: S3 knows no such upload then.
-                if self.metadata(name) != metadata:
+                if self.head(name).get("Metadata") != metadata:
                     raise
 
     def abort_multipart(self, name: str, upload: str) -> None:
-        """Delete the parts of an object that was not completed.
-
-        A failure is logged and not raised, for it would hide why the upload ended.
-        """
+        """Delete the parts of an object; a failure is logged, or it would hide why this happens."""
+        where = {"Bucket": self._bucket, "Key": self._key_of(name), "UploadId": upload}
         try:
-            self.fs.call_s3(
-                "abort_multipart_upload", Bucket=self._bucket, Key=self._key_of(name),
-                UploadId=upload, timeout=QUICK.request,
-            )  # fmt: skip
+            limit = filesystem.QUICK.request
+            self.fs.call_s3("abort_multipart_upload", **where, timeout=limit)
         except Exception as error:  # botocore's and s3fs's have no common base
-            log.warning(
-                "parts of %s/%s stay in the bucket until its lifecycle removes them: %s",
-                self.uri, name, error_text(error),
-            )  # fmt: skip
+            warning = "parts of %s/%s stay in the bucket until its lifecycle removes them: %s"
+            log.warning(warning, self.uri, name, filesystem.error_text(error))
 
     def _key_of(self, name: str) -> str:
         return f"{self._key}/{name}" if self._key else name
 
-    def _call(self, method: str, name: str, **arguments: object) -> _Answer:
-        answer: _Answer = self.request(
-            lambda: self.fs.call_s3(
-                method, Bucket=self._bucket, Key=self._key_of(name), timeout=self.timeouts.request,
-                **arguments,
-            )
-        )  # fmt: skip
-        return answer
+    def _call(self, method: str, name: str, **arguments: object) -> dict[str, Any]:
+        arguments |= {"Bucket": self._bucket, "Key": self._key_of(name)}
+        limit = self.timeouts.request
+        return self.request(lambda: dict(self.fs.call_s3(method, **arguments, timeout=limit)))
 
     @contextlib.contextmanager
     def _translated(self, done: str, name: str = "") -> Iterator[None]:
@@ -195,10 +147,10 @@ class Objects(Files):
             if done == "read" and isinstance(error, FileNotFoundError):
                 raise
             where = f"{self.uri}/{name}" if name else self.uri
-            text = error_text(error)
+            text = filesystem.error_text(error)
             if isinstance(error, TimeoutError) or type(error).__name__ == "FSTimeoutError":
                 text = f"no answer in {self.timeouts.request:g} s"
-            raise StorageError(f"{where} can't be {done}: {text}; {CHECK_S3}") from error
+            raise StorageError(f"{where} can't be {done}: {text}; {filesystem.CHECK_S3}") from error
 
 
 def _base64(digest: bytes) -> str:
@@ -226,7 +178,7 @@ class Uploader:
         """`on_sent` is called with the bytes of each part that has arrived, in several threads."""
         self.objects, self.on_sent = objects, on_sent
         self.slots = threading.BoundedSemaphore(PARALLEL)
-        self._cancelled = threading.Event()
+        self.cancelled = threading.Event()  # ends objects under way as their next part is due
 
     def write(
         self,
@@ -235,85 +187,83 @@ class Uploader:
         size: int | None = None,
         sha256: str = "",
     ) -> None:
-        """Write an object of these bytes, whole or not at all.
+        """Write an object of these bytes, whole or not at all; `size` and `sha256` where known.
 
-        `size` and `sha256` say what it will be, where that is known. Raises StorageError when S3
-        refuses to the end; the parts are then deleted, as they are when `chunks` raises.
+        Raises StorageError when S3 refuses to the end; the parts are deleted on any error.
         """
         length = part_size(size or 0)
-        parts = _split(chunks, length)
-        part = self._next(parts)
-        if part is None:
+        parts = self._parts(chunks, length)
+        first = next(parts, None)
+        if first is None:
             self.objects.put(name, b"")
-        elif len(part) < length or len(part) == size:  # all of it
-            try:
-                self.objects.put(name, part)
-            finally:
-                self.slots.release()
-            self.on_sent(len(part))
+        elif len(first) < length or len(first) == size:  # all of it
+            self._send(self.objects.put, name, first)
         else:
-            self._write_parts(name, part, parts, sha256)
-
-    def cancel(self) -> None:
-        """Let objects under way end in an error, as soon as their next part is due."""
-        self._cancelled.set()
+            # Tells this object from another's, should the answer to its completion be lost.
+            metadata = {SHA256_KEY: sha256} if sha256 else {"upload": uuid.uuid4().hex}
+            self._write_parts(name, first, parts, metadata)
 
     def _write_parts(
-        self, name: str, part: bytearray | None, others: Iterator[bytearray], sha256: str
+        self, name: str, first: bytearray, others: Iterator[bytearray], metadata: dict[str, str]
     ) -> None:
-        """Send parts in daemon threads, for which no exiting process waits, and join them."""
-        # Tells this object from another's, should the answer to its completion be lost.
-        metadata = {SHA256_KEY: sha256} if sha256 else {"upload": uuid.uuid4().hex}
         try:
             upload = self.objects.create_multipart(name, metadata)
         except BaseException:
             self.slots.release()
             raise
-        threads: list[threading.Thread] = []
-        arrived: dict[int, CompletedPart] = {}
-        errors: list[BaseException] = []
-
-        def send(number: int, data: bytearray) -> None:
-            try:
-                arrived[number] = self.objects.upload_part(name, upload, number, data)
-                self.on_sent(len(data))
-            except BaseException as error:  # raised before the next part is sent, or at the end
-                errors.append(error)
-            finally:
-                self.slots.release()
-
+        send = self.objects.upload_part
+        sending: list[Future[Any]] = []
         try:
-            while part is not None:
-                thread = threading.Thread(target=send, args=(len(threads) + 1, part), daemon=True)
-                threads.append(thread)
-                thread.start()
-                if errors:
-                    raise errors[0]
-                part = self._next(others)
-            for thread in threads:
-                thread.join()  # its requests have deadlines
-            if errors:
-                raise errors[0]
-            completed = [arrived[number] for number in sorted(arrived)]
+            for number, part in enumerate(chain([first], others), start=1):
+                sending.append(_in_daemon(self._send, send, name, upload, number, part))
+                for ended in filter(Future.done, sending):
+                    ended.result()
+            completed = [future.result() for future in sending]  # their requests have deadlines
             self.objects.complete_multipart(name, upload, completed, metadata)
         except BaseException:
-            for thread in threads:
-                thread.join()  # so that no part arrives after the others were deleted
+            wait(sending)  # so that no part arrives after the others were deleted
             self.objects.abort_multipart(name, upload)
             raise
 
-    def _next(self, parts: Iterator[bytearray]) -> bytearray | None:
-        """Read a part once there is room for it: whoever sends it releases the slot."""
-        self.slots.acquire()
-        part = None
+    def _send(self, request: Callable[..., Any], *arguments: Any) -> Any:
+        """Make a request whose last argument is a part, and free the part's slot."""
         try:
-            if self._cancelled.is_set():
-                raise StorageError(f"the upload to {self.objects.uri} was cancelled")
-            part = next(parts, None)
+            answer = request(*arguments)
+            self.on_sent(len(arguments[-1]))
+            return answer
         finally:
+            self.slots.release()
+
+    def _parts(self, chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytearray]:
+        """Read each part once there is room for it: whoever sends it releases the slot."""
+        parts = _split(chunks, length)
+        while True:
+            self.slots.acquire()
+            part = None
+            try:
+                if self.cancelled.is_set():
+                    raise StorageError(f"the upload to {self.objects.uri} was cancelled")
+                part = next(parts, None)
+            finally:
+                if part is None:
+                    self.slots.release()
             if part is None:
-                self.slots.release()
-        return part
+                return
+            yield part
+
+
+def _in_daemon(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Begin a call in a daemon thread, for which no exiting process waits."""
+    answer: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call(*arguments))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return answer
 
 
 def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytearray]:
@@ -335,14 +285,22 @@ def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytear
 def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = "upload") -> int:
     """Send the files of `folder` to `uri` that are not there yet; return their size in bytes.
 
-    A file appears there whole or not at all. What an earlier call has sent stays. Raises
-    StorageError when S3 refuses to the end, or a file is not as `files` says; the parts that were
-    sent are then deleted.
+    A file appears there whole or not at all. Raises StorageError when S3 refuses to the end, or a
+    file is not as `files` says.
     """
     objects = Objects(uri)
     require_inside(files, uri, StorageError)
+    sizes = objects.sizes()
+
+    def is_there(name: str) -> bool:
+        """Whether a file is there, as this module wrote it."""
+        return sizes.get(name) == files[name].size and (
+            objects.head(name).get("Metadata", {}).get(SHA256_KEY) == files[name].sha256
+        )
+
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="upload") as pool:
-        missing = _missing(objects, files, pool)
+        there = zip(files, pool.map(is_there, files), strict=True)
+        missing = {name: files[name] for name, present in there if not present}
         total = sum(entry.size for entry in missing.values())
         with _moving(total, label) as moved:
             uploader = Uploader(objects, moved)
@@ -352,7 +310,7 @@ def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = 
                 )
                 for name, entry in missing.items()
             ]
-            _wait(futures, pool, uploader)
+            _wait(futures, pool, uploader.cancelled)
     sizes = objects.sizes() if missing else {}
     for name, entry in files.items() if missing else ():
         if sizes.get(name) != entry.size:
@@ -366,10 +324,7 @@ def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = 
 def download(
     uri: str, folder: Path, files: Mapping[str, FileEntry], label: str = "download"
 ) -> None:
-    """Fetch files from `uri` into `folder`, which is made; their content is not checked.
-
-    Raises StorageError when S3 refuses to the end, or a file is missing or too short.
-    """
+    """Fetch files into `folder`, unchecked; StorageError for any that is refused or too short."""
     objects = Objects(uri)
     require_inside(files, uri, StorageError)
     ranges: list[tuple[str, int, int]] = []
@@ -388,16 +343,13 @@ def download(
         def fetch(name: str, start: int, size: int) -> None:
             end = min(start + RANGE, size)
             try:
-                data = objects.read(name, start, end)
+                data, fault = objects.read(name, start, end), ""
+                if len(data) != end - start:
+                    fault = f"differs from the manifest: it ends before byte {end} of {size}"
             except FileNotFoundError:
-                raise StorageError(
-                    f"{uri}/{name} is missing; the artifact was damaged, make it again"
-                ) from None
-            if len(data) != end - start:
-                raise StorageError(
-                    f"{uri}/{name} differs from the manifest: it ends before byte {end} of "
-                    f"{size}; the artifact was damaged, make it again"
-                )
+                fault = "is missing"
+            if fault:
+                raise StorageError(f"{uri}/{name} {fault}; the artifact was damaged, make it again")
             with (folder / name).open("r+b") as file:
                 os.pwrite(file.fileno(), data, start)
             moved(len(data))
@@ -406,32 +358,31 @@ def download(
 
 
 def _wait(
-    futures: list[Future[None]], pool: ThreadPoolExecutor, uploader: Uploader | None = None
+    futures: list[Future[None]], pool: ThreadPoolExecutor, cancelled: threading.Event | None = None
 ) -> None:
     """Wait for all; after an error, begin no more requests and let those under way end."""
     try:
         for future in as_completed(futures):
             future.result()
     except BaseException:
-        if uploader is not None:
-            uploader.cancel()
+        if cancelled is not None:
+            cancelled.set()
         pool.shutdown(wait=True, cancel_futures=True)
         raise
 
 
 def _checked(path: Path, entry: FileEntry) -> Iterator[bytes]:
     """The bytes of a file; StorageError, before the last of them, unless it is as `entry` says."""
-    sha, size = hashlib.sha256(), 0
+    sha, left = hashlib.sha256(), entry.size
     try:
         with path.open("rb") as file:
             is_same = os.fstat(file.fileno()).st_size == entry.size
-            while is_same and size < entry.size:
-                chunk = file.read(CHUNK)
+            while is_same and left:
+                chunk = file.read(filesystem.CHUNK)
                 sha.update(chunk)
-                size += len(chunk)
-                if not chunk or (size >= entry.size and sha.hexdigest() != entry.sha256):
-                    is_same = False
-                else:
+                left -= len(chunk)
+                is_same = bool(chunk) and (left > 0 or sha.hexdigest() == entry.sha256)
+                if is_same:
                     yield chunk
         present = "" if is_same else hash_file(path)
     except OSError as error:
@@ -441,21 +392,6 @@ def _checked(path: Path, entry: FileEntry) -> Iterator[bytes]:
             f"{path} is not what its manifest says (SHA-256 {present[:12]}, recorded "
             f"{entry.sha256[:12]}); it is not uploaded; make the artifact again"
         )
-
-
-def _missing(
-    objects: Objects, files: Mapping[str, FileEntry], pool: ThreadPoolExecutor
-) -> dict[str, FileEntry]:
-    """The files that are not there yet, or not as this module wrote them."""
-    sizes = objects.sizes()
-
-    def is_there(name: str) -> bool:
-        if sizes.get(name) != files[name].size:
-            return False
-        return objects.metadata(name).get(SHA256_KEY) == files[name].sha256
-
-    there = zip(files, pool.map(is_there, files), strict=True)
-    return {name: files[name] for name, present in there if not present}
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -49,10 +50,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, name: str, start: Sequence[int], into: Tensor) -> None:
-        """Fill `into`, of any dtype and device, with the box of its shape that begins at `start`.
-
-        A bucket of rows at a time, or one row that is larger.
-        """
+        """Fill `into`, of any dtype and device, with the box of its shape at `start`."""
         source = self._slices[name]
         if not into.dim():
             into.copy_(source[...])
@@ -76,27 +74,23 @@ class _Stack:
 
     def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
         self._parts = parts
-        self._rows = [part.get_shape()[0] for part in parts[0]]
+        self._ends = list(accumulate(part.get_shape()[0] for part in parts[0]))
 
     def get_shape(self) -> list[int]:
-        return [len(self._parts), sum(self._rows), self._parts[0][0].get_shape()[1]]
+        return [len(self._parts), self._ends[-1], self._parts[0][0].get_shape()[1]]
 
     def __getitem__(self, index: EllipsisType | tuple[slice, slice, slice]) -> Tensor:
-        if index is ...:
-            index = (slice(None),) * 3
-        chosen, rows, columns = index
-        first, last, _ = rows.indices(sum(self._rows))
-        return torch.stack([self._read(row, first, last, columns) for row in self._parts[chosen]])
-
-    def _read(self, parts: Sequence[Any], first: int, last: int, columns: slice) -> Tensor:
-        """Rows `first` to `last` of the matrices below each other."""
-        pieces, begin = [], 0
-        for part, rows in zip(parts, self._rows, strict=True):
-            low, high = max(first - begin, 0), min(last - begin, rows)
-            if low < high:
-                pieces.append(part[low:high, columns])
-            begin += rows
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        chosen, rows, columns = (slice(None),) * 3 if index is ... else index
+        first, last, _ = rows.indices(self._ends[-1])
+        matrices = []
+        for parts in self._parts[chosen]:
+            pieces = [
+                part[max(first - begin, 0) : min(last, end) - begin, columns]
+                for part, (begin, end) in zip(parts, pairwise([0, *self._ends]), strict=True)
+                if first < end and begin < last
+            ]
+            matrices.append(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+        return torch.stack(matrices)
 
 
 def spread_sample(tensor: Tensor) -> Tensor:
@@ -111,12 +105,13 @@ def write_weights(named: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     At most FILE_BYTES of them are in memory at a time. Raises OSError and SafetensorError.
     """
     waiting: dict[str, Tensor] = {}
-    files: list[list[str]] = []  # names of each file's tensors
+    drafts: dict[Path, list[str]] = {}  # files under their first names, and their tensors
     total = size = 0
 
     def flush() -> None:
-        files.append(list(waiting))
-        save_file(waiting, folder / _draft(len(files)), metadata={"format": "pt"})
+        draft = folder / f"model-{len(drafts) + 1:05d}.safetensors"
+        drafts[draft] = list(waiting)
+        save_file(waiting, draft, metadata={"format": "pt"})
         waiting.clear()
 
     for name, tensor in named:
@@ -126,20 +121,14 @@ def write_weights(named: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         waiting[name] = tensor.detach().to("cpu").contiguous()
         size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()
-    if len(files) == 1:
-        (folder / _draft(1)).rename(folder / "model.safetensors")
-        return
-    places: dict[str, str] = {}
-    for number, names in enumerate(files, 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        (folder / _draft(number)).rename(folder / file)
-        places |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _draft(number: int) -> str:
-    return f"model-{number:05d}.safetensors"
+    weight_map: dict[str, str] = {}
+    for draft, names in drafts.items():
+        stem = f"{draft.stem}-of-{len(drafts):05d}" if len(drafts) > 1 else "model"
+        draft.rename(folder / f"{stem}.safetensors")
+        weight_map |= dict.fromkeys(names, f"{stem}.safetensors")
+    if len(drafts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -154,10 +143,7 @@ MIXTURES = tuple(_BLOCKS)  # model types whose experts and routers are known
 
 
 def stack_experts(files: WeightFiles, model_type: str, tensors: Mapping[str, Tensor]) -> None:
-    """Let `files` have the `tensors` of a module of `model_type`, by its own names.
-
-    Nothing is read, and what files have under those names already stays.
-    """
+    """Let `files` have a module's `tensors` by its own names, unless they do; nothing is read."""
     if model_type not in _BLOCKS:
         return
     block, matrices = _BLOCKS[model_type]
@@ -195,5 +181,4 @@ def file_tensors(
 
 
 def _in_files(owner: str, block: str) -> str:
-    """A module's path with the block's name in files."""
     return ".".join(block if piece == _BLOCK else piece for piece in owner.split("."))

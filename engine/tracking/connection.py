@@ -43,10 +43,7 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def parameters(values: Mapping[str, object], by_section: bool = False) -> dict[str, str]:
-    """Return nested settings as MLflow parameters without credentials, texts cut to the limit.
-
-    One a setting, with dotted names, or one a section, as JSON.
-    """
+    """Return settings without credentials as MLflow parameters, one a setting or JSON a section."""
     flat: dict[str, object] = redact_values(values)
     if not by_section:
         return _texts(flatten(flat), MAX_PARAMETER)
@@ -149,12 +146,12 @@ class Connection:
         with self.translated("open the experiment"):
             experiment = self.client.get_experiment_by_name(self.experiment)
             if experiment is None:
+                # A server decides for itself where artifacts are.
+                folder = self.database and self.database.parent / "mlartifacts"
                 try:
-                    folder = self.database and self.database.parent / "mlartifacts"
-                    location = folder.as_uri() if folder else None  # a server decides for itself
+                    location = folder.as_uri() if folder else None
                     return str(self.client.create_experiment(self.experiment, location))
-                except MlflowException:
-                    # Another process may have created it since; anything else is a real error.
+                except MlflowException:  # another process may have created it since
                     experiment = self.client.get_experiment_by_name(self.experiment)
                     if experiment is None:
                         raise
@@ -232,11 +229,7 @@ def _is_from_store(error: Exception) -> bool:
 
 
 def _create_database(path: Path) -> None:
-    """Create a SQLite store under another name and link it in place when it is complete.
-
-    MLflow runs its migrations one by one, so a process killed among them, or two processes at
-    once, would leave a database that no later run can open.
-    """
+    """Create a SQLite store under another name and link it: migrations may be cut off."""
     if path.exists():
         return
     from mlflow import MlflowClient

@@ -1,9 +1,8 @@
 """Logs of a run's metrics besides MLflow: a file, TensorBoard, Weights & Biases.
 
 A metric log gets a row a step, each step once and in order. A process that resumes a run starts
-with an earlier step than the last one logged, often with the first, since it logs the full history
-again: the file and TensorBoard drop their rows from that step on, and at Weights & Biases each
-process is a run of its own, as in MLflow.
+with an earlier step than the last one logged: the file and TensorBoard drop their rows from that
+step on, and at Weights & Biases each process is a run of its own, as in MLflow.
 """
 
 from __future__ import annotations
@@ -34,27 +33,24 @@ _log = logging.getLogger(__name__)
 
 
 class MetricLog(Protocol):
-    """One place for metrics."""
+    """One place for metrics, of steps in order, which ends as FINISHED, FAILED or KILLED."""
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record values at a step, later than the one before it in this process."""
-
-    def close(self, status: str) -> None:
-        """End the log as FINISHED, FAILED or KILLED."""
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def close(self, status: str) -> None: ...
 
 
 class MetricLogs:
     """The logs of a run, by name. One that fails is left out from there on, and the run goes on."""
 
-    def __init__(self, logs: Mapping[str, MetricLog] | None = None) -> None:
-        self._logs = dict(logs or {})
+    def __init__(self) -> None:
+        self.logs: dict[str, MetricLog] = {}
         self._failed: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record values at a step in all of them."""
-        for name in [name for name in self._logs if name not in self._failed]:
+        for name in [name for name in self.logs if name not in self._failed]:
             try:
-                self._logs[name].log_metrics(metrics, step)
+                self.logs[name].log_metrics(metrics, step)
             except Exception as error:  # trackers raise errors of many libraries
                 self._failed.add(name)
                 warning = "the logger %s gets no more metrics: %s; training continues"
@@ -62,7 +58,7 @@ class MetricLogs:
 
     def close(self, status: str) -> None:
         """End all logs as FINISHED, FAILED or KILLED."""
-        for name, log in self._logs.items():
+        for name, log in self.logs.items():
             try:
                 log.close(status)
             except Exception as error:
@@ -83,21 +79,18 @@ def open_metric_logs(
 ) -> Iterator[MetricLogs]:
     """Yield those of the logs `file`, `tensorboard` and `wandb` that are named, for the block.
 
-    Their files are in `folder`, which exists; `keep`: new lines are appended to those that the file
-    has. `below`: where in $TENSORBOARD_DIR, if there is one. Raises StorageError where the file
-    can't be written and TrackingError where a tracker can't be reached, before the block.
+    `keep`: new lines follow those in the file. `below`: where in $TENSORBOARD_DIR, if set. Raises
+    StorageError where the file can't be written, TrackingError where a tracker can't be reached.
     """
-    made: dict[str, MetricLog] = {}
     logs, status = MetricLogs(), "FAILED"
     try:
         for name in dict.fromkeys(names):
             if name == "file":
-                made[name] = MetricsFile(folder / FILE, keep)
+                logs.logs[name] = MetricsFile(folder / FILE, keep)
             elif name == "tensorboard":
-                made[name] = TensorBoardLog(folder / name, below)
+                logs.logs[name] = TensorBoardLog(folder / name, below)
             elif name == "wandb":
-                made[name] = WandbLog(project, run_name, folder, settings)
-            logs = MetricLogs(made)
+                logs.logs[name] = WandbLog(project, run_name, folder, settings)
         yield logs
         status = "FINISHED"
     except (KeyboardInterrupt, SystemExit, PreemptedError):
@@ -108,10 +101,7 @@ def open_metric_logs(
 
 
 def require_packages(loggers: Iterable[str], setting: str) -> None:
-    """Raise ConfigError for a logger whose package is not installed; loads none of them.
-
-    `setting` is the one that names the loggers.
-    """
+    """Raise ConfigError for a logger, one of `setting`, whose package is not installed."""
     for name in loggers:
         if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -221,6 +211,5 @@ class WandbLog:
         thread.start()
         thread.join(FINISH_SECONDS)
         if thread.is_alive():
-            way_out = f"`wandb sync {self.folder}` sends them"
-            warning = "Weights & Biases did not take the last metrics in %g s; %s"
-            _log.warning(warning, FINISH_SECONDS, way_out)
+            warning = "Weights & Biases lacks the last metrics after %g s: run `wandb sync %s`"
+            _log.warning(warning, FINISH_SECONDS, self.folder)

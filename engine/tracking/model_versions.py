@@ -86,11 +86,8 @@ class ModelRegistry(Connection):
     ) -> str:
         """Log `folder` to a run and make it a version of `model_name`; return the version.
 
-        A folder with a manifest is checked first. The version gets the tags artifact_uri (its place
-        in the shared store, where there is one), artifact_digest, and of a manifest artifact_kind
-        and manifest_digest. If that content is a version already, its number is returned and
-        nothing is written, so that a retry registers once; of two that register it at once, the
-        later version goes away again.
+        A folder with a manifest is checked first; its tags name the artifact and its place.
+        If that content is a version already, its number is returned and nothing is written.
         """
         folder = Path(folder).absolute()
         if not folder.is_dir():
@@ -104,9 +101,8 @@ class ModelRegistry(Connection):
                 return existing
             self.client.log_artifacts(run_id, str(folder), artifact_path)
             root = self.client.get_run(run_id).info.artifact_uri.rstrip("/")
-            if self.find_model(model_name) is None:
-                with _tolerated("RESOURCE_ALREADY_EXISTS"):
-                    self.client.create_registered_model(model_name)
+            with tolerated("RESOURCE_ALREADY_EXISTS"):
+                self.client.create_registered_model(model_name)
             version = self.client.create_model_version(
                 model_name,
                 f"{root}/{artifact_path}",
@@ -114,6 +110,7 @@ class ModelRegistry(Connection):
                 tags=connection.tags(facts | dict(tags or {})),
                 await_creation_for=READY_SECONDS,
             )
+            # Of two that register it at once, the later version goes away again.
             first = self._version_of(model_name, facts[ARTIFACT_TAG])
             if first is not None and int(first) < int(version.version):
                 self.client.delete_model_version(model_name, str(version.version))
@@ -121,16 +118,13 @@ class ModelRegistry(Connection):
         return str(version.version)
 
     def champion(self, model_name: str, alias: str = "champion") -> ModelVersion | None:
-        """Return the version under an alias, None when the model or alias does not exist.
-
-        A store that can't be asked is a TrackingError, never None.
-        """
+        """The version under an alias, None without such a model or alias; else TrackingError."""
         with self.translated("look up a model"):
             model = self.find_model(model_name)
-            version = model.aliases.get(alias) if model is not None else None
-            if version is None:
+            if model is None or alias not in model.aliases:
                 return None
-            return ModelVersion.of(self.client.get_model_version(model_name, str(version)))
+            version = str(model.aliases[alias])
+            return ModelVersion.of(self.client.get_model_version(model_name, version))
 
     def model_version(self, reference: str) -> ModelVersion:
         """Return what `models:/NAME@ALIAS` or `models:/NAME/VERSION` means; else TrackingError."""
@@ -140,24 +134,18 @@ class ModelRegistry(Connection):
                 f"{reference!r} is no model reference; write models:/NAME@ALIAS or "
                 "models:/NAME/VERSION"
             )
-        version: ModelVersion | None
-        if parts[1]:
-            version = self.champion(parts[1], parts[2])
-        else:
-            with self.translated("look up a model"):
-                versions = self._versions(parts[3])
-            matching = (ModelVersion.of(v) for v in versions if str(v.version) == parts[4])
-            version = next(matching, None)
-        if version is None:
-            raise TrackingError(f"MLflow {self.uri} has no {reference}; check the name")
-        return version
+        if parts[1] and (champion := self.champion(parts[1], parts[2])):
+            return champion
+        with self.translated("look up a model"):
+            for entry in self._versions(parts[3]) if parts[3] else ():
+                if str(entry.version) == parts[4]:
+                    return ModelVersion.of(entry)
+        raise TrackingError(f"MLflow {self.uri} has no {reference}; check the name")
 
     def set_alias(self, model_name: str, alias: str, version: str, expected: str | None) -> None:
-        """Move `alias` to `version` if it still points to `expected` (None: to no version).
+        """Move `alias`; TrackingError unless it points to `expected` (None: nowhere).
 
-        Raises TrackingError, and moves nothing, when it points elsewhere. MLflow can't compare and
-        set in one step: two callers at once need a lock, as
-        `engine.promotion.champions.Champions` takes.
+        Two callers at once need a lock, as `engine.promotion.champions` has.
         """
         current = self.champion(model_name, alias)
         at = current.version if current else None
@@ -172,10 +160,7 @@ class ModelRegistry(Connection):
     def download_model(
         self, model_name: str, version_or_alias: str | int, dest: str | Path
     ) -> Path:
-        """Fetch a version's folder to `dest`, whole or not at all; see `require_tagged_content`.
-
-        Digits mean a version, anything else an alias. `dest` must not exist.
-        """
+        """Fetch a version (digits) or alias to `dest`, which must not exist, whole and checked."""
         dest = Path(dest).absolute()
         if dest.exists():
             raise StorageError(f"{dest} is already there; choose another folder for the model")
@@ -191,20 +176,16 @@ class ModelRegistry(Connection):
 
     def download_files(self, model_name: str, version: str, folder: str | Path) -> Path:
         """Fetch a version's files, as they are, to below `folder`; return where they are."""
-        import mlflow.artifacts
+        from mlflow.artifacts import download_artifacts
 
         with self.translated("download a model"):
             # MLflow 3 would look up a models:/ address in its global store, not in this one.
             files = self.client.get_model_version_download_uri(model_name, version)
-            return Path(
-                mlflow.artifacts.download_artifacts(
-                    files, dst_path=str(folder), tracking_uri=self.uri
-                )
-            )
+            return Path(download_artifacts(files, dst_path=str(folder), tracking_uri=self.uri))
 
     def find_model(self, model_name: str) -> RegisteredModel | None:
         """Return MLflow's registered model, None when there is none of that name."""
-        with _tolerated("RESOURCE_DOES_NOT_EXIST"):
+        with tolerated("RESOURCE_DOES_NOT_EXIST"):
             return self.client.get_registered_model(model_name)
         return None
 
@@ -223,7 +204,7 @@ class ModelRegistry(Connection):
 
     def delete_model_tag(self, model_name: str, key: str) -> None:
         """Delete a tag of a registered model; it may be gone already."""
-        with self.translated("delete a model's tag"), _tolerated("RESOURCE_DOES_NOT_EXIST"):
+        with self.translated("delete a model's tag"), tolerated("RESOURCE_DOES_NOT_EXIST"):
             self.client.delete_registered_model_tag(model_name, key)
 
     def _versions(self, model_name: str) -> Iterable[MlflowVersion]:
@@ -238,7 +219,7 @@ class ModelRegistry(Connection):
 
 
 @contextlib.contextmanager
-def _tolerated(code: str) -> Iterator[None]:
+def tolerated(code: str) -> Iterator[None]:
     """Let MLflow's error of this code pass in silence."""
     from mlflow.exceptions import MlflowException
 
@@ -252,8 +233,7 @@ def _tolerated(code: str) -> Iterator[None]:
 def require_tagged_content(folder: Path, version: ModelVersion) -> None:
     """Re-hash the files of a version; LineageError unless they are what its tags name.
 
-    A version that was registered elsewhere has no such tags: it is checked against its own
-    manifest, if there is one.
+    One that was registered elsewhere, without tags, is checked against its manifest, if any.
     """
     what = f"MLflow's copy of {version.name} version {version.version}"
     way_out = "restore its files, or choose another version"
@@ -294,11 +274,10 @@ def all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
 
 
 def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -> Path:
-    """Return a folder with a version's files, re-hashed: those that the version's tags name.
+    """Return a folder with a version's files, re-hashed: MLflow's own, or a download in `scratch`.
 
-    It is MLflow's own folder where that lies on this machine, else a download, `scratch/model`.
-    Raises LineageError for other content and for a version without tags to hold it against, and
-    TrackingError where MLflow doesn't answer.
+    Raises LineageError for other content than the version's tags name and for a version without
+    tags, and TrackingError where MLflow doesn't answer.
     """
     if not version.tags.get(ARTIFACT_TAG):
         raise LineageError(

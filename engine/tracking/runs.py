@@ -2,10 +2,9 @@
 
 Retries: a stage is known by its parent run, its name and an attempt key. When it is opened again (a
 Flyte retry, a pre-empted attempt), the runs of earlier attempts are moved to MLflow's trash and a
-new one begins, so that each step's metrics are there once and always from one attempt. A lost
-attempt that is still alive somewhere can't write to its run any more. A parent run with a key is
-opened again instead, because its stages belong to it. A run that holds the files of a registered
-version is never moved to the trash: `mlflow gc` would delete them with it.
+new one begins, so that each step's metrics are there once, and a lost attempt that is still alive
+can't write any more. A parent run with a key is opened again instead. A run that holds the files of
+a registered version stays: `mlflow gc` would delete them with it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +24,9 @@ from engine.storage.filesystem import home
 from engine.tracking.connection import Connection, parameters
 from engine.tracking.connection import name as metric_name
 from engine.tracking.connection import tags as tag_texts
-from engine.tracking.model_versions import ModelRegistry
+from engine.tracking.model_versions import ModelRegistry, tolerated
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
     from mlflow.entities import Metric
 
 
@@ -56,10 +53,7 @@ class StageRun:
         self._sender.start()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Record values at a step. Costs microseconds; a server that is away costs no step.
-
-        Names are put into MLflow's alphabet (`pass@1` is stored as `pass_at_1`).
-        """
+        """Record values at a step, in microseconds; `pass@1` is stored as `pass_at_1`."""
         from mlflow.entities import Metric
 
         self.logged |= metrics.keys()
@@ -71,54 +65,32 @@ class StageRun:
     def flush(self) -> None:
         """Send what is buffered now; on TrackingError the points stay in the buffer."""
         with self._sending:
-            while True:
-                with self._lock:
-                    batch = self._pending[:BATCH]
-                if not batch:
-                    return
+            while batch := self._pending[:BATCH]:
                 with self._connection.translated("write metrics"):
                     self._connection.client.log_batch(self.run_id, metrics=batch)
                 with self._lock:
                     del self._pending[: len(batch)]
 
-    def log_dataset(
-        self,
-        data: pd.DataFrame | str | Path,
-        name: str,
-        digest: str,
-        context: str = "training",
-        uri: str = "",
-    ) -> None:
-        """Record an input: a frame, a Parquet file, or any folder or address.
-
-        Columns and row count are recorded for frames and Parquet files. MLflow keeps 36 characters
-        of the digest; the whole one is kept in the dataset's profile.
-        """
+    def log_dataset(self, file: Path, name: str, digest: str, uri: str) -> None:
+        """Record a Parquet file with the digest of its content as an input; `uri`: its source."""
+        import pyarrow.parquet as pq
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        source = redact(uri) or ("" if hasattr(data, "columns") else redact(str(data)))
-        profile: dict[str, object] = {"digest": digest}
-        columns: dict[Hashable, object] = {}
-        if not isinstance(data, str | Path):
-            columns, profile["num_rows"] = dict(data.dtypes.items()), len(data)
-        elif str(data).endswith(".parquet") and Path(data).is_file():
-            import pyarrow.parquet as pq
-
-            with contextlib.closing(pq.ParquetFile(data)) as file:
-                columns = {field.name: field.type for field in file.schema_arrow}
-                profile["num_rows"] = file.metadata.num_rows
-        schema = [{"name": str(key), "type": str(kind)} for key, kind in columns.items()]
+        with contextlib.closing(pq.ParquetFile(file)) as parquet:
+            columns = [{"name": c.name, "type": str(c.type)} for c in parquet.schema_arrow]
+            profile = {"digest": digest, "num_rows": parquet.metadata.num_rows}
+        source = redact(uri)
         dataset = Dataset(
             name=name[:500],
             digest=digest[:MAX_DIGEST],
             source_type="s3" if source.startswith("s3://") else "local",
             source=json.dumps({"uri": source}),
-            schema=json.dumps({"mlflow_colspec": schema}) if schema else None,
+            schema=json.dumps({"mlflow_colspec": columns}),
             profile=json.dumps(profile),
         )
-        tags = [InputTag("mlflow.data.context", context)]
+        inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", name)])]
         with self._connection.translated("record a dataset"):
-            self._connection.client.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
+            self._connection.client.log_inputs(self.run_id, inputs)
 
     def log_folder(self, path: str | Path, artifact_path: str | None = None) -> None:
         """Copy a folder's files into the run's artifacts."""
@@ -132,16 +104,6 @@ class StageRun:
         with self._connection.translated("upload a file"):
             self._connection.client.log_artifact(self.run_id, str(path), artifact_path)
 
-    def log_figure(self, figure: Figure, name: str) -> None:
-        """Store a matplotlib figure as `name`, e.g. `reward.png`."""
-        with self._connection.translated("upload a figure"):
-            self._connection.client.log_figure(self.run_id, figure, name)
-
-    def log_table(self, frame: pd.DataFrame, name: str) -> None:
-        """Store a frame as `name`, e.g. `samples.json`, which MLflow's UI shows as a table."""
-        with self._connection.translated("upload a table"):
-            self._connection.client.log_table(self.run_id, frame, name)
-
     def set_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags on the run."""
         with self._connection.translated("write tags"):
@@ -149,11 +111,7 @@ class StageRun:
                 self._connection.client.set_tag(self.run_id, key, value)
 
     def close(self, status: str) -> None:
-        """Send the rest and end the run as FINISHED, FAILED or KILLED.
-
-        A store that is gone by now must not cost the work that was done: the points are then saved
-        below `home()/unsent` and a warning names the file.
-        """
+        """End the run as FINISHED, FAILED or KILLED; what can't be sent is in `home()/unsent`."""
         self._closed.set()
         self._sender.join(timeout=FLUSH_SECONDS)
         try:
@@ -199,14 +157,13 @@ class Tracker(ModelRegistry):
         tags: Mapping[str, object] | None = None,
         key: str = "",
     ) -> str:
-        """Open the parent run of a pipeline and return its id.
+        """Open a pipeline's parent run, with a parameter a section of `params`; return its id.
 
-        It gets one parameter a section of `params`; a stage's run gets its settings one by one.
         With a `key` (e.g. the Flyte execution) a run that already has it is opened again.
         """
         run_tags = {KIND_TAG: "pipeline", KEY_TAG: key}
         with self.translated("start a run"):
-            existing = self._find({KIND_TAG: "pipeline", KEY_TAG: key}) if key else []
+            existing = self._find(run_tags) if key else []
             if existing:
                 self.client.update_run(existing[0], status="RUNNING")
                 return existing[0]
@@ -236,16 +193,12 @@ class Tracker(ModelRegistry):
         tags: Mapping[str, object] | None = None,
         attempt_key: str = "",
     ) -> Iterator[StageRun]:
-        """Open a nested run for the block; it ends FINISHED, FAILED, or KILLED by Ctrl-C or exit.
-
-        See the module's text for what happens to earlier attempts of the same stage.
-        """
+        """Open a nested run for the block; it ends FINISHED, FAILED, or KILLED by Ctrl-C."""
         stage_tags = {KIND_TAG: "stage", STAGE_TAG: name, KEY_TAG: attempt_key}
         if parent_run_id:
             stage_tags[PARENT_TAG] = parent_run_id
         with self.translated("start a run"):
-            earlier = self._find(stage_tags) if parent_run_id else []
-            for run_id in earlier:
+            for run_id in self._find(stage_tags) if parent_run_id else ():
                 # Runs that hold the files of a registered version stay.
                 if not self.client.search_model_versions(f"run_id='{run_id}'", max_results=1):
                     self.client.delete_run(run_id)
@@ -264,18 +217,10 @@ class Tracker(ModelRegistry):
 
     def active_run(self, run_id: str, otherwise: str) -> str:
         """Return `run_id` where that run is there and not in the trash, else `otherwise`."""
-        from mlflow.exceptions import MlflowException
-
-        if not run_id:
-            return otherwise
-        with self.translated("look up a run"):
-            try:
-                run = self.client.get_run(run_id)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-                return otherwise
-        return run_id if run.info.lifecycle_stage == "active" else otherwise
+        with self.translated("look up a run"), tolerated("RESOURCE_DOES_NOT_EXIST"):
+            if run_id and self.client.get_run(run_id).info.lifecycle_stage == "active":
+                return run_id
+        return otherwise
 
     def _create(
         self,
@@ -284,7 +229,6 @@ class Tracker(ModelRegistry):
         tags: Mapping[str, object],
         by_section: bool = False,
     ) -> str:
-        """Create a run with its tags and parameters."""
         from mlflow.entities import Param
 
         texts = tag_texts({NAME_TAG: name, SOURCE_TAG: "hybridflyte", **tags})

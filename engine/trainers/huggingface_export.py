@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from engine.checkpoint import find_latest
-from engine.checkpoint.format import MARKER, read_role_states, read_values
+from engine.checkpoint.format import MARKER, read_controller_state, read_role_states
 from engine.checkpoint.store import EXPORTS, CheckpointStore, draft_name
 from engine.config import LoRAConfig
 from engine.data.tokenizer import load_tokenizer
@@ -100,7 +100,7 @@ def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel
 
     Raises CheckpointError for the checkpoint of another model.
     """
-    values = read_values(source)
+    values = read_controller_state(source).values
     start = values.get("policy")
     if start is None:
         raise CheckpointError(

@@ -107,7 +107,7 @@ class SavedRollout:
 
     def _read(self, source: Folder, identity: str) -> SavedGroups:
         """What a folder has of this rollout."""
-        if self._name not in source.names():
+        if self._name not in source.entries():
             return {}
         self._written |= source is self._folder
         tensors = safetensors.torch.load(source.read(self._name))

@@ -39,8 +39,10 @@ def test_a_missing_variable_is_an_error() -> None:
 
 
 def test_assets_are_as_in_their_files() -> None:
-    file = ROOT / "engine/lineage/templates/page.css"
-    assert html_templates.asset(PACKAGE, "page.css") == file.read_text()
+    file = ROOT / "engine/lineage/templates/page.js"
+    assert html_templates.asset(PACKAGE, "page.js") == file.read_text()
+    style = ROOT / "engine/templates/pages.css"
+    assert html_templates.stylesheet() == style.read_text()
 
 
 def test_templates_are_installed_with_the_package() -> None:

@@ -176,7 +176,8 @@ def test_a_logger_that_fails_costs_one_sentence_and_no_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, path = Broken(), tmp_path / "metrics.jsonl"
-    logs = MetricLogs({"wandb": broken, "file": MetricsFile(path, keep=False)})
+    logs = MetricLogs()
+    logs.logs |= {"wandb": broken, "file": MetricsFile(path, keep=False)}
     log = RunLog(logs=logs)
     with caplog.at_level(logging.WARNING):
         log.track([row(1, 0.1), row(2, 0.2)])

@@ -25,8 +25,7 @@ from thorough import and_slow
 
 from engine.errors import LineageError, StorageError, TrackingError
 from engine.lineage.__main__ import main as lineage_command
-from engine.promotion import Champions
-from engine.promotion.champions import LockTimeouts
+from engine.promotion.champions import Champions, LockTimeouts
 from engine.storage.artifacts import Draft, publish, staging, verify
 from engine.tracking import Tracker
 from engine.tracking.connection import flatten, name, parameters, tags
@@ -122,7 +121,6 @@ def test_a_pipeline_is_one_parent_with_nested_stages(tracker: Tracker, tmp_path:
         for step in range(30):
             run.log_metrics({"loss": 1.0 / (step + 1), "pass@1": 0.5, "kl": math.nan}, step)
         run.log_folder(tmp_path / "plots", "plots")
-        run.log_table(pd.DataFrame({"prompt": ["1+1"], "answer": [2]}), "samples.json")
     tracker.finish_pipeline(parent, metrics={"gain": 0.25})
     tracker.finish_pipeline(parent, metrics={"gain": 0.25})
 
@@ -136,7 +134,6 @@ def test_a_pipeline_is_one_parent_with_nested_stages(tracker: Tracker, tmp_path:
     assert math.isnan(stage.data.metrics["kl"])
     files = {f.path for f in tracker.client.list_artifacts(run.run_id, "plots")}
     assert files == {"plots/note.txt"}
-    assert "samples.json" in {f.path for f in tracker.client.list_artifacts(run.run_id)}
 
     pipeline = tracker.client.get_run(parent)
     assert pipeline.info.status == "FINISHED"
@@ -147,22 +144,21 @@ def test_a_pipeline_is_one_parent_with_nested_stages(tracker: Tracker, tmp_path:
 
 
 def test_datasets_are_inputs_with_digests(tracker: Tracker, tmp_path: Path) -> None:
-    frame = pd.DataFrame({"prompt": ["a", "b"], "score": [1.0, 2.0]})
-    frame.to_parquet(tmp_path / "train.parquet")
+    file = tmp_path / "train.parquet"
+    pd.DataFrame({"prompt": ["a", "b"], "score": [1.0, 2.0]}).to_parquet(file)
     with tracker.stage("rl") as run:
-        run.log_dataset(frame, "frame", "ab" * 32, uri="s3://bucket/x")
-        run.log_dataset(tmp_path / "train.parquet", "file", "cd" * 32, context="validation")
-        run.log_dataset(tmp_path, "folder", "ef" * 32)
+        run.log_dataset(file, "train", "ab" * 32, "s3://bucket/x")
+        run.log_dataset(file, "test", "cd" * 16, str(file))
     inputs = tracker.client.get_run(run.run_id).inputs.dataset_inputs
     found = {i.dataset.name: (i.dataset, {t.key: t.value for t in i.tags}) for i in inputs}
-    assert found.keys() == {"frame", "file", "folder"}
-    assert found["frame"][0].digest == ("ab" * 32)[:36]
-    assert json.loads(found["frame"][0].profile) == {"digest": "ab" * 32, "num_rows": 2}
-    assert found["frame"][0].source_type == "s3"
-    assert found["file"][1] == {"mlflow.data.context": "validation"}
-    columns = json.loads(found["file"][0].schema)["mlflow_colspec"]
+    assert found.keys() == {"train", "test"}
+    assert found["train"][0].digest == ("ab" * 32)[:36]
+    assert json.loads(found["train"][0].profile) == {"digest": "ab" * 32, "num_rows": 2}
+    assert found["train"][0].source_type == "s3"
+    assert found["test"][1] == {"mlflow.data.context": "test"}
+    columns = json.loads(found["test"][0].schema)["mlflow_colspec"]
     assert [c["name"] for c in columns] == ["prompt", "score"]
-    assert json.loads(found["folder"][0].source) == {"uri": str(tmp_path)}
+    assert json.loads(found["test"][0].source) == {"uri": str(file)}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from promotion_bench import NAME, Bench, champion, digest, spoil
 
 from engine.config import GuardConfig, PromoteConfig
 from engine.errors import TrackingError
-from engine.promotion import Champions, gate
+from engine.promotion import gate
+from engine.promotion.champions import Champions
 from engine.stages import promotion
 from engine.stages.settings import RunContext
 from engine.storage.artifacts import Draft, publish, read_manifest, staging

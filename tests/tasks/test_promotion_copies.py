@@ -9,7 +9,7 @@ import pytest
 from promotion_bench import NAME, Bench, champion, digest, make_bench, new_run
 
 from engine.config import PromoteConfig
-from engine.promotion import Champions
+from engine.promotion.champions import Champions
 from engine.storage.artifacts import read_manifest
 from engine.tracking import Tracker
 from tasks.host import StageError

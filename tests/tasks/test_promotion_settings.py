@@ -13,7 +13,7 @@ from promotion_bench import EVALUATE, NAME, Bench, champion, digest, make_bench,
 import engine.storage.artifacts
 from engine.config import PromoteConfig
 from engine.evaluation.comparability import comparable_settings, incomparable
-from engine.promotion import Champions
+from engine.promotion.champions import Champions
 from engine.stages.settings import EvaluationSettings
 from engine.storage.artifacts import read_manifest
 from engine.tracking import Tracker

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.promotion import Champions
+from engine.promotion.champions import Champions
 from engine.storage.artifacts import Draft, publish, read_manifest, staging
 from engine.tracking import Tracker
 from tasks.host import StageError

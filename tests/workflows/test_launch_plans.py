@@ -356,7 +356,7 @@ def test_a_first_champion_can_t_be_rolled_back(smoke: tuple[Place, Outcome]) -> 
 
 
 def test_rolled_back_is_the_champion_before(smoke: tuple[Place, Outcome]) -> None:
-    from engine.promotion import Champions
+    from engine.promotion.champions import Champions
     from engine.tracking import Tracker
 
     place, first = smoke

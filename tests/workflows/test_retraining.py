@@ -22,7 +22,7 @@ import pytest
 from flyte_runs import PYFLYTE, REPOSITORY, Outcome, Place, merge, settings
 
 from engine.data.rows import rl_row
-from engine.promotion import Champions
+from engine.promotion.champions import Champions
 from engine.storage.artifacts import read_manifest
 from engine.storage.digests import hash_file
 from engine.tracking import Tracker

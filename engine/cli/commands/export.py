@@ -54,7 +54,7 @@ def _release(options: argparse.Namespace) -> str:
     model = read_model(options.source, options.store)
     for note in model.notes:
         say(f"note: {note}", error=True)
-    base = find_base([model.graph.nodes[model.key], *model.ancestors])
+    base = find_base(model.line)
     chosen = Licence(options.license) if options.license else None
     licence = chosen or (base_licence(base) if base is not None else None)
     unknown = licence is None and (base is None or bool(base.path))

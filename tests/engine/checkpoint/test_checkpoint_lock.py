@@ -36,7 +36,7 @@ def write(root: Folder, lock: Owner) -> None:
 
 
 def locks(root: Folder) -> list[str]:
-    return [name for name in root.names() if name.startswith(".lock")]
+    return [name for name in root.entries() if name.startswith(".lock")]
 
 
 @contextmanager

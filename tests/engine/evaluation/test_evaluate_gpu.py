@@ -38,11 +38,11 @@ def of_the_champion(folder: Path, frame: pd.DataFrame, config: EvaluateConfig) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gate, "require_intact_copy", lambda tracker, version: None)
         patch.setattr(gate, "read_problems", lambda dataset: frame)
-        found = gate.champion_evaluation(
+        rows, recorded = gate.champion_evaluation(
             registry, champion, "champion", new, scratch=folder, notify=lambda said: None
         )
-    assert found.recorded is None
-    return found.rows
+    assert recorded is None
+    return rows
 
 
 def keep_workspaces() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from engine.lineage.graph import (
     reachable,
     scan,
 )
-from engine.lineage.lookup import Review, read_origin, write_origin
+from engine.lineage.lookup import Review, _in_index, read_origin, write_origin
 from engine.lineage.lookup import review as look
 from engine.storage.artifacts import Draft, Parent, read_manifest
 from engine.storage.filesystem import home
@@ -89,9 +90,14 @@ def test_ambiguous_digits_are_refused() -> None:
         StoredArtifact(f"/a/{number}", read_manifest(make("sft", str(number))))
         for number in range(2)
     )
-    index = Index(artifacts=artifacts)
-    assert len(index.with_prefix("")) == 2
-    assert index.with_prefix(artifacts[0].manifest.digest) == [artifacts[0]]
+    same = [
+        replace(artifact, manifest=artifact.manifest.model_copy(update={"digest": f"{n:064}"}))
+        for n, artifact in enumerate(artifacts)
+    ]
+    with pytest.raises(LineageError, match=r"00000000 is ambiguous: sft 0{16}, sft 0{16}; give"):
+        _in_index("0" * 8, None, Index(artifacts=tuple(same)))
+    digest = artifacts[0].manifest.digest
+    assert _in_index(digest, None, Index(artifacts=artifacts)).uri == artifacts[0].uri
 
 
 def test_a_manifest_file_and_a_file_address_name_their_folder(run: Run) -> None:
@@ -237,7 +243,7 @@ def test_a_checkpoint_leads_to_what_its_stage_was_making(run: Run, tmp_path: Pat
     assert (node.kind, node.label) == ("checkpoint", "rl checkpoint of step 5")
     assert node.facts["reward"] == "0.5"
     assert node.facts["mlflow_run"] == "m1"
-    assert node.config == manifest.config
+    assert node.draft.config == manifest.config
     linked = edges(found.graph)
     assert ("sft", "warm_start", "checkpoint") in linked
     assert ("checkpoint", "checkpoint", "rl") in linked

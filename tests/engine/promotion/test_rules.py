@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ def test_all_rules_pass_and_say_so() -> None:
     assert "+30.00 percentage points [+20.00, +40.00]" in decision.reason
     assert "approved by ada" in decision.reason
     json.dumps(decision.to_dict(), allow_nan=False)
-    json.dumps(GOOD.to_dict(), allow_nan=False)
+    json.dumps(asdict(GOOD), allow_nan=False)
 
 
 @pytest.mark.parametrize("rule", BAD)

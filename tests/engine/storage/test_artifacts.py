@@ -17,7 +17,7 @@ import pytest
 from s3_server import s3_bucket
 
 from engine.errors import LineageError, StorageError
-from engine.storage import artifacts
+from engine.storage import artifacts, filesystem
 from engine.storage.artifacts import Draft, local_path, publish, read_manifest, staging, verify
 from engine.storage.digests import tree_digest
 from engine.storage.filesystem import artifact_path, home
@@ -277,7 +277,7 @@ def test_of_two_downloads_at_once_the_first_stays(
             path = local_path(uri)
             first[0] = path, path.stat().st_ino
 
-    def tree(path: Path, real: Any = artifacts.fsync_tree) -> None:
+    def tree(path: Path, real: Any = filesystem.fsync_tree) -> None:
         real(path)
         other_process()
 
@@ -287,7 +287,7 @@ def test_of_two_downloads_at_once_the_first_stays(
         real(source, target)
 
     if moment == "while it is hashed":
-        monkeypatch.setattr(artifacts, "fsync_tree", tree)
+        monkeypatch.setattr(filesystem, "fsync_tree", tree)
     else:
         monkeypatch.setattr(artifacts.os, "rename", rename)
     second = local_path(uri)

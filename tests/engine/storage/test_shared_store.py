@@ -21,7 +21,7 @@ from faulty_s3 import Faults, faulty_s3
 
 from engine.errors import ConfigError, LineageError, StorageError
 from engine.lineage.__main__ import main
-from engine.storage import artifacts, filesystem, s3
+from engine.storage import filesystem, s3
 from engine.storage.artifacts import (
     Draft,
     Parent,
@@ -321,7 +321,7 @@ def test_a_store_that_is_not_there_ends_in_a_sentence_in_seconds(
     path = make()
     uri = share(path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(artifacts, "QUICK", Timeouts(2, 1, 1, 3))
+    monkeypatch.setattr(filesystem, "QUICK", Timeouts(2, 1, 1, 3))
     start = time.monotonic()
     with pytest.raises(StorageError, match=r"Could not connect.*check the address"):
         share(path)

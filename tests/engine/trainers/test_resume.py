@@ -398,7 +398,7 @@ def test_a_second_run_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Path
     root, seen = Folder(tmp_path), list[dict[str, Any]]()
 
     def look(step: int, total: int, metrics: dict[str, float]) -> None:
-        [lock] = [name for name in root.names() if name.startswith(".lock")]
+        [lock] = [name for name in root.entries() if name.startswith(".lock")]
         seen.append(json.loads(root.read(lock)))
 
     with trainer(tiny_folder, trainer={"total_training_steps": 1}) as subject:
