@@ -231,15 +231,19 @@ class WeightGuard:
         self._engine = engine
         self._broken: str | None = None
 
-    @contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        """Serve nothing unless the body ends without an error; then the weights are `version`."""
+    def begin(self, version: int) -> None:
+        """Serve nothing until an update succeeds; RolloutError for an older version."""
         if version < self.version:
             raise RolloutError(
                 f"rollout engine {self._engine!r} holds policy version {self.version} and was "
                 f"handed the older {version}; pass versions that never fall"
             )
         self._broken = f"its update to policy version {version} did not finish"
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """Serve nothing unless the body ends without an error; then the weights are `version`."""
+        self.begin(version)
         try:
             yield
         except Exception as error:

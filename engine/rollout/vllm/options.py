@@ -327,30 +327,36 @@ def check(config: RolloutConfig) -> None:
 def resolve(
     model: nn.Module,
     *,
-    max_num_seqs: int,
-    max_model_len: int | None,
-    kv_cache_memory_mb: int | None,
-    seed: int,
-    dtype: str | None,
-    tensor_parallel_size: int,
-    in_process: bool,
-    rank_groups: Sequence[Sequence[int]] | None,
-    lora: str,
-    bucket_mb: int,
-    tuning: Tuning,
+    max_num_seqs: int = 512,
+    max_model_len: int | None = None,
+    kv_cache_memory_mb: int | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    tensor_parallel_size: int = 1,
+    in_process: bool = True,
+    rank_groups: Sequence[Sequence[int]] | None = None,
+    lora: str = "merged",
+    bucket_mb: int = 64,
+    **tuning_fields: Any,
 ) -> VllmOptions:
-    """Check the settings against `model` and each other; raise ConfigError for what can't be."""
+    """Check the settings against `model` and each other; raise ConfigError for what can't be.
+
+    `dtype` (float32, bfloat16, float16) is that of vLLM's weights, the model's unless given.
+    `in_process=False`, or a `tensor_parallel_size` above 1, runs the model in that many worker
+    processes, which get weights `bucket_mb` at a time. `rank_groups` runs it over the ranks of the
+    default process group instead, e.g. [[0, 1], [2, 3]]. A model with LoRA adapters is decoded with
+    them merged into its matrices (`lora="merged"`), or with vLLM's own LoRA ("adapter"). `seed` is
+    added to that of each request. Without `kv_cache_memory_mb` the KV cache has 256 MB on a CPU,
+    and on a GPU what vLLM's share of its memory leaves. `tuning_fields` are those of `Tuning`.
+    """
     config: Any = model.config
-    sizes = {
-        "max_num_seqs": max_num_seqs,
-        "kv_cache_memory_mb": kv_cache_memory_mb,
-        "bucket_mb": bucket_mb,
-    }
-    for name, value in sizes.items():
+    sizes = (max_num_seqs, kv_cache_memory_mb, bucket_mb)
+    for name, value in zip(("max_num_seqs", "kv_cache_memory_mb", "bucket_mb"), sizes, strict=True):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} is too small for any work; use 1 or more")
     if lora not in ("merged", "adapter"):
         raise ConfigError(f"lora={lora!r} is unknown; choose merged or adapter")
+    tuning = Tuning(**tuning_fields)
     tuning.check(in_process=in_process, kv_cache_memory_mb=kv_cache_memory_mb, lora=lora)
     groups = tuple(tuple(group) for group in rank_groups or ())
     mode: Mode = "ranks" if groups else "in_process"

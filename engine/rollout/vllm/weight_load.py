@@ -118,7 +118,7 @@ class QuantizedLoad(WeightLoad):
         """Set vLLM's configuration, which chooses kernels; on a CPU embeddings stay unpacked."""
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self._config), patches.unpacked_weights():
+        with set_current_vllm_config(self._config), patches.weights_unpacked():
             yield
 
 

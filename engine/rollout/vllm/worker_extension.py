@@ -20,7 +20,8 @@ from engine.rollout.vllm.vllm_types import ModelRunner
 from engine.rollout.vllm.weight_load import WeightLoad, begin_load
 
 if os.environ.get(engine_launch.WORKER_MARK):  # set for the workers alone, by `engine_launch`
-    patches.keep_weights_unpacked()
+    _for_good = patches.weights_unpacked()  # a name, as a collected one would undo itself
+    _for_good.__enter__()
     patches.skip_compilation()
 
 

@@ -41,7 +41,7 @@ def test_on_a_gpu_vllm_does_what_its_users_expect(monkeypatch: pytest.MonkeyPatc
     assert found["enable_prefix_caching"] is True
     assert found["max_num_batched_tokens"] is None
     assert "block_size" not in found
-    tuning = Tuning(
+    tuning = dict[str, Any](
         gpu_memory_utilization=0.8,
         enforce_eager=True,
         enable_chunked_prefill=False,
@@ -49,7 +49,7 @@ def test_on_a_gpu_vllm_does_what_its_users_expect(monkeypatch: pytest.MonkeyPatc
         quantization="fp8",
         engine_kwargs={"kv_cache_dtype": "fp8", "async_scheduling": None},
     )
-    found = arguments(True, monkeypatch, tuning=tuning, dtype="bfloat16")
+    found = arguments(True, monkeypatch, dtype="bfloat16", **tuning)
     assert found["gpu_memory_utilization"] == 0.8
     assert found["enforce_eager"] is True
     assert found["enable_chunked_prefill"] is False
@@ -68,8 +68,7 @@ def test_a_fixed_cache_is_for_the_whole_engine(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_drafts_weights_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = {"model": "/models/draft", "method": "eagle3", "num_speculative_tokens": 3}
-    tuning = Tuning(engine_kwargs={"speculative_config": draft})
-    found = arguments(True, monkeypatch, tuning=tuning)
+    found = arguments(True, monkeypatch, engine_kwargs={"speculative_config": draft})
     assert found["load_format"] == "dummy"
     assert found["speculative_config"] == draft | {"draft_load_config": {"load_format": "auto"}}
     assert found["sleep_preserve_parameter_names"] == ["draft.*"]
@@ -121,17 +120,17 @@ def test_two_sizes_of_one_cache_contradict() -> None:
 )
 def test_what_cannot_be_on_this_machine(tuning: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        options.resolve(build("qwen2"), **(DEFAULTS | {"tuning": Tuning(**tuning)}))
+        options.resolve(build("qwen2"), **(DEFAULTS | tuning))
 
 
 def test_a_pass_has_room_for_a_token_of_each_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"=64 is less than rollout.max_num_seqs=128"):
-        arguments(True, monkeypatch, max_num_seqs=128, tuning=Tuning(max_num_batched_tokens=64))
+        arguments(True, monkeypatch, max_num_seqs=128, max_num_batched_tokens=64)
 
 
 def test_float32_weights_are_not_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"=fp8 of float32 weights.*rollout.vllm.dtype=bfloat16"):
-        arguments(True, monkeypatch, tuning=Tuning(quantization="fp8"))
+        arguments(True, monkeypatch, quantization="fp8")
 
 
 def test_an_unknown_setting_is_no_keyword() -> None:

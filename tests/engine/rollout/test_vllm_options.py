@@ -11,21 +11,9 @@ from rollout_models import build
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.vllm.engine import VllmEngine
 from engine.rollout.vllm.engine_launch import _lora_rank_size
-from engine.rollout.vllm.options import Tuning, resolve
+from engine.rollout.vllm.options import resolve
 
-DEFAULTS: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_model_len": None,
-    "kv_cache_memory_mb": 32,
-    "seed": 0,
-    "dtype": None,
-    "tensor_parallel_size": 1,
-    "in_process": True,
-    "rank_groups": None,
-    "lora": "merged",
-    "bucket_mb": 64,
-    "tuning": Tuning(),
-}
+DEFAULTS: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_memory_mb": 32}
 
 
 @pytest.mark.parametrize(
