@@ -155,9 +155,9 @@ _ASK_AGAIN_S = 0.2  # while a server is loading
 
 
 class WeightHook(Protocol):
-    """Brings weights to a server. `tag` names the latest that it delivered, None for none."""
+    """Brings weights to a server."""
 
-    tag: str | None = None
+    tag: str | None = None  # of the latest weights that it delivered
     fixed: bool = False  # the server keeps the weights that it was started with
 
     def check(self) -> None:

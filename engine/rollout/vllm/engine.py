@@ -33,7 +33,7 @@ from engine.rollout.protocol import (
 from engine.rollout.vllm import engine_launch, weight_load
 from engine.rollout.vllm.engine_weights import EngineWeights, InProcessWeights, WorkerWeights
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
-from engine.rollout.vllm.options import DTYPES, capabilities, check, engine_options, resolve
+from engine.rollout.vllm.options import DTYPES, capabilities, check_settings, resolve
 from engine.rollout.vllm.vllm_stream import VllmStream
 from engine.rollout.vllm.vllm_types import LLM, LLMEngine
 
@@ -90,7 +90,14 @@ class SleepMode:
             raise RolloutError(f"{call} while {name}: {way_out}")
 
 
-@register_engine("vllm", capabilities, options=engine_options, check=check)
+@register_engine(
+    "vllm",
+    capabilities,
+    options=lambda config: (
+        dict(config.vllm) | {"tensor_parallel_size": config.tensor_parallel_size}
+    ),
+    check=lambda config: check_settings(config.vllm, config.kv_cache_memory_mb),
+)
 class VllmEngine:
     """Rollouts by vLLM, tokens in and tokens out.
 
@@ -162,14 +169,15 @@ class VllmEngine:
         """Whether a stream has requests."""
         return self._stream is not None and self._stream.in_flight + self._stream.waiting > 0
 
-    def update_weights(self, model: nn.Module, version: int) -> None:
+    def update_weights(self, model: nn.Module | None, version: int) -> None:
         """Serve `model`'s current weights as policy `version`; copies none that are shared.
 
+        None: the numbers of the last model have changed.
         A model whose parameters are sharded (DTensor) is gathered parameter by parameter: all its
         ranks must call. Raises RolloutError if it fails, and serves nothing until one succeeds.
         """
-        self._model = model
-        self._update(version, lambda: self._weights.load_model(model))
+        self._model = self._model if model is None else model
+        self._update(version, lambda: self._weights.load_model(self._model))
 
     def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Serve the model whose whole parameters `named` yields, by transformers' names.
@@ -227,9 +235,7 @@ class VllmEngine:
         One at a time, and no `generate` while it has requests. Raises RolloutError.
         """
         self.require_serving()
-        self._stream = VllmStream(
-            self, self._requests, self._options, self._vocabulary, params, self._model
-        )
+        self._stream = VllmStream(self, self._requests, self._options, self._vocabulary, params)
         return self._stream
 
     def require_serving(self) -> None:

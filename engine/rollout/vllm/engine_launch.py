@@ -276,7 +276,7 @@ def _lora_rank_size(rank: int) -> int:
 
 def _start_failure(model: nn.Module, options: VllmOptions, error: Exception) -> str:
     """Return one sentence: what was to start, why it didn't, and the settings to change."""
-    cache, share = options.kv_cache_memory_mb, options.tuning.gpu_memory_utilization
+    cache, share = options.kv_cache_memory_mb, options.settings.gpu_memory_utilization
     room = f"kv_cache_memory_mb={cache}" if cache else f"gpu_memory_utilization={share}"
     setting = "rollout.kv_cache_memory_mb" if cache else "rollout.vllm.gpu_memory_utilization"
     return (

@@ -90,7 +90,7 @@ class Engine(Protocol):
 
     def require_serving(self) -> None: ...
 
-    def update_weights(self, model: nn.Module, version: int) -> None: ...
+    def update_weights(self, model: nn.Module | None, version: int) -> None: ...
 
     def failed(self, doing: str, error: Exception) -> RolloutError: ...
 
@@ -139,16 +139,15 @@ class VllmStream(stream.RolloutStream):
         options: VllmOptions,
         vocabulary: int,
         params: SamplingParams,
-        model: nn.Module,
     ) -> None:
         protocol.check_params(params)
         self.stats = protocol.RolloutStats()  # of all steps so far
         self._engine, self._requests, self._options = engine, requests, options
-        self._vocabulary, self._params, self._model = vocabulary, params, model
+        self._vocabulary, self._params = vocabulary, params
         self._open: dict[str, _Open] = {}  # that vLLM has, by its id
         self._held: deque[_Open] = deque()  # until there is room
         capacity, block = requests.kv_cache()
-        self._room = KvAdmission(capacity, block, options.tuning.enable_prefix_caching)
+        self._room = KvAdmission(capacity, block, options.settings.enable_prefix_caching)
         self._may_fit = False  # whether room or held ones have come since the last look
         self._cut: set[Hashable] = set()  # keys of requests that end with their next token
         self._submitted = 0
@@ -250,8 +249,7 @@ class VllmStream(stream.RolloutStream):
     def update_weights(self, model: nn.Module | None, version: int) -> None:
         """Continue under new weights; RolloutError as of `VllmEngine.update_weights`."""
         self._check_open()
-        self._model = self._model if model is None else model
-        self._engine.update_weights(self._model, version)
+        self._engine.update_weights(model, version)
 
     def partials(self) -> list[PartialRequest]:
         self._check_open()
