@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.config import RolloutConfig
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.native import NativeEngine
-from engine.rollout.native.kv_cache import KvBudget, KVCache, KvRoom
+from engine.rollout.native.kv_cache import KvBudget, KvRoom, SharedPromptCache
 from engine.rollout.native.llama_decoder import LlamaDecoder
 from engine.rollout.native.model_handle import ModelHandle
 from engine.rollout.protocol import SamplingParams, engine_options
@@ -29,8 +29,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def watched(self: LlamaDecoder, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
         logits = decode(self, tokens, positions, columns)
         cache = self._cache
-        held = [cache._kv] if isinstance(cache, KVCache) else [cache._prompts]
-        held += [] if isinstance(cache, KVCache) else [cache._completions._kv]
+        held = [cache._kv, *([cache._prompts] if isinstance(cache, SharedPromptCache) else [])]
         seen[0] = max(seen[0], sum(one.numel() * one.element_size() for one in held))
         return logits
 
