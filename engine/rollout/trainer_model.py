@@ -31,13 +31,15 @@ def embedding_weight(model: nn.Module) -> Tensor:
     return cast(CausalLM, model).get_input_embeddings().weight
 
 
+def text_config(model: object) -> Any:
+    """The model's config, or the part for text of it; None if it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def context_length(model: object) -> int | None:
     """`max_position_embeddings` of the model's (text) config; None if it has none."""
-    config: object = getattr(model, "config", None)
-    text_config = getattr(config, "get_text_config", None)
-    if text_config is not None:
-        config = text_config()
-    length = getattr(config, "max_position_embeddings", None)
+    length = getattr(text_config(model), "max_position_embeddings", None)
     return None if length is None else int(length)
 
 

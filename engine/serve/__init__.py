@@ -66,15 +66,10 @@ def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identi
     if is_reference(reference):
         tracker = open_registry()
         version = tracker.model_version(reference)
-        folder = intact_copy(tracker, version, scratch)
-        tags = version.tags
-        identity = Identity(
-            name or version.name,
-            reference,
-            version.version,
-            tags[ARTIFACT_TAG],
-            tags.get(MANIFEST_TAG, ""),
-        )
+        folder, tags = intact_copy(tracker, version, scratch), version.tags
+        digest, manifest_digest = tags[ARTIFACT_TAG], tags.get(MANIFEST_TAG, "")
+        name, number = name or version.name, version.version
+        identity = Identity(name, reference, number, digest, manifest_digest)
     else:
         folder, manifest_digest = local_path(reference), ""
         _require_model(folder, reference)

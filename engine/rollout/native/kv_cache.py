@@ -21,6 +21,16 @@ from engine.errors import RolloutError
 from engine.kernels.decoding_ops import LiveCache
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes of a batch or stream."""
+
+    max_num_seqs: int  # sequences decoded at once, e.g. 512
+    longest_prompt: int  # in tokens, e.g. 1024
+    max_new_tokens: int  # longest completion, in tokens, e.g. 512
+    max_model_len: int  # longest prompt plus completion, in tokens, e.g. 2048
+
+
 class KvRoom(NamedTuple):
     """The sizes of a bounded cache."""
 
@@ -51,22 +61,16 @@ class KvBudget:
                 f"{self.tokens} tokens; raise it, or lower the prompt's or the completion's length"
             )
 
-    def room(
-        self, slots: int, n: int, longest_prompt: int, max_new_tokens: int, max_model_len: int
-    ) -> KvRoom:
-        """Find room for at most `slots` sequences, `n` a prompt; one must fit (`check`)."""
-        columns = min(longest_prompt + max_new_tokens, max_model_len)
-        unshared = KvRoom(min(slots, self.tokens // columns), columns)
-        if n == 1:
-            return unshared
-        group = longest_prompt + n * max_new_tokens
-        groups, rest_tokens = divmod(self.tokens, group)
-        part_group = max(0, (rest_tokens - longest_prompt) // max_new_tokens)  # of one more group
+    def room(self, n: int, limits: Limits) -> KvRoom:
+        """Find room for sequences, `n` a prompt, within `limits`; one must fit (`check`)."""
+        slots, prompt, new = limits.max_num_seqs, limits.longest_prompt, limits.max_new_tokens
+        columns = min(prompt + new, limits.max_model_len)
+        groups, rest_tokens = divmod(self.tokens, prompt + n * new)
+        part_group = max(0, (rest_tokens - prompt) // new)  # of one more group
         shared = min(slots, groups * n + part_group)
-        if not shared:
-            return unshared
-        prompt_tokens = self.tokens - shared * max_new_tokens
-        return KvRoom(shared, columns, min(shared, prompt_tokens // longest_prompt))
+        if n == 1 or not shared:
+            return KvRoom(min(slots, self.tokens // columns), columns)
+        return KvRoom(shared, columns, min(shared, (self.tokens - shared * new) // prompt))
 
 
 class Prefix(NamedTuple):

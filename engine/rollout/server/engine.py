@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -43,7 +42,7 @@ from engine.rollout.stream import (
     noise_index,
     request_limit,
 )
-from engine.rollout.trainer_model import context_length, embedding_weight, eval_mode
+from engine.rollout.trainer_model import context_length, embedding_weight, eval_mode, text_config
 
 
 def check_rollout(config: RolloutConfig) -> None:
@@ -180,9 +179,8 @@ class ServerEngine:
         except ValidationError as error:
             raise ConfigError(f"rollout.server: {explain(error)}") from None
         check_settings(settings)
-        config: Any = model.config
         self._max_model_len = protocol.resolve_max_model_len(max_model_len, context_length(model))
-        self._vocabulary = int(config.get_text_config().vocab_size)
+        self._vocabulary = int(text_config(model).vocab_size)
         self._settings, self._seed, self._model = settings, seed, model
         self.stats = protocol.RolloutStats()
         self._guard = protocol.WeightGuard("server")

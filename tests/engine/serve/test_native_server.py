@@ -317,6 +317,6 @@ def test_a_used_port_is_a_sentence(
         assert main([str(model_folder), "--port", str(port), "--engine", engine]) == 1
     (error,) = capsys.readouterr().err.splitlines()
     assert error == (
-        f"error: port {port} of 127.0.0.1 is in use by another process; stop that, or choose "
-        "another with --port (0: any that is free)"
+        f"error: port {port} of 127.0.0.1 can't be listened on: Address already in use; stop what "
+        "has it, or choose another with --port (0: any that is free)"
     )
