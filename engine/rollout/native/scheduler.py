@@ -236,7 +236,8 @@ class Scheduler:
 
     def partials(self) -> list[PartialRequest]:
         """Copy all that is unfinished, the oldest request first."""
-        return [*self._table.partials(), *(request.partial() for request in self._queue)]
+        waiting = (PartialRequest(r.key, r.prompt_ids, r.waiting) for r in self._queue)
+        return [*self._table.partials(), *waiting]
 
     def _is_worth_a_prefill(self, slots: Slots) -> bool:
         if not self.waiting or (slots.decoder.static_batches and slots.running):
