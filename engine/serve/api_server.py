@@ -133,10 +133,7 @@ class Answer:
 
 
 def parse(request_class: type[_R], values: object, served: str) -> _R:
-    """Read a request of one kind; RequestError for what is wrong or not offered.
-
-    `served` is the one model's name.
-    """
+    """Read a request for the model `served`; RequestError for what is wrong or not offered."""
     try:
         request = request_class.model_validate(values)
     except ValidationError as error:
@@ -163,10 +160,7 @@ def response(
     model: str,
     prompt_logprobs: Sequence[object] = (),
 ) -> dict[str, object]:
-    """Build the full answer to a request, choices in the order of `answers`.
-
-    `prompt_logprobs`: of each prompt, if the request has them.
-    """
+    """Build the full answer; its choices are in the order of `answers`."""
     chat = isinstance(request, ChatRequest)
     generated = sum(answer.tokens for answer in answers)
     choices: list[dict[str, object]] = []

@@ -49,39 +49,25 @@ class Decoder(Protocol):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether completions of a prompt share its keys and values.
-
-        A resumed one is then inserted by `insert` (its prompt) and `extend` (its own tokens).
-        """
+        """Whether completions share their prompt's keys; a resumed one then needs `extend` too."""
         return False
 
     def free_prompts(self, running: Tensor) -> int:
         """Count the prompts that fit beside those of the slots `running` `[k]`."""
-        ...
 
     def session(self) -> AbstractContextManager[None]:
         """Return the context that every call but `rebind` must be made in."""
-        ...
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
         """Run whole prompts."""
-        ...
 
     def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
-        """Give prompts `which` (ascending) to `slots`, both int64 `[k]`.
-
-        `running` are the slots of the other sequences that are still decoded.
-        """
-        ...
+        """Give prompts `which` (ascending) to `slots`, `[k]`; the slots `running` go on."""
 
     def extend(
         self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> None:
-        """Append k lists of `tokens` to the sequences that `insert` gave a prompt.
-
-        Sequence i follows prompt `which[i]` in slot `slots[i]`, both int64 `[k]`. Called only if
-        `shares_prompts`.
-        """
+        """Append list i of `tokens` to prompt `which[i]` in `slots[i]`, where `shares_prompts`."""
         raise AssertionError("completions share no prompt here")
 
     def keep(self, slot: int, length: int) -> Tensor | None:
@@ -91,15 +77,11 @@ class Decoder(Protocol):
     def resume(
         self, prefixes: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> Tensor:
-        """Give k kept `prefixes`, followed by their lists of `tokens`, to `slots` `[k]`.
-
-        Returns the logits `[k, V]` after the last token of each. Called only if `keep` kept them.
-        """
+        """Give what `keep` kept, then `tokens`, to `slots` `[k]`; return logits `[k, V]`."""
         raise AssertionError("nothing was kept")
 
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
         """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
-        ...
 
     def decode(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
         """Feed one token to each of the first L slots and return logits `[L, V]`.
@@ -107,17 +89,13 @@ class Decoder(Protocol):
         `tokens`, their `positions` in the sequence and `columns` in the completion are int64 `[L]`.
         A finished sequence's slot has position 0; its logits may be anything finite.
         """
-        ...
 
     def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Make the sampled tokens `[R]` the same on all ranks that decode together, in place."""
         return
 
     def rebind(self, model: nn.Module) -> bool:
-        """Continue with `model`'s weights over the keys and values that are cached.
-
-        False, with nothing changed, if they would not fit.
-        """
+        """Continue with `model`'s weights over what is cached; False where they don't fit."""
         return False
 
 
@@ -171,10 +149,7 @@ class GenericDecoder(Decoder):
         static_batches: bool,
         routed: RoutedExperts | None = None,
     ) -> None:
-        """Serve `slots` sequences of at most `columns` tokens, prompts included.
-
-        `routed` records the experts of static batches' tokens.
-        """
+        """Serve `slots` sequences of at most `columns` tokens; `routed` is for static batches."""
         self._routed = routed
         self.routed_experts: Tensor | None = None
         self._model, self._device, self.static_batches = model, device, static_batches

@@ -38,10 +38,7 @@ class TensorParallel:
     """
 
     def __init__(self, group: dist.ProcessGroup, index: int, device: torch.device) -> None:
-        """Join `group` as the rank of shard `index`, which need not be its rank in `group`.
-
-        Collective: all ranks of the group must call it.
-        """
+        """Join `group`, all ranks together, as the holder of shard `index`, of any order."""
         self._group, self.index, self._device = group, index, device
         self.size = group.size()
         self._failure: str | None = None
@@ -56,10 +53,7 @@ class TensorParallel:
         self._start = 0
 
     def partition_vocabulary(self, rows: int) -> int:
-        """Exchange how many rows of the vocabulary each rank has, this one `rows`; return the sum.
-
-        Collective. A rank without usable shards passes -1, and all ranks get -1.
-        """
+        """Return the sum of all ranks' `rows`; -1 if one passes -1. Collective."""
         widths = self._gather([rows])[:, 0].tolist()
         if min(widths) < 0:
             return -1
@@ -239,10 +233,7 @@ def _layer(layer: Any) -> LayerWeights:
 
 
 def _linear(module: Any) -> LinearWeights:
-    """A linear and its LoRA adapters as one; the same numbers but for rounding.
-
-    A quantised matrix is made dense here, once a binding.
-    """
+    """Return a linear with its LoRA adapters merged; a quantised one is made dense."""
     if type(module) is nn.Linear:
         return LinearWeights(module.weight, module.bias)
     from peft.tuners.lora import Linear  # plain projections do without it

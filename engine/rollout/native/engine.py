@@ -123,10 +123,7 @@ class NativeEngine:
         return model
 
     def prepare(self) -> None:
-        """Do now what a rollout does before its first token, to see what it costs.
-
-        Only weights with LoRA adapters are computed and take memory.
-        """
+        """Do what a rollout does before its first token, to see what merging adapters costs."""
         with suppress(UnsupportedModel), torch.inference_mode():
             bind_weights(self._handle.get())
 
@@ -228,10 +225,7 @@ class NativeEngine:
         return NativeStream(self._handle, params, limits, kv_on_update, keep_prefixes)
 
     def update_weights(self, model: Model | None, version: int) -> None:
-        """Serve `model`'s storage from now on, as policy `version`; nothing is copied.
-
-        None: the served model's storage holds the new weights.
-        """
+        """Serve `model`'s storage (None: the present one's) as policy `version`, uncopied."""
         with self._handle.updating(model, version):
             pass
 

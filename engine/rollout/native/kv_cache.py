@@ -180,10 +180,7 @@ class KVCache:
         self._kv[:, :, slots, :, :width] = kv[:, :, which]
 
     def append(self, kv: Tensor, first: Tensor, counts: Tensor, slots: Tensor) -> None:
-        """Write `counts` `[k]` tokens of `kv` `[layers, 2, k, kv_heads, T, d]` to `slots` `[k]`.
-
-        They begin at the columns `first` `[k]`.
-        """
+        """Write `counts` tokens of `kv` `[layers, 2, k, …, T, d]` from columns `first` on."""
         columns = torch.arange(kv.shape[4], device=kv.device)
         self.reserve(int((first + counts).max()))
         row, column = (columns < counts[:, None]).nonzero(as_tuple=True)
@@ -261,10 +258,7 @@ class KVCache:
 
 
 class SharedPromptCache(KVCache):
-    """Completions by slot, and apart from them prompts `[layers, 2, groups, kv_heads, P, d]`.
-
-    The columns of a step count within the completions.
-    """
+    """Completions by slot, in a step's columns; prompts `[layers, 2, groups, …, P, d]`."""
 
     def __init__(
         self, shape: CacheShape, slots: int, n: int, max_new_tokens: int, like: Tensor

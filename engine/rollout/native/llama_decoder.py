@@ -260,11 +260,7 @@ class LlamaDecoder:
         return self._graphed.run(tokens, positions, width)
 
     def _longest(self, positions: Tensor) -> int:
-        """Bound the largest of `positions` from above, rarely waiting for the device.
-
-        Sequences grow by a token a step; it is counted when sequences enter and after `_RECOUNT`
-        steps.
-        """
+        """Bound the largest of `positions` from above; counting them waits for the device."""
         if self._steps_counted % _RECOUNT == 0:
             self._longest_position = int(positions.max())
             self._steps_counted = 0
@@ -340,10 +336,7 @@ class LlamaDecoder:
     def _run(
         self, ids: Tensor, cos: Tensor, sin: Tensor, prefix: Prefix | None
     ) -> tuple[Tensor, Tensor]:
-        """Run sequences `[B, T]`; return the last layer's output and their own keys and values.
-
-        These are `[B, T, hidden]` and `[layers, 2, B, kv_heads, T, head_dim]`.
-        """
+        """Return the last layer's output `[B, T, hidden]`, and keys and values."""
         w = self._w
         x = self._embed(ids)
         kv = x.new_empty(len(w.layers), 2, len(ids), w.kv_heads, ids.shape[1], w.head_dim)

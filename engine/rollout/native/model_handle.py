@@ -89,10 +89,7 @@ class ModelHandle:
         return embedding_weight(model).shape[0]
 
     def kv_token_bytes(self) -> int:
-        """Count the bytes of a token's keys and values in all layers, on this rank.
-
-        Raises ConfigError for a model whose config does not name their sizes.
-        """
+        """Count a token's bytes of keys and values on this rank; ConfigError if unknown."""
         model = self.get()
         config = text_config(model)
         heads = getattr(config, "num_attention_heads", 0)
@@ -111,11 +108,7 @@ class ModelHandle:
         return 2 * layers * kv_heads * width * next(iter(model.parameters())).element_size()
 
     def fingerprint(self) -> tuple[int, int, int]:
-        """Return a value that changes with the served model and with in-place writes to it.
-
-        It counts what autograd counts, so a write through `parameter.data`, and one by a fused
-        optimizer, goes unseen.
-        """
+        """Return a value that changes with the model and with writes that autograd counts."""
         writes = sum(p._version for p in self._parameters if not p.is_inference())
         return self.version, id(self._model), writes
 

@@ -21,7 +21,7 @@ from engine.rollout.native.model_handle import Model, ModelHandle
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.stream import KvOnUpdate, PartialCompletion, PartialRequest, StreamedCompletion
+from engine.rollout.stream import KvOnUpdate, PartialRequest, StreamedCompletion
 
 
 class NativeStream(stream.RolloutStream):
@@ -135,16 +135,9 @@ class NativeStream(stream.RolloutStream):
         index = stream.noise_index(key)
         max_tokens = min(limits.max_new_tokens, limits.max_model_len - length)
         max_tokens = stream.request_limit(max_new_tokens, max_tokens, key)
-        if resume is None:
-            parts = [PartialCompletion(i, [], [], []) for i in range(self._params.n)]
-        else:
-            stops = self._params.stop_token_ids
-            stream.check_partial(resume, key, prompt_ids, self._params.n, max_tokens, stops)
-            parts = sorted(resume.completions, key=lambda part: part.completion_index)
-            for part in parts:
-                tokens = [*part.token_ids, prompt_ids[0]]
-                part_name = f"completion {part.completion_index} of {name}"
-                protocol.check_tokens(part_name, tokens, vocab_size)
+        parts = stream.parts_to_sample(
+            key, prompt_ids, resume, self._params, max_tokens, vocab_size
+        )
         prompt, number = list(prompt_ids), self._submitted
         request = Request(key, name, prompt, number, index, max_tokens, len(parts), parts, after)
         self._submitted += 1

@@ -228,10 +228,7 @@ class Scheduler:
             self._prefixes.clear()
 
     def take_kept(self, number: int) -> Tensor | None:
-        """Take the keys and values of the sequence that request `number` ended with.
-
-        They are those of all tokens but the last; None where none are kept.
-        """
+        """Take the keys and values that request `number` ended with, but for the last token's."""
         return self._ended.pop(number, None)
 
     def partials(self) -> list[PartialRequest]:

@@ -135,10 +135,7 @@ class SequenceTable:
         return self._owners[row][0]
 
     def record(self, rows: Tensor, column: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
-        """Store a token at `column` of each of `rows`, all `[R]`; return which ended, bool `[R]`.
-
-        Raises DivergedRolloutError if a row's log-prob is NaN.
-        """
+        """Store a token a row; return which ended, bool `[R]`. DivergedRolloutError for a NaN."""
         self._tokens[rows, column] = token
         self._log_probs[rows, column] = log_prob
         is_sequence = rows < self.capacity

@@ -297,10 +297,7 @@ class PromptLogProbs:
     """
 
     def __init__(self, config: TeacherConfig, section: str) -> None:
-        """Ask for the model's name; raise RolloutError where no server answers.
-
-        `section` has `config`'s settings, for messages.
-        """
+        """Ask for the model's name; RolloutError without an answer. Messages name the `section`."""
         fields = ["url", "served_model", "api_key_env", "concurrency"]
         fields += ["timeout_s", "request_timeout_s", "max_retries"]
         settings = ServerConfig(**{name: getattr(config, name) for name in fields})

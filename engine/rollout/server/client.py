@@ -125,10 +125,7 @@ class Client:
         )
 
     def address(self, name: str, value: str) -> str:
-        """Return the full URL that the setting `name` means: a path of this server, or an address.
-
-        Raises ConfigError for what is none.
-        """
+        """Return the URL of a setting: a path on this server, or an address. ConfigError."""
         try:
             address = urljoin(self.url + "/", value)
             if httpx.URL(address).scheme not in ("http", "https"):
@@ -183,11 +180,7 @@ class Client:
     async def _ask(
         self, method: str, path: str, body: object, parse: Callable[[httpx.Response], T]
     ) -> T:
-        """Return what `parse` makes of the answer; try again as the module docstring says.
-
-        Raises Refused for an answer that is final, ConfigError for what is no address, and
-        RolloutError when the last try fails.
-        """
+        """Return what `parse` makes of the answer; Refused, ConfigError, or Unreachable at last."""
         tries, seconds = self._settings.max_retries + 1, self._settings.request_timeout_s
         name, failures = f"{method} {path if '://' in path else self.url + path}", _FAILURES.get()
         for attempt in range(tries):
@@ -218,10 +211,7 @@ class Client:
         )
 
     def close(self) -> None:
-        """Drop all connections and end the thread; safe to call twice.
-
-        What does not end within some seconds is left to the end of the process, and logged.
-        """
+        """Drop all connections and end the thread, in some seconds at most; safe to call twice."""
         if self._closed:
             return
         self._closed = True

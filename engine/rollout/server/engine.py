@@ -220,8 +220,7 @@ class ServerEngine:
     def _probe(self, model: nn.Module, first: bool) -> None:
         """Compare each server's log-probs with the model's.
 
-        One of several servers that gives others is left out, but not at the start, and not where
-        ranks would disagree about it.
+        One of several that gives others is left out, but not at the start nor on several ranks.
         """
         for server in self._servers.serving:
             prompt = server.api.probe_prompt(self._vocabulary)[: self._max_model_len - 1]
@@ -298,10 +297,7 @@ class ServerEngine:
     def requests(
         self, index: int, number: int, prompt: Sequence[int], params: SamplingParams
     ) -> list[CompletionRequest]:
-        """Split the `n` completions of a prompt into requests, in order.
-
-        A request's seed depends on `number` and its first completion alone.
-        """
+        """Split a prompt's completions into requests; `number` and the first one make each seed."""
         # vLLM refuses several greedy completions in one request.
         size = self._servers.all[0].api.max_per_request if params.temperature > 0 else 1
         firsts = torch.arange(0, params.n, size)

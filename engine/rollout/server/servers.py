@@ -119,10 +119,7 @@ class Servers:
         return self.all[0].client.run(work, doing)
 
     def check(self, max_model_len: int) -> None:
-        """Ask each server for its model, and for what its hook needs.
-
-        Of several, one that is down is left out. Raises ConfigError for a shorter context.
-        """
+        """Ask each for model, context (ConfigError) and what its hook needs; or leave it out."""
         for server in self.all:
             client = server.client
             if len(self.all) > 1 and not client.run(client.is_up, "a first answer"):
@@ -141,10 +138,7 @@ class Servers:
     async def sample(
         self, request: CompletionRequest, *, verify: bool = False
     ) -> tuple[Server, list[SampledCompletion]]:
-        """Sample by the server with the fewest requests; by another if that one is lost.
-
-        With `verify` it has to say afterwards that it serves the weights that were delivered.
-        """
+        """Sample by the least busy server that, with `verify`, serves the weights afterwards."""
         while True:
             server = min(self.serving, key=lambda server: server.busy)
             server.busy += request.count
@@ -167,10 +161,7 @@ class Servers:
         _ = self.serving
 
     async def check_served(self, moment: str) -> None:
-        """Leave out each server that doesn't say that it serves the delivered weights.
-
-        When a rollout begins, those that were left out and now do are back.
-        """
+        """Leave out who doesn't say it serves what was delivered; at the beginning, take back."""
 
         async def check(server: Server) -> RolloutError | None:
             away = bool(server.out)

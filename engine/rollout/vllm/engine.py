@@ -188,10 +188,7 @@ class VllmEngine:
         self._update(version, lambda: self._weights.load_tensors(named))
 
     def parameters(self) -> dict[str, Tensor]:
-        """vLLM's live parameters in this process (this rank's shards), by vLLM's names.
-
-        Write into them between `begin_update` and `finish_update`.
-        """
+        """vLLM's live parameters (this rank's shards); write them after `begin_update`."""
         return self._weights.parameters()
 
     def begin_update(self, version: int) -> None:

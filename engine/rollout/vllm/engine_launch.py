@@ -174,10 +174,7 @@ def start(model: nn.Module, options: VllmOptions) -> LLM:
 
 
 def stop(llm: LLM) -> None:
-    """Shut the engine down; the last one in this process takes vLLM's process groups with it.
-
-    The default group ends too if vLLM made it.
-    """
+    """Shut the engine down; the last one in this process ends the process groups that vLLM made."""
     llm.llm_engine.engine_core.shutdown()
     if _live.pop(id(llm), None) is not None:
         _end_groups()

@@ -31,10 +31,7 @@ class LLMRequests:
     def submit(
         self, prompt: Sequence[int], number: int, noise: Sequence[int], params: SamplingParams
     ) -> list[str]:
-        """Queue a completion of a prompt for each of `noise`; return their ids.
-
-        `number` of the prompt and an entry of `noise` make a request's seed.
-        """
+        """Queue a completion for each of `noise`, a seed with `number`; return their ids."""
         import vllm
 
         indices = torch.tensor(noise)
@@ -71,10 +68,7 @@ class LLMRequests:
     def collect(
         self, count: int, on_progress: Callable[[int], None] | None, stats: RolloutStats
     ) -> dict[str, RequestOutput]:
-        """Step the engine until `count` requests, all of it, are done; return outputs by id.
-
-        Raises VllmFailed if it can't continue.
-        """
+        """Step until all `count` requests are done; return outputs by id. Raises VllmFailed."""
         outputs: dict[str, RequestOutput] = {}
         while len(outputs) < count:
             finished = [output for output in self.step() if output.finished]

@@ -223,10 +223,7 @@ def inspectable_objects() -> Iterator[None]:
 
 
 def form_expert_groups() -> None:
-    """Form the groups of experts, which vLLM leaves out where a model without experts came first.
-
-    Engines of one process share their groups; one of experts can then start beside one without.
-    """
+    """Form the groups of experts, which engines of one process share, where the first had none."""
     from vllm.distributed import parallel_state
 
     if parallel_state._EP is not None:

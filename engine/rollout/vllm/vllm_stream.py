@@ -182,14 +182,7 @@ class VllmStream(stream.RolloutStream):
         protocol.check_prompt(f"the prompt of request {key!r}", prompt, longest, self._vocabulary)
         limit = min(params.max_new_tokens, longest - len(prompt))
         limit = stream.request_limit(max_new_tokens, limit, key)
-        parts = [PartialCompletion(index, [], [], []) for index in range(params.n)]
-        if resume is not None:
-            stream.check_partial(resume, key, prompt, params.n, limit, params.stop_token_ids)
-            parts = resume.completions
-        for part in parts:
-            if part.token_ids:
-                name = f"completion {part.completion_index} of request {key!r}"
-                protocol.check_tokens(name, part.token_ids, self._vocabulary)
+        parts = stream.parts_to_sample(key, prompt, resume, params, limit, self._vocabulary)
         self._held.extend(_Open(key, self._submitted, prompt, part, limit) for part in parts)
         self._may_fit = True
         self._submitted += 1
@@ -201,10 +194,7 @@ class VllmStream(stream.RolloutStream):
             self._cut.add(key)
 
     def step(self) -> list[StreamedCompletion]:
-        """Let vLLM make a step; return the completions that ended.
-
-        Raises RolloutError as `VllmEngine.generate` does.
-        """
+        """Let vLLM make a step; return what ended. RolloutError as of `VllmEngine.generate`."""
         self._check_open()
         if not self._open and not self._held:
             return []

@@ -142,10 +142,7 @@ def lora_request() -> object:
 
 
 def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
-    """Make `tensors` (peft's names in a file) the adapter of a vLLM worker's model.
-
-    Raises RolloutError for features of peft that vLLM lacks, and for modules it can't adapt.
-    """
+    """Make `tensors` (peft's names) a vLLM worker's adapter; RolloutError if vLLM can't."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
