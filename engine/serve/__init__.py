@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,10 +49,6 @@ class Identity:
     version: str  # in the registry, e.g. "3"; empty for a folder
     digest: str  # SHA-256 of its content, as the registry and its manifest have it
     manifest_digest: str  # of its manifest.json; empty where it has none
-
-    def to_dict(self) -> dict[str, str]:
-        """Return the fields as JSON values."""
-        return asdict(self)
 
 
 def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identity]:

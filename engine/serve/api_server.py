@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import uvicorn
@@ -263,7 +263,7 @@ class ApiServer:
 
     async def _health(self, request: Request) -> Response:
         state, status = ("loading", 503) if self.backend is None else ("ok", 200)
-        values = {"status": state, "engine": "native", "model": self.identity.to_dict()}
+        values = {"status": state, "engine": "native", "model": asdict(self.identity)}
         return _json(values, status)
 
     async def _models(self, request: Request) -> Response:
@@ -301,9 +301,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
+        reason = str(error.strerror or error).partition(" (")[0]
         raise ConfigError(
-            f"port {port} of {host} can't be listened on: {error.strerror or error}; stop what has "
-            "it, or choose another with --port (0: any that is free)"
+            f"port {port} of {host} can't be listened on: {reason}; stop what has it, or choose "
+            "another with --port (0: any that is free)"
         ) from error
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -128,7 +129,7 @@ def _await_answer(
 def _environment(identity: Identity) -> dict[str, str]:
     defaults = _ENVIRONMENT | ({} if _has_gpu() else _ON_CPU)
     path = os.pathsep.join(filter(None, (str(project_root()), os.environ.get("PYTHONPATH"))))
-    server_variables = {IDENTITY_VARIABLE: json.dumps(identity.to_dict()), "PYTHONPATH": path}
+    server_variables = {IDENTITY_VARIABLE: json.dumps(asdict(identity)), "PYTHONPATH": path}
     # `quiet` has silenced this process; why a server ends must be in its log.
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_LOGGING_LEVEL"}
     return defaults | inherited | server_variables

@@ -55,7 +55,7 @@ class Servers:
         """Open connections' clients; `check` asks the servers. Raises ConfigError."""
         self._settings = settings
         self.all: list[Server] = []
-        self._tag: str | None = None  # of the weights that several servers were brought last
+        self.tag: str | None = None  # of the weights that were delivered last
         self._group: dist.ProcessGroup | None = None
         self._closed = False
         with ExitStack() as undo:
@@ -108,11 +108,6 @@ class Servers:
     def on_ranks(self) -> bool:
         """Whether other ranks use these servers too."""
         return self._group is not None
-
-    @property
-    def tag(self) -> str | None:
-        """The tag of the weights that were delivered last."""
-        return self._tag if len(self.all) > 1 else self.all[0].hook.tag
 
     def run(self, work: Callable[[], Awaitable[T]], doing: str) -> T:
         """Run `work` on the loop of the servers, within `timeout_s`."""
@@ -222,17 +217,18 @@ class Servers:
             raise RolloutError(outcome[1])
         for server, (tag, out) in zip(self.all, outcome[0], strict=True):
             server.hook.tag, server.out = tag, out
-        self._tag = self.serving[0].hook.tag
+        self.tag = self.serving[0].hook.tag
 
     def _bring(self, weights: Weights, model: nn.Module, version: int) -> None:
         first = self.all[0].hook
         if len(self.all) == 1:
             first.deliver(weights, model, version)
+            self.tag = first.tag
             return
         assert isinstance(first, FolderWeights)
         path = first.folders.write(weights, model, version)
         self.run(lambda: self._load(path, version), f"loading {path.name}")
-        self._tag = path.name
+        self.tag = path.name
 
     async def _load(self, path: Path, version: int) -> None:
         seconds = _LOADING * self._settings.timeout_s

@@ -188,12 +188,7 @@ _hooks: Registry[HookFactory] = Registry(
 
 def register_hook(name: str) -> Callable[[HookFactory], HookFactory]:
     """Class decorator: make a hook selectable as `rollout.server.weights=<name>`."""
-
-    def add(factory: HookFactory) -> HookFactory:
-        _hooks.add(name, factory)
-        return factory
-
-    return add
+    return _hooks.register(name)
 
 
 def check_hook(name: str) -> None:
