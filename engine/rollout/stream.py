@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal, Protocol, TypedDict
 
 import torch
@@ -262,9 +262,9 @@ class PartialGroup:
         return {
             "ends": list(self.finish_reasons),
             "lengths": [len(part.token_ids) for part in parts],
-            "token_ids": _concatenated([part.token_ids for part in parts], torch.int32),
-            "log_probs": _concatenated([part.log_probs for part in parts], torch.float32),
-            "token_versions": _concatenated([part.token_versions for part in parts], torch.int32),
+            "token_ids": _concatenated((part.token_ids for part in parts), torch.int32),
+            "log_probs": _concatenated((part.log_probs for part in parts), torch.float32),
+            "token_versions": _concatenated((part.token_versions for part in parts), torch.int32),
         }
 
     @staticmethod
@@ -294,7 +294,5 @@ def take_partial_groups(prompts: Batch) -> tuple[Batch, list[Begun | None]]:
     return Batch(prompts.as_dict(), columns), list(groups)
 
 
-def _concatenated(
-    lists: Sequence[list[int]] | Sequence[list[float]], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.tensor([value for values in lists for value in values], dtype=dtype)
+def _concatenated(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([*chain.from_iterable(lists)], dtype=dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +20,10 @@ from engine.kernels.training_ops import mkl_is_slow, onednn_linear
 from engine.storage.weight_files import file_tensors
 
 
-class CausalLM(Protocol):
-    """The methods of a causal LM that `nn.Module` has not."""
-
-    def get_input_embeddings(self) -> nn.Embedding: ...
-
-
-def embedding_weight(model: nn.Module) -> Tensor:
+def embedding_weight(model: Any) -> Tensor:
     """Return the input embedding, `[V, hidden]`."""
-    return cast(CausalLM, model).get_input_embeddings().weight
+    embedding: nn.Embedding = model.get_input_embeddings()
+    return embedding.weight
 
 
 def text_config(model: object) -> Any:

@@ -26,7 +26,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError, ModelError, RolloutError
 from engine.models import load_model, resolve_dtype, text_config
 from engine.rollout import protocol
-from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
+from engine.rollout.protocol import RolloutEngine, SamplingParams
 from engine.rollout.trainer_model import context_length
 from engine.serve.api_server import Answer, ChatRequest, Completions, RequestError
 
@@ -67,7 +67,7 @@ class Batcher:
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._taken: list[Job] = []  # taken from the queue, of another kind than what is decoded
         self._random = random.Random()
-        self.failed = ""  # why it decodes nothing any more
+        self._closed = False
         threading.Thread(target=self._run, name="decode", daemon=True).start()
 
     def submit(
@@ -75,15 +75,15 @@ class Batcher:
     ) -> Future[list[Decoded]]:
         """Queue a prompt's completions; the prompt must have been checked."""
         job = Job(prompt, params, has_seed)
-        if self.failed:
-            job.result.set_exception(RolloutError(self.failed))
+        if self._closed:
+            job.result.set_exception(RolloutError("the server is stopping"))
         else:
             self._waiting.put(job)
         return job.result
 
     def close(self) -> None:
         """Take no more jobs; those that wait are cancelled, one that is decoded ends by itself."""
-        self.failed = self.failed or "the server is stopping"
+        self._closed = True
         self._waiting.put(None)
 
     def _run(self) -> None:
@@ -124,13 +124,12 @@ class Batcher:
         params = replace(first, max_new_tokens=longest, seed=seed)
         completions = self._engine.generate([job.prompt for job in batch], params)
         for i, job in enumerate(batch):
-            group, limit = completions[i * params.n : (i + 1) * params.n], job.params.max_new_tokens
-            job.result.set_result([(c.token_ids[:limit], _reason(c, limit)) for c in group])
-
-
-def _reason(completion: Completion, limit: int) -> str:
-    """Return why it would have ended at its own limit."""
-    return "length" if len(completion.token_ids) > limit else completion.finish_reason
+            answers: list[Decoded] = []  # as they would have ended at the job's own limit
+            limit = job.params.max_new_tokens
+            for c in completions[i * params.n : (i + 1) * params.n]:
+                reason = "length" if len(c.token_ids) > limit else c.finish_reason
+                answers.append((c.token_ids[:limit], reason))
+            job.result.set_result(answers)
 
 
 class NativeBackend:

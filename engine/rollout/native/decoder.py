@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -239,9 +239,11 @@ class _PaddedBatch:
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._cache = DynamicCache(config=model.config) if "past_key_values" in accepted else None  # type: ignore[arg-type]
-        self._use_cache: dict[str, bool] = {}
+        self._options: dict[str, Any] = {}
+        if self._cache is not None:
+            self._options["past_key_values"] = self._cache
         if "use_cache" in accepted:
-            self._use_cache = {"use_cache": self._cache is not None}
+            self._options["use_cache"] = self._cache is not None
         self._ids = padded(sequences, "left").to(device)
         self._mask = padded([[1] * len(row) for row in sequences], "left").to(device)
 
@@ -263,17 +265,10 @@ class _PaddedBatch:
 
     def _forward(self, new: int) -> Tensor:
         """Run the last `new` columns and return the logits of the last one."""
-        positions = {}
         if self._takes_positions:
-            positions["position_ids"] = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
-        cache = {} if self._cache is None else {"past_key_values": self._cache}
-        output = self._model(
-            input_ids=self._ids[:, -new:],
-            attention_mask=self._mask,
-            **positions,
-            **cache,
-            **self._use_cache,
-        )
+            self._options["position_ids"] = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
+        ids = self._ids[:, -new:]
+        output = self._model(input_ids=ids, attention_mask=self._mask, **self._options)
         logits: Tensor = output.logits if hasattr(output, "logits") else output
         return logits[:, -1]
 

@@ -352,11 +352,9 @@ class TPModelShard:
         )
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's tensors by name."""
         yield from self._tensors.items()
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield this rank's tensors."""
         yield from self._tensors.values()
 
     def _fill(self, skeleton: nn.Module) -> None:

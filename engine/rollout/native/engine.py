@@ -158,28 +158,27 @@ class NativeEngine:
         scheduler = Scheduler(table, params, slots, self.stats, split_requests=split_requests)
         scheduler.bind(decoder)
         for index, prompt in enumerate(prompts):
-            scheduler.add(self._request(index, prompt, params))
+            request = Request(
+                key=index,
+                name=f"prompt {index}",
+                prompt_ids=list(prompt),
+                number=index,
+                noise_index=params.first_prompt + index,
+                max_tokens=min(params.max_new_tokens, self._max_model_len - len(prompt)),
+                unfinished=params.n,
+                waiting=[PartialCompletion(i, [], [], []) for i in range(params.n)],
+            )
+            scheduler.add(request)
         with decoder.session():
             while (finished := table.finished) < total:
                 scheduler.step()
                 if on_progress is not None and table.finished > finished:
                     on_progress(table.finished)
-        sequences = sorted(table.take_finished(), key=lambda s: (s.request.number, s[1]))
+        sequences = table.take_finished()
+        sequences.sort(key=lambda s: (s.request.number, s.completion_index))
         completions = [sequence.completion for sequence in sequences]
         self.stats.generated_tokens = sum(len(c.token_ids) for c in completions)
         return completions
-
-    def _request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
-        return Request(
-            key=index,
-            name=f"prompt {index}",
-            prompt_ids=list(prompt),
-            number=index,
-            noise_index=params.first_prompt + index,
-            max_tokens=min(params.max_new_tokens, self._max_model_len - len(prompt)),
-            unfinished=params.n,
-            waiting=[PartialCompletion(i, [], [], []) for i in range(params.n)],
-        )
 
     def stream(
         self,

@@ -98,7 +98,17 @@ class CudaGraphs:
 
     def __call__(self, function: Replay) -> Replay:
         with torch.cuda.device(self._device):
-            graph, output = self._captured(function)
+            graph = torch.cuda.CUDAGraph()
+            current, capture_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+            capture_stream.wait_stream(current)
+            with torch.cuda.stream(capture_stream):
+                function()  # libraries make their handles and workspaces now, not in the capture
+            current.wait_stream(capture_stream)
+            if not self._alive:  # a pool whose graphs are all gone can't be captured into
+                self._pool = torch.cuda.graph_pool_handle()
+            self._alive.add(graph)
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = function()
 
         def replay() -> Tensor:
             with torch.cuda.device(self._device):
@@ -106,20 +116,6 @@ class CudaGraphs:
             return output
 
         return replay
-
-    def _captured(self, function: Replay) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        current, capture_stream = torch.cuda.current_stream(), torch.cuda.Stream()
-        capture_stream.wait_stream(current)
-        with torch.cuda.stream(capture_stream):
-            function()  # libraries make their handles and workspaces now, not in the capture
-        current.wait_stream(capture_stream)
-        graph = torch.cuda.CUDAGraph()
-        if not self._alive:  # a pool whose graphs are all gone can't be captured into
-            self._pool = torch.cuda.graph_pool_handle()
-        self._alive.add(graph)
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = function()
-        return graph, output
 
 
 _RECOUNT = 64  # steps after which a graph's columns are counted again

@@ -160,11 +160,6 @@ class VllmEngine:
         return self._sleep_mode.phase != "serving"
 
     @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of vLLM's worker processes, by rank; empty in process."""
-        return self._weights.monitor.pids if isinstance(self._weights, WorkerWeights) else []
-
-    @property
     def _streaming(self) -> bool:
         """Whether a stream has requests."""
         return self._stream is not None and self._stream.in_flight + self._stream.waiting > 0

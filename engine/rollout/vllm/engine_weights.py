@@ -10,7 +10,6 @@ have mapped it: memory without a name ends with its last process.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import signal
 import tempfile
@@ -60,12 +59,7 @@ class SharedBuffer:
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            self._mmap = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-        self.bytes: Tensor = torch.frombuffer(self._mmap, dtype=torch.uint8)
+        self.bytes: Tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
     @classmethod
     def create(cls, size: int) -> SharedBuffer:
@@ -152,11 +146,6 @@ class WorkerMonitor:
         self._seen = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="hybridflyte-vllm-watch").start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers, by rank."""
-        return [process.pid for process in self._processes]
-
     def end(self) -> None:
         """Kill the workers: a clean exit is slow and saves nothing."""
         self._closing.set()
@@ -169,9 +158,9 @@ class WorkerMonitor:
         for process in self._processes:
             process.join(_END_S)
 
-    def died(self, wait_s: float = 1.0) -> str | None:
+    def died(self) -> str | None:
         """Return why the workers are gone, or None; wait for a death that vLLM just noticed."""
-        self._seen.wait(wait_s)
+        self._seen.wait(1.0)
         return self.cause
 
     def kill(self, cause: str) -> None:

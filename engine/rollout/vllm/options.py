@@ -138,18 +138,13 @@ def passed_through(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def argument_names() -> frozenset[str]:
     """Read the names of vLLM's engine arguments from its source; none without vLLM."""
     spec = importlib.util.find_spec("vllm")
-    folders = spec.submodule_search_locations if spec is not None else None
-    source = Path(folders[0]) / "engine" / "arg_utils.py" if folders else None
+    source = Path(spec.origin).parent / "engine/arg_utils.py" if spec and spec.origin else None
     if source is None or not source.is_file():
         return frozenset()
-    classes = (n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef))
-    engine = next((node for node in classes if node.name == "EngineArgs"), None)
-    fields = engine.body if engine is not None else []
-    return frozenset(
-        field.target.id
-        for field in fields
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    )
+    classes = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef)]
+    fields = [field for node in classes if node.name == "EngineArgs" for field in node.body]
+    named = (f.target for f in fields if isinstance(f, ast.AnnAssign))
+    return frozenset(target.id for target in named if isinstance(target, ast.Name))
 
 
 CPU_KV_CACHE_MB = 256
