@@ -167,18 +167,16 @@ class VllmEngine:
     def update_weights(self, model: nn.Module | None, version: int) -> None:
         """Serve `model`'s current weights as policy `version`; copies none that are shared.
 
-        None: the numbers of the last model have changed.
-        A model whose parameters are sharded (DTensor) is gathered parameter by parameter: all its
-        ranks must call. Raises RolloutError if it fails, and serves nothing until one succeeds.
+        None: the numbers of the last model have changed. A sharded model (DTensor) is gathered by
+        parameter: all its ranks must call. Raises RolloutError if it fails, and serves nothing then.
         """
         self._model = self._model if model is None else model
         self._update(version, lambda: self._weights.load_model(self._model))
 
     def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve the model whose whole parameters `named` yields, by transformers' names.
+        """Serve the whole parameters that `named` yields, by transformers' names, one at a time.
 
-        They are loaded one at a time, so `named` may compute each when it is asked for it. Raises
-        RolloutError as `update_weights` does, also when one is missing.
+        Raises RolloutError as `update_weights` does, also when one is missing.
         """
         self._update(version, lambda: self._weights.load_tensors(named))
 
