@@ -168,7 +168,7 @@ class VllmEngine:
         """Serve `model`'s current weights as policy `version`; copies none that are shared.
 
         None: the numbers of the last model have changed. A sharded model (DTensor) is gathered by
-        parameter: all its ranks must call. Raises RolloutError if it fails, and serves nothing then.
+        parameter: all its ranks must call. Raises RolloutError if it fails; then nothing is served.
         """
         self._model = self._model if model is None else model
         self._update(version, lambda: self._weights.load_model(self._model))
