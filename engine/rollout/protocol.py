@@ -112,7 +112,7 @@ COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")
 @dataclass(frozen=True, slots=True)
 class _Engine:
     factory: EngineFactory
-    capabilities: Callable[[RolloutConfig], EngineCapabilities]
+    capabilities: EngineCapabilities | Callable[[RolloutConfig], EngineCapabilities]
     options: Callable[[RolloutConfig], dict[str, object]] | None
     check: Callable[[RolloutConfig], None] | None
 
@@ -141,11 +141,8 @@ def register_engine(
     settings too. `check` raises ConfigError for settings that contradict each other.
     """
 
-    def find_capabilities(config: RolloutConfig) -> EngineCapabilities:
-        return capabilities(config) if callable(capabilities) else capabilities
-
     def add(factory: _F) -> _F:
-        _registry.add(name, _Engine(factory, find_capabilities, options, check), factory)
+        _registry.add(name, _Engine(factory, capabilities, options, check), factory)
         return factory
 
     return add
@@ -166,7 +163,8 @@ def check_engine_settings(config: RolloutConfig) -> None:
 
 def engine_capabilities(config: RolloutConfig) -> EngineCapabilities:
     """Return what the configured engine can do, with these settings."""
-    return _registry.get(config.engine).capabilities(config)
+    capabilities = _registry.get(config.engine).capabilities
+    return capabilities(config) if callable(capabilities) else capabilities
 
 
 def engine_options(config: RolloutConfig) -> dict[str, object]:
@@ -231,15 +229,19 @@ class WeightGuard:
         self._engine = engine
         self._broken: str | None = None
 
-    @contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        """Serve nothing unless the body ends without an error; then the weights are `version`."""
+    def begin(self, version: int) -> None:
+        """Serve nothing until an update succeeds; RolloutError for an older version."""
         if version < self.version:
             raise RolloutError(
                 f"rollout engine {self._engine!r} holds policy version {self.version} and was "
                 f"handed the older {version}; pass versions that never fall"
             )
         self._broken = f"its update to policy version {version} did not finish"
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """Serve nothing unless the body ends without an error; then the weights are `version`."""
+        self.begin(version)
         try:
             yield
         except Exception as error:

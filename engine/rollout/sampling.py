@@ -24,10 +24,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def noise_keys(seed: int, prompt_index: Tensor, completion_index: Tensor) -> Tensor:
-    """Hash each completion's index in the request to a key `[N]`, int64.
-
-    `prompt_index` and `completion_index` are int64 `[N]`.
-    """
+    """Hash each prompt's and completion's index, int64 `[N]`, to a key `[N]`, int64."""
     root = _mix(torch.tensor(_signed(seed ^ _GOLDEN), device=prompt_index.device))
     return _mix(_mix(root + prompt_index * _signed(_GOLDEN)) + completion_index * _signed(_MIX_1))
 
@@ -111,10 +108,7 @@ def _sum_before(masses: Tensor, block: Tensor) -> Tensor:
 
 
 def _most_likely(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Sort the largest of `probs` `[R, V]`, as many as hold mass `top_p`; return their tokens too.
-
-    Few hold it, as a rule, so that the vocabulary needn't be sorted.
-    """
+    """Sort the largest of `probs` `[R, V]`, few as a rule, that hold mass `top_p`."""
     count, vocabulary = _FIRST_CANDIDATES, probs.shape[-1]
     while count < vocabulary:
         largest, order = probs.topk(count, dim=-1)
@@ -156,10 +150,7 @@ def _invert(probs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _invert_blocks(probs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert over a large vocabulary: first the block of tokens, then the token in it.
-
-    Sums of blocks are several times as fast as the running sum over all tokens.
-    """
+    """Invert blocks of tokens, then tokens: faster than the running sum over a large vocabulary."""
     blocks = F.pad(probs, (0, -probs.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     mass = blocks.sum(-1)  # [R, K / _BLOCK]
     block, _ = _invert(mass, noise)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal, Protocol, TypedDict
 
 import torch
 
 from engine.batch import Batch
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
+from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, check_tokens
 
 KvOnUpdate = Literal["keep", "recompute"]
 
@@ -63,17 +63,14 @@ class RolloutStream(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the tokens to come."""
-        ...
 
     @property
     def in_flight(self) -> int:
         """Completions being decoded."""
-        ...
 
     @property
     def waiting(self) -> int:
         """Completions waiting for a slot."""
-        ...
 
     def submit(
         self,
@@ -91,34 +88,26 @@ class RolloutStream(Protocol):
         with `keep_prefixes` computes only what follows them, if it has kept them. Raises
         RolloutError for a bad prompt or partial and for a key whose request is still open.
         """
-        ...
 
     def forget(self, key: Hashable) -> None:
         """Drop what is kept of the ended request `key`: no other request continues it."""
         return
 
     def cut(self, key: Hashable) -> None:
-        """End the completions of an open request with their next token, as at a length limit.
-
-        Only of engines with the capability `cuts`; others answer whole completions.
-        """
+        """End an open request's completions with their next token, where the engine `cuts`."""
         return
 
     def step(self) -> list[StreamedCompletion]:
         """Admit waiting completions, decode one token of each; return what ended. Never waits."""
-        ...
 
     def update_weights(self, model: torch.nn.Module | None, version: int) -> None:
         """Continue under new weights; None means that those of the same model were changed."""
-        ...
 
     def partials(self) -> list[PartialRequest]:
         """Copy all that is unfinished, the oldest request first; decoding is not affected."""
-        ...
 
     def close(self) -> None:
         """Drop all that is unfinished; the engine still serves."""
-        ...
 
     def _check_open(self) -> None:
         if self._closed:
@@ -177,28 +166,31 @@ def noise_index(key: Hashable) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def check_partial(
-    partial: PartialRequest,
+def parts_to_sample(
     key: Hashable,
     prompt_ids: Sequence[int],
-    n: int,
+    resume: PartialRequest | None,
+    params: SamplingParams,
     limit: int,
-    stop_token_ids: Sequence[int],
-) -> None:
-    """Raise RolloutError unless `partial` is unfinished work on `prompt_ids`.
+    vocabulary: int,
+) -> list[PartialCompletion]:
+    """Return a request's completions to sample: `n` without tokens, or those of `resume`.
 
-    `limit` is the longest completion of this prompt in the stream, in tokens.
+    `limit` is the longest completion of this prompt in the stream, in tokens. Raises RolloutError
+    unless `resume` is unfinished work on `prompt_ids`.
     """
+    if resume is None:
+        return [PartialCompletion(index, [], [], []) for index in range(params.n)]
     where = f"the partial of request {key!r}"
-    if list(partial.prompt_ids) != list(prompt_ids):
+    if list(resume.prompt_ids) != list(prompt_ids):
         raise RolloutError(f"{where} is of another prompt; submit it with its own prompt_ids")
-    indices = [part.completion_index for part in partial.completions]
-    if not indices or len(set(indices)) < len(indices) or not all(0 <= i < n for i in indices):
+    indices = [part.completion_index for part in resume.completions]
+    if not indices or len(set(indices)) < len(indices) or set(indices) - set(range(params.n)):
         raise RolloutError(
             f"{where} has completion indices {indices}; it needs one or more, each once, in 0 … "
-            f"n-1 of the stream's n={n}"
+            f"n-1 of the stream's n={params.n}"
         )
-    for part in partial.completions:
+    for part in resume.completions:
         name = f"completion {part.completion_index} of {where}"
         sizes = len(part.token_ids), len(part.log_probs), len(part.token_versions)
         if len(set(sizes)) > 1:
@@ -211,8 +203,10 @@ def check_partial(
                 f"{name} has {sizes[0]} tokens and the stream's completions of it end at {limit}; "
                 f"resume it in a stream with a greater max_new_tokens"
             )
-        if set(part.token_ids) & set(stop_token_ids):
+        if set(part.token_ids) & set(params.stop_token_ids):
             raise RolloutError(f"{name} holds a stop token, so it has ended; don't resume it")
+        check_tokens(name, [*part.token_ids, prompt_ids[0]], vocabulary)
+    return sorted(resume.completions, key=lambda part: part.completion_index)
 
 
 PARTIAL_GROUP = "partial_group"  # a column of prompts: the unfinished work on each, or None
@@ -224,11 +218,9 @@ class Begun(Protocol):
     @property
     def oldest_version(self) -> int | None:
         """Policy version of the oldest token; None without any token."""
-        ...
 
     def tree(self) -> object:
         """Return tensors and plain values, for a checkpoint."""
-        ...
 
 
 class PartialGroupTree(TypedDict):
@@ -270,9 +262,9 @@ class PartialGroup:
         return {
             "ends": list(self.finish_reasons),
             "lengths": [len(part.token_ids) for part in parts],
-            "token_ids": _concatenated([part.token_ids for part in parts], torch.int32),
-            "log_probs": _concatenated([part.log_probs for part in parts], torch.float32),
-            "token_versions": _concatenated([part.token_versions for part in parts], torch.int32),
+            "token_ids": _concatenated((part.token_ids for part in parts), torch.int32),
+            "log_probs": _concatenated((part.log_probs for part in parts), torch.float32),
+            "token_versions": _concatenated((part.token_versions for part in parts), torch.int32),
         }
 
     @staticmethod
@@ -302,7 +294,5 @@ def take_partial_groups(prompts: Batch) -> tuple[Batch, list[Begun | None]]:
     return Batch(prompts.as_dict(), columns), list(groups)
 
 
-def _concatenated(
-    lists: Sequence[list[int]] | Sequence[list[float]], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.tensor([value for values in lists for value in values], dtype=dtype)
+def _concatenated(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([*chain.from_iterable(lists)], dtype=dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,24 +20,21 @@ from engine.kernels.training_ops import mkl_is_slow, onednn_linear
 from engine.storage.weight_files import file_tensors
 
 
-class CausalLM(Protocol):
-    """The methods of a causal LM that `nn.Module` has not."""
-
-    def get_input_embeddings(self) -> nn.Embedding: ...
-
-
-def embedding_weight(model: nn.Module) -> Tensor:
+def embedding_weight(model: Any) -> Tensor:
     """Return the input embedding, `[V, hidden]`."""
-    return cast(CausalLM, model).get_input_embeddings().weight
+    embedding: nn.Embedding = model.get_input_embeddings()
+    return embedding.weight
+
+
+def text_config(model: object) -> Any:
+    """The model's config, or the part for text of it; None if it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def context_length(model: object) -> int | None:
     """`max_position_embeddings` of the model's (text) config; None if it has none."""
-    config: object = getattr(model, "config", None)
-    text_config = getattr(config, "get_text_config", None)
-    if text_config is not None:
-        config = text_config()
-    length = getattr(config, "max_position_embeddings", None)
+    length = getattr(text_config(model), "max_position_embeddings", None)
     return None if length is None else int(length)
 
 
@@ -66,7 +63,6 @@ def linear_function(weight: Tensor) -> LinearFunction:
 
 
 _ADAPTER = "default"  # peft's name of the only one
-_PARTS = (".lora_A.", ".lora_B.")
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -100,53 +96,42 @@ def merged_weights(model: nn.Module, changed_only: bool = False) -> Iterator[tup
 
     `changed_only` leaves out all that no adapter changes (nothing, for a model without adapters).
     """
-    return file_tensors(_model_type(model), _merged_parameters(model, changed_only))
+    return file_tensors(_model_type(model), _parameters(model, True, changed_only))
 
 
-def _merged_parameters(model: nn.Module, changed_only: bool) -> Iterator[tuple[str, Tensor]]:
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each full weight as the model's files have it, without what the adapters add."""
+    return file_tensors(_model_type(model), _parameters(model, False, False))
+
+
+def _parameters(model: nn.Module, merge: bool, changed_only: bool) -> Iterator[tuple[str, Tensor]]:
     modules: dict[str, Any] = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner, adapted, suffix = name.partition(".base_layer.")
-        if ".lora_" in name or (changed_only and not (adapted and suffix == "weight")):
+        changed = adapted and suffix == "weight"
+        if ".lora_" in name or (changed_only and not changed):
             continue
         tensor = _dense(modules[name.rpartition(".")[0]], name, parameter)
-        if adapted and suffix == "weight":
+        if merge and changed:
             with torch.no_grad():
                 delta = modules[owner].get_delta_weight(_ADAPTER)
                 tensor = (tensor + _full_tensor(delta)).to(tensor.dtype)
         yield (f"{owner}.{suffix}" if adapted else name), tensor
 
 
-def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each full weight as the model's files have it, without what the adapters add."""
-    return file_tensors(_model_type(model), _base_parameters(model))
-
-
-def _base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            tensor = _dense(modules[name.rpartition(".")[0]], name, parameter)
-            yield name.replace(".base_layer.", "."), tensor
-
-
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapters' matrices A `[r, in]` and B `[out, r]`, by peft's names in a file."""
     for name, parameter in model.named_parameters():
-        if any(part in name for part in _PARTS):
-            yield (
-                f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}",
-                _full_tensor(parameter.data),
-            )
+        if ".lora_A." in name or ".lora_B." in name:
+            file_name = f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
+            yield file_name, _full_tensor(parameter.data)
 
 
 def adapter_config(model: nn.Module) -> dict[str, object]:
     """Return peft's configuration of the adapters, in plain values."""
     config: Any = model.peft_config
-    return {
-        key: list(value) if isinstance(value, set) else value
-        for key, value in asdict(config[_ADAPTER]).items()
-    }
+    fields = asdict(config[_ADAPTER]).items()
+    return {key: list(value) if isinstance(value, set) else value for key, value in fields}
 
 
 def _model_type(model: nn.Module) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,10 +50,6 @@ class Identity:
     digest: str  # SHA-256 of its content, as the registry and its manifest have it
     manifest_digest: str  # of its manifest.json; empty where it has none
 
-    def to_dict(self) -> dict[str, str]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
 
 def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identity]:
     """Return the folder of a model, re-hashed, and what it is known by.
@@ -66,15 +62,10 @@ def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identi
     if is_reference(reference):
         tracker = open_registry()
         version = tracker.model_version(reference)
-        folder = intact_copy(tracker, version, scratch)
-        tags = version.tags
-        identity = Identity(
-            name or version.name,
-            reference,
-            version.version,
-            tags[ARTIFACT_TAG],
-            tags.get(MANIFEST_TAG, ""),
-        )
+        folder, tags = intact_copy(tracker, version, scratch), version.tags
+        digest, manifest_digest = tags[ARTIFACT_TAG], tags.get(MANIFEST_TAG, "")
+        name, number = name or version.name, version.version
+        identity = Identity(name, reference, number, digest, manifest_digest)
     else:
         folder, manifest_digest = local_path(reference), ""
         _require_model(folder, reference)

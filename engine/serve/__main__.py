@@ -25,14 +25,6 @@ from engine.serve import Identity, resolve
 T = TypeVar("T")
 FAILED, TERMINATED = 1, 143
 _SIGNALS_S = 1.0  # a signal that comes just before a wait is handled after it: no wait is longer
-STATUS = (
-    "exit status: 1 not started, or the server ended; 2 wrong usage; 130 after Ctrl-C, 143 after "
-    "SIGTERM"
-)
-
-
-class _Terminated(BaseException):
-    """SIGTERM came."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted; the server has stopped", error=True)
         return INTERRUPTED
-    except _Terminated:
+    except SystemExit:  # by `_terminate`
         say("terminated; the server has stopped", error=True)
         return TERMINATED
     finally:
@@ -101,11 +93,11 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
 
     started, port = time.monotonic(), check_port(options.host, options.port)
     folder, identity = _interruptible(lambda: resolve(options.model, scratch, options.name))
-    length = [] if options.max_model_len is None else [f"--max-model-len={options.max_model_len}"]
-    vllm_options = [*length, *options.vllm]
-    with vllm_server(
-        folder, identity, options.host, port, vllm_options, scratch, options.start_timeout
-    ) as (process, url):
+    if options.max_model_len is not None:
+        options.vllm.insert(0, f"--max-model-len={options.max_model_len}")
+    address, timeout = (options.host, port), options.start_timeout
+    server = vllm_server(folder, identity, address, options.vllm, scratch, timeout)
+    with server as (process, url):
         _say_ready(identity, "vLLM", url, started)
         while process.poll() is None:
             time.sleep(_SIGNALS_S)
@@ -129,7 +121,7 @@ def _say_ready(identity: Identity, engine: str, url: str, started: float) -> Non
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
+    raise SystemExit(TERMINATED)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a model over OpenAI's API (/v1/completions, /v1/chat/completions, "
         "/v1/models), after its files were re-hashed. /health names its version and digest. "
         "What stands behind -- is passed on to vLLM.",
-        epilog=STATUS,
+        epilog="exit status: 1 not started, or the server ended; 2 wrong usage; 130 after Ctrl-C, "
+        "143 after SIGTERM",
     )
     add = parser.add_argument
     add("model", help="models:/NAME@ALIAS, models:/NAME/VERSION, or a model's folder")

@@ -7,14 +7,13 @@ A field that the server does not offer is refused by name, never ignored.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import uvicorn
@@ -70,11 +69,6 @@ class _Request(BaseModel):
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [text for text in texts if text]
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens of an answer; None: what the context leaves."""
-        return self.max_tokens
-
 
 class CompletionRequest(_Request):
     """The body of `POST /v1/completions`."""
@@ -90,8 +84,8 @@ class CompletionRequest(_Request):
         return [prompt] if single else prompt
 
     @property
-    def longest(self) -> int | None:
-        """OpenAI's own default is 16 tokens."""
+    def longest(self) -> int:
+        """Tokens of an answer; OpenAI's own default is 16."""
         return self.max_tokens or 16
 
 
@@ -109,9 +103,8 @@ class _Message(BaseModel):
 
     def plain(self) -> dict[str, str]:
         """Return the role and text."""
-        text = self.content
-        if not isinstance(text, str):
-            text = "".join(part.text for part in text)
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": self.role, "content": text}
 
 
@@ -123,8 +116,11 @@ class ChatRequest(_Request):
 
     @property
     def longest(self) -> int | None:
-        """The newer name wins."""
+        """Tokens of an answer, the newer name first; None: what the context leaves."""
         return self.max_completion_tokens or self.max_tokens
+
+
+Completions = CompletionRequest | ChatRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +133,7 @@ class Answer:
 
 
 def parse(request_class: type[_R], values: object, served: str) -> _R:
-    """Read a request of one kind; RequestError for what is wrong or not offered.
-
-    `served` is the one model's name.
-    """
+    """Read a request for the model `served`; RequestError for what is wrong or not offered."""
     try:
         request = request_class.model_validate(values)
     except ValidationError as error:
@@ -161,28 +154,22 @@ def parse(request_class: type[_R], values: object, served: str) -> _R:
 
 
 def response(
-    request: _Request,
+    request: Completions,
     answers: Sequence[Answer],
     prompt_tokens: int,
     model: str,
     prompt_logprobs: Sequence[object] = (),
 ) -> dict[str, object]:
-    """Build the full answer to a request, choices in the order of `answers`.
-
-    `prompt_logprobs`: of each prompt, if the request has them.
-    """
+    """Build the full answer; its choices are in the order of `answers`."""
     chat = isinstance(request, ChatRequest)
     generated = sum(answer.tokens for answer in answers)
-    choices = []
+    choices: list[dict[str, object]] = []
     for index, answer in enumerate(answers):
-        choice: dict[str, object] = {"index": index, "finish_reason": answer.finish_reason}
-        if chat:
-            choice["message"] = {"role": "assistant", "content": answer.text}
-        else:
-            choice["text"] = answer.text
+        message = {"role": "assistant", "content": answer.text}
+        choice = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
+        choices.append(choice | ({"message": message} if chat else {"text": answer.text}))
         if prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs[index // (request.n or 1)]
-        choices.append(choice | {"logprobs": None})
+            choices[-1]["prompt_logprobs"] = prompt_logprobs[index // (request.n or 1)]
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
         "object": "chat.completion" if chat else "text_completion",
@@ -203,19 +190,15 @@ def chunks(answer: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     head = {key: answer[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if chat else "text_completion"
     for choice in answer["choices"]:
-        pieces: list[tuple[str | None, dict[str, object]]] = [
-            (None, {"delta": choice["message"]} if chat else {"text": choice["text"]}),
-            (choice["finish_reason"], {"delta": {}} if chat else {"text": ""}),
-        ]
-        for reason, piece in pieces:
-            event = {"index": choice["index"], "finish_reason": reason} | piece
-            yield head | {"choices": [event]}
+        text = {"delta": choice["message"]} if chat else {"text": choice["text"]}
+        end: dict[str, object] = {"delta": {}} if chat else {"text": ""}
+        for reason, piece in ((None, text), (choice["finish_reason"], end)):
+            yield head | {"choices": [{"index": choice["index"], "finish_reason": reason} | piece]}
 
 
 LARGEST = 8 << 20  # bytes of a request
 BODY_S = 60.0  # for a client to send its request
 STOP_S = 3  # for requests under way when the server ends
-Completions = CompletionRequest | ChatRequest
 KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -223,21 +206,12 @@ KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
 
 
 class Backend(Protocol):
-    """A loaded model that answers requests: texts in, texts out."""
+    """A loaded model that answers requests: `native_backend.NativeBackend`, imported late."""
 
     context: int  # longest prompt plus completion, in tokens
 
-    async def complete(self, request: Completions) -> tuple[list[Answer], int, list[object]]:
-        """Return all answers to a request in order, its prompts' tokens, and any log-probs.
-
-        Raises RequestError for a prompt that can't be completed. Where it is cancelled, so are
-        those of its prompts that still wait.
-        """
-        ...
-
-    def close(self) -> None:
-        """Answer nothing more."""
-        ...
+    async def complete(self, request: Completions) -> tuple[list[Answer], int, list[object]]: ...
+    def close(self) -> None: ...
 
 
 class ApiServer:
@@ -289,7 +263,7 @@ class ApiServer:
 
     async def _health(self, request: Request) -> Response:
         state, status = ("loading", 503) if self.backend is None else ("ok", 200)
-        values = {"status": state, "engine": "native", "model": self.identity.to_dict()}
+        values = {"status": state, "engine": "native", "model": asdict(self.identity)}
         return _json(values, status)
 
     async def _models(self, request: Request) -> Response:
@@ -299,12 +273,6 @@ class ApiServer:
         return _json({"object": "list", "data": [model]})
 
     async def _complete(self, request: Request) -> Response:
-        try:
-            return await self._answer(request)
-        except asyncio.CancelledError:
-            raise RequestError("the server is stopping", 503) from None
-
-    async def _answer(self, request: Request) -> Response:
         name, values = self.identity.name, await _body(request)
         completions = parse(KINDS[request.scope["path"]], values, name)
         if self.backend is None:
@@ -318,6 +286,8 @@ class ApiServer:
                 "fewer others ask",
                 504,
             ) from None
+        except asyncio.CancelledError:
+            raise RequestError("the server is stopping", 503) from None
         answer = response(completions, answers, tokens, name, log_probs)
         if not completions.stream:
             return _json(answer)
@@ -331,13 +301,11 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            problem = "is in use by another process; stop that, or choose another with --port"
-        elif error.errno == errno.EACCES:
-            problem = "may not be used by this user; choose one above 1023 with --port"
-        else:
-            problem = f"can't be listened on: {error.strerror or error}; check --host and --port"
-        raise ConfigError(f"port {port} of {host} {problem} (0: any that is free)") from error
+        reason = str(error.strerror or error).partition(" (")[0]
+        raise ConfigError(
+            f"port {port} of {host} can't be listened on: {reason}; stop what has it, or choose "
+            "another with --port (0: any that is free)"
+        ) from error
 
 
 async def _body(request: Request) -> object:

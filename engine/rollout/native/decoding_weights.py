@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,18 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelError, RolloutError
 from engine.kernels.decoding_ops import DecoderWeights, LayerWeights, LinearWeights, RMSNorm
@@ -46,14 +38,11 @@ class TensorParallel:
     """
 
     def __init__(self, group: dist.ProcessGroup, index: int, device: torch.device) -> None:
-        """Join `group` as the rank of shard `index`, which need not be its rank in `group`.
-
-        Collective: all ranks of the group must call it.
-        """
+        """Join `group`, all ranks together, as the holder of shard `index`, of any order."""
         self._group, self.index, self._device = group, index, device
         self.size = group.size()
         self._failure: str | None = None
-        indices = self._gather(torch.tensor([index]))[:, 0].tolist()
+        indices = self._gather([index])[:, 0].tolist()
         if sorted(indices) != list(range(self.size)):
             raise RolloutError(
                 f"the ranks of a tensor-parallel group say they hold shards {indices}; give each "
@@ -64,11 +53,8 @@ class TensorParallel:
         self._start = 0
 
     def partition_vocabulary(self, rows: int) -> int:
-        """Exchange how many rows of the vocabulary each rank has, this one `rows`; return the sum.
-
-        Collective. A rank without usable shards passes -1, and all ranks get -1.
-        """
-        widths = self._gather(torch.tensor([rows]))[:, 0].tolist()
+        """Return the sum of all ranks' `rows`; -1 if one passes -1. Collective."""
+        widths = self._gather([rows])[:, 0].tolist()
         if min(widths) < 0:
             return -1
         self._widths = [widths[rank] for rank in self._order]
@@ -78,13 +64,11 @@ class TensorParallel:
     def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
         """Embed `ids` to `[…, hidden]`, from the embedding's shards `[v, H]`."""
         local, rows = ids - self._start, embedding.shape[0]
-        mine = (local >= 0) & (local < rows)
         if rows == 0:
-            rows_of_ids = embedding.new_zeros(*ids.shape, embedding.shape[1])
-        else:
-            rows_of_ids = F.embedding(local.clamp(0, rows - 1), embedding)
-            rows_of_ids.masked_fill_(~mine[..., None], 0.0)
-        return self.all_reduce(rows_of_ids)
+            return self.all_reduce(embedding.new_zeros(*ids.shape, embedding.shape[1]))
+        elsewhere = (local < 0) | (local >= rows)
+        embedded = F.embedding(local.clamp(0, rows - 1), embedding)
+        return self.all_reduce(embedded.masked_fill_(elsewhere[..., None], 0.0))
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum the ranks' `partial` tensors in place."""
@@ -99,10 +83,8 @@ class TensorParallel:
         gathered = padded.new_empty(self.size, *padded.shape)
         with self._collective():
             dist.all_gather_into_tensor(gathered.flatten(0, 1), padded, group=self._group)
-        parts = [
-            gathered[rank, :, :width] for rank, width in zip(self._order, self._widths, strict=True)
-        ]
-        return torch.cat(parts, dim=1)
+        shards = zip(self._order, self._widths, strict=True)
+        return torch.cat([gathered[rank, :, :width] for rank, width in shards], dim=1)
 
     def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Broadcast the samples `[R]` of the group's first rank, in place.
@@ -127,33 +109,31 @@ class TensorParallel:
         `problem` is why this rank can't; it is raised here, and the others name the rank.
         """
         digest = zlib.crc32(repr((params, [list(map(int, p)) for p in prompts])).encode())
-        mine = torch.tensor([int(problem is not None), version, digest])
-        gathered = self._gather(mine)
+        failed, versions, digests = self._gather([problem is not None, version, digest]).T.tolist()
         if problem is not None:
             raise problem
-        failed = gathered[:, 0].nonzero()[:, 0].tolist()
-        if failed:
+        if any(failed):
             raise RolloutError(
-                f"rank {failed[0]} of the tensor-parallel group of {self.size} can't serve; see "
-                "its own error"
+                f"rank {failed.index(1)} of the tensor-parallel group of {self.size} can't serve; "
+                "see its own error"
             )
-        if len(gathered[:, 1].unique()) > 1:
+        if len(set(versions)) > 1:
             raise RolloutError(
-                "the ranks of a tensor-parallel group hold policy versions "
-                f"{gathered[:, 1].tolist()}; update the weights on all of them before the rollout"
+                f"the ranks of a tensor-parallel group hold policy versions {versions}; update the "
+                "weights on all of them before the rollout"
             )
-        if len(gathered[:, 2].unique()) > 1:
+        if len(set(digests)) > 1:
             raise RolloutError(
                 "the ranks of a tensor-parallel group were given different prompts or sampling "
                 "parameters; give every rank of the group the same request"
             )
 
-    def _gather(self, values: Tensor) -> Tensor:
-        """Gather the ranks' `values` `[k]` (int64) to `[size, k]` by group rank, on the CPU."""
-        values = values.to(self._device)
-        gathered = values.new_empty(self.size * len(values))
+    def _gather(self, values: Sequence[int]) -> Tensor:
+        """Gather the ranks' k `values` to `[size, k]` by group rank, int64 on the CPU."""
+        mine = torch.tensor(values, dtype=torch.long, device=self._device)
+        gathered = mine.new_empty(self.size * len(mine))
         with self._collective():
-            dist.all_gather_into_tensor(gathered, values, group=self._group)
+            dist.all_gather_into_tensor(gathered, mine, group=self._group)
         return gathered.view(self.size, -1).cpu()
 
     @contextmanager
@@ -170,7 +150,10 @@ class TensorParallel:
             raise RolloutError(self._failure) from error
 
 
-_FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_FAMILIES = (
+    *(transformers.LlamaForCausalLM, transformers.MistralForCausalLM),
+    *(transformers.Qwen2ForCausalLM, transformers.Qwen3ForCausalLM),
+)
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 
 
@@ -194,9 +177,8 @@ def bind(model: Any) -> LlamaWeights:
         raise UnsupportedModel(f"{name} is not a Llama, Mistral, Qwen2 or Qwen3 model")
     _refuse_variants(model)
     config, body = model.config, model.model
-    if type(body.embed_tokens) is not nn.Embedding:
-        raise UnsupportedModel(f"its embedding is a {type(body.embed_tokens).__name__}")
-    attention = body.layers[0].self_attn
+    attention, activation = body.layers[0].self_attn, body.layers[0].mlp.act_fn
+    is_silu = type(activation).__name__ in {"SiLUActivation", "SiLU"}
     head = _linear(model.lm_head)
     return LlamaWeights(
         layers=tuple(_layer(layer) for layer in body.layers),
@@ -207,30 +189,29 @@ def bind(model: Any) -> LlamaWeights:
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
         scaling=attention.scaling,
-        activation=_activation(body.layers[0].mlp.act_fn),
+        activation=F.silu if is_silu else activation,
         rotary=body.rotary_emb,
         linear=linear_function(head.weight),
     )
 
 
-def _refuse_variants(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel for sliding windows, moving RoPE, hooks and sharded tensors."""
-    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
-    if any(windows) or (
-        isinstance(model, MistralForCausalLM) and model.config.sliding_window is not None
-    ):
+def _refuse_variants(model: Any) -> None:
+    """Raise UnsupportedModel for what is computed otherwise, and for hooks and sharded tensors."""
+    body, is_mistral = model.model, isinstance(model, transformers.MistralForCausalLM)
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in body.layers]
+    if any(windows) or (is_mistral and model.config.sliding_window is not None):
         raise UnsupportedModel("it uses sliding-window attention")
-    if model.model.rotary_emb.rope_type not in _STATIC_ROPE:
-        raise UnsupportedModel(f"its RoPE type is {model.model.rotary_emb.rope_type!r}")
+    if body.rotary_emb.rope_type not in _STATIC_ROPE:
+        raise UnsupportedModel(f"its RoPE type is {body.rotary_emb.rope_type!r}")
+    if type(body.embed_tokens) is not nn.Embedding:
+        raise UnsupportedModel(f"its embedding is a {type(body.embed_tokens).__name__}")
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
             raise UnsupportedModel(f"its module {name!r} has forward hooks")
-        for parameter_name, parameter in module._parameters.items():
+        for leaf, parameter in module._parameters.items():
             if parameter is not None and type(parameter.data) is not Tensor:
-                type_name = type(parameter.data).__name__
-                raise UnsupportedModel(
-                    f"its parameter {f'{name}.{parameter_name}'!r} is a {type_name}"
-                )
+                kind = type(parameter.data).__name__
+                raise UnsupportedModel(f"its parameter {f'{name}.{leaf}'!r} is a {kind}")
 
 
 def _layer(layer: Any) -> LayerWeights:
@@ -251,24 +232,20 @@ def _layer(layer: Any) -> LayerWeights:
     )
 
 
-def _linear(module: nn.Module) -> LinearWeights:
+def _linear(module: Any) -> LinearWeights:
+    """Return a linear with its LoRA adapters merged; a quantised one is made dense."""
     if type(module) is nn.Linear:
         return LinearWeights(module.weight, module.bias)
-    return _with_adapters(module)
-
-
-def _with_adapters(module: nn.Module) -> LinearWeights:
-    """A linear and its LoRA adapters as one; the same numbers but for rounding.
-
-    A quantised matrix is made dense here, once a binding.
-    """
     from peft.tuners.lora import Linear  # plain projections do without it
 
     if type(module) is not Linear:
-        return _base(module)
+        dense = getattr(module, "dense", None)  # what a quantised one computes with
+        if not isinstance(module, nn.Linear) or dense is None:
+            raise UnsupportedModel(f"a projection is a {type(module).__name__}, not a plain Linear")
+        return LinearWeights(dense(), module.bias)
     if module.merged or module.lora_variant or any(module.lora_bias.values()):
         raise UnsupportedModel("an adapter is not plain LoRA")
-    weight, bias = _base(module.get_base_layer())
+    weight, bias = _linear(module.get_base_layer())
     if module.disable_adapters:
         return LinearWeights(weight, bias)
     with torch.no_grad():
@@ -278,22 +255,8 @@ def _with_adapters(module: nn.Module) -> LinearWeights:
         return LinearWeights(merged.to(weight.dtype), bias)
 
 
-def _base(module: nn.Module) -> LinearWeights:
-    """A linear below its adapters, or without any; a quantised one says what it computes with."""
-    if type(module) is nn.Linear:
-        return LinearWeights(module.weight, module.bias)
-    dense = getattr(module, "dense", None)
-    if not isinstance(module, nn.Linear) or dense is None:
-        raise UnsupportedModel(f"a projection is a {type(module).__name__}, not a plain Linear")
-    return LinearWeights(dense(), module.bias)
-
-
 def _norm(module: Any) -> RMSNorm:
     return RMSNorm(module.weight, module.variance_epsilon)
-
-
-def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return F.silu if type(module).__name__ in {"SiLUActivation", "SiLU"} else module
 
 
 _ROWS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}  # outputs are split
@@ -312,7 +275,7 @@ class TPModelShard:
         self,
         config: Any,
         tensors: Mapping[str, Tensor],
-        group: ProcessGroup,
+        group: dist.ProcessGroup,
         index: int | None = None,
     ) -> None:
         """Check shard `index` (None: this rank's number in `group`) of a Llama-shaped model.
@@ -389,11 +352,9 @@ class TPModelShard:
         )
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's tensors by name."""
         yield from self._tensors.items()
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield this rank's tensors."""
         yield from self._tensors.values()
 
     def _fill(self, skeleton: nn.Module) -> None:
@@ -409,34 +370,29 @@ class TPModelShard:
                     f"{name!r} is {tensor.dtype} on {tensor.device}, others are {like.dtype} on "
                     f"{like.device}"
                 )
-            expected = self._local_shape(name, tuple(full.shape), tensor)
+            expected = self._local_shape(name, tuple(full.shape))
             if tuple(tensor.shape) != expected:
                 raise ModelError(
                     f"{name!r} is {tuple(tensor.shape)}, and shard {self.tp.index} of "
                     f"{self.tp.size} is {expected}"
                 )
             _set(skeleton, name, tensor)
-        tied = self.config.tie_word_embeddings
-        if tied:
+        if self.config.tie_word_embeddings:
             remaining.pop("lm_head.weight", None)
             _set(skeleton, "lm_head.weight", self._tensors["model.embed_tokens.weight"])
         if remaining:
-            raise ModelError(
-                f"{sorted(remaining)[0]!r} is no parameter of a {type(skeleton).__name__}"
-            )
+            raise ModelError(f"{min(remaining)!r} is no parameter of a {type(skeleton).__name__}")
 
-    def _local_shape(self, name: str, shape: tuple[int, ...], tensor: Tensor) -> tuple[int, ...]:
+    def _local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this rank's shard of a parameter of the full `shape`."""
         module, size = name.split(".")[-2], self.tp.size
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         if module in _VOCABULARY:  # any number of rows, but the head's are the embedding's
-            rows = self._tensors["model.embed_tokens.weight"].shape[0]
-            return (rows, *shape[1:])
-        if module in ("k_proj", "v_proj") and self.config.num_key_value_heads < size:
-            kv_heads = self.config.num_key_value_heads
+            return (self._tensors["model.embed_tokens.weight"].shape[0], *shape[1:])
+        if module in ("k_proj", "v_proj") and kv_heads < size:
             if size % kv_heads:
                 raise ModelError(f"{size} ranks can't share {kv_heads} key heads evenly")
             return (shape[0] // kv_heads, *shape[1:])
-        heads = self.config.num_attention_heads
         if heads % size:
             raise ModelError(f"{size} ranks can't share {heads} attention heads evenly")
         axis = 0 if module in _ROWS else 1
@@ -447,7 +403,7 @@ class TPModelShard:
         return tuple(n // size if i == axis else n for i, n in enumerate(shape))
 
 
-def _skeleton(config: PretrainedConfig, device: torch.device) -> nn.Module:
+def _skeleton(config: Any, device: torch.device) -> nn.Module:
     """Build the model without storage, but for the tables that its rotary embedding computes."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

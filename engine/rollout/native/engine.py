@@ -14,21 +14,14 @@ from contextlib import suppress
 import torch
 
 from engine.errors import RolloutError
+from engine.rollout import protocol
 from engine.rollout.native.decoding_weights import UnsupportedModel
-from engine.rollout.native.kv_cache import KvBudget
-from engine.rollout.native.model_handle import Model, ModelHandle, bind_weights, create_decoder
-from engine.rollout.native.native_stream import NativeStream, StreamLimits
+from engine.rollout.native.kv_cache import Limits
+from engine.rollout.native.model_handle import Model, ModelHandle, bind_weights
+from engine.rollout.native.native_stream import NativeStream
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
-from engine.rollout.protocol import (
-    Completion,
-    EngineCapabilities,
-    RolloutStats,
-    SamplingParams,
-    check_request,
-    register_engine,
-    resolve_max_model_len,
-)
+from engine.rollout.protocol import Completion, EngineCapabilities, RolloutStats, SamplingParams
 from engine.rollout.stream import KvOnUpdate, PartialCompletion
 from engine.rollout.trainer_model import context_length
 
@@ -37,7 +30,7 @@ _SETTINGS = frozenset(
 )
 
 
-@register_engine(
+@protocol.register_engine(
     "native",
     EngineCapabilities(
         streams=True, cuts=True, adapters=True, decodes_shards=True, settings=_SETTINGS
@@ -82,13 +75,9 @@ class NativeEngine:
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
         self.stats = RolloutStats()
-        self._max_num_seqs, self._seed = max_num_seqs, seed
-        self._cuda_graphs, self._routed_experts = cuda_graphs, routed_experts
-        self._handle = ModelHandle(model)
-        self._max_model_len = resolve_max_model_len(max_model_len, context_length(model))
-        self._budget: KvBudget | None = None
-        if kv_cache_memory_mb is not None:
-            self._budget = KvBudget(kv_cache_memory_mb, self._handle.kv_token_bytes())
+        self._max_num_seqs, self._seed, self._routed_experts = max_num_seqs, seed, routed_experts
+        self._max_model_len = protocol.resolve_max_model_len(max_model_len, context_length(model))
+        self._handle = ModelHandle(model, cuda_graphs, kv_cache_memory_mb)
 
     @property
     def policy_version(self) -> int:
@@ -117,14 +106,14 @@ class NativeEngine:
 
     def _checked_model(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Model:
         """Return the model, if this rank and those it decodes with can serve this request."""
-        tp, problem = self._handle.tp, None
+        tp, budget, problem = self._handle.tp, self._handle.budget, None
         try:
-            model = self._handle.get()
-            check_request(prompts, params, self._max_model_len, self._handle.vocab_size())
-            if self._budget is not None:
-                for index, prompt in enumerate(prompts):
-                    longest = min(len(prompt) + params.max_new_tokens, self._max_model_len)
-                    self._budget.check(f"prompt {index}", len(prompt), longest)
+            model, vocabulary = self._handle.get(), self._handle.vocab_size()
+            protocol.check_request(prompts, params, self._max_model_len, vocabulary)
+            for index, prompt in enumerate(prompts):
+                longest = min(len(prompt) + params.max_new_tokens, self._max_model_len)
+                if budget is not None:
+                    budget.check(f"prompt {index}", len(prompt), longest)
         except RolloutError as error:
             if tp is None:
                 raise
@@ -134,10 +123,7 @@ class NativeEngine:
         return model
 
     def prepare(self) -> None:
-        """Do now what a rollout does before its first token, to see what it costs.
-
-        It looks the weights up; only those with LoRA adapters are computed and take memory.
-        """
+        """Do what a rollout does before its first token, to see what merging adapters costs."""
         with suppress(UnsupportedModel), torch.inference_mode():
             bind_weights(self._handle.get())
 
@@ -149,18 +135,13 @@ class NativeEngine:
         on_progress: Callable[[int], None] | None,
     ) -> list[Completion]:
         params = dataclasses.replace(params, seed=params.seed + self._seed)
-        total = len(prompts) * params.n
+        total, longest = len(prompts) * params.n, max(map(len, prompts))
         slots = min(self._max_num_seqs, total)
         new_tokens = min(params.max_new_tokens, self._max_model_len)
-        decoder = create_decoder(
+        decoder = self._handle.decoder(
             model,
-            slots,
             params.n,
-            max(map(len, prompts)),
-            new_tokens,
-            max_model_len=self._max_model_len,
-            budget=self._budget,
-            cuda_graphs=self._cuda_graphs,
+            Limits(slots, longest, new_tokens, self._max_model_len),
             static_batches=True,
             routed_experts=self._routed_experts,
         )
@@ -171,34 +152,33 @@ class NativeEngine:
             next(model.parameters()).device,
             version=self._handle.version,
             track_versions=False,
-            longest_prompt=max(map(len, prompts)),
+            longest_prompt=longest,
         )
         split_requests = not decoder.static_batches
         scheduler = Scheduler(table, params, slots, self.stats, split_requests=split_requests)
         scheduler.bind(decoder)
         for index, prompt in enumerate(prompts):
-            scheduler.add(self._request(index, prompt, params))
+            request = Request(
+                key=index,
+                name=f"prompt {index}",
+                prompt_ids=list(prompt),
+                number=index,
+                noise_index=params.first_prompt + index,
+                max_tokens=min(params.max_new_tokens, self._max_model_len - len(prompt)),
+                unfinished=params.n,
+                waiting=[PartialCompletion(i, [], [], []) for i in range(params.n)],
+            )
+            scheduler.add(request)
         with decoder.session():
             while (finished := table.finished) < total:
                 scheduler.step()
                 if on_progress is not None and table.finished > finished:
                     on_progress(table.finished)
-        sequences = sorted(table.take_finished(), key=lambda s: (s.request.number, s[1]))
+        sequences = table.take_finished()
+        sequences.sort(key=lambda s: (s.request.number, s.completion_index))
         completions = [sequence.completion for sequence in sequences]
         self.stats.generated_tokens = sum(len(c.token_ids) for c in completions)
         return completions
-
-    def _request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
-        return Request(
-            key=index,
-            name=f"prompt {index}",
-            prompt_ids=list(prompt),
-            number=index,
-            noise_index=params.first_prompt + index,
-            max_tokens=min(params.max_new_tokens, self._max_model_len - len(prompt)),
-            unfinished=params.n,
-            waiting=[PartialCompletion(i, [], [], []) for i in range(params.n)],
-        )
 
     def stream(
         self,
@@ -234,28 +214,17 @@ class NativeEngine:
                 "a native stream decodes on one rank, and this engine has a tensor-parallel "
                 "shard; use rollout tp=1 for streams, or generate"
             )
-        limits = StreamLimits(
+        limits = Limits(
             max_num_seqs=self._max_num_seqs if max_num_seqs is None else max_num_seqs,
             longest_prompt=self._max_model_len - 1 if longest_prompt is None else longest_prompt,
             max_new_tokens=min(params.max_new_tokens, self._max_model_len - 1),
             max_model_len=self._max_model_len,
         )
         params = dataclasses.replace(params, seed=params.seed + self._seed)
-        return NativeStream(
-            self._handle,
-            params,
-            limits,
-            kv_on_update,
-            budget=self._budget,
-            cuda_graphs=self._cuda_graphs,
-            keep_prefixes=keep_prefixes,
-        )
+        return NativeStream(self._handle, params, limits, kv_on_update, keep_prefixes)
 
     def update_weights(self, model: Model | None, version: int) -> None:
-        """Serve `model`'s storage from now on, as policy `version`; nothing is copied.
-
-        None: the served model's storage holds the new weights.
-        """
+        """Serve `model`'s storage (None: the present one's) as policy `version`, uncopied."""
         with self._handle.updating(model, version):
             pass
 

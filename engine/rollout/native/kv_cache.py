@@ -21,6 +21,16 @@ from engine.errors import RolloutError
 from engine.kernels.decoding_ops import LiveCache
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes of a batch or stream."""
+
+    max_num_seqs: int  # sequences decoded at once, e.g. 512
+    longest_prompt: int  # in tokens, e.g. 1024
+    max_new_tokens: int  # longest completion, in tokens, e.g. 512
+    max_model_len: int  # longest prompt plus completion, in tokens, e.g. 2048
+
+
 class KvRoom(NamedTuple):
     """The sizes of a bounded cache."""
 
@@ -51,22 +61,16 @@ class KvBudget:
                 f"{self.tokens} tokens; raise it, or lower the prompt's or the completion's length"
             )
 
-    def room(
-        self, slots: int, n: int, longest_prompt: int, max_new_tokens: int, max_model_len: int
-    ) -> KvRoom:
-        """Find room for at most `slots` sequences, `n` a prompt; one must fit (`check`)."""
-        columns = min(longest_prompt + max_new_tokens, max_model_len)
-        unshared = KvRoom(min(slots, self.tokens // columns), columns)
-        if n == 1:
-            return unshared
-        group = longest_prompt + n * max_new_tokens
-        groups, rest_tokens = divmod(self.tokens, group)
-        part_group = max(0, (rest_tokens - longest_prompt) // max_new_tokens)  # of one more group
+    def room(self, n: int, limits: Limits) -> KvRoom:
+        """Find room for sequences, `n` a prompt, within `limits`; one must fit (`check`)."""
+        slots, prompt, new = limits.max_num_seqs, limits.longest_prompt, limits.max_new_tokens
+        columns = min(prompt + new, limits.max_model_len)
+        groups, rest_tokens = divmod(self.tokens, prompt + n * new)
+        part_group = max(0, (rest_tokens - prompt) // new)  # of one more group
         shared = min(slots, groups * n + part_group)
-        if not shared:
-            return unshared
-        prompt_tokens = self.tokens - shared * max_new_tokens
-        return KvRoom(shared, columns, min(shared, prompt_tokens // longest_prompt))
+        if n == 1 or not shared:
+            return KvRoom(min(slots, self.tokens // columns), columns)
+        return KvRoom(shared, columns, min(shared, (self.tokens - shared * new) // prompt))
 
 
 class Prefix(NamedTuple):
@@ -159,17 +163,24 @@ class KVCache:
         self.width = 0  # columns of this step
         self.reallocations = 0  # how often the storage was replaced by a larger one
 
-    def insert(self, kv: Tensor, which: Tensor, slots: Tensor) -> None:
-        """Copy prompts `which` `[k]` of `kv` `[layers, 2, B, kv_heads, P, d]` to `slots` `[k]`."""
+    def insert(
+        self, kv: Tensor, lengths: Tensor, which: Tensor, slots: Tensor, running: Tensor
+    ) -> None:
+        """Give prompts `which` `[k]` (ascending) to `slots` `[k]`.
+
+        `kv` is `[layers, 2, B, kv_heads, P, d]` and `lengths` `[B]` of all B prompts; the slots
+        `running` stay in use.
+        """
+        self.fill(kv, which, slots)
+
+    def fill(self, kv: Tensor, which: Tensor, slots: Tensor) -> None:
+        """Copy sequences `which` `[k]` of `kv` to the first columns of `slots` `[k]`."""
         width = kv.shape[4]
         self.reserve(width)
         self._kv[:, :, slots, :, :width] = kv[:, :, which]
 
     def append(self, kv: Tensor, first: Tensor, counts: Tensor, slots: Tensor) -> None:
-        """Write `counts` `[k]` tokens of `kv` `[layers, 2, k, kv_heads, T, d]` to `slots` `[k]`.
-
-        They begin at the columns `first` `[k]`.
-        """
+        """Write `counts` tokens of `kv` `[layers, 2, k, …, T, d]` from columns `first` on."""
         columns = torch.arange(kv.shape[4], device=kv.device)
         self.reserve(int((first + counts).max()))
         row, column = (columns < counts[:, None]).nonzero(as_tuple=True)
@@ -180,10 +191,9 @@ class KVCache:
         """Return keys and values `[layers, 2, kv_heads, columns, d]` of a slot's first tokens."""
         return self._kv[:, :, slot, :, :columns].clone()
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` `[k]` to slots `target` `[k]`."""
-        used = self._used
-        self._kv[:, :, target, :, :used] = self._kv[:, :, source, :, :used]
+    def move(self, source: Tensor, target: Tensor, used: int) -> None:
+        """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
+        self._kv[:, :, target, :, : self._used] = self._kv[:, :, source, :, : self._used]
 
     def begin(self, columns: Tensor, width: int | None = None) -> None:
         """Start a step in which the new token of slot i goes to column `columns[i]`, int64 `[L]`.
@@ -215,22 +225,17 @@ class KVCache:
         used = len(self._used_slots)
         return keys[:used, :, : self.width], values[:used, :, : self.width]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from q `[L, heads, d]` after storing k and v `[L, kv_heads, d]` → `[L, heads·d]`.
-
-        The query heads that share a key head are folded into the query length. On CPU two batched
-        products are twice as fast as SDPA at one token a row.
-        """
-        self.store(layer, k, v)
-        return self.read(layer, q)
-
     def at(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys and values `[slots, kv_heads, T, d]`, and this step's columns `[L]`."""
         keys, values = self._kv[layer]
         return keys, values, self._columns
 
     def read(self, layer: int, q: Tensor) -> Tensor:
-        """Attend, with this step's keys and values stored already."""
+        """Attend from q `[L, heads, d]` to what is stored, this step's too → `[L, heads·d]`.
+
+        The query heads that share a key head are folded into the query length. On CPU two batched
+        products are twice as fast as SDPA at one token a row.
+        """
         s, rows = self.shape, q.shape[0]
         keys, values = self.stored(layer)
         folded = q.view(rows, s.kv_heads, s.queries_per_key, s.head_dim)
@@ -252,15 +257,15 @@ class KVCache:
             self.reallocations += 1
 
 
-class SharedPromptCache:
-    """Prompts `[layers, 2, groups, kv_heads, P, d]`, and completions in a `KVCache`."""
+class SharedPromptCache(KVCache):
+    """Completions by slot, in a step's columns; prompts `[layers, 2, groups, …, P, d]`."""
 
     def __init__(
         self, shape: CacheShape, slots: int, n: int, max_new_tokens: int, like: Tensor
     ) -> None:
         """Serve `slots` rows in groups of at most `n`, of at most `max_new_tokens` each."""
-        self.shape, self._n = shape, n
-        self._completions = KVCache(shape, slots, max_new_tokens, like)
+        super().__init__(shape, slots, max_new_tokens, like)
+        self._n = n
         size = (shape.layers, 2, 0, shape.kv_heads, 0, shape.head_dim)
         self._prompts = like.new_empty(size)
         self._lengths = torch.zeros(0, dtype=torch.long, device=like.device)  # [groups]
@@ -271,11 +276,7 @@ class SharedPromptCache:
     def insert(
         self, kv: Tensor, lengths: Tensor, which: Tensor, slots: Tensor, running: Tensor
     ) -> None:
-        """Give prompts `which` `[k]` (ascending) to `slots` `[k]`.
-
-        `kv` is `[layers, 2, B, kv_heads, P, d]` and `lengths` `[B]` of all B prompts. Of the groups
-        already here only those of the slots `running` are still needed.
-        """
+        """Keep prompts for `slots`; of those already here, only those of `running` are needed."""
         self._drop_groups(running)
         new_prompts, inverse, counts = torch.unique(which, return_inverse=True, return_counts=True)
         group_count, width = self._prompts.shape[2], max(kv.shape[4], self._prompts.shape[4])
@@ -287,66 +288,42 @@ class SharedPromptCache:
         self._member[slots] = torch.arange(len(which), device=which.device) - first[inverse]
         self._scratch_fits = False
 
-    def reserve(self, columns: int) -> None:
-        """Make room for `columns` tokens of each completion."""
-        self._completions.reserve(columns)
-
     def prompt_count(self, slots: Tensor) -> int:
         """Return how many prompts the sequences in `slots` `[k]` follow."""
         return len(torch.unique(self._group[slots]))
 
-    def extend(self, kv: Tensor, slots: Tensor) -> None:
-        """Copy the first columns of completions, `[layers, 2, k, kv_heads, T, d]`, to `slots`."""
-        self._completions.insert(kv, torch.arange(len(slots), device=slots.device), slots)
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` `[k]` to slots `target` `[k]`."""
-        self._completions.move(source, target)
+    def move(self, source: Tensor, target: Tensor, used: int) -> None:
+        super().move(source, target, used)
         self._group[target] = self._group[source]
         self._member[target] = self._member[source]
-
-    def drop_unused(self, used: int) -> None:
-        """Drop the prompts that none of the first `used` slots needs, once they are many."""
         needed = torch.unique(self._group[:used])
-        if len(needed) < 0.75 * self._prompts.shape[2]:
+        if len(needed) < 0.75 * self._prompts.shape[2]:  # enough to be worth the copying
             self._drop_groups(torch.arange(used, device=needed.device))
             self._scratch_fits = False
 
-    def begin(self, columns: Tensor) -> None:
-        """Start a step; `columns` `[L]` count within the completions."""
-        self._completions.begin(columns)
+    def begin(self, columns: Tensor, width: int | None = None) -> None:
+        super().begin(columns, width)
         if not self._scratch_fits:
             self._make_scratch()
         self._at = self._group[: len(columns)], slice(None), self._member[: len(columns)]
         positions = torch.arange(self._prompts.shape[4], device=columns.device)
         padding = positions >= self._lengths[:, None]
-        prompt_mask = self._completions.mask.new_zeros(padding.shape)
-        prompt_mask.masked_fill_(padding, -torch.inf)
-        self._mask = torch.cat((prompt_mask[self._at[0]], self._completions.mask), dim=1)
+        prompt_mask = self.mask.new_zeros(padding.shape).masked_fill_(padding, -torch.inf)
+        self._mask = torch.cat((prompt_mask[self._at[0]], self.mask), dim=1)
 
     def live(self, columns: Tensor) -> LiveCache:
-        """Make room for a token in column `columns[i]` of slot i's completion, int64 `[L]`."""
-        completions = self._completions.live(columns).completions
+        completions = super().live(columns).completions
         return LiveCache(completions, self._prompts, self._group[: len(columns)], self._lengths)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from q `[L, heads, d]` after storing k and v `[L, kv_heads, d]` → `[L, heads·d]`.
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """Attend from q `[L, heads, d]` to prompts and completions → `[L, heads·d]`.
 
         One softmax runs over the scores on the prompt, computed group by group, and those on the
         completion, computed slot by slot. Members of a group that have finished leave old finite
         numbers in the scratch tensors, whose products are not read.
         """
-        self._completions.store(layer, k, v)
-        return self.read(layer, q)
-
-    def at(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the keys and values of completions, and the columns `[L]` of this step's."""
-        return self._completions.at(layer)
-
-    def read(self, layer: int, q: Tensor) -> Tensor:
-        """Attend, with this step's keys and values stored already."""
         s, rows = self.shape, q.shape[0]
-        keys, values = self._completions.stored(layer)
+        keys, values = self.stored(layer)
         prompt_keys, prompt_values = self._prompts[layer]  # each [groups, kv_heads, P, d]
         width = prompt_keys.shape[2]
         folded = q.view(rows, s.kv_heads, s.queries_per_key, s.head_dim) * s.scaling

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from engine.kernels import triton_kernels
 from engine.kernels.choices import choose
 from engine.kernels.decoding_ops import LayerWeights, LinearWeights, RMSNorm, cpu_step
-from engine.rollout.native.decoder import Prefilled
+from engine.rollout.native.decoder import Prefilled, padded
 from engine.rollout.native.decoding_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.native.kv_cache import CacheShape, KVCache, KvRoom, Prefix, SharedPromptCache
 
@@ -99,7 +99,17 @@ class CudaGraphs:
 
     def __call__(self, function: Replay) -> Replay:
         with torch.cuda.device(self._device):
-            graph, output = self._captured(function)
+            graph = torch.cuda.CUDAGraph()
+            current, capture_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+            capture_stream.wait_stream(current)
+            with torch.cuda.stream(capture_stream):
+                function()  # libraries make their handles and workspaces now, not in the capture
+            current.wait_stream(capture_stream)
+            if not self._alive:  # a pool whose graphs are all gone can't be captured into
+                self._pool = torch.cuda.graph_pool_handle()
+            self._alive.add(graph)
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = function()
 
         def replay() -> Tensor:
             with torch.cuda.device(self._device):
@@ -107,20 +117,6 @@ class CudaGraphs:
             return output
 
         return replay
-
-    def _captured(self, function: Replay) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        current, capture_stream = torch.cuda.current_stream(), torch.cuda.Stream()
-        capture_stream.wait_stream(current)
-        with torch.cuda.stream(capture_stream):
-            function()  # libraries make their handles and workspaces now, not in the capture
-        current.wait_stream(capture_stream)
-        graph = torch.cuda.CUDAGraph()
-        if not self._alive:  # a pool whose graphs are all gone can't be captured into
-            self._pool = torch.cuda.graph_pool_handle()
-        self._alive.add(graph)
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = function()
-        return graph, output
 
 
 _RECOUNT = 64  # steps after which a graph's columns are counted again
@@ -164,11 +160,11 @@ class LlamaDecoder:
             slots, columns, self._most_prompts = room
             grouped = grouped and self._most_prompts is not None
         self.slots = slots
-        self._cache: KVCache | SharedPromptCache
-        if grouped:
-            self._cache = SharedPromptCache(shape, slots, n, max_new_tokens, like)
-        else:
-            self._cache = KVCache(shape, slots, columns, like)
+        self._cache = (
+            SharedPromptCache(shape, slots, n, max_new_tokens, like)
+            if grouped
+            else KVCache(shape, slots, columns, like)
+        )
         if room is not None:  # growing it would take the old and the new storage at once
             self._cache.reserve(max_new_tokens if grouped else columns)
         self._graphed: GraphedSteps | None = None
@@ -182,17 +178,14 @@ class LlamaDecoder:
         return isinstance(self._cache, SharedPromptCache)
 
     def free_prompts(self, running: Tensor) -> int:
-        """Return how many prompts may enter beside the sequences in the slots `running` `[k]`."""
         if self._most_prompts is None or not isinstance(self._cache, SharedPromptCache):
             return self.slots
         return self._most_prompts - self._cache.prompt_count(running)
 
     def session(self) -> AbstractContextManager[None]:
-        """Return an empty context: modules are not called."""
-        return nullcontext()
+        return nullcontext()  # modules are not called
 
     def rebind(self, model: nn.Module) -> bool:
-        """Continue with `model`'s weights over the cached keys and values, if they fit."""
         try:
             weights = bind(model)
         except UnsupportedModel:
@@ -208,7 +201,7 @@ class LlamaDecoder:
         """Run whole prompts, padded on the right (causal attention never looks there)."""
         device = self._w.embedding.device
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        ids = _padded(prompts).to(device)
+        ids = padded(prompts).to(device)
         width = ids.shape[1]
         x, kv = self._run(ids, self._cos[:width, None], self._sin[:width, None], None)
         last = x[torch.arange(len(prompts), device=device), lengths - 1]
@@ -217,31 +210,17 @@ class LlamaDecoder:
     def extend(
         self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> None:
-        """Append k lists of `tokens` to prompts `which` `[k]` in `slots` `[k]`.
-
-        The prompts' keys are used as they are: a prompt is not computed again for each completion.
-        """
-        assert isinstance(self._cache, SharedPromptCache)
+        # The prompts' keys are used as they are, not computed again for each completion.
         self._steps_counted = 0
         _, kv = self._run_after(prefilled.state, which, prefilled.lengths[which], tokens)
-        self._cache.extend(kv, slots)
+        self._cache.fill(kv, torch.arange(len(slots), device=slots.device), slots)
 
     def keep(self, slot: int, length: int) -> Tensor | None:
-        """Copy the keys and values of a slot's first `length` tokens.
-
-        None where completions share their prompt's.
-        """
-        cache = self._cache
-        return cache.copy_slot(slot, length) if isinstance(cache, KVCache) else None
+        return None if self.shares_prompts else self._cache.copy_slot(slot, length)
 
     def resume(
         self, prefixes: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
     ) -> Tensor:
-        """Put k kept `prefixes` and the `tokens` that follow them in `slots` `[k]`.
-
-        Returns the logits `[k, V]` after each.
-        """
-        assert isinstance(self._cache, KVCache)
         self._steps_counted = 0
         device = slots.device
         lengths = torch.tensor([kv.shape[3] for kv in prefixes], device=device)
@@ -252,41 +231,31 @@ class LlamaDecoder:
         for row, kv in enumerate(prefixes):
             state[:, :, row, :, : kv.shape[3]] = kv
         x, new = self._run_after(state, rows, lengths, tokens)
-        self._cache.insert(state, rows, slots)
+        self._cache.fill(state, rows, slots)
         self._cache.append(new, lengths, counts, slots)
         return self._logits(x[rows, counts - 1])
 
     def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
-        """Give prompts `which` `[k]` to `slots` `[k]`; `running` are those of other sequences."""
         self._steps_counted = 0
-        if isinstance(self._cache, SharedPromptCache):
-            self._cache.insert(prefilled.state, prefilled.lengths, which, slots, running)
-        else:
-            self._cache.insert(prefilled.state, which, slots)
+        self._cache.insert(prefilled.state, prefilled.lengths, which, slots, running)
 
     def move(self, source: Tensor, target: Tensor, used: int) -> None:
-        """Copy slots `source` `[k]` to `target` `[k]`; the first `used` slots stay in use."""
-        self._cache.move(source, target)
-        if isinstance(self._cache, SharedPromptCache):
-            self._cache.drop_unused(used)
+        self._cache.move(source, target, used)
 
     def decode(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        """Feed one token to each of the first L slots and return logits `[L, V]`.
+        if self._graphed is None:
+            columns = columns if self.shares_prompts else positions
+            compiled = self._cpu_step
 
-        `tokens`, their `positions` in the sequence and `columns` in the completion are int64 `[L]`.
-        """
-        if self._cpu_step is not None and self._graphed is None:
+            def step(by_compiled: bool, rows: int = len(tokens)) -> Tensor:
+                if by_compiled and compiled is not None:
+                    return compiled.run(tokens, positions, columns, self._cache.live(columns))
+                self._cache.begin(columns)
+                return self._layers(tokens, positions)
 
-            def step(compiled: bool, rows: int = len(tokens)) -> Tensor:
-                if not compiled:
-                    return self._decode_eagerly(tokens, positions, columns)
-                written = columns if self.shares_prompts else positions
-                assert self._cpu_step is not None
-                return self._cpu_step.run(tokens, positions, written, self._cache.live(written))
-
+            if compiled is None:
+                return step(False)
             return step(choose("decode step", len(tokens), self._sizes, step).is_compiled)
-        if self._graphed is None or isinstance(self._cache, SharedPromptCache):
-            return self._decode_eagerly(tokens, positions, columns)
         width = self._graphed.padded_columns(self._longest(positions) + 1)
         self._cache.reserve(width)
         if self._captured_at != self._cache.reallocations:
@@ -294,17 +263,8 @@ class LlamaDecoder:
             self._graphed.clear()
         return self._graphed.run(tokens, positions, width)
 
-    def _decode_eagerly(self, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        """Run a step by PyTorch's operations."""
-        self._cache.begin(columns if isinstance(self._cache, SharedPromptCache) else positions)
-        return self._layers(tokens, positions)
-
     def _longest(self, positions: Tensor) -> int:
-        """Bound the largest of `positions` from above, rarely waiting for the device.
-
-        Sequences grow by a token a step; it is counted when sequences enter and after `_RECOUNT`
-        steps.
-        """
+        """Bound the largest of `positions` from above; counting them waits for the device."""
         if self._steps_counted % _RECOUNT == 0:
             self._longest_position = int(positions.max())
             self._steps_counted = 0
@@ -315,7 +275,6 @@ class LlamaDecoder:
 
     def _step(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
         """Run a step over `width` columns, with nothing in it that a graph can't hold."""
-        assert isinstance(self._cache, KVCache)
         self._cache.begin(positions, width)
         return self._layers(tokens, positions)
 
@@ -328,7 +287,8 @@ class LlamaDecoder:
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for index, layer in enumerate(w.layers):
             q, k, v = self._qkv(layer, x, cos, sin)
-            x = self._finish_layer(layer, x, self._cache.attend(index, q, k, v))
+            self._cache.store(index, k, v)
+            x = self._finish_layer(layer, x, self._cache.read(index, q))
         return self._logits(x)
 
     def _fused_layers(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -375,11 +335,8 @@ class LlamaDecoder:
     def _run_after(
         self, state: Tensor, which: Tensor, lengths: Tensor, tokens: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
-        """Run k lists of `tokens` that follow prompts.
-
-        List i follows the first `lengths[i]` tokens of `state`'s prompt `which[i]`.
-        """
-        ids = _padded(tokens).to(lengths.device)
+        """Run lists of `tokens`; i follows `lengths[i]` tokens of `state`'s prompt `which[i]`."""
+        ids = padded(tokens).to(lengths.device)
         width = ids.shape[1]
         positions = lengths[:, None] + torch.arange(width, device=lengths.device)
         positions = positions.clamp(max=self._columns - 1)  # of padding alone
@@ -389,8 +346,7 @@ class LlamaDecoder:
     def _run(
         self, ids: Tensor, cos: Tensor, sin: Tensor, prefix: Prefix | None
     ) -> tuple[Tensor, Tensor]:
-        """Run sequences `[B, T]`: the last layer's output `[B, T, hidden]`, and their own keys and
-        values `[layers, 2, B, kv_heads, T, head_dim]`."""
+        """Return the last layer's output `[B, T, hidden]`, and keys and values."""
         w = self._w
         x = self._embed(ids)
         kv = x.new_empty(len(w.layers), 2, len(ids), w.kv_heads, ids.shape[1], w.head_dim)
@@ -444,7 +400,7 @@ class LlamaDecoder:
         return F.embedding(ids, w.embedding) if w.tp is None else w.tp.embed(ids, w.embedding)
 
     def _project_back(self, x: Tensor, weight: LinearWeights) -> Tensor:
-        """A projection back to the hidden size; ranks that hold columns of it add theirs up."""
+        """Project to the hidden size; ranks that hold columns of the weight add theirs up."""
         w = self._w
         if w.tp is None:
             return w.linear(x, *weight)
@@ -457,7 +413,6 @@ class LlamaDecoder:
         return logits if w.tp is None else w.tp.gather_logits(logits)
 
     def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Make the samples of all tensor-parallel ranks the same, in place."""
         if self._w.tp is not None:
             self._w.tp.sync_samples(tokens, log_probs)
 
@@ -469,14 +424,6 @@ def can_graph(weights: LlamaWeights) -> bool:
 
 def _cache_shape(w: LlamaWeights) -> CacheShape:
     return CacheShape(len(w.layers), w.kv_heads, w.head_dim, w.heads // w.kv_heads, w.scaling)
-
-
-def _padded(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Return token ids int64 `[B, T]`, padded on the right with 0."""
-    ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.as_tensor(sequence)
-    return ids
 
 
 def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:

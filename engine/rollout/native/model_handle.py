@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import nn
 
 from engine.errors import ConfigError, RolloutError
@@ -21,10 +19,10 @@ from engine.rollout.native.decoding_weights import (
     UnsupportedModel,
     bind,
 )
-from engine.rollout.native.kv_cache import KvBudget
+from engine.rollout.native.kv_cache import KvBudget, Limits
 from engine.rollout.native.llama_decoder import LlamaDecoder, can_graph
 from engine.rollout.protocol import WeightGuard
-from engine.rollout.trainer_model import embedding_weight
+from engine.rollout.trainer_model import embedding_weight, text_config
 
 Model = nn.Module | TPModelShard
 
@@ -32,10 +30,17 @@ Model = nn.Module | TPModelShard
 class ModelHandle:
     """One model in the trainer's storage, shared by all that decode with it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(
+        self, model: Model, cuda_graphs: bool = False, kv_cache_memory_mb: int | None = None
+    ) -> None:
+        """Hold `model`; `cuda_graphs` and the bound on the cache are those of its decoders."""
         self._guard = WeightGuard("native")
         self._model: Model | None = model
         self._parameters = list(model.parameters())
+        self._cuda_graphs = cuda_graphs
+        self.budget: KvBudget | None = None
+        if kv_cache_memory_mb is not None:
+            self.budget = KvBudget(kv_cache_memory_mb, self.kv_token_bytes())
 
     @property
     def version(self) -> int:
@@ -60,17 +65,14 @@ class ModelHandle:
     def updating(self, model: Model | None, version: int) -> Iterator[Model]:
         """Serve `model` (None: the same one) as policy `version` once the block has ended."""
         with self._guard.updating(version):
-            if model is None and self._model is None:
-                raise RolloutError("the engine was closed and has no model; pass one")
             chosen = self._model if model is None else model
-            assert chosen is not None
+            if chosen is None:
+                raise RolloutError("the engine was closed and has no model; pass one")
             named = dict(chosen.named_parameters())
-            for name, parameter in named.items():
-                if parameter.is_meta:
-                    raise RolloutError(
-                        f"parameter {name!r} is on the meta device and holds no numbers; load "
-                        f"the model"
-                    )
+            if meta := next((name for name, p in named.items() if p.is_meta), None):
+                raise RolloutError(
+                    f"parameter {meta!r} is on the meta device and holds no numbers; load the model"
+                )
             self._model, self._parameters = chosen, list(named.values())
             yield chosen
 
@@ -87,13 +89,9 @@ class ModelHandle:
         return embedding_weight(model).shape[0]
 
     def kv_token_bytes(self) -> int:
-        """Count the bytes of a token's keys and values in all layers, on this rank.
-
-        Raises ConfigError for a model whose config does not name their sizes.
-        """
+        """Count a token's bytes of keys and values on this rank; ConfigError if unknown."""
         model = self.get()
-        config: Any = getattr(model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config = text_config(model)
         heads = getattr(config, "num_attention_heads", 0)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         hidden = getattr(config, "hidden_size", 0)
@@ -110,62 +108,43 @@ class ModelHandle:
         return 2 * layers * kv_heads * width * next(iter(model.parameters())).element_size()
 
     def fingerprint(self) -> tuple[int, int, int]:
-        """Return a value that changes with the served model and with in-place writes to it.
-
-        It counts what autograd counts, so a write through `parameter.data`, and one by a fused
-        optimizer, goes unseen.
-        """
+        """Return a value that changes with the model and with writes that autograd counts."""
         writes = sum(p._version for p in self._parameters if not p.is_inference())
         return self.version, id(self._model), writes
 
+    def decoder(
+        self,
+        model: Model,
+        n: int,
+        limits: Limits,
+        *,
+        static_batches: bool,
+        routed_experts: bool = False,
+    ) -> Decoder:
+        """Create the fastest decoder for `model`, with `n` sequences a prompt.
 
-def whole_model(model: Model) -> nn.Module:
-    """Return `model`, which is no shard: streams are not opened over shards."""
-    assert isinstance(model, nn.Module)
-    return model
+        Within a budget it has as many as fit. `static_batches` has a model outside the Llama family
+        decode batch after batch, each of them prefilled once; a `LlamaDecoder` needs no such
+        batches. CUDA graphs are left out where steps can't be captured.
+        """
+        slots, columns = limits.max_num_seqs, limits.longest_prompt + limits.max_new_tokens
+        try:
+            weights = bind_weights(model)
+        except UnsupportedModel:
+            if self.budget is not None:
+                slots, columns, _ = self.budget.room(1, limits)
+            assert isinstance(model, nn.Module), "a shard was bound before"
+            device = next(model.parameters()).device
+            routed = RoutedExperts(model) if routed_experts else None
+            return GenericDecoder(
+                model, slots, columns, device, static_batches=static_batches, routed=routed
+            )
+        graphed = self._cuda_graphs and can_graph(weights)
+        room = None if self.budget is None else self.budget.room(1 if graphed else n, limits)
+        sizes = limits.longest_prompt, limits.max_new_tokens
+        return LlamaDecoder(weights, slots, n, *sizes, room=room, cuda_graphs=graphed)
 
 
 def bind_weights(model: Model) -> LlamaWeights:
     """Look the weights up; raises UnsupportedModel where only a model's own forward will do."""
     return model.weights() if isinstance(model, TPModelShard) else bind(model)
-
-
-def create_decoder(
-    model: Model,
-    slots: int,
-    n: int,
-    longest_prompt: int,
-    max_new_tokens: int,
-    *,
-    max_model_len: int,
-    budget: KvBudget | None,
-    cuda_graphs: bool,
-    static_batches: bool,
-    routed_experts: bool = False,
-) -> Decoder:
-    """Create the fastest decoder for `model`, with `slots` sequences, `n` a prompt.
-
-    With a `budget` they are as many as fit it, at least one of which must.
-
-    `static_batches` has a model outside the Llama family decode batch after batch, each of them
-    prefilled once; a `LlamaDecoder` needs no such batches. `cuda_graphs` is dropped where steps
-    can't be captured.
-    """
-    sizes = longest_prompt, max_new_tokens
-    try:
-        weights = bind_weights(model)
-    except UnsupportedModel:
-        columns = longest_prompt + max_new_tokens
-        if budget is not None:
-            slots, columns, _ = budget.room(slots, 1, *sizes, max_model_len)
-        device: torch.device = next(model.parameters()).device
-        unsharded = whole_model(model)
-        routed = RoutedExperts(unsharded) if routed_experts else None
-        return GenericDecoder(
-            unsharded, slots, columns, device, static_batches=static_batches, routed=routed
-        )
-    graphed = cuda_graphs and can_graph(weights)
-    room = None
-    if budget is not None:
-        room = budget.room(slots, 1 if graphed else n, *sizes, max_model_len)
-    return LlamaDecoder(weights, slots, n, *sizes, room=room, cuda_graphs=graphed)

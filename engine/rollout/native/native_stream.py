@@ -8,73 +8,23 @@ and they are admitted again later: no failure loses or repeats a token.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
 from torch import nn
 
 from engine.errors import ConfigError, RolloutError
+from engine.rollout import protocol, stream
 from engine.rollout.native.decoder import Decoder
-from engine.rollout.native.kv_cache import KeptPrefix, KeptPrefixes, KvBudget
-from engine.rollout.native.model_handle import ModelHandle, create_decoder, whole_model
+from engine.rollout.native.kv_cache import KeptPrefix, KeptPrefixes, Limits
+from engine.rollout.native.model_handle import Model, ModelHandle
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
-from engine.rollout.protocol import (
-    RolloutStats,
-    SamplingParams,
-    check_params,
-    check_prompt,
-    check_tokens,
-)
-from engine.rollout.stream import (
-    KvOnUpdate,
-    PartialCompletion,
-    PartialRequest,
-    RolloutStream,
-    StreamedCompletion,
-    check_partial,
-    check_unused,
-    noise_index,
-    request_limit,
-)
+from engine.rollout.protocol import SamplingParams
+from engine.rollout.stream import KvOnUpdate, PartialRequest, StreamedCompletion
 
 
-@dataclass(frozen=True, slots=True)
-class StreamLimits:
-    """The sizes of a stream."""
-
-    max_num_seqs: int  # sequences decoded at once, e.g. 512
-    longest_prompt: int  # in tokens, e.g. 1024
-    max_new_tokens: int  # longest completion, in tokens, e.g. 512
-    max_model_len: int  # longest prompt plus completion, in tokens, e.g. 2048
-
-    def check(self, n: int) -> None:
-        """Raise ConfigError if no request of `n` completions fits."""
-        if self.max_num_seqs < n:
-            raise ConfigError(
-                f"max_num_seqs={self.max_num_seqs} is less than the n={n} completions of a prompt, "
-                f"which a stream admits together; raise it to {n} or more"
-            )
-        if not 1 <= self.longest_prompt < self.max_model_len:
-            raise ConfigError(
-                f"longest_prompt={self.longest_prompt} must be 1 or more and less than "
-                f"max_model_len={self.max_model_len}"
-            )
-
-    def check_prompt(self, key: Hashable, prompt_ids: Sequence[int], vocab_size: int) -> int:
-        """Return the longest completion of the prompt, in tokens, or raise RolloutError."""
-        name = f"the prompt of request {key!r}"
-        check_prompt(name, prompt_ids, self.max_model_len, vocab_size)
-        if len(prompt_ids) > self.longest_prompt:
-            raise RolloutError(
-                f"{name} has {len(prompt_ids)} tokens and the stream takes "
-                f"longest_prompt={self.longest_prompt}; open the stream with a greater one"
-            )
-        return min(self.max_new_tokens, self.max_model_len - len(prompt_ids))
-
-
-class NativeStream(RolloutStream):
+class NativeStream(stream.RolloutStream):
     """A stream that `NativeEngine.stream` makes, whose weights it serves.
 
     >>> stream = engine.stream(SamplingParams(n=8, max_new_tokens=512), max_num_seqs=256)
@@ -88,31 +38,37 @@ class NativeStream(RolloutStream):
         self,
         handle: ModelHandle,
         params: SamplingParams,
-        limits: StreamLimits,
+        limits: Limits,
         kv_on_update: KvOnUpdate,
-        *,
-        budget: KvBudget | None = None,
-        cuda_graphs: bool = False,
-        keep_prefixes: bool = False,
+        keep_prefixes: bool,
     ) -> None:
         """Serve the model of `handle` with `params`, whose seed is complete.
 
-        Raises RolloutError for bad parameters and for a longest sequence that the `budget` of the
+        Raises RolloutError for bad parameters and for a longest sequence that the bound on the
         cache doesn't hold, and ConfigError for limits that fit no request.
         """
-        check_params(params)
-        limits.check(params.n)
-        if budget is not None:
-            longest = min(limits.longest_prompt + limits.max_new_tokens, limits.max_model_len)
-            budget.check("the longest prompt of the stream", limits.longest_prompt, longest)
-        self._budget = budget
-        self.stats = RolloutStats()  # of all steps so far; `prefill_tokens` has recomputed ones
-        self._handle, self._params, self._limits = handle, params, limits
+        protocol.check_params(params)
+        if limits.max_num_seqs < params.n:
+            raise ConfigError(
+                f"max_num_seqs={limits.max_num_seqs} is less than the n={params.n} completions of "
+                f"a prompt, which a stream admits together; raise it to {params.n} or more"
+            )
+        if not 1 <= limits.longest_prompt < limits.max_model_len:
+            raise ConfigError(
+                f"longest_prompt={limits.longest_prompt} must be 1 or more and less than "
+                f"max_model_len={limits.max_model_len}"
+            )
         if kv_on_update not in get_args(KvOnUpdate):
             raise ConfigError(
                 f"kv_on_update={kv_on_update!r} is unknown; use one of {get_args(KvOnUpdate)}"
             )
-        self._keeps_kv, self._cuda_graphs = kv_on_update == "keep", cuda_graphs
+        if handle.budget is not None:
+            longest = min(limits.longest_prompt + limits.max_new_tokens, limits.max_model_len)
+            name = "the longest prompt of the stream"
+            handle.budget.check(name, limits.longest_prompt, longest)
+        self.stats = protocol.RolloutStats()  # of all steps so far; recomputed prefills count again
+        self._handle, self._params, self._limits = handle, params, limits
+        self._keeps_kv = kv_on_update == "keep"
         self._table = SequenceTable(
             limits.max_num_seqs,
             params,
@@ -122,7 +78,7 @@ class NativeStream(RolloutStream):
             track_versions=True,
         )
         self._prefixes: KeptPrefixes | None = None
-        if keep_prefixes and params.n == 1 and budget is None:
+        if keep_prefixes and params.n == 1 and handle.budget is None:
             self._prefixes = KeptPrefixes(limits.max_num_seqs * limits.max_model_len)
         self._scheduler = Scheduler(
             self._table,
@@ -166,20 +122,22 @@ class NativeStream(RolloutStream):
         """
         self._check_open()
         self._handle.check()
-        check_unused(key, self._open)
-        vocab_size = self._handle.vocab_size()
-        index, max_tokens = noise_index(key), self._limits.check_prompt(key, prompt_ids, vocab_size)
-        max_tokens = request_limit(max_new_tokens, max_tokens, key)
+        stream.check_unused(key, self._open)
+        limits, vocab_size = self._limits, self._handle.vocab_size()
         name = f"request {key!r}"
-        if resume is None:
-            parts = [PartialCompletion(i, [], [], []) for i in range(self._params.n)]
-        else:
-            stops = self._params.stop_token_ids
-            check_partial(resume, key, prompt_ids, self._params.n, max_tokens, stops)
-            parts = sorted(resume.completions, key=lambda part: part.completion_index)
-            for part in parts:
-                tokens = [*part.token_ids, prompt_ids[0]]
-                check_tokens(f"completion {part.completion_index} of {name}", tokens, vocab_size)
+        prompt_name, length = f"the prompt of {name}", len(prompt_ids)
+        protocol.check_prompt(prompt_name, prompt_ids, limits.max_model_len, vocab_size)
+        if length > limits.longest_prompt:
+            raise RolloutError(
+                f"{prompt_name} has {length} tokens and the stream takes "
+                f"longest_prompt={limits.longest_prompt}; open the stream with a greater one"
+            )
+        index = stream.noise_index(key)
+        max_tokens = min(limits.max_new_tokens, limits.max_model_len - length)
+        max_tokens = stream.request_limit(max_new_tokens, max_tokens, key)
+        parts = stream.parts_to_sample(
+            key, prompt_ids, resume, self._params, max_tokens, vocab_size
+        )
         prompt, number = list(prompt_ids), self._submitted
         request = Request(key, name, prompt, number, index, max_tokens, len(parts), parts, after)
         self._submitted += 1
@@ -201,9 +159,9 @@ class NativeStream(RolloutStream):
         """Admit waiting completions where slots are free, then decode one token of every sequence.
 
         Returns the completions that ended; with nothing to do, [] at once. Raises RolloutError for
-        NaN logits and for incomplete weights or were changed without `update_weights`; all
-        unfinished completions then wait in the queue, to continue after an update. What ended in a
-        step that failed comes from the next call.
+        NaN logits, and for weights that are incomplete or were changed without `update_weights`;
+        all unfinished completions then wait in the queue, to continue after an update. What ended
+        in a step that failed comes from the next call.
         """
         self._check_open()
         if self._finished:
@@ -212,10 +170,15 @@ class NativeStream(RolloutStream):
         self._handle.check()
         if not self._open:
             return []
-        self._check_unchanged()
+        if self._handle.fingerprint() != self._fingerprint:
+            raise RolloutError(
+                f"the weights were changed since the stream took policy version "
+                f"{self.policy_version}, so its tokens would be recorded under the wrong one; call "
+                f"stream.update_weights(None, version) after each change"
+            )
         try:
             with torch.inference_mode():
-                decoder = self._scheduler.decoder or self._bind(whole_model(self._handle.get()))
+                decoder = self._scheduler.decoder or self._bind(self._handle.get())
                 with decoder.session():
                     self._scheduler.step()
         except Exception:
@@ -235,7 +198,7 @@ class NativeStream(RolloutStream):
         """
         self._check_open()
         with self._handle.updating(model, version) as chosen, torch.inference_mode():
-            self._rebind(whole_model(chosen))
+            self._rebind(chosen)
         self._table.version = version
         self._fingerprint = self._handle.fingerprint()
 
@@ -251,24 +214,16 @@ class NativeStream(RolloutStream):
         self._open.clear()
         self._finished = []
 
-    def _bind(self, model: nn.Module) -> Decoder:
+    def _bind(self, model: Model) -> Decoder:
         """Decode with `model`, in caches without any sequence."""
-        decoder = create_decoder(
-            model,
-            self._limits.max_num_seqs,
-            self._params.n,
-            self._limits.longest_prompt,
-            self._limits.max_new_tokens,
-            max_model_len=self._limits.max_model_len,
-            budget=self._budget,
-            cuda_graphs=self._cuda_graphs,
-            static_batches=False,
-        )
+        n, limits = self._params.n, self._limits
+        decoder = self._handle.decoder(model, n, limits, static_batches=False)
         self._scheduler.bind(decoder)
         return decoder
 
-    def _rebind(self, model: nn.Module) -> None:
+    def _rebind(self, model: Model) -> None:
         """Decode the running sequences with `model` from now on."""
+        assert isinstance(model, nn.Module), "streams are not opened over shards"
         decoder = self._scheduler.decoder
         if decoder is not None and self._keeps_kv and decoder.rebind(model):
             return
@@ -298,11 +253,3 @@ class NativeStream(RolloutStream):
             if not request.unfinished:
                 self._open.pop(request.key, None)  # two may have ended at once
         return finished
-
-    def _check_unchanged(self) -> None:
-        if self._handle.fingerprint() != self._fingerprint:
-            raise RolloutError(
-                f"the weights were changed since the stream took policy version "
-                f"{self.policy_version}, so its tokens would be recorded under the wrong one; call "
-                f"stream.update_weights(None, version) after each change"
-            )

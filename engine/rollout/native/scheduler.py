@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Slots:
         on_end: OnEnd | None = None,
     ) -> None:
         """Decode with `decoder`; `on_end` is called while what ended is still in its slots."""
-        self._decoder, self._table, self._params = decoder, table, params
+        self.decoder, self._table, self._params = decoder, table, params
         self._on_end = on_end
         self.count, self._stats = count, stats
         self._used = self._finished = 0  # slots in use, and those of them that have finished
@@ -94,9 +94,9 @@ class Slots:
         """Decode one token of every sequence."""
         used = self._used
         columns = (self._column[:used] - 1).clamp(min=0)  # a finished slot's may be anything
-        logits = self._decoder.decode(self._token[:used], self._position[:used], columns)
+        logits = self.decoder.decode(self._token[:used], self._position[:used], columns)
         self._stats.decode_steps += 1
-        if (chosen := self._decoder.routed_experts) is not None:
+        if (chosen := self.decoder.routed_experts) is not None:
             self._table.record_experts(self._row[:used], self._position[:used], chosen)
         self.sample(logits, slice(0, used))
 
@@ -105,7 +105,7 @@ class Slots:
         table = self._table
         row, column = self._row[slots], self._column[slots]
         token, log_prob = draw(logits, table.keys[row], column, self._params)
-        self._decoder.sync_samples(token, log_prob)
+        self.decoder.sync_samples(token, log_prob)
         finished_before = table.finished
         ended_mask = table.record(row, column, token, log_prob)
         is_sequence = row < table.capacity
@@ -117,10 +117,8 @@ class Slots:
                 ended_slots = torch.arange(self.count, device=row.device)[slots][ended_mask]
                 self._on_end(row[ended_mask], ended_slots, self._position[slots][ended_mask] + 1)
             self._row[slots] = row.masked_fill(ended_mask, table.capacity)
-            column, position = (
-                column.masked_fill(ended_mask, 0),
-                position.masked_fill(ended_mask, 0),
-            )
+            column = column.masked_fill(ended_mask, 0)
+            position = position.masked_fill(ended_mask, 0)
             self._finished += ended
         self._token[slots], self._column[slots], self._position[slots] = token, column, position
 
@@ -130,12 +128,10 @@ class Slots:
         slots_needed = _slots_for(running)
         if slots_needed >= self._used:
             return
-        finished = self._finished_slots()
-        tail = (self._row[slots_needed : self._used] < self._table.capacity).nonzero()[
-            :, 0
-        ] + slots_needed
-        gaps = finished[: len(tail)]
-        self._decoder.move(tail, gaps, slots_needed)
+        running_slots = self.running_slots()
+        tail = running_slots[running_slots >= slots_needed]
+        gaps = self._finished_slots()[: len(tail)]
+        self.decoder.move(tail, gaps, slots_needed)
         for state in (self._row, self._column, self._position, self._token):
             state[gaps] = state[tail]
         self._row[slots_needed:] = self._table.capacity
@@ -173,7 +169,7 @@ class Scheduler:
         self._table, self._params, self._stats = table, params, stats
         self._max_num_seqs, self._split_requests = max_num_seqs, split_requests
         self._queue: deque[Request] = deque()
-        self._batch: tuple[Slots, Decoder] | None = None
+        self._slots: Slots | None = None
         self._carried: tuple[Request, Prefilled] | None = None  # a split request, its prompt
         self._prefixes = prefixes
         self._ended: dict[int, Tensor] = {}  # keys and values by number of their request
@@ -182,14 +178,13 @@ class Scheduler:
     @property
     def decoder(self) -> Decoder | None:
         """The decoder of the sequences; None from the start, and from `preempt`, to `bind`."""
-        return None if self._batch is None else self._batch[1]
+        return None if self._slots is None else self._slots.decoder
 
     def bind(self, decoder: Decoder) -> None:
         """Decode with `decoder`, in which no slot is used; nothing may be running."""
         count = min(self._max_num_seqs, decoder.slots)
         on_end = None if self._prefixes is None else self._keep
-        slots = Slots(decoder, self._table, self._params, count, self._stats, on_end)
-        self._batch = slots, decoder
+        self._slots = Slots(decoder, self._table, self._params, count, self._stats, on_end)
 
     def add(self, request: Request) -> None:
         """Queue the completions that wait in `request`."""
@@ -198,18 +193,18 @@ class Scheduler:
 
     def step(self) -> None:
         """Admit completions when enough slots are free, then decode one token of every sequence."""
-        assert self._batch is not None
-        slots, decoder = self._batch
-        if self._is_worth_a_prefill(slots, decoder):
-            self._admit(self._next(slots, decoder), slots, decoder)
+        assert self._slots is not None
+        slots = self._slots
+        if self._is_worth_a_prefill(slots):
+            self._admit(self._next(slots), slots)
         slots.compact()
         if slots.running:
             slots.step()
 
     def admit_first(self, count: int) -> None:
         """Admit those of the first `count` requests of the queue that slots are free for."""
-        assert self._batch is not None
-        self._admit(self._next(*self._batch)[:count], *self._batch)
+        assert self._slots is not None
+        self._admit(self._next(self._slots)[:count], self._slots)
 
     def preempt(self) -> int:
         """Move the sequences that have not ended to the queue's front; return how many requests.
@@ -220,38 +215,36 @@ class Scheduler:
         requests = self._table.preempt()
         self._queue.extendleft(r for r in reversed(requests) if id(r) not in queued)
         self.waiting = sum(len(request.waiting) for request in self._queue)
-        self._batch = self._carried = None
+        self._slots = self._carried = None
         return len(requests)
 
     def clear(self) -> None:
         """Drop the queue, the batch and its caches."""
         self._queue.clear()
         self.waiting = 0
-        self._batch = self._carried = None
+        self._slots = self._carried = None
         self._ended.clear()
         if self._prefixes is not None:
             self._prefixes.clear()
 
     def take_kept(self, number: int) -> Tensor | None:
-        """Take the keys and values of the sequence that request `number` ended with.
-
-        They are those of all tokens but the last; None where none are kept.
-        """
+        """Take the keys and values that request `number` ended with, but for the last token's."""
         return self._ended.pop(number, None)
 
     def partials(self) -> list[PartialRequest]:
         """Copy all that is unfinished, the oldest request first."""
-        return [*self._table.partials(), *(request.partial() for request in self._queue)]
+        waiting = (PartialRequest(r.key, r.prompt_ids, r.waiting) for r in self._queue)
+        return [*self._table.partials(), *waiting]
 
-    def _is_worth_a_prefill(self, slots: Slots, decoder: Decoder) -> bool:
-        if not self.waiting or (decoder.static_batches and slots.running):
+    def _is_worth_a_prefill(self, slots: Slots) -> bool:
+        if not self.waiting or (slots.decoder.static_batches and slots.running):
             return False
         return slots.free >= min(self.waiting, slots.count, max(self._params.n, slots.count // 16))
 
-    def _next(self, slots: Slots, decoder: Decoder) -> Admitted:
+    def _next(self, slots: Slots) -> Admitted:
         """Return the completions at the queue's front that the free slots are enough for."""
         admitted: Admitted = []
-        free, prompts = slots.free, decoder.free_prompts(slots.running_slots())
+        free, prompts = slots.free, slots.decoder.free_prompts(slots.running_slots())
         for request in self._queue:
             split = self._split_requests or free == slots.count
             if not free or len(admitted) == prompts or (len(request.waiting) > free and not split):
@@ -260,7 +253,7 @@ class Scheduler:
             free -= len(admitted[-1][1])
         return admitted
 
-    def _admit(self, admitted: Admitted, slots: Slots, decoder: Decoder) -> None:
+    def _admit(self, admitted: Admitted, slots: Slots) -> None:
         """Move completions from the queue to slots; sample the first token of those without any."""
         if not admitted:
             return
@@ -272,21 +265,20 @@ class Scheduler:
             if not request.waiting:
                 self._queue.popleft()
         if self._prefixes is not None:  # n=1: a member is a request
-            admitted, rows = self._admit_kept(admitted, rows, slots, decoder)
+            admitted, rows = self._admit_kept(self._prefixes, admitted, rows, slots)
         if admitted:
-            self._admit_whole(admitted, rows, slots, decoder)
+            self._admit_whole(admitted, rows, slots)
 
     def _admit_kept(
-        self, admitted: Admitted, rows: list[int], slots: Slots, decoder: Decoder
+        self, prefixes: KeptPrefixes, admitted: Admitted, rows: list[int], slots: Slots
     ) -> tuple[Admitted, list[int]]:
         """Continue from kept prefixes; return the requests without one, and their rows."""
-        assert self._prefixes is not None
         without_prefix: Admitted = []
         rows_without_prefix, with_prefix = [], list[tuple[int, KeptPrefix, list[int]]]()
         for (request, parts), row in zip(admitted, rows, strict=True):
             prefix = None
             if request.after is not None and not parts[0].token_ids:
-                prefix = self._prefixes.take(request.after, request.prompt_ids)
+                prefix = prefixes.take(request.after, request.prompt_ids)
             if prefix is None:
                 without_prefix.append((request, parts))
                 rows_without_prefix.append(row)
@@ -296,34 +288,35 @@ class Scheduler:
             run = with_prefix[low:high]
             new_slots = slots.allocate(len(run))
             tails = [prompt[len(prefix.ids) :] for _, prefix, prompt in run]
-            logits = decoder.resume([prefix.kv for _, prefix, _ in run], tails, new_slots)
-            slots.assign(
-                new_slots, torch.tensor([row for row, _, _ in run], device=new_slots.device)
-            )
+            logits = slots.decoder.resume([prefix.kv for _, prefix, _ in run], tails, new_slots)
+            run_rows = torch.tensor([row for row, _, _ in run], device=new_slots.device)
+            slots.assign(new_slots, run_rows)
             self._stats.prefill_tokens += sum(map(len, tails))
             slots.sample(logits, new_slots)
         return without_prefix, rows_without_prefix
 
     def _keep(self, rows: Tensor, slots: Tensor, lengths: Tensor) -> None:
         """Keep what ended in `slots` `[k]`, of which `lengths` `[k]` tokens were fed."""
-        assert self._batch is not None
+        assert self._slots is not None
         ended = zip(rows.tolist(), slots.tolist(), lengths.tolist(), strict=True)
         for row, slot, length in ended:
-            if (kv := self._batch[1].keep(slot, length)) is not None:
+            if (kv := self._slots.decoder.keep(slot, length)) is not None:
                 self._ended[self._table.owner(row).number] = kv
 
-    def _admit_whole(
-        self, admitted: Admitted, rows: list[int], slots: Slots, decoder: Decoder
-    ) -> None:
+    def _admit_whole(self, admitted: Admitted, rows: list[int], slots: Slots) -> None:
         """Compute whole prompts, and what resumed completions have."""
+        decoder, last_request = slots.decoder, admitted[-1][0]
         plan = plan_prefill(admitted, decoder.shares_prompts)
         new_slots = slots.allocate(len(rows))
         row = torch.tensor(rows, device=new_slots.device)
-        last_request = admitted[-1][0]
         for low, high, prefilled in self._prefill(plan, decoder):
             run = slice(bisect_left(plan.which, low), bisect_left(plan.which, high))
             which = torch.tensor(plan.which[run], device=new_slots.device) - low
-            self._insert(plan, run, row[run], which, new_slots[run], prefilled)
+            decoder.insert(prefilled, which, new_slots[run], slots.running_slots())
+            slots.assign(new_slots[run], row[run])
+            if prefilled.routed_experts is not None:
+                self._table.record_prompt_experts(row[run], prefilled.routed_experts[which])
+            self._sample_first(plan, run, which, slots, new_slots[run], prefilled)
             self._carried = None
             split = last_request.waiting and plan.prompts[-1] is last_request.prompt_ids
             if split and high == len(plan.prompts) and not decoder.static_batches:
@@ -341,45 +334,28 @@ class Scheduler:
             self._stats.prefill_tokens += sum(map(len, prompts[low:high]))
             yield start + low, start + high, decoder.prefill(prompts[low:high])
 
-    def _insert(
+    def _sample_first(
         self,
         plan: PrefillPlan,
         run: slice,
-        rows: Tensor,
         which: Tensor,
+        slots: Slots,
         new_slots: Tensor,
         prefilled: Prefilled,
     ) -> None:
-        """Put the sequences `run` of `plan` in `new_slots` `[k]`."""
-        assert self._batch is not None
-        slots, decoder = self._batch
-        decoder.insert(prefilled, which, new_slots, slots.running_slots())
-        slots.assign(new_slots, rows)
-        if prefilled.routed_experts is not None:
-            self._table.record_prompt_experts(rows, prefilled.routed_experts[which])
+        """Sample a token after each inserted prompt, or compute what was sampled before."""
         counts = torch.tensor(plan.sampled[run], device=new_slots.device)
         if any(plan.sampled[run]):
             resumed = counts.nonzero()[:, 0]
             latest = torch.tensor(plan.latest[run], device=new_slots.device)
             slots.resume(new_slots[resumed], counts[resumed], latest[resumed])
-            self._extend(prefilled, which, plan.tails[run], new_slots, decoder)
+            tails = {i: tail for i, tail in enumerate(plan.tails[run]) if tail}
+            width = [0] * int(prefilled.lengths.max())
+            for low, high in prefill_spans([width + tail for tail in tails.values()]):
+                tokens = list(tails.values())[low:high]
+                chosen = torch.tensor(list(tails)[low:high], device=new_slots.device)
+                slots.decoder.extend(prefilled, which[chosen], tokens, new_slots[chosen])
+                self._stats.prefill_tokens += sum(map(len, tokens))
         fresh = (counts == 0).nonzero()[:, 0]
         if len(fresh):
             slots.sample(prefilled.logits[which[fresh]], new_slots[fresh])
-
-    def _extend(
-        self,
-        prefilled: Prefilled,
-        which: Tensor,
-        tails: Sequence[list[int]],
-        slots: Tensor,
-        decoder: Decoder,
-    ) -> None:
-        """Compute the tails that are not empty, as many at once as a prefill's size allows."""
-        index = [i for i, tail in enumerate(tails) if tail]
-        width = [0] * int(prefilled.lengths.max())
-        for low, high in prefill_spans([width + tails[i] for i in index]):
-            chosen = torch.tensor(index[low:high], device=slots.device)
-            tokens = [tails[i] for i in index[low:high]]
-            decoder.extend(prefilled, which[chosen], tokens, slots[chosen])
-            self._stats.prefill_tokens += sum(map(len, tokens))

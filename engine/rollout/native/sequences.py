@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +35,8 @@ class Request:
     after: Hashable | None = None  # key of the request whose sequence the prompt begins with
     cut: bool = False  # its completions end with their next token
 
-    def partial(self) -> PartialRequest:
-        """Return the completions that wait, for the caller to keep."""
-        return PartialRequest(self.key, self.prompt_ids, self.waiting)
+
+Admitted = list[tuple[Request, list[PartialCompletion]]]  # requests with completions of theirs
 
 
 class FinishedSequence(NamedTuple):
@@ -136,10 +135,7 @@ class SequenceTable:
         return self._owners[row][0]
 
     def record(self, rows: Tensor, column: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
-        """Store a token at `column` of each of `rows`, all `[R]`; return which ended, bool `[R]`.
-
-        Raises DivergedRolloutError if a row's log-prob is NaN.
-        """
+        """Store a token a row; return which ended, bool `[R]`. DivergedRolloutError for a NaN."""
         self._tokens[rows, column] = token
         self._log_probs[rows, column] = log_prob
         is_sequence = rows < self.capacity
@@ -200,7 +196,8 @@ class SequenceTable:
             return []
         stopped = self._stopped[torch.tensor(rows, device=self.device)].tolist()
         finished = []
-        for row, part, stop in zip(rows, self._take(rows), stopped, strict=True):
+        self._free += rows
+        for row, part, stop in zip(rows, self._read_rows(rows), stopped, strict=True):
             request, index = self._owners.pop(row)
             request.unfinished -= 1
             versions = part.token_versions
@@ -218,37 +215,30 @@ class SequenceTable:
 
     def preempt(self) -> list[Request]:
         """Take out the sequences that have not ended; they wait in their requests, oldest first."""
-        rows = self._unended()
-        requests: dict[int, Request] = {}
-        for row, part in zip(rows, self._take(rows), strict=True):
-            request, _ = self._owners.pop(row)
-            request.waiting.append(part)
-            requests[request.number] = request
-        for request in requests.values():
-            request.waiting.sort(key=lambda part: part.completion_index)
-        return [requests[number] for number in sorted(requests)]
+        rows, groups = self._unended(), self._unfinished()
+        self._free += rows
+        for row in rows:
+            del self._owners[row]
+        for request, parts in groups:
+            request.waiting = sorted([*request.waiting, *parts], key=_completion_index)
+        return [request for request, _ in groups]
 
     def partials(self) -> list[PartialRequest]:
         """Copy the sequences that have not ended, by request, the oldest first."""
+        return [PartialRequest(r.key, r.prompt_ids, parts) for r, parts in self._unfinished()]
+
+    def _unfinished(self) -> Admitted:
         rows = self._unended()
-        by_request: dict[int, tuple[Request, list[PartialCompletion]]] = {}
+        groups: dict[int, tuple[Request, list[PartialCompletion]]] = {}
         for row, part in zip(rows, self._read_rows(rows), strict=True):
             request, _ = self._owners[row]
-            by_request.setdefault(request.number, (request, []))[1].append(part)
-        return [
-            PartialRequest(r.key, r.prompt_ids, sorted(parts, key=lambda p: p.completion_index))
-            for _, (r, parts) in sorted(by_request.items())
-        ]
+            groups.setdefault(request.number, (request, []))[1].append(part)
+        ordered = [groups[number] for number in sorted(groups)]
+        return [(request, sorted(parts, key=_completion_index)) for request, parts in ordered]
 
     def _unended(self) -> list[int]:
         ended = set(self._ended)
         return [row for row in self._owners if row not in ended]
-
-    def _take(self, rows: list[int]) -> list[PartialCompletion]:
-        """Read `rows` and free them."""
-        parts = self._read_rows(rows)
-        self._free += rows
-        return parts
 
     def _read_rows(self, rows: list[int]) -> list[PartialCompletion]:
         if not rows:
@@ -257,23 +247,21 @@ class SequenceTable:
         lengths = self._lengths[index].tolist()
         longest = max(lengths)
 
-        def lists(table: Tensor) -> list[list[int]]:
-            values: list[list[int]] = table[index, :longest].tolist()
+        def lists(table: Tensor) -> list[list[Any]]:
+            values = table[index, :longest].tolist()
             return [row[:length] for row, length in zip(values, lengths, strict=True)]
 
-        log_probs: list[list[float]] = self._log_probs[index, :longest].tolist()
+        indices = [self._owners[row][1] for row in rows]
         versions = [[]] * len(rows) if self._versions is None else lists(self._versions)
-        return [
-            PartialCompletion(self._owners[row][1], tokens, values[: len(tokens)], versions_)
-            for row, tokens, values, versions_ in zip(
-                rows, lists(self._tokens), log_probs, versions, strict=True
-            )
-        ]
+        columns = (indices, lists(self._tokens), lists(self._log_probs), versions)
+        return [PartialCompletion(*fields) for fields in zip(*columns, strict=True)]
+
+
+def _completion_index(part: PartialCompletion) -> int:
+    return part.completion_index
 
 
 _PREFILL_TOKENS = 16384  # padded tokens of one forward pass
-
-Admitted = list[tuple[Request, list[PartialCompletion]]]  # completions of each request
 
 
 @dataclass(slots=True)
@@ -290,26 +278,19 @@ class PrefillPlan:
 def plan_prefill(admitted: Admitted, shares_prompts: bool) -> PrefillPlan:
     """Plan the prefill of `admitted`, in order.
 
-    Where completions share prompts, a request's prompt is computed once. Otherwise only those
-    without tokens share it, those of equal requests that follow each other too; a resumed one is
-    computed as a whole, all but the latest token.
+    Where completions share prompts, a request's prompt is computed once. Otherwise a resumed one is
+    computed as a whole, all but the latest token; what equals the one before it is computed once.
     """
     plan = PrefillPlan()
     for request, parts in admitted:
-        shared = -1  # the entry that is the prompt alone
-        if not shares_prompts and plan.prompts and plan.prompts[-1] == request.prompt_ids:
-            shared = len(plan.prompts) - 1
         for part in parts:
-            tail = part.token_ids[:-1]
+            prompt, tail = request.prompt_ids, part.token_ids[:-1]
             if tail and not shares_prompts:
-                plan.prompts.append(request.prompt_ids + tail)
-                entry, tail, shared = len(plan.prompts) - 1, [], -1
-            else:
-                if shared < 0:
-                    plan.prompts.append(request.prompt_ids)
-                    shared = len(plan.prompts) - 1
-                entry = shared
-            plan.which.append(entry)
+                prompt, tail = prompt + tail, []
+            last = plan.prompts[-1] if plan.prompts else None
+            if last is not prompt and (shares_prompts or last != prompt):
+                plan.prompts.append(prompt)
+            plan.which.append(len(plan.prompts) - 1)
             plan.tails.append(tail)
             plan.sampled.append(len(part.token_ids))
             plan.latest.append(part.token_ids[-1] if part.token_ids else 0)
@@ -318,13 +299,11 @@ def plan_prefill(admitted: Admitted, shares_prompts: bool) -> PrefillPlan:
 
 def prefill_spans(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
     """Cut `sequences` into runs (low, high) that are padded and computed in one forward pass."""
-    first, count = 0, len(sequences)
-    while first < count:
-        high, widest = first + 1, len(sequences[first])
-        while high < count:
-            widest = max(widest, len(sequences[high]))
-            if widest * (high + 1 - first) > _PREFILL_TOKENS:
-                break
-            high += 1
-        yield first, high
-        first = high
+    first = widest = 0
+    for high, sequence in enumerate(sequences):
+        widest = max(widest, len(sequence))
+        if high > first and widest * (high + 1 - first) > _PREFILL_TOKENS:
+            yield first, high
+            first, widest = high, len(sequence)
+    if sequences:
+        yield first, len(sequences)

@@ -30,7 +30,9 @@ from engine.storage.filesystem import loading_error, split_revision
 class CompletionRequest:
     """A request for completions of one prompt."""
 
+    index: int  # of the prompt in its rollout or stream
     prompt: Sequence[int]  # token ids, e.g. [5, 6, 7]
+    first: int  # index of the first completion among those of the prompt
     count: int  # completions, e.g. 8
     max_new_tokens: int  # of each, e.g. 64
     seed: int  # 0 … 2**63-1
@@ -48,21 +50,17 @@ class SampledCompletion:
 
 
 class ServerAPI(Protocol):
-    """Sends a `CompletionRequest` and parses the answer into `SampledCompletion`s."""
+    """Sends a `CompletionRequest` and parses the answer into `SampledCompletion`s.
+
+    `describe` finds the model, and its longest prompt plus completion where that is known;
+    `probe_prompt` makes a short prompt that the server can be sent.
+    """
 
     max_per_request: int  # completions that one request can ask for
 
-    async def describe(self) -> int | None:
-        """Find the model; return its longest prompt plus completion, None if unknown."""
-        ...
-
-    async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
-        """Sample from the server, in the order of its own numbering; RolloutError if it can't."""
-        ...
-
-    def probe_prompt(self, vocabulary: int) -> list[int]:
-        """A short prompt that the server can be sent."""
-        ...
+    async def describe(self) -> int | None: ...
+    async def sample(self, request: CompletionRequest) -> list[SampledCompletion]: ...
+    def probe_prompt(self, vocabulary: int) -> list[int]: ...
 
 
 def field(answer: Any, *path: str | int) -> Any:
@@ -92,7 +90,7 @@ def check_token_ids(tokens: Sequence[int], vocabulary: int) -> None:
 
 def number(value: float | str | None) -> float:
     """A log-prob of a JSON answer; servers write NaN, which JSON lacks, as null."""
-    return float("nan") if value is None else float(value)
+    return math.nan if value is None else float(value)
 
 
 _NAN = "float values are not JSON compliant"  # how vLLM fails on NaN log-probs
@@ -105,12 +103,7 @@ class OpenAIAPI:
     def __init__(self, client: Client, settings: ServerConfig) -> None:
         self.max_per_request = settings.completions_per_request
         self._client, self._configured_name = client, settings.served_model
-        self._name = settings.served_model
-
-    @property
-    def name(self) -> str:
-        """The model's name there, which `describe` finds out."""
-        return self._name
+        self.name = settings.served_model  # which `describe` finds out
 
     async def describe(self) -> int | None:
         """Ask for the models; the first one's name is used unless the settings name one."""
@@ -123,8 +116,8 @@ class OpenAIAPI:
                 f"{self._client.section}.served_model={self._configured_name!r} is not served by "
                 f"{self._client.url}; it has {', '.join(names)}"
             )
-        self._name = self._configured_name or names[0]
-        longest = models[names.index(self._name)].get("max_model_len")
+        self.name = self._configured_name or names[0]
+        longest = models[names.index(self.name)].get("max_model_len")
         return None if longest is None else int(longest)
 
     async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
@@ -140,9 +133,10 @@ class OpenAIAPI:
                 f"{self._client.url} gave {len(choices)} completions where {request.count} were "
                 f"asked for; set rollout.server.completions_per_request=1"
             )
-        prefill = [_computed(answer.get("usage") or {}, len(request.prompt))]
-        prefill += [0] * (len(choices) - 1)
-        return [_drawn(choice, count) for choice, count in zip(choices, prefill, strict=True)]
+        usage = answer.get("usage") or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        computed = int(usage.get("prompt_tokens", len(request.prompt))) - int(cached)
+        return [_drawn(choice, 0 if at else computed) for at, choice in enumerate(choices)]
 
     def probe_prompt(self, vocabulary: int) -> list[int]:
         return [vocabulary * share // 8 for share in (1, 3, 5, 7)]
@@ -150,7 +144,7 @@ class OpenAIAPI:
     def _body(self, request: CompletionRequest) -> dict[str, object]:
         params = request.params
         return {
-            "model": self._name,
+            "model": self.name,
             "prompt": [int(token) for token in request.prompt],
             "n": request.count,
             "max_tokens": request.max_new_tokens,
@@ -194,15 +188,8 @@ def _token_id(name: str) -> int:
     return int(number)
 
 
-def _computed(usage: dict[str, Any], prompt: int) -> int:
-    details = usage.get("prompt_tokens_details") or {}
-    return int(usage.get("prompt_tokens", prompt)) - int(details.get("cached_tokens") or 0)
-
-
 _REMEMBERED = 4096  # prompts whose text is kept; the completions of a group share one
-_TGI_NAN = re.compile(
-    r"\bnan\b", re.IGNORECASE
-)  # PyTorch's words when it can't draw, passed on as 424
+_TGI_NAN = re.compile(r"(?i)\bnan\b")  # PyTorch's words when it can't draw, passed on as 424
 _PROBE = "The answer is"
 
 
@@ -310,14 +297,11 @@ class PromptLogProbs:
     """
 
     def __init__(self, config: TeacherConfig, section: str) -> None:
-        """Ask for the model's name; raise RolloutError where no server answers.
-
-        `section` has `config`'s settings, for messages.
-        """
+        """Ask for the model's name; RolloutError without an answer. Messages name the `section`."""
         fields = ["url", "served_model", "api_key_env", "concurrency"]
         fields += ["timeout_s", "request_timeout_s", "max_retries"]
         settings = ServerConfig(**{name: getattr(config, name) for name in fields})
-        self._section, self._concurrency = section, config.concurrency
+        self._section, self._turns = section, asyncio.Semaphore(config.concurrency)
         self._client = Client(settings, section=section)
         self._api = OpenAIAPI(self._client, settings)
         try:
@@ -352,19 +336,15 @@ class PromptLogProbs:
     async def _read_all(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
     ) -> list[list[TokenLogProbs]]:
-        turn = asyncio.Semaphore(self._concurrency)
-
-        async def read_row(ids: Sequence[int], start: int) -> list[TokenLogProbs]:
-            async with turn:
-                return await self._read_row(ids, start, top_k)
-
-        tasks = [asyncio.ensure_future(read_row(*row)) for row in zip(rows, starts, strict=True)]
         try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            raise
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._read_row(ids, start, top_k))
+                    for ids, start in zip(rows, starts, strict=True)
+                ]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     async def _read_row(self, ids: Sequence[int], start: int, top_k: int) -> list[TokenLogProbs]:
         body = {
@@ -375,7 +355,8 @@ class PromptLogProbs:
             "prompt_logprobs": top_k,
         }
         try:
-            answer = await self._client.post("/v1/completions", body)
+            async with self._turns:
+                answer = await self._client.post("/v1/completions", body)
         except Refused as refused:
             raise RolloutError(
                 f"{refused} (prompt_logprobs={top_k}: vLLM gives as many as its --max-logprobs "

@@ -24,23 +24,6 @@ import httpx
 from engine.config.rollout_engines import ServerConfig
 from engine.errors import ConfigError, RolloutError
 
-
-def serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, end what is under way then, and close it."""
-    try:
-        loop.run_forever()
-        loop.run_until_complete(_end_tasks())
-    finally:
-        loop.close()
-
-
-async def _end_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -49,6 +32,13 @@ _UP_S = 5.0  # for a first answer of a server that may be down
 _CLOSING_S = 10.0  # for connections to close, and for the thread to end
 _ADDRESS = "give a path on the server, or an address such as http://10.0.0.7:9000/reload"
 _SHOWN = 300  # characters of a server's answer that a message repeats
+_KEY = "; name the variable with the server's key in {section}.api_key_env"
+_HINTS = {
+    401: _KEY,
+    403: _KEY,
+    404: "; check {section}.url, the kind of API and the model's name",
+}
+_FAILURES: ContextVar[list[str]] = ContextVar("failures")  # of this work's requests so far
 
 
 class Refused(RolloutError):
@@ -78,10 +68,9 @@ class Client:
         beside: Client | None = None,
         section: str = "rollout.server",
     ) -> None:
-        """Connect to `url`, one of the settings' addresses, their first by default.
+        """Connect to `url`, one of the settings' addresses, which stand in `section`.
 
-        `beside`: a client whose loop this one shares; it is closed after this one. `section` is
-        where the settings stand.
+        `beside`: a client whose loop this one shares; it is closed after this one.
         """
         self.section = section
         self.url = (url or settings.addresses[0]).rstrip("/")
@@ -94,9 +83,10 @@ class Client:
         if beside is not None:
             self._loop: asyncio.AbstractEventLoop = beside._loop
         else:
-            self._loop = asyncio.new_event_loop()
+            runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            self._loop = runner.get_loop()
             self._thread = threading.Thread(
-                target=serve, args=(self._loop,), name="rollout-server", daemon=True
+                target=_serve, args=(runner,), name="rollout-server", daemon=True
             )
             self._thread.start()
         with ExitStack() as undo:
@@ -111,7 +101,7 @@ class Client:
         """Run `work` on the loop, without a deadline; its result comes later."""
 
         async def run() -> T:
-            _LAST_FAILURE.set(_Last())
+            _FAILURES.set([])
             return await work
 
         return self._submit(run())
@@ -135,10 +125,7 @@ class Client:
         )
 
     def address(self, name: str, value: str) -> str:
-        """Return the full URL that the setting `name` means: a path of this server, or an address.
-
-        Raises ConfigError for what is none.
-        """
+        """Return the URL of a setting: a path on this server, or an address. ConfigError."""
         try:
             address = urljoin(self.url + "/", value)
             if httpx.URL(address).scheme not in ("http", "https"):
@@ -156,20 +143,18 @@ class Client:
             raise RolloutError(ended)
 
         async def within() -> T:
-            seconds = self._settings.timeout_s
-            last = _Last()
-            token = _LAST_FAILURE.set(last)
+            seconds, failures = self._settings.timeout_s, list[str]()
+            _FAILURES.set(failures)
             try:
                 async with asyncio.timeout(seconds):
                     return await work()
             except TimeoutError:
+                latest = f" (the latest failure: {failures[-1]})" if failures else ""
                 raise RolloutError(
                     f"{self.name}: {doing} did not end within "
-                    f"{self.section}.timeout_s={seconds:g}{last}; look at the server's log, or "
+                    f"{self.section}.timeout_s={seconds:g}{latest}; look at the server's log, or "
                     "raise the deadline"
                 ) from None
-            finally:
-                _LAST_FAILURE.reset(token)
 
         future = self._submit(within())
         try:
@@ -189,52 +174,44 @@ class Client:
         return await self._ask("POST", path, body, httpx.Response.json)
 
     async def text(self, method: str, path: str, body: object = None) -> str:
-        """Return the answer to a request, as text. `path` may be a whole URL of another server."""
+        """Return the answer to a request as text; `path` may be a whole URL of another server."""
         return await self._ask(method, path, body, lambda answer: answer.text)
 
     async def _ask(
         self, method: str, path: str, body: object, parse: Callable[[httpx.Response], T]
     ) -> T:
-        """Return what `parse` makes of the answer; try again as the module docstring says.
-
-        Raises Refused for an answer that is final, ConfigError for what is no address, and
-        RolloutError when the last try fails.
-        """
-        tries, last = self._settings.max_retries + 1, _LAST_FAILURE.get()
-        name = f"{method} {path if '://' in path else self.url + path}"
+        """Return what `parse` makes of the answer; Refused, ConfigError, or Unreachable at last."""
+        tries, seconds = self._settings.max_retries + 1, self._settings.request_timeout_s
+        name, failures = f"{method} {path if '://' in path else self.url + path}", _FAILURES.get()
         for attempt in range(tries):
             answer: httpx.Response | None = None
             try:
-                async with asyncio.timeout(self._settings.request_timeout_s):
+                async with asyncio.timeout(seconds):
                     answer = await self._http.request(method, path, json=body)
                 if answer.is_success:
                     return parse(answer)
-                last.cause = f"status {answer.status_code}: {_shown(answer)}"
+                failures.append(f"status {answer.status_code}: {_shown(answer)}")
                 if answer.status_code != 429 and answer.status_code < 500:
-                    text = f"{name} refused: {last.cause}{_hint(answer, self.section)}"
-                    raise Refused(text, answer.text)
+                    hint = _HINTS.get(answer.status_code, "").format(section=self.section)
+                    raise Refused(f"{name} refused: {failures[-1]}{hint}", answer.text)
             except TimeoutError:
-                seconds = self._settings.request_timeout_s
-                last.cause = f"no answer within {self.section}.request_timeout_s={seconds:g}"
+                failures.append(f"no answer within {self.section}.request_timeout_s={seconds:g}")
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 raise ConfigError(f"{name} is no address: {error}; {_ADDRESS}") from None
             except httpx.HTTPError as error:
-                last.cause = f"{type(error).__name__}: {error}".rstrip(": ")
+                failures.append(f"{type(error).__name__}: {error}".rstrip(": "))
             except ValueError:
                 assert answer is not None
-                last.cause = f"{_shown(answer)!r}, which is not JSON"
+                failures.append(f"{_shown(answer)!r}, which is not JSON")
             if attempt + 1 < tries:
                 await asyncio.sleep(self._pause(attempt, answer))
         raise Unreachable(
-            f"{name} failed {tries} times, the last with {last.cause}; see that the server is up "
+            f"{name} failed {tries} times, the last with {failures[-1]}; see that the server is up "
             f"and {self.section}.url is its address"
         )
 
     def close(self) -> None:
-        """Drop all connections and end the thread; safe to call twice.
-
-        What does not end within some seconds is left to the end of the process, and logged.
-        """
+        """Drop all connections and end the thread, in some seconds at most; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -244,9 +221,8 @@ class Client:
         except TimeoutError:
             self._log_unfinished(f"its connections were not closed within {_CLOSING_S:g} s")
         except Exception as error:
-            self._log_unfinished(
-                f"its connections were not closed: {type(error).__name__}: {error}"
-            )
+            cause = f"{type(error).__name__}: {error}"
+            self._log_unfinished(f"its connections were not closed: {cause}")
         finally:
             closing.cancel()
             self._end()
@@ -257,10 +233,8 @@ class Client:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSING_S)
         if self._thread.is_alive():
-            self._log_unfinished(
-                f"its thread did not end within {_CLOSING_S:g} s, as a callback such as "
-                f"on_progress holds it"
-            )
+            problem = "as a callback such as on_progress holds it"
+            self._log_unfinished(f"its thread did not end within {_CLOSING_S:g} s, {problem}")
 
     def _log_unfinished(self, what: str) -> None:
         _log.warning("%s: %s; it is left to the end of this process", self.url, what)
@@ -277,16 +251,10 @@ class Client:
         return self._jitter.uniform(0, longest)
 
 
-class _Last:
-    """Why the latest attempt failed, for the message of a deadline that passes later."""
-
-    cause: str | None = None
-
-    def __str__(self) -> str:
-        return "" if self.cause is None else f" (the latest failure: {self.cause})"
-
-
-_LAST_FAILURE: ContextVar[_Last] = ContextVar("last_failure")
+def _serve(runner: asyncio.Runner) -> None:
+    """Run the loop until it is stopped, and end what is under way then."""
+    with runner:
+        runner.get_loop().run_forever()
 
 
 def _authorization(variable: str, section: str) -> dict[str, str]:
@@ -310,13 +278,3 @@ def _shown(answer: httpx.Response) -> str:
     """Shorten the text of a server's answer for a message."""
     text = " ".join(answer.text.split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
-
-
-def _hint(answer: httpx.Response, section: str) -> str:
-    match answer.status_code:
-        case 401 | 403:
-            return f"; name the variable with the server's key in {section}.api_key_env"
-        case 404:
-            return f"; check {section}.url, the kind of API and the model's name"
-        case _:
-            return ""

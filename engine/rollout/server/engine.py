@@ -12,36 +12,37 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from queue import Empty, SimpleQueue
 
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 
 from engine.config import RolloutConfig, ServerConfig
 from engine.config.text import explain
 from engine.errors import ConfigError, DivergedRolloutError, RolloutError
-from engine.rollout.protocol import (
-    Completion,
-    EngineCapabilities,
-    RolloutStats,
-    SamplingParams,
-    WeightGuard,
-    check_params,
-    check_request,
-    register_engine,
-    resolve_max_model_len,
-)
+from engine.rollout import protocol
+from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.sampling import noise_keys
 from engine.rollout.server.api import CompletionRequest, SampledCompletion, check_token_ids
-from engine.rollout.server.server_stream import ServerStream
-from engine.rollout.server.servers import RankZeroDelivery, Server, Servers
+from engine.rollout.server.servers import Server, Servers
 from engine.rollout.server.weights import check_hook
-from engine.rollout.trainer_model import embedding_weight, eval_mode
+from engine.rollout.stream import (
+    PartialCompletion,
+    PartialRequest,
+    RolloutStream,
+    StreamedCompletion,
+    check_unused,
+    noise_index,
+    request_limit,
+)
+from engine.rollout.trainer_model import context_length, embedding_weight, eval_mode, text_config
 
 
 def check_rollout(config: RolloutConfig) -> None:
@@ -100,74 +101,8 @@ def check_settings(settings: ServerConfig) -> None:
             )
 
 
-def split_requests(
-    prompts: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    params: SamplingParams,
-    *,
-    seed: int,
-    size: int,
-    max_model_len: int,
-) -> list[tuple[int, int, CompletionRequest]]:
-    """Split a rollout into requests of at most `size` completions, in order.
-
-    Each comes with the index of its prompt and of its first completion. Its seed depends on its
-    prompt's number (`numbers`) and that first completion alone.
-    """
-    # vLLM refuses several greedy completions in one request.
-    size = size if params.temperature > 0 else 1
-    starts = [(index, first) for index in range(len(prompts)) for first in range(0, params.n, size)]
-    prompt = torch.tensor([numbers[index] for index, _ in starts])
-    firsts = torch.tensor([first for _, first in starts])
-    keys = noise_keys(params.seed + seed, prompt, firsts).tolist()
-    return [
-        (
-            index,
-            first,
-            CompletionRequest(
-                prompt=prompts[index],
-                count=min(size, params.n - first),
-                max_new_tokens=min(params.max_new_tokens, max_model_len - len(prompts[index])),
-                seed=key & (2**63 - 1),
-                params=params,
-            ),
-        )
-        for (index, first), key in zip(starts, keys, strict=True)
-    ]
-
-
-def whole_completion(
-    index: int, drawn: SampledCompletion, request: CompletionRequest, version: int, vocabulary: int
-) -> Completion:
-    """Cut at the first stop token, and refuse what is not a whole completion."""
-    stops = request.params.stop_token_ids
-    length = next((i + 1 for i, t in enumerate(drawn.token_ids) if t in stops), None)
-    tokens, log_probs = drawn.token_ids[:length], drawn.log_probs[:length]
-    if any(map(math.isnan, log_probs)):
-        raise DivergedRolloutError(
-            f"the model gave NaN logits for a completion of prompt {index}; its weights have "
-            f"diverged: go back to a checkpoint and lower the learning rate"
-        )
-    check_token_ids(tokens, vocabulary)
-    if length is None and len(tokens) != request.max_new_tokens:
-        raise RolloutError(
-            f"the rollout server ended a completion of prompt {index} after {len(tokens)} of "
-            f"{request.max_new_tokens} tokens ({drawn.reason!r}) and on no token of "
-            f"stop_token_ids={list(stops)}: it was interrupted or has end tokens of its own; "
-            f"start vLLM with --generation-config vllm, or add them to the tokenizer"
-        )
-    reason = "length" if length is None else "stop"
-    return Completion(index, tokens, log_probs, reason, version)
-
-
-_TOKENS = 16
-_PARAMS = SamplingParams(temperature=0.7)  # other than 1, so that raw log-probs show
-
-
-def probe_request(prompt: list[int], max_model_len: int) -> CompletionRequest:
-    """Build a request for one completion of a short prompt."""
-    prompt = prompt[: max_model_len - 1]
-    return CompletionRequest(prompt, 1, min(_TOKENS, max_model_len - len(prompt)), 1, _PARAMS)
+_PROBE_TOKENS = 16
+_PROBE_PARAMS = SamplingParams(temperature=0.7)  # other than 1, so that raw log-probs show
 
 
 def check_log_probs(
@@ -177,16 +112,19 @@ def check_log_probs(
 
     A model whose own log-probs are not finite passes: decoding reports that.
     """
-    logits = _logits(model, request.prompt, drawn.token_ids)
-    server_log_probs = torch.tensor(drawn.log_probs)
-    model_log_probs = _log_probs(logits / request.params.temperature, drawn.token_ids)
-    if not len(server_log_probs) or not bool(model_log_probs.isfinite().all()):
+    tokens, server_log_probs = torch.tensor(drawn.token_ids), torch.tensor(drawn.log_probs)
+    ids = torch.tensor([*request.prompt, *drawn.token_ids], device=embedding_weight(model).device)
+    with torch.no_grad(), eval_mode(model):
+        logits = model(input_ids=ids[None]).logits[0, len(request.prompt) - 1 : -1].float().cpu()
+
+    def log_probs_of(logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+    log_probs = log_probs_of(logits / request.params.temperature)
+    distance = float((server_log_probs - log_probs).abs().mean())
+    if not bool(log_probs.isfinite().all()) or distance < tolerance:
         return
-    distance = float((server_log_probs - model_log_probs).abs().mean())
-    if distance < tolerance:
-        return
-    raw = float((server_log_probs - _log_probs(logits, drawn.token_ids)).abs().mean())
-    if raw < tolerance:
+    if float((server_log_probs - log_probs_of(logits)).abs().mean()) < tolerance:
         raise RolloutError(
             "the rollout server's log-probs are those of the model before temperature, top-k and "
             "top-p, not those that tokens were drawn with; start vLLM with "
@@ -194,31 +132,19 @@ def check_log_probs(
         )
     raise RolloutError(
         f"the rollout server's log-probs are {distance:.3f} from the policy's on average over "
-        f"{len(server_log_probs)} tokens: it serves another model or other weights; start it with "
+        f"{len(tokens)} tokens: it serves another model or other weights; start it with "
         f"the policy's folder, or raise rollout.server.probe_tolerance={tolerance:g}"
     )
 
 
-@torch.no_grad()
-def _logits(model: nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """Return the logits, float32 `[len(tokens), V]`, of the positions that drew `tokens`."""
-    device = embedding_weight(model).device
-    with eval_mode(model):
-        logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=device)).logits[0]
-    rows: Tensor = logits[len(prompt) - 1 : -1].float().cpu()
-    return rows
+Answer = tuple[Server, list[SampledCompletion]]
 
 
-def _log_probs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-
-Answers = dict[int, tuple[Server, list[SampledCompletion]]]  # by number of request
-
-
-@register_engine(
+@protocol.register_engine(
     "server",
-    EngineCapabilities(streams=True, remote=True, adapters=True, settings=frozenset({"server"})),
+    protocol.EngineCapabilities(
+        streams=True, remote=True, adapters=True, settings=frozenset({"server"})
+    ),
     options=lambda config: dict(config.server),
     check=check_rollout,
 )
@@ -243,31 +169,25 @@ class ServerEngine:
 
         `options` are `ServerConfig`'s. Ranks of a process group (torch.distributed) create
         the engine, and update it, together: rank 0 delivers the weights, each has its own rollouts.
-        `max_num_seqs` and `kv_cache_memory_mb` are accepted, as all engines have the same options,
-        and not used: the server was started with its own. `seed` is added to that
-        of each request. Raises ConfigError for bad options and a server with a shorter context,
-        RolloutError for one that lacks what its hook needs or serves another model, and where none
-        is there.
+        `max_num_seqs` and `kv_cache_memory_mb`, options of all engines, are the server's own
+        matter. `seed` is added to that of each request. Raises ConfigError for bad options and a
+        server with a shorter context, RolloutError for one that lacks what its hook needs or serves
+        another model, and where none is there.
         """
         try:
             settings = ServerConfig.model_validate(options)
         except ValidationError as error:
             raise ConfigError(f"rollout.server: {explain(error)}") from None
         check_settings(settings)
-        config: Any = model.config
-        config = config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
-        self._max_model_len = resolve_max_model_len(max_model_len, context)
-        self._vocabulary = int(config.vocab_size)
+        self._max_model_len = protocol.resolve_max_model_len(max_model_len, context_length(model))
+        self._vocabulary = int(text_config(model).vocab_size)
         self._settings, self._seed, self._model = settings, seed, model
-        self.stats = RolloutStats()
-        self._guard = WeightGuard("server")
+        self.stats = protocol.RolloutStats()
+        self._guard = protocol.WeightGuard("server")
         with ExitStack() as undo:
             self._servers = Servers(settings, model)
             undo.callback(self._servers.close)
             self._servers.check(self._max_model_len)
-            self._delivery = RankZeroDelivery(self._servers, settings.timeout_s)
-            undo.callback(self._delivery.close)
             self._deliver(model, version=0)
             undo.pop_all()
 
@@ -275,23 +195,23 @@ class ServerEngine:
     def policy_version(self) -> int:
         return self._guard.version
 
-    def update_weights(self, model: nn.Module, version: int) -> None:
+    def update_weights(self, model: nn.Module | None, version: int) -> None:
         """Deliver `model`'s weights as policy `version`; the servers serve them on return.
 
-        One of several that doesn't take them is left out. With `weights=none` the version stays,
-        and RolloutError says so unless that is allowed.
+        None: the last model's numbers have changed. One of several servers that doesn't take them
+        is left out. With `weights=none` the version stays, and RolloutError says so unless that is
+        allowed.
         """
-        if self._servers.fixed:
-            if version > self._guard.version:
-                self._servers.deliver((), model, version)
-            return
-        self._deliver(model, version)
+        self._model = self._model if model is None else model
+        if not self._servers.fixed:
+            self._deliver(self._model, version)
+        elif version > self._guard.version:
+            self._servers.all[0].hook.deliver((), self._model, version)
 
     def _deliver(self, model: nn.Module, version: int) -> None:
-        self._model = model
         with self._guard.updating(version):
             if not self._servers.fixed:
-                self._delivery.deliver(model, version)
+                self._servers.deliver(model, version)
                 # A server may name its model by the version.
                 self._servers.run(self._servers.describe, "asking for its model")
             if self._settings.probe_tolerance:
@@ -300,20 +220,18 @@ class ServerEngine:
     def _probe(self, model: nn.Module, first: bool) -> None:
         """Compare each server's log-probs with the model's.
 
-        One of several servers that gives others is left out, but not at the start, and not where
-        ranks would disagree about it.
+        One of several that gives others is left out, but not at the start nor on several ranks.
         """
-        single_rank = not (
-            dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        )
         for server in self._servers.serving:
-            request = probe_request(server.api.probe_prompt(self._vocabulary), self._max_model_len)
+            prompt = server.api.probe_prompt(self._vocabulary)[: self._max_model_len - 1]
+            limit = min(_PROBE_TOKENS, self._max_model_len - len(prompt))
+            request = CompletionRequest(0, prompt, 0, 1, limit, 1, _PROBE_PARAMS)
             try:
                 [drawn] = self._servers.run(partial(server.api.sample, request), "a probe")
                 check_token_ids(drawn.token_ids, self._vocabulary)
                 check_log_probs(model, request, drawn, self._settings.probe_tolerance)
             except RolloutError as error:
-                if first or not single_rank:
+                if first or self._servers.on_ranks:
                     raise
                 server.wrong = True
                 self._servers.lose(server, error)
@@ -332,20 +250,18 @@ class ServerEngine:
         delivered, at the beginning or at the end. Of several servers, what one that fails was
         asked for is sampled by the others; the last one's failure is raised.
         """
-        self._guard.check()
-        check_request(prompts, params, self._max_model_len, self._vocabulary)
-        self.stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
+        self.check(prompts, params)
+        self.stats = protocol.RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
         started = time.perf_counter()
-        numbers = [params.first_prompt + index for index in range(len(prompts))]
-        requests = self._requests(prompts, numbers, params)
-        answers = self._servers.run(
-            lambda: self._rollout([request for _, _, request in requests], on_progress), "a rollout"
-        )
+        requests: list[CompletionRequest] = []
+        for index, prompt in enumerate(prompts):
+            requests += self.requests(index, params.first_prompt + index, prompt, params)
+        answers = self._servers.run(lambda: self._rollout(requests, on_progress), "a rollout")
         completions = [
-            self.completion(index, drawn, request)
-            for number, (index, _, request) in enumerate(requests)
+            self.completion(drawn, request)
+            for number, request in enumerate(requests)
             for drawn in answers[number][1]
         ]
         self.stats.seconds = time.perf_counter() - started
@@ -365,55 +281,64 @@ class ServerEngine:
         servers' own matter, and `longest_prompt` is checked prompt by prompt. Raises RolloutError
         for bad parameters.
         """
-        check_params(params)
+        protocol.check_params(params)
         return ServerStream(self, self._servers, params, self._settings)
 
     def close(self) -> None:
         """Drop the connections; the servers keep running. Safe to call twice."""
         self._guard.refuse("it was closed")
-        self._delivery.close()
         self._servers.close()
 
-    def serve_again(self, model: nn.Module | None, version: int) -> None:
-        """Call `update_weights`; None: the last model's numbers have changed."""
-        self.update_weights(model if model is not None else self._model, version)
-
-    def stream_requests(
-        self, number: int, prompt: Sequence[int], params: SamplingParams
-    ) -> list[tuple[int, int, CompletionRequest]]:
-        """Build the requests for one prompt of a stream, whose noise is that of prompt `number`."""
+    def check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """Raise RolloutError where nothing may be sampled, and for what can't be completed."""
         self._guard.check()
-        check_request([prompt], params, self._max_model_len, self._vocabulary)
-        return self._requests([prompt], [number], params)
+        protocol.check_request(prompts, params, self._max_model_len, self._vocabulary)
 
-    def completion(
-        self, index: int, drawn: SampledCompletion, request: CompletionRequest
-    ) -> Completion:
-        """Return a whole completion of prompt `index`, and count it in `stats`."""
-        version = self.policy_version
-        completion = whole_completion(index, drawn, request, version, self._vocabulary)
-        self.stats.generated_tokens += len(completion.token_ids)
+    def requests(
+        self, index: int, number: int, prompt: Sequence[int], params: SamplingParams
+    ) -> list[CompletionRequest]:
+        """Split a prompt's completions into requests; `number` and the first one make each seed."""
+        # vLLM refuses several greedy completions in one request.
+        size = self._servers.all[0].api.max_per_request if params.temperature > 0 else 1
+        firsts = torch.arange(0, params.n, size)
+        keys = noise_keys(params.seed + self._seed, torch.full_like(firsts, number), firsts)
+        limit = min(params.max_new_tokens, self._max_model_len - len(prompt))
+        return [
+            CompletionRequest(
+                index, prompt, first, min(size, params.n - first), limit, key & (2**63 - 1), params
+            )
+            for first, key in zip(firsts.tolist(), keys.tolist(), strict=True)
+        ]
+
+    def completion(self, drawn: SampledCompletion, request: CompletionRequest) -> Completion:
+        """Cut at the first stop token, refuse what is no whole completion, and count the rest."""
+        stops, index = request.params.stop_token_ids, request.index
+        length = next((i + 1 for i, t in enumerate(drawn.token_ids) if t in stops), None)
+        tokens, log_probs = drawn.token_ids[:length], drawn.log_probs[:length]
+        if any(map(math.isnan, log_probs)):
+            raise DivergedRolloutError(
+                f"the model gave NaN logits for a completion of prompt {index}; its weights have "
+                f"diverged: go back to a checkpoint and lower the learning rate"
+            )
+        check_token_ids(tokens, self._vocabulary)
+        if length is None and len(tokens) != request.max_new_tokens:
+            raise RolloutError(
+                f"the rollout server ended a completion of prompt {index} after {len(tokens)} of "
+                f"{request.max_new_tokens} tokens ({drawn.reason!r}) and on no token of "
+                f"stop_token_ids={list(stops)}: it was interrupted or has end tokens of its own; "
+                f"start vLLM with --generation-config vllm, or add them to the tokenizer"
+            )
+        self.stats.generated_tokens += len(tokens)
         self.stats.prefill_tokens += drawn.prefill_tokens
-        return completion
-
-    def _requests(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], params: SamplingParams
-    ) -> list[tuple[int, int, CompletionRequest]]:
-        return split_requests(
-            prompts,
-            numbers,
-            params,
-            seed=self._seed,
-            size=self._servers.all[0].api.max_per_request,
-            max_model_len=self._max_model_len,
-        )
+        reason = "length" if length is None else "stop"
+        return Completion(index, tokens, log_probs, reason, self.policy_version)
 
     async def _rollout(
         self, requests: list[CompletionRequest], on_progress: Callable[[int], None] | None
-    ) -> Answers:
+    ) -> dict[int, Answer]:
         """Return all answers; requests to a server that is lost before the end are sent again."""
         await self._servers.check_served("begins")
-        answers: Answers = {}
+        answers: dict[int, Answer] = {}
         while len(answers) < len(requests):
             await self._ask(requests, answers, on_progress)
             await self._servers.check_served("ends")
@@ -423,7 +348,7 @@ class ServerEngine:
     async def _ask(
         self,
         requests: list[CompletionRequest],
-        answers: Answers,
+        answers: dict[int, Answer],
         on_progress: Callable[[int], None] | None,
     ) -> None:
         """Fill in the answers that are missing; the first failure ends the others."""
@@ -445,3 +370,168 @@ class ServerEngine:
                     group.create_task(ask(number))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+
+
+_STEP_S = 0.02  # that a step of a stream waits for an answer
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A part of a prompt's completions."""
+
+    key: Hashable
+    unfinished: frozenset[int]  # indices of those that are returned
+    request: CompletionRequest
+    sent: float = 0.0  # when
+
+
+class ServerStream(RolloutStream):
+    """A stream that `ServerEngine.stream` makes: requests are sent while others are added."""
+
+    def __init__(
+        self, engine: ServerEngine, servers: Servers, params: SamplingParams, settings: ServerConfig
+    ) -> None:
+        self._engine, self._servers, self._params = engine, servers, params
+        self._settings = settings
+        self._queue: deque[_Part] = deque()  # not sent yet
+        self._sent: dict[Future[Answer], _Part] = {}
+        self._answers: SimpleQueue[Future[Answer]] = SimpleQueue()  # filled by the loop's thread
+        self._answered: list[StreamedCompletion] = []  # answered, not returned
+        self._submitted = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    @property
+    def in_flight(self) -> int:
+        """Completions requested of a server, and answered ones that `step` returns next."""
+        return sum(part.request.count for part in self._sent.values()) + len(self._answered)
+
+    @property
+    def waiting(self) -> int:
+        """Completions that were not requested of a server yet."""
+        return sum(part.request.count for part in self._queue)
+
+    @property
+    def room(self) -> int:
+        """Completions that can be requested of the servers at once."""
+        per_server = self._settings.concurrency * self._servers.all[0].api.max_per_request
+        return per_server * len(self._servers.serving)
+
+    def submit(
+        self,
+        key: Hashable,
+        prompt_ids: Sequence[int],
+        resume: PartialRequest | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        after: Hashable | None = None,
+    ) -> None:
+        """Queue completions; those that `resume` left unfinished are sampled from their beginning.
+
+        Servers find by themselves what they have of a prompt, whatever `after` says.
+        """
+        self._check_open()
+        check_unused(key, {part.key for part in (*self._queue, *self._sent.values())})
+        indices = frozenset(range(self._params.n))
+        if resume is not None:
+            indices = frozenset(part.completion_index for part in resume.completions)
+        limit = request_limit(max_new_tokens, self._params.max_new_tokens, key)
+        params = replace(self._params, max_new_tokens=limit)
+        number, prompt = noise_index(key), list(prompt_ids)
+        self._engine.check([prompt], params)
+        for request in self._engine.requests(self._submitted, number, prompt, params):
+            # A request is sent in full: its completions share one seed.
+            unfinished = indices.intersection(range(request.first, request.first + request.count))
+            if unfinished:
+                self._queue.append(_Part(key, unfinished, request))
+        self._submitted += 1
+        self._send()
+
+    def step(self) -> list[StreamedCompletion]:
+        """Send what there is room for; return the answers, after a moment at most."""
+        self._check_open()
+        self._send()
+        self._collect(_STEP_S)
+        self._send()
+        answered, self._answered = self._answered, []
+        return answered
+
+    def update_weights(self, model: nn.Module | None, version: int) -> None:
+        """Wait for the answers to all that was sent, then serve `model`'s weights.
+
+        None: the numbers of the served model have changed. RolloutError where answers don't come
+        within `timeout_s`, and as `ServerEngine.update_weights`.
+        """
+        self._check_open()
+        while self._sent:
+            self._collect(_STEP_S)
+        self._engine.update_weights(model, version)
+        self._send()
+
+    def partials(self) -> list[PartialRequest]:
+        """Return all that is unfinished, without tokens: no server tells what it has so far."""
+        self._check_open()
+        partials: dict[Hashable, PartialRequest] = {}
+        parts = sorted((*self._sent.values(), *self._queue), key=lambda part: part.request.index)
+        for part in parts:
+            empty = PartialRequest(part.key, list(part.request.prompt), [])
+            partials.setdefault(part.key, empty).completions.extend(
+                PartialCompletion(index, [], [], []) for index in sorted(part.unfinished)
+            )
+        return list(partials.values())
+
+    def close(self) -> None:
+        self._closed = True
+        self._queue.clear()
+        for future in self._sent:
+            future.cancel()
+        self._sent.clear()
+        self._answered = []
+
+    def _send(self) -> None:
+        """Ask for what is queued, `concurrency` requests a server at most."""
+        limit = self._settings.concurrency * len(self._servers.serving)
+        while self._queue and len(self._sent) < limit:
+            part = self._queue.popleft()
+            part.sent = time.monotonic()
+            client = self._servers.all[0].client
+            future = client.start(self._servers.sample(part.request, verify=True))
+            self._sent[future] = part
+            future.add_done_callback(self._answers.put)
+
+    def _collect(self, seconds: float) -> None:
+        """Take what was answered; wait `seconds` for a first answer."""
+        try:
+            self._take(self._answers.get(timeout=seconds))
+            while True:
+                self._take(self._answers.get_nowait())
+        except Empty:
+            self._check_deadline()
+
+    def _take(self, future: Future[Answer]) -> None:
+        part = self._sent.pop(future, None)
+        if part is None:
+            return
+        try:
+            _, drawn = future.result()
+            completions = [self._engine.completion(row, part.request) for row in drawn]
+        except Exception:
+            self._queue.appendleft(part)  # not lost: a later step asks again
+            raise
+        for index, completion in enumerate(completions, part.request.first):
+            if index in part.unfinished:
+                versions = [completion.policy_version] * len(completion.token_ids)
+                completed = replace(completion, token_versions=versions)
+                self._answered.append(StreamedCompletion(part.key, index, completed))
+
+    def _check_deadline(self) -> None:
+        oldest = min((part.sent for part in self._sent.values()), default=time.monotonic())
+        if time.monotonic() - oldest > self._settings.timeout_s:
+            names = ", ".join(server.client.url for server in self._servers.serving)
+            raise RolloutError(
+                f"a request to the rollout servers ({names}) was not answered within "
+                f"rollout.server.timeout_s={self._settings.timeout_s:g}; look at their logs, or "
+                "raise the deadline"
+            )

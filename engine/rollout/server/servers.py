@@ -21,13 +21,8 @@ from torch import nn
 
 from engine.config.rollout_engines import ServerConfig
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.server.api import (
-    TGIAPI,
-    CompletionRequest,
-    OpenAIAPI,
-    SampledCompletion,
-    ServerAPI,
-)
+from engine.rollout.server import api as server_api
+from engine.rollout.server.api import CompletionRequest, SampledCompletion
 from engine.rollout.server.client import Client, Unreachable
 from engine.rollout.server.weights import FolderWeights, WeightHook, Weights, create_hook
 from engine.rollout.trainer_model import merged_weights
@@ -43,7 +38,7 @@ class Server:
     """One server."""
 
     client: Client
-    api: ServerAPI
+    api: server_api.ServerAPI
     hook: WeightHook
     busy: int = 0  # completions requested of it and not answered yet
     out: str = ""  # why it gets no requests; empty: it gets them
@@ -51,13 +46,18 @@ class Server:
 
 
 class Servers:
-    """The servers of one engine; all are spoken to from one event loop."""
+    """The servers of one engine; all are spoken to from one event loop.
+
+    Ranks of a process group create them together, and deliver weights together: rank 0 does.
+    """
 
     def __init__(self, settings: ServerConfig, model: nn.Module) -> None:
         """Open connections' clients; `check` asks the servers. Raises ConfigError."""
         self._settings = settings
         self.all: list[Server] = []
-        self._tag: str | None = None  # of the weights that several servers were brought last
+        self.tag: str | None = None  # of the weights that were delivered last
+        self._group: dist.ProcessGroup | None = None
+        self._closed = False
         with ExitStack() as undo:
             undo.callback(self.close)
             for url in settings.addresses:
@@ -71,17 +71,21 @@ class Servers:
                 )
             if several:
                 first.client.name = f"rollout servers {', '.join(settings.addresses)}"
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                # A group of its own: loading may outlast the deadline of the trainer's, and rank
+                # 0's deadline passes first.
+                wait = timedelta(seconds=2 * settings.timeout_s)
+                self._group = dist.new_group(backend="gloo", timeout=wait)
             undo.pop_all()
 
     def _open(self, url: str, model: nn.Module) -> Server:
         client = Client(self._settings, url, self.all[0].client if self.all else None)
         with ExitStack() as undo:
             undo.callback(client.close)
-            api: ServerAPI
+            api: server_api.ServerAPI = server_api.OpenAIAPI(client, self._settings)
             if self._settings.api == "tgi":
-                api = TGIAPI(client, self._settings, getattr(model, "name_or_path", ""))
-            else:
-                api = OpenAIAPI(client, self._settings)
+                policy = getattr(model, "name_or_path", "")
+                api = server_api.TGIAPI(client, self._settings, policy)
             server = Server(client, api, create_hook(client, self._settings))
             undo.pop_all()
         return server
@@ -101,19 +105,16 @@ class Servers:
         return serving
 
     @property
-    def tag(self) -> str | None:
-        """The tag of the weights that were delivered last."""
-        return self._tag if len(self.all) > 1 else self.all[0].hook.tag
+    def on_ranks(self) -> bool:
+        """Whether other ranks use these servers too."""
+        return self._group is not None
 
     def run(self, work: Callable[[], Awaitable[T]], doing: str) -> T:
         """Run `work` on the loop of the servers, within `timeout_s`."""
         return self.all[0].client.run(work, doing)
 
     def check(self, max_model_len: int) -> None:
-        """Ask each server for its model, and for what its hook needs.
-
-        Of several, one that is down is left out. Raises ConfigError for a shorter context.
-        """
+        """Ask each for model, context (ConfigError) and what its hook needs; or leave it out."""
         for server in self.all:
             client = server.client
             if len(self.all) > 1 and not client.run(client.is_up, "a first answer"):
@@ -132,10 +133,7 @@ class Servers:
     async def sample(
         self, request: CompletionRequest, *, verify: bool = False
     ) -> tuple[Server, list[SampledCompletion]]:
-        """Sample by the server with the fewest requests; by another if that one is lost.
-
-        With `verify` it has to say afterwards that it serves the weights that were delivered.
-        """
+        """Sample by the least busy server that, with `verify`, serves the weights afterwards."""
         while True:
             server = min(self.serving, key=lambda server: server.busy)
             server.busy += request.count
@@ -151,18 +149,14 @@ class Servers:
             self.lose(server, problem)
 
     def lose(self, server: Server, problem: RolloutError) -> None:
-        """Leave a server out; raise `problem` where it is the only one, RolloutError where it is
-        the last."""
+        """Leave a server out; raise `problem` for an only one, RolloutError for the last one."""
         if len(self.all) == 1:
             raise problem
         self._leave_out(server, str(problem))
         _ = self.serving
 
     async def check_served(self, moment: str) -> None:
-        """Leave out each server that doesn't say that it serves the delivered weights.
-
-        When a rollout begins, those that were left out and now do are back.
-        """
+        """Leave out who doesn't say it serves what was delivered; at the beginning, take back."""
 
         async def check(server: Server) -> RolloutError | None:
             away = bool(server.out)
@@ -179,10 +173,8 @@ class Servers:
 
         problems = await asyncio.gather(*map(check, self.all))
         for server, problem in zip(self.all, problems, strict=True):
-            if problem is not None and len(self.all) == 1:
-                raise problem
             if problem is not None:
-                self._leave_out(server, str(problem))
+                self.lose(server, problem)
         _ = self.serving
 
     async def _problem(self, server: Server, moment: str) -> RolloutError | None:
@@ -199,16 +191,44 @@ class Servers:
             f"it the policy again"
         )
 
-    def deliver(self, weights: Weights, model: nn.Module, version: int) -> None:
-        """Bring weights to all servers that are up, side by side; one that fails is left out."""
+    def deliver(self, model: nn.Module, version: int) -> None:
+        """Return when `model`'s weights are served; RolloutError otherwise.
+
+        A sharded model is gathered, parameter by parameter. Of several servers, one that fails is
+        left out.
+        """
+        if self._closed:
+            raise RolloutError("the engine was closed; create a new one")
+        weights = merged_weights(model)
+        if self._group is None:
+            self._bring(weights, model, version)
+            return
+        outcome: list[Any] = [None, ""]  # of each server: tag and problem; or what went wrong
+        if dist.get_rank() == 0:
+            try:
+                self._bring(weights, model, version)
+                outcome[0] = [(server.hook.tag, server.out) for server in self.all]
+            except Exception as error:  # of any kind: the other ranks wait for the outcome
+                outcome[1] = f"{error}" or type(error).__name__
+        for _ in weights:
+            pass  # takes part in the remaining gathers
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is None:
+            raise RolloutError(outcome[1])
+        for server, (tag, out) in zip(self.all, outcome[0], strict=True):
+            server.hook.tag, server.out = tag, out
+        self.tag = self.serving[0].hook.tag
+
+    def _bring(self, weights: Weights, model: nn.Module, version: int) -> None:
         first = self.all[0].hook
-        if len(self.all) == 1 or self.fixed:
+        if len(self.all) == 1:
             first.deliver(weights, model, version)
+            self.tag = first.tag
             return
         assert isinstance(first, FolderWeights)
         path = first.folders.write(weights, model, version)
         self.run(lambda: self._load(path, version), f"loading {path.name}")
-        self._tag = path.name
+        self.tag = path.name
 
     async def _load(self, path: Path, version: int) -> None:
         seconds = _LOADING * self._settings.timeout_s
@@ -238,73 +258,18 @@ class Servers:
             except Unreachable as error:
                 self.lose(server, error)
 
-    def outcome(self) -> list[tuple[str | None, str]]:
-        """Return each server's tag and problem after a delivery, for `adopt` on another rank."""
-        return [(server.hook.tag, server.out) for server in self.all]
-
-    def adopt(self, outcome: list[tuple[str | None, str]]) -> None:
-        """Take over what a delivery on another rank came to."""
-        for server, (tag, out) in zip(self.all, outcome, strict=True):
-            server.hook.tag, server.out = tag, out
-        self._tag = self.serving[0].hook.tag
-
     def close(self) -> None:
         """Drop the connections; the servers keep running. Safe to call twice."""
+        self._closed = True
         for server in reversed(self.all):  # the first one's loop is that of all
             server.hook.close()
             server.client.close()
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(ValueError):  # it ended with the default group
+                dist.destroy_process_group(group)
 
     def _leave_out(self, server: Server, why: str) -> None:
         if not server.out:
             _log.warning("the rollout server %s is left out: %s", server.client.url, why)
         server.out = why
-
-
-class RankZeroDelivery:
-    """Delivers on rank 0 of the default process group, or in this process if there is none.
-
-    All ranks create it together and deliver together.
-    """
-
-    def __init__(self, servers: Servers, timeout_s: float) -> None:
-        self._servers = servers
-        self._closed = False
-        self._group: dist.ProcessGroup | None = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # A group of its own: loading may outlast the deadline of the trainer's, and rank 0's
-            # deadline passes first.
-            wait = timedelta(seconds=2 * timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=wait)
-
-    def deliver(self, model: nn.Module, version: int) -> None:
-        """Return when `model`'s weights are served; RolloutError otherwise.
-
-        A sharded model is gathered, parameter by parameter.
-        """
-        if self._closed:
-            raise RolloutError("the engine was closed; create a new one")
-        weights = merged_weights(model)
-        if self._group is None:
-            self._servers.deliver(weights, model, version)
-            return
-        outcome: list[Any] = [None, ""]  # of each server, or what went wrong
-        if dist.get_rank() == 0:
-            try:
-                self._servers.deliver(weights, model, version)
-                outcome[0] = self._servers.outcome()
-            except Exception as error:  # of any kind: the other ranks wait for the outcome
-                outcome[1] = f"{error}" or type(error).__name__
-        for _ in weights:
-            pass  # takes part in the remaining gathers
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if outcome[0] is None:
-            raise RolloutError(outcome[1])
-        self._servers.adopt(outcome[0])
-
-    def close(self) -> None:
-        """Destroy the group, if there is one; safe to call twice."""
-        self._closed = True
-        group, self._group = self._group, None
-        if group is not None:
-            with suppress(ValueError):  # it ended with the default group
-                dist.destroy_process_group(group)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import nn
 
 from engine.rollout.server.weights import checksum, shapes
-from engine.rollout.vllm.patches import keep_experts_unpacked
+from engine.rollout.vllm.patches import experts_unpacked
 
-keep_experts_unpacked()
+_for_good = experts_unpacked()  # a name, as a collected one would undo itself
+_for_good.__enter__()
 
 
 class WeightReceiver:
@@ -43,7 +43,9 @@ class WeightReceiver:
             return {"problem": problem}
         self._hybridflyte_serves = ""
         worker.reload_weights(weights_path=folder)
-        _pack_head(worker.model_runner.get_model())
+        head = getattr(worker.model_runner.get_model(), "lm_head", None)
+        if (method := getattr(head, "quant_method", None)) is not None:
+            method.process_weights_after_loading(head)
         for cache in worker.model_runner.kv_caches:
             cache.zero_()  # a NaN in a free block would outlast its weights: 0 times NaN is NaN
         self._hybridflyte_serves = path.name
@@ -58,27 +60,14 @@ class WeightReceiver:
         if self._hybridflyte_shapes is None and Path(served).is_dir():
             self._hybridflyte_shapes = shapes(Path(served))
         expected = self._hybridflyte_shapes or file_shapes
-        wrong = sorted(
-            name
-            for name in expected.keys() | file_shapes.keys()
-            if expected.get(name) != file_shapes.get(name) and not name.startswith("lm_head.")
-        )
+        names = {name for name, _ in expected.items() ^ file_shapes.items()}
+        wrong = sorted(name for name in names if not name.startswith("lm_head."))
         if wrong:
-            name = wrong[0]
             return (
-                f"{len(wrong)} tensors differ in name or shape from the served model's, {name} "
-                f"for one: {file_shapes.get(name)} against {expected.get(name)}"
+                f"{len(wrong)} tensors differ in name or shape from the served model's, {wrong[0]} "
+                f"for one: {file_shapes.get(wrong[0])} against {expected.get(wrong[0])}"
             )
-        sum_ = checksum(path)
-        if not path.name.endswith(sum_):
+        if not path.name.endswith(sum_ := checksum(path)):
             return f"its weights have the checksum {sum_}: the files are torn or were changed"
         self._hybridflyte_shapes = expected
         return ""
-
-
-def _pack_head(model: nn.Module) -> None:
-    """Pack an output layer again from its weight; does nothing where it is not packed."""
-    head = getattr(model, "lm_head", None)
-    method = getattr(head, "quant_method", None)
-    if method is not None:
-        method.process_weights_after_loading(head)

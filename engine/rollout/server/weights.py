@@ -29,7 +29,7 @@ from engine.rollout.server.client import Client
 from engine.storage.weight_files import write_weights
 
 _TAG = re.compile(r"policy-v\d+-[0-9a-f]{8}")
-_UNFINISHED = re.compile(r"\.writing-[0-9a-z_]{8}")  # what `mkdtemp` makes
+_UNFINISHED = re.compile(r"\.writing-[0-9a-z_]{8}")  # what `tempfile` makes
 _READ_BYTES = 16 << 20
 _KEPT = 2  # folders: a server may still be reading the one before
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
@@ -69,9 +69,11 @@ class WeightFolders:
         try:
             if self._written is None:  # on the one rank that writes
                 self._written = _left_by_an_earlier_run(self.root)
-            unfinished = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.root))
-            unfinished.chmod(0o755)
-            try:
+            with tempfile.TemporaryDirectory(
+                prefix=".writing-", dir=self.root, ignore_cleanup_errors=True
+            ) as name:
+                unfinished = Path(name)
+                unfinished.chmod(0o755)
                 write_weights(weights, unfinished)
                 _save_configuration(model, unfinished)
                 for path in unfinished.iterdir():
@@ -82,8 +84,6 @@ class WeightFolders:
                     shutil.rmtree(target)
                 if not target.exists():
                     unfinished.rename(target)
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             raise RolloutError(
                 f"policy version {version} could not be written to {self.root}: {error}; free "
@@ -108,14 +108,11 @@ def find_tag(text: str) -> str | None:
 
 def _left_by_an_earlier_run(root: Path) -> list[Path]:
     """List the versions in `root`, oldest first; remove what a crash left half-written."""
-    versions: list[Path] = []
-    for path in root.iterdir():
-        if path.is_symlink() or not path.is_dir():
-            continue
+    folders = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
+    for path in folders:
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-        elif _TAG.fullmatch(path.name):
-            versions.append(path)
+    versions = [path for path in folders if _TAG.fullmatch(path.name)]
     return sorted(versions, key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -155,9 +152,9 @@ _ASK_AGAIN_S = 0.2  # while a server is loading
 
 
 class WeightHook(Protocol):
-    """Brings weights to a server. `tag` names the latest that it delivered, None for none."""
+    """Brings weights to a server."""
 
-    tag: str | None = None
+    tag: str | None = None  # of the latest weights that it delivered
     fixed: bool = False  # the server keeps the weights that it was started with
 
     def check(self) -> None:
@@ -188,12 +185,7 @@ _hooks: Registry[HookFactory] = Registry(
 
 def register_hook(name: str) -> Callable[[HookFactory], HookFactory]:
     """Class decorator: make a hook selectable as `rollout.server.weights=<name>`."""
-
-    def add(factory: HookFactory) -> HookFactory:
-        _hooks.add(name, factory)
-        return factory
-
-    return add
+    return _hooks.register(name)
 
 
 def check_hook(name: str) -> None:

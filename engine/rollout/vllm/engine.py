@@ -33,7 +33,7 @@ from engine.rollout.protocol import (
 from engine.rollout.vllm import engine_launch, weight_load
 from engine.rollout.vllm.engine_weights import EngineWeights, InProcessWeights, WorkerWeights
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
-from engine.rollout.vllm.options import DTYPES, Tuning, capabilities, check, engine_options, resolve
+from engine.rollout.vllm.options import DTYPES, capabilities, check_settings, resolve
 from engine.rollout.vllm.vllm_stream import VllmStream
 from engine.rollout.vllm.vllm_types import LLM, LLMEngine
 
@@ -55,7 +55,6 @@ class SleepMode:
     discarded: bool = False  # whether sleep discarded the weights: an update must load new ones
 
     def sleep(self, level: int) -> SleepMode:
-        """Free the KV cache and the weights: to host memory (level 1) or for good (level 2)."""
         if level not in (1, 2):
             raise RolloutError(
                 f"sleep(level={level}) is unknown; use 1 (weights go to host memory) or 2 (weights "
@@ -65,18 +64,14 @@ class SleepMode:
         return SleepMode("asleep", discarded=level == 2)
 
     def wake_weights(self) -> SleepMode:
-        """Make room for the weights again, and bring them back after level 1."""
         self._require("wake_weights", "asleep")
         return replace(self, phase="weights")
 
     def update(self) -> SleepMode:
-        """Take new weights."""
-        if self.phase == "asleep":
-            raise RolloutError("update of weights while asleep: call wake_weights first")
+        self._require("update of weights", "serving", "weights")
         return replace(self, discarded=False)
 
     def wake_kv(self) -> SleepMode:
-        """Make room for the KV cache; then the engine serves."""
         self._require("wake_kv", "weights")
         if self.discarded:
             raise RolloutError(
@@ -86,22 +81,23 @@ class SleepMode:
         return SleepMode("serving")
 
     def generate(self) -> SleepMode:
-        """Decode."""
         self._require("generate", "serving")
         return self
 
-    @property
-    def transition(self) -> str:
-        """What vLLM does to come to this state, for messages."""
-        return _PHASES[self.phase][1]
-
-    def _require(self, call: str, phase: Phase) -> None:
-        name, _, way_out = _PHASES[self.phase]
-        if self.phase != phase:
+    def _require(self, call: str, *phases: Phase) -> None:
+        if self.phase not in phases:
+            name, _, way_out = _PHASES[self.phase]
             raise RolloutError(f"{call} while {name}: {way_out}")
 
 
-@register_engine("vllm", capabilities, options=engine_options, check=check)
+@register_engine(
+    "vllm",
+    capabilities,
+    options=lambda config: (
+        dict(config.vllm) | {"tensor_parallel_size": config.tensor_parallel_size}
+    ),
+    check=lambda config: check_settings(config.vllm, config.kv_cache_memory_mb),
+)
 class VllmEngine:
     """Rollouts by vLLM, tokens in and tokens out.
 
@@ -110,70 +106,33 @@ class VllmEngine:
     True
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        max_num_seqs: int = 512,
-        max_model_len: int | None = None,
-        kv_cache_memory_mb: int | None = None,
-        seed: int = 0,
-        dtype: str | None = None,
-        tensor_parallel_size: int = 1,
-        in_process: bool = True,
-        rank_groups: Sequence[Sequence[int]] | None = None,
-        lora: str = "merged",
-        bucket_mb: int = 64,
-        load: bool = True,
-        **tuning: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, load: bool = True, **options: Any) -> None:
         """Start vLLM (seconds) with `model`'s shape and, with `load`, its weights.
 
         In process, the parameters of `model`, a transformers causal LM, become views of vLLM's
         where the layouts agree: same Parameter objects, same numbers, contiguous, trainable and
-        saveable as before. Otherwise weights are copied in place.
+        saveable as before. Otherwise weights are copied in place. With `rank_groups` all ranks make
+        the engine together, and those of a group are given the same requests.
 
-        `dtype` (float32, bfloat16, float16) is that of vLLM's weights, the model's unless given.
-        `in_process=False`, or a `tensor_parallel_size` above 1, runs the model in that many worker
-        processes, which get weights `bucket_mb` at a time. `rank_groups` runs it over the ranks of
-        the default process group instead, e.g. [[0, 1], [2, 3]]: all ranks make the engine
-        together, and those of a group are given the same requests. A model with LoRA adapters is
-        decoded with them merged into its matrices (`lora="merged"`), or with vLLM's own LoRA
-        ("adapter"). `seed` is added to that of each request. Without
-        `kv_cache_memory_mb` the KV cache has 256 MB on a CPU, and on a GPU what vLLM's share of its
-        memory leaves. `tuning`: the fields of `Tuning`.
-
-        Raises RolloutError if vLLM is missing or does not start, ConfigError for settings that
-        contradict the model or each other.
+        `options` are those of `options.resolve`. Raises RolloutError if vLLM is missing or does not
+        start, ConfigError for settings that contradict the model or each other.
         """
         engine_launch.require_vllm()
-        self._options = options = resolve(
-            model,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            kv_cache_memory_mb=kv_cache_memory_mb,
-            seed=seed,
-            dtype=dtype,
-            tensor_parallel_size=tensor_parallel_size,
-            in_process=in_process,
-            rank_groups=rank_groups,
-            lora=lora,
-            bucket_mb=bucket_mb,
-            tuning=Tuning(**tuning),
-        )
+        self._options = resolve(model, **options)
         self._vocabulary = int(getattr(model.config, "vocab_size"))  # noqa: B009
         self.stats = RolloutStats()
         self._guard, self._sleep_mode = WeightGuard("vllm"), SleepMode()
         self._model = model  # that was loaded last
         self._stream: VllmStream | None = None
         self._updating_to: int | None = None  # version of an update by `begin_update`
-        llm = engine_launch.start(model, options)
+        llm = engine_launch.start(model, self._options)
         self._llm: LLM | None = llm
         try:
-            weights = WorkerWeights if options.mode == "workers" else InProcessWeights
-            self._weights: EngineWeights = weights(llm, options)
-            request = weight_load.lora_request() if options.adapter_rank else None
-            self._requests = LLMRequests(llm, options.max_model_len, seed, request)
+            weights = WorkerWeights if self._options.mode == "workers" else InProcessWeights
+            self._weights: EngineWeights = weights(llm, self._options)
+            request = weight_load.lora_request() if self._options.adapter_rank else None
+            length, seed = self._options.max_model_len, self._options.seed
+            self._requests = LLMRequests(llm, length, seed, request)
             self._guard.refuse("it was given no weights yet")
             if load:
                 self.update_weights(model, version=0)
@@ -201,52 +160,37 @@ class VllmEngine:
         return self._sleep_mode.phase != "serving"
 
     @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of vLLM's worker processes, by rank; empty in process."""
-        return self._weights.monitor.pids if isinstance(self._weights, WorkerWeights) else []
-
-    @property
     def _streaming(self) -> bool:
         """Whether a stream has requests."""
         return self._stream is not None and self._stream.in_flight + self._stream.waiting > 0
 
-    def update_weights(self, model: nn.Module, version: int) -> None:
+    def update_weights(self, model: nn.Module | None, version: int) -> None:
         """Serve `model`'s current weights as policy `version`; copies none that are shared.
 
-        A model whose parameters are sharded (DTensor) is gathered parameter by parameter: all its
-        ranks must call. Raises RolloutError if the update fails, and serves
-        nothing then until one succeeds.
+        None: the numbers of the last model have changed. A sharded model (DTensor) is gathered by
+        parameter: all its ranks must call. Raises RolloutError if it fails; then nothing is served.
         """
-        self._model = model
-        self._update(version, lambda: self._weights.load_model(model))
+        self._model = self._model if model is None else model
+        self._update(version, lambda: self._weights.load_model(self._model))
 
     def update_from(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve the model whose whole parameters `named` yields, by transformers' names.
+        """Serve the whole parameters that `named` yields, by transformers' names, one at a time.
 
-        They are loaded one at a time, so `named` may compute each when it is asked for it. Raises
-        RolloutError as `update_weights` does, also when one is missing.
+        Raises RolloutError as `update_weights` does, also when one is missing.
         """
         self._update(version, lambda: self._weights.load_tensors(named))
 
     def parameters(self) -> dict[str, Tensor]:
-        """vLLM's live parameters in this process (this rank's shards), by vLLM's names.
-
-        Write into them between `begin_update` and `finish_update`.
-        """
+        """vLLM's live parameters (this rank's shards); write them after `begin_update`."""
         return self._weights.parameters()
 
     def begin_update(self, version: int) -> None:
         """Serve nothing until `finish_update(version)`; the trainer's model is no longer shared."""
-        if version < self.policy_version:
-            raise RolloutError(
-                f"rollout engine 'vllm' holds policy version {self.policy_version} and was "
-                f"handed the older {version}; pass versions that never fall"
-            )
         self._sleep_mode.update()
         self._running()
+        self._guard.begin(version)
         self._weights.release()
         self._weights.invalidate()
-        self._guard.refuse(f"its update to policy version {version} did not finish")
         self._updating_to = version
 
     def finish_update(self, version: int) -> None:
@@ -281,9 +225,7 @@ class VllmEngine:
         One at a time, and no `generate` while it has requests. Raises RolloutError.
         """
         self.require_serving()
-        self._stream = VllmStream(
-            self, self._requests, self._options, self._vocabulary, params, self._model
-        )
+        self._stream = VllmStream(self, self._requests, self._options, self._vocabulary, params)
         return self._stream
 
     def require_serving(self) -> None:
@@ -311,9 +253,11 @@ class VllmEngine:
         if not prompts:
             return []
         started = time.perf_counter()
-        ids = self._requests.submit(prompts, params)
+        ids: list[str] = []
         try:
-            outputs = self._requests.collect(set(ids), on_progress, stats)
+            for number, prompt in enumerate(prompts, params.first_prompt):
+                ids += self._requests.submit(prompt, number, range(params.n), params)
+            outputs = self._requests.collect(len(ids), on_progress, stats)
         except VllmFailed as error:
             raise self.failed("decoding", error) from error
         except BaseException:  # Ctrl-C, or an error of `on_progress`: leave no request behind
@@ -327,10 +271,7 @@ class VllmEngine:
         return completions
 
     def failed(self, doing: str, error: Exception) -> RolloutError:
-        """Return the error to raise when vLLM itself failed: this engine ends.
-
-        It names a worker's death, if one died, else what vLLM says.
-        """
+        """End this engine, as vLLM failed; return an error with its words or a worker's death."""
         died = self._weights.monitor.died() if isinstance(self._weights, WorkerWeights) else None
         cause = f"vLLM failed while {doing}: {died or error}"
         self.close()
@@ -356,9 +297,8 @@ class VllmEngine:
 
     def wake_weights(self) -> None:
         """Make room for the weights again, before an update."""
-        self._transition(
-            self._sleep_mode.wake_weights(), lambda engine: engine.wake_up(["weights"])
-        )
+        mode = self._sleep_mode.wake_weights()
+        self._transition(mode, lambda engine: engine.wake_up(["weights"]))
 
     def wake_kv(self) -> None:
         """Make room for the KV cache again, after an update; then `generate` serves."""
@@ -370,7 +310,7 @@ class VllmEngine:
         try:
             call(engine)
         except Exception as error:
-            raise self.failed(new_mode.transition, error) from error
+            raise self.failed(_PHASES[new_mode.phase][1], error) from error
         self._sleep_mode = new_mode
 
     def close(self) -> None:

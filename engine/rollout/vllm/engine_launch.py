@@ -65,52 +65,42 @@ _WORKER_SETTINGS = {
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Restore, after the block, environment, random states, threads, log levels and warnings."""
+    """Restore, after the block, environment, random states, threads, log level and warnings.
+
+    vLLM logs nothing in it, and nothing short of critical afterwards, unless the user has set its
+    level: its failures are raised as errors.
+    """
     environment = dict(os.environ)
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    numpy_state, python_state = np.random.get_state(), random.getstate()
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    os.environ.update(_SETTINGS)
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     try:
-        with warnings.catch_warnings(), _silenced("vllm"):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices):
+            os.environ.update(_SETTINGS)
+            logger.setLevel(logging.CRITICAL + 1)
             yield
     finally:
+        logger.setLevel(level or logging.CRITICAL)
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
-        torch.set_rng_state(states[0])
-        if device_states:
-            torch.cuda.set_rng_state_all(device_states)
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
 
 
 @contextmanager
-def _silenced(name: str) -> Iterator[None]:
-    """Let a library log nothing while it starts, and nothing short of critical from then on.
+def hidden_modules() -> Iterator[None]:
+    """Hide the user's script, and modules that have Flask's request proxies (it comes with MLflow).
 
-    Its failures are raised as errors. A level that the user has set is kept.
+    vLLM's workers would run the script once more, and its inspection of every object of every
+    module fails at a proxy outside a request.
     """
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level if level != logging.NOTSET else logging.CRITICAL)
-
-
-@contextmanager
-def no_request_proxies() -> Iterator[None]:
-    """Hide modules that have Flask's request proxies while vLLM starts.
-
-    vLLM inspects every object of every module, and such a proxy raises outside a request. Flask
-    comes with MLflow.
-    """
-    hidden: dict[str, ModuleType] = {}
+    hidden = {"__main__": sys.modules["__main__"]}
+    sys.modules["__main__"] = ModuleType("__main__")
     werkzeug = sys.modules.get("werkzeug.local")
     if werkzeug is not None:
         for name, module in list(sys.modules.items()):
@@ -137,17 +127,6 @@ def frozen_gc() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def hidden_main() -> Iterator[None]:
-    """Keep a user's script out of worker processes: a spawned child would run it once more."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
 _live: dict[int, LLM] = {}  # engines whose model is in this process: they share vLLM's groups
 _made_group = False  # whether vLLM made the default process group
 
@@ -164,7 +143,6 @@ def require_vllm() -> None:
 def start(model: nn.Module, options: VllmOptions) -> LLM:
     """Return a `vllm.LLM` with `model`'s shape and unpacked weights, not loaded yet."""
     global _made_group
-    require_vllm()
     own_group = not torch.distributed.is_initialized()
     with ExitStack() as stack:
         stack.enter_context(unchanged())
@@ -196,10 +174,7 @@ def start(model: nn.Module, options: VllmOptions) -> LLM:
 
 
 def stop(llm: LLM) -> None:
-    """Shut the engine down; the last one in this process takes vLLM's process groups with it.
-
-    The default group ends too if vLLM made it.
-    """
+    """Shut the engine down; the last one in this process ends the process groups that vLLM made."""
     llm.llm_engine.engine_core.shutdown()
     if _live.pop(id(llm), None) is not None:
         _end_groups()
@@ -269,11 +244,10 @@ def _launch(folder: str, options: VllmOptions) -> LLM:
         arguments["max_lora_rank"] = _lora_rank_size(options.adapter_rank)
     with (
         patches.weights_outside_pool() if options.share else nullcontext(),
-        patches.unpacked_weights(),
+        patches.weights_unpacked(),
         frozen_gc(),
-        no_request_proxies(),
+        hidden_modules(),
         patches.inspectable_objects(),
-        hidden_main(),
     ):
         llm: LLM = vllm.LLM(
             model=folder,
@@ -299,7 +273,7 @@ def _lora_rank_size(rank: int) -> int:
 
 def _start_failure(model: nn.Module, options: VllmOptions, error: Exception) -> str:
     """Return one sentence: what was to start, why it didn't, and the settings to change."""
-    cache, share = options.kv_cache_memory_mb, options.tuning.gpu_memory_utilization
+    cache, share = options.kv_cache_memory_mb, options.settings.gpu_memory_utilization
     room = f"kv_cache_memory_mb={cache}" if cache else f"gpu_memory_utilization={share}"
     setting = "rollout.kv_cache_memory_mb" if cache else "rollout.vllm.gpu_memory_utilization"
     return (

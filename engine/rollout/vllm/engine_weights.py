@@ -10,7 +10,6 @@ have mapped it: memory without a name ends with its last process.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import signal
 import tempfile
@@ -18,12 +17,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +47,11 @@ class BucketEntry:
 
     @property
     def nbytes(self) -> int:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
 
 
 class SharedBuffer:
@@ -58,12 +59,7 @@ class SharedBuffer:
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            self._mmap = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-        self.bytes: Tensor = torch.frombuffer(self._mmap, dtype=torch.uint8)
+        self.bytes: Tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
     @classmethod
     def create(cls, size: int) -> SharedBuffer:
@@ -90,7 +86,7 @@ class SharedBuffer:
     def read(self, entries: Iterable[BucketEntry]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors as views; valid until the file is written again."""
         for piece in entries:
-            data = self.bytes[piece.start : piece.start + piece.nbytes]
+            data = self.bytes[piece.start : piece.end]
             yield piece.name, data.view(getattr(torch, piece.dtype)).view(piece.shape)
 
     def write(self, piece: BucketEntry, tensor: Tensor) -> None:
@@ -130,6 +126,7 @@ def unlink_queue_name(queue: object) -> None:
 
 
 T = TypeVar("T")
+Named = Iterable[tuple[str, Tensor]]
 _END_S = 10.0  # for a killed process to be gone
 _DEADLINE_S = 120.0  # for one bucket, by all workers
 
@@ -149,11 +146,6 @@ class WorkerMonitor:
         self._seen = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="hybridflyte-vllm-watch").start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers, by rank."""
-        return [process.pid for process in self._processes]
-
     def end(self) -> None:
         """Kill the workers: a clean exit is slow and saves nothing."""
         self._closing.set()
@@ -166,9 +158,9 @@ class WorkerMonitor:
         for process in self._processes:
             process.join(_END_S)
 
-    def died(self, wait_s: float = 1.0) -> str | None:
+    def died(self) -> str | None:
         """Return why the workers are gone, or None; wait for a death that vLLM just noticed."""
-        self._seen.wait(wait_s)
+        self._seen.wait(1.0)
         return self.cause
 
     def kill(self, cause: str) -> None:
@@ -188,14 +180,10 @@ class WorkerMonitor:
         until = time.monotonic() + 1.0
         while process.exitcode is None and time.monotonic() < until:
             time.sleep(0.01)
-        self.kill(f"{process.name} (pid {process.pid}) {_ending(process.exitcode)}")
+        code = process.exitcode or 0
+        end = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else "exited"
+        self.kill(f"{process.name} (pid {process.pid}) {end} (exit code {process.exitcode})")
         self._seen.set()
-
-
-def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was ended by signal {signal.Signals(-code).name}"
-    return f"exited with code {code}"
 
 
 class WeightChannel:
@@ -209,7 +197,7 @@ class WeightChannel:
         self._buffer: SharedBuffer | None = None
         self._entries: list[BucketEntry] = []  # written and not sent yet
         self._half_index, self._at = 0, 0  # the half that is filled, and its next free byte
-        self._reading: Callable[[], list[str | None]] | None = None  # the workers, the other half
+        self._reading: Callable[[], None] | None = None  # waits for the workers with the other half
 
     def unlink_names(self) -> None:
         """Unlink vLLM's shared memory, which a killed process would leave behind."""
@@ -217,7 +205,7 @@ class WeightChannel:
             unlink_queue_name(queue)
         self._call("unlink_names")
 
-    def send(self, prefix: str, named: Iterable[tuple[str, Tensor]], *finish: object) -> None:
+    def send(self, prefix: str, named: Named, *finish: object) -> None:
         """Send tensors; the workers' `<prefix>_begin`, `_load` and `_finish` get them.
 
         Raises WorkerDied if a worker is lost, RolloutError with the first worker's error if one
@@ -234,32 +222,30 @@ class WeightChannel:
 
     def _add(self, name: str, tensor: Tensor, method: str) -> None:
         """Write a tensor; where its half is full, have the workers read that."""
-        buffer = self._open(self._half)
         entry = bucket_entry(name, tensor, self._dtype, self._at)
-        if entry.start + entry.nbytes > (self._half_index + 1) * self._half:
+        if entry.end > (self._half_index + 1) * self._half:
             self._flush(method)
-            entry = bucket_entry(name, tensor, self._dtype, self._at)
             if entry.nbytes > self._half:
                 self._finish_reading()
-                buffer = self._open(-(-entry.nbytes // 4096) * 4096)
+                self._open(-(-entry.nbytes // 4096) * 4096)
                 self._half_index = self._at = 0
-                entry = bucket_entry(name, tensor, self._dtype, 0)
-        buffer.write(entry, tensor)
+            entry = bucket_entry(name, tensor, self._dtype, self._at)
+        self._open(self._half).write(entry, tensor)
         self._entries.append(entry)
-        self._at = entry.start + entry.nbytes
+        self._at = entry.end
 
     def _flush(self, method: str) -> None:
         """Have the workers read what was written, while the other half is filled."""
         if self._entries:
             self._finish_reading()  # then that half may be written
-            self._reading = self.start(method, self._entries)
+            self._reading = self._start(method, self._entries)
             self._half_index = 1 - self._half_index
             self._at, self._entries = self._half_index * self._half, []
 
     def _finish_reading(self) -> None:
-        if self._reading is not None:
-            reading, self._reading = self._reading, None
-            self.result(reading)
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading()
 
     def _open(self, half: int) -> SharedBuffer:
         if self._buffer is None or half > self._half:
@@ -272,24 +258,24 @@ class WeightChannel:
         return self._buffer
 
     def _call(self, method: str, *arguments: object) -> None:
-        self.result(self.start(method, *arguments))
+        self._start(method, *arguments)()
 
-    def start(self, method: str, *arguments: object) -> Callable[[], list[str | None]]:
-        """Call all workers; the function returned waits for their answers."""
+    def _start(self, method: str, *arguments: object) -> Callable[[], None]:
+        """Call all workers; the function returned waits, and raises the first error they answer."""
         if self._monitor.cause is not None:
             raise WorkerDied(self._monitor.cause)
-        future: Future[list[str | None]] = self._guarded(
+        future = self._guarded(
             lambda: self._executor.collective_rpc(
                 method, timeout=_DEADLINE_S, args=arguments, non_block=True
             )
         )
-        return lambda: self._guarded(future.result)
 
-    def result(self, answers: Callable[[], list[str | None]]) -> None:
-        """Wait for `answers`; raises RolloutError for the first that is an error."""
-        for rank, error in enumerate(answers()):
-            if error is not None:
-                raise RolloutError(f"vLLM's worker {rank} failed: {error}")
+        def wait_for_answers() -> None:
+            for rank, error in enumerate(self._guarded(future.result)):
+                if error is not None:
+                    raise RolloutError(f"vLLM's worker {rank} failed: {error}")
+
+        return wait_for_answers
 
     def _guarded(self, call: Callable[[], T]) -> T:
         try:
@@ -302,20 +288,10 @@ class WeightChannel:
             raise WorkerDied(cause or f"vLLM's workers can't be reached: {error}") from error
 
 
-Named = Iterable[tuple[str, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class BaseWeights:
-    """Identifies a model's weights but its adapters; unequal after a write that autograd counts."""
-
-    model: nn.Module
-    writes: tuple[tuple[int, int], ...]  # address and version of each
-
-    @classmethod
-    def of(cls, model: nn.Module) -> BaseWeights:
-        frozen = (p for name, p in model.named_parameters() if ".lora_" not in name)
-        return cls(model, tuple((p.data_ptr(), p._version) for p in frozen))
+def _base_state(model: nn.Module) -> tuple[object, ...]:
+    """Identify a model's weights but its adapters; unequal after a write that autograd counts."""
+    frozen = (p for name, p in model.named_parameters() if ".lora_" not in name)
+    return (model, *((p.data_ptr(), p._version) for p in frozen))
 
 
 class EngineWeights(ABC):
@@ -323,32 +299,31 @@ class EngineWeights(ABC):
 
     def __init__(self, options: VllmOptions) -> None:
         self._own_adapters = bool(options.adapter_rank)  # vLLM applies adapters itself
-        self._quantized = bool(options.tuning.quantization)
-        self._base: BaseWeights | None = None  # loaded base of a model with adapters
+        self._quantized = bool(options.settings.quantization)
+        self._base: tuple[object, ...] | None = None  # state of the loaded base, under adapters
 
     shares_storage = False
 
     def load_model(self, model: nn.Module) -> None:
         """Load `model`'s current weights; of a known base with adapters only the adapters."""
-        base = BaseWeights.of(model) if trainer_model.has_adapters(model) else None
-        base_loaded, self._base = base is not None and self._base == base, None
-        base_loaded = base_loaded and not self._quantized  # a layer is quantised as a whole
-        if self._own_adapters and not trainer_model.has_adapters(model):
+        adapted = trainer_model.has_adapters(model)
+        if self._own_adapters and not adapted:
             raise RolloutError(
                 "an engine with lora=adapter takes a model with adapters, and this one has no "
                 "adapters; use lora=merged"
             )
+        base = _base_state(model) if adapted else None
+        # A layer is quantised as a whole.
+        known = base is not None and base == self._base and not self._quantized
+        self._base = None
         if self._own_adapters:
-            if not base_loaded:
+            if not known:
                 self._load(trainer_model.base_weights(model), complete=True)
-            self._load_adapter(
-                trainer_model.adapter_weights(model), trainer_model.adapter_config(model)
-            )
-        elif trainer_model.has_adapters(model):
-            self._load(
-                trainer_model.merged_weights(model, changed_only=base_loaded),
-                complete=not base_loaded,
-            )
+            config = trainer_model.adapter_config(model)
+            self._load_adapter(trainer_model.adapter_weights(model), config)
+        elif adapted:
+            changes = trainer_model.merged_weights(model, changed_only=known)
+            self._load(changes, complete=not known)
         else:
             self._load_plain(model)
         self._base = base
@@ -383,6 +358,14 @@ class EngineWeights(ABC):
         self._load(trainer_model.merged_weights(model), complete=True)
 
 
+class _Shared(NamedTuple):
+    """A model of the trainer whose parameters are vLLM's."""
+
+    model: nn.Module
+    views: dict[str, Tensor]  # its parameters
+    snapshot: weight_load.ParameterSnapshot
+
+
 class InProcessWeights(EngineWeights):
     """Weights in this process: the trainer's own storage wherever layouts and dtypes agree."""
 
@@ -395,15 +378,13 @@ class InProcessWeights(EngineWeights):
         # Weights that sleep would take away can't be the trainer's.
         sleeps = bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
         self._shareable = not self._quantized and (options.share or not sleeps)
-        self._views: dict[str, Tensor] | None = None
-        self._shared: nn.Module | None = None  # the model whose parameters `_views` are
-        self._snapshot: weight_load.ParameterSnapshot | None = None  # of these parameters
+        self._shared: _Shared | None = None
         self._not_shareable: nn.Module | None = None  # a model found not to fit
 
     @property
     def shares_storage(self) -> bool:  # type: ignore[override]
         """True if vLLM's parameters are the trainer's."""
-        return self._views is not None
+        return self._shared is not None
 
     def parameters(self) -> dict[str, Tensor]:
         if self._quantized:
@@ -414,12 +395,13 @@ class InProcessWeights(EngineWeights):
         return {name: parameter.data for name, parameter in self.target.named_parameters()}
 
     def release(self) -> None:
-        if self._shared is not None and self._views is not None:
-            weight_load.release(self._shared, self._views)
-        self._views = self._shared = self._snapshot = None
+        if self._shared is not None:
+            weight_load.release(self._shared.model, self._shared.views)
+        self._shared = None
 
     def _load_plain(self, model: nn.Module) -> None:
-        if self._shared is model and self._snapshot is not None and self._snapshot.is_current():
+        shared = self._shared
+        if shared is not None and shared.model is model and shared.snapshot.is_current():
             return
         self._load(trainer_model.merged_weights(model), complete=True)
         if self._not_shareable is model or not self._shareable:
@@ -429,21 +411,19 @@ class InProcessWeights(EngineWeights):
             self._not_shareable = model
             return
         weight_load.share(model, views)
-        self._views, self._shared = views, model
-        self._snapshot = weight_load.ParameterSnapshot(model)
+        self._shared = _Shared(model, views, weight_load.ParameterSnapshot(model))
 
     def _load(self, named: Named, complete: bool) -> None:
-        if self._snapshot is not None and not self._snapshot.is_current():
-            self._views = self._shared = self._snapshot = None  # the trainer replaced its tensors
+        if self._shared is not None and not self._shared.snapshot.is_current():
+            self._shared = None  # the trainer replaced its tensors
         self.release()
         loading = begin_load(self._worker.model_runner)
         loading.load(named)
         loading.finish(complete)
 
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None:
-        weight_load.load_adapter(
-            self._worker, {name: t.detach().clone() for name, t in named}, config
-        )
+        tensors = {name: tensor.detach().clone() for name, tensor in named}
+        weight_load.load_adapter(self._worker, tensors, config)
 
 
 class WorkerWeights(EngineWeights):
@@ -453,9 +433,8 @@ class WorkerWeights(EngineWeights):
         super().__init__(options)
         executor = llm.llm_engine.engine_core.engine_core.model_executor
         self.monitor = WorkerMonitor(executor)
-        self._channel = WeightChannel(
-            executor, self.monitor, options.bucket_mb << 20, DTYPES[options.dtype]
-        )
+        size, dtype = options.settings.bucket_mb << 20, DTYPES[options.dtype]
+        self._channel = WeightChannel(executor, self.monitor, size, dtype)
         self._channel.unlink_names()
 
     def parameters(self) -> dict[str, Tensor]:

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from engine.errors import DivergedRolloutError, RolloutError
 from engine.rollout.protocol import Completion, RolloutStats, SamplingParams
 from engine.rollout.sampling import noise_keys
+from engine.rollout.stream import PartialCompletion
 from engine.rollout.vllm.vllm_types import LLM, RequestOutput, RequestState, Worker
 
 
 class VllmFailed(RolloutError):
     """A failure of vLLM itself, whose state is then unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnfinishedRequest:
-    """A completion so far; one entry a token."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]  # of the policy
 
 
 class LLMRequests:
@@ -37,31 +28,15 @@ class LLMRequests:
         self._max_model_len, self._seed = max_model_len, seed
         self._requests = 0
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
-        """Queue a request for each completion, with a seed of its own; return their ids."""
-        row = torch.arange(len(prompts) * params.n)
-        numbers = params.first_prompt + row // params.n
-        keys = noise_keys(params.seed + self._seed, numbers, row % params.n).tolist()
-        ids: list[str] = []
-        try:
-            for index, prompt in enumerate(prompts):
-                ids += self.submit_keyed(prompt, keys[index * params.n :][: params.n], params)
-        except BaseException:
-            self.abort(ids)
-            raise
-        return ids
-
-    def noise(self, seed: int, prompt: int, completions: Sequence[int]) -> list[int]:
-        """Return the seeds of completions of prompt number `prompt`."""
-        indices = torch.tensor(completions)
-        return noise_keys(seed + self._seed, torch.full_like(indices, prompt), indices).tolist()
-
-    def submit_keyed(
-        self, prompt: Sequence[int], keys: list[int], params: SamplingParams
+    def submit(
+        self, prompt: Sequence[int], number: int, noise: Sequence[int], params: SamplingParams
     ) -> list[str]:
-        """Queue one prompt's completions, one for each seed in `keys`; return their ids."""
+        """Queue a completion for each of `noise`, a seed with `number`; return their ids."""
         import vllm
 
+        indices = torch.tensor(noise)
+        seed = params.seed + self._seed
+        keys = noise_keys(seed, torch.full_like(indices, number), indices).tolist()
         room = self._max_model_len - len(prompt)
         request = vllm.TokensPrompt(prompt_token_ids=[int(token) for token in prompt])
         ids: list[str] = []
@@ -91,33 +66,26 @@ class LLMRequests:
         return ids
 
     def collect(
-        self,
-        waiting: set[str],
-        on_progress: Callable[[int], None] | None,
-        stats: RolloutStats,
+        self, count: int, on_progress: Callable[[int], None] | None, stats: RolloutStats
     ) -> dict[str, RequestOutput]:
-        """Step the engine until all requests in `waiting` are done; return their outputs by id.
-
-        Raises VllmFailed if it can't continue.
-        """
+        """Step until all `count` requests are done; return outputs by id. Raises VllmFailed."""
         outputs: dict[str, RequestOutput] = {}
-        while len(outputs) < len(waiting):
+        while len(outputs) < count:
             finished = [output for output in self.step() if output.finished]
             stats.decode_steps += 1
             outputs.update((output.request_id, output) for output in finished)
             if finished and on_progress is not None:
                 on_progress(len(outputs))
-            if len(outputs) < len(waiting) and not self._llm.llm_engine.has_unfinished_requests():
-                raise VllmFailed(f"{len(waiting) - len(outputs)} requests were left unanswered")
+            if len(outputs) < count and not self._llm.llm_engine.has_unfinished_requests():
+                raise VllmFailed(f"{count - len(outputs)} requests were left unanswered")
         return outputs
 
     def step(self) -> list[RequestOutput]:
         """Make one step of the engine; return the requests that ended. Raises VllmFailed."""
         try:
-            outputs = self._llm.llm_engine.step()
+            return self._llm.llm_engine.step()
         except Exception as error:
             raise VllmFailed(str(error)) from error
-        return outputs
 
     def kv_cache(self) -> tuple[int, int]:
         """Return tokens that the KV cache holds, at the longest context, and those of a block."""
@@ -129,7 +97,7 @@ class LLMRequests:
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
 
-    def unfinished(self) -> dict[str, UnfinishedRequest]:
+    def unfinished(self) -> dict[str, PartialCompletion]:
         """Return what vLLM has of each request that hasn't ended, by id."""
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: _unfinished(state) for state in states}
@@ -162,12 +130,12 @@ class LLMRequests:
         return Completion(index, tokens, log_probs, answer.finish_reason, version)
 
 
-def _unfinished(state: RequestState) -> UnfinishedRequest:
+def _unfinished(state: RequestState) -> PartialCompletion:
     tokens = list(state.detokenizer.output_token_ids)
     starts = [(int(version), start) for version, start in state.weight_version_starts]
     ends = [*(start for _, start in starts[1:]), len(tokens)][: len(starts)]
     versions = [v for (v, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
-    return UnfinishedRequest(tokens, list(state.logprobs_processor.logprobs.logprobs), versions)
+    return PartialCompletion(0, tokens, list(state.logprobs_processor.logprobs.logprobs), versions)
 
 
 def token_versions(output: RequestOutput) -> list[int]:

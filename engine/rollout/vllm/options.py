@@ -13,29 +13,29 @@ import ast
 import difflib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from engine.config import RolloutConfig
+from engine.config.rollout_engines import VllmConfig
+from engine.config.text import explain
 from engine.errors import ConfigError
 from engine.rollout import trainer_model
 from engine.rollout.protocol import EngineCapabilities, resolve_max_model_len
 
 WHERE = "rollout.vllm.engine_kwargs"
 
-_SETTINGS = {  # arguments that have a setting: two places would contradict each other
-    **{
-        name: f"rollout.vllm.{name}"
-        for name in (
-            *("dtype", "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill"),
-            *("enable_prefix_caching", "max_num_batched_tokens", "quantization"),
-        )
-    },
+_SECTION = (
+    *("dtype", "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill"),
+    *("enable_prefix_caching", "max_num_batched_tokens", "quantization"),
+)
+_SETTINGS = {name: f"rollout.vllm.{name}" for name in _SECTION} | {
     "quantization_config": "rollout.vllm.quantization",
     "enable_lora": "rollout.vllm.lora",
     "max_lora_rank": "model.lora.rank",
@@ -52,10 +52,15 @@ _SET_BY_ENGINE = (  # which relies on them
     *("distributed_executor_backend", "worker_extension_cls", "weight_transfer_config"),
     *("logprobs_mode", "generation_config", "override_generation_config", "pooler_config"),
 )
-_ONE_REPLICA = "each vLLM engine is one replica on rollout.tensor_parallel_size ranks"
-_OFFLOADED = "weights that vLLM keeps on the host can't be the policy's, nor be updated in place"
+_ONE_REPLICA = "each vLLM engine is one replica on rollout.tensor_parallel_size ranks; remove it"
+_OFFLOADED = (
+    "weights that vLLM keeps on the host can't be the policy's, nor be updated in place; remove it"
+)
 _SPECULATION = "write speculative_config, with model, method and num_speculative_tokens"
-_REFUSED = {
+_REFUSED = {  # by name: why
+    # Two places for one setting would contradict each other.
+    **{name: f"it is a setting of its own; set {setting}" for name, setting in _SETTINGS.items()},
+    **dict.fromkeys(_SET_BY_ENGINE, "it is given by the run; remove it"),
     **dict.fromkeys(
         (
             *("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size"),
@@ -70,7 +75,7 @@ _REFUSED = {
         ),
         _ONE_REPLICA,
     ),
-    "enable_eplb": "experts that move between ranks can't be updated in place",
+    "enable_eplb": "experts that move between ranks can't be updated in place; remove it",
     **dict.fromkeys(("spec_model", "spec_method", "spec_tokens"), _SPECULATION),
 }
 _WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")  # methods that draft with no model
@@ -80,12 +85,8 @@ _WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "df
 def check_engine_kwargs(engine_kwargs: Mapping[str, object], *, in_process: bool) -> None:
     """Raise ConfigError for the first argument that can't be passed through, with the way out."""
     for name, value in engine_kwargs.items():
-        if name in _SETTINGS:
-            raise ConfigError(f"{WHERE}.{name} is a setting of its own; set {_SETTINGS[name]}")
-        if name in _SET_BY_ENGINE:
-            raise ConfigError(f"{WHERE}.{name} is given by the run; remove it")
         if name in _REFUSED:
-            raise ConfigError(f"{WHERE}.{name}={value!r}: {_REFUSED[name]}; remove it")
+            raise ConfigError(f"{WHERE}.{name}={value!r}: {_REFUSED[name]}")
         if name == "enable_expert_parallel" and value and in_process:
             raise ConfigError(
                 f"{WHERE}.{name}=True with rollout.vllm.in_process=true: whole experts on one rank "
@@ -137,18 +138,13 @@ def passed_through(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def argument_names() -> frozenset[str]:
     """Read the names of vLLM's engine arguments from its source; none without vLLM."""
     spec = importlib.util.find_spec("vllm")
-    folders = spec.submodule_search_locations if spec is not None else None
-    source = Path(folders[0]) / "engine" / "arg_utils.py" if folders else None
+    source = Path(spec.origin).parent / "engine/arg_utils.py" if spec and spec.origin else None
     if source is None or not source.is_file():
         return frozenset()
-    classes = (n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef))
-    engine = next((node for node in classes if node.name == "EngineArgs"), None)
-    fields = engine.body if engine is not None else []
-    return frozenset(
-        field.target.id
-        for field in fields
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    )
+    classes = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef)]
+    fields = [field for node in classes if node.name == "EngineArgs" for field in node.body]
+    named = (f.target for f in fields if isinstance(f, ast.AnnAssign))
+    return frozenset(target.id for target in named if isinstance(target, ast.Name))
 
 
 CPU_KV_CACHE_MB = 256
@@ -159,75 +155,64 @@ _BACKENDS = {"in_process": "uni", "workers": "mp", "ranks": "external_launcher"}
 _QUANTIZATIONS = {"fp8": "fp8_per_block"}  # vLLM's names for quantisation while loading
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """What of vLLM a run may tune: the settings of the same names in `VllmConfig`."""
+def check_settings(settings: VllmConfig, kv_cache_memory_mb: int | None) -> None:
+    """Raise ConfigError for what can't be on any machine, before anything is started."""
+    check_engine_kwargs(settings.engine_kwargs, in_process=settings.in_process)
+    default = VllmConfig().gpu_memory_utilization
+    if kv_cache_memory_mb is not None and settings.gpu_memory_utilization != default:
+        raise ConfigError(
+            f"rollout.vllm.gpu_memory_utilization={settings.gpu_memory_utilization} has no effect "
+            f"beside rollout.kv_cache_memory_mb={kv_cache_memory_mb}; set one of them"
+        )
+    if settings.quantization and settings.lora == "adapter":
+        raise ConfigError(
+            f"rollout.vllm.quantization={settings.quantization} with rollout.vllm.lora=adapter: "
+            "weights are quantised with the adapters merged into them; set lora=merged"
+        )
 
-    gpu_memory_utilization: float = 0.5  # of each GPU, weights and activations included
-    enforce_eager: bool = False
-    enable_chunked_prefill: bool | None = None  # None: on a GPU
-    enable_prefix_caching: bool = True
-    max_num_batched_tokens: int | None = None  # of one forward pass; None: the device's default
-    quantization: str = ""  # of vLLM's weights, e.g. "fp8"
-    engine_kwargs: Mapping[str, object] = field(default_factory=dict)  # by vLLM's names
 
-    def check(self, *, in_process: bool, kv_cache_memory_mb: int | None, lora: str) -> None:
-        """Raise ConfigError for what can't be on any machine, before anything is started."""
-        check_engine_kwargs(self.engine_kwargs, in_process=in_process)
-        default = Tuning().gpu_memory_utilization
-        if kv_cache_memory_mb is not None and self.gpu_memory_utilization != default:
-            raise ConfigError(
-                f"rollout.vllm.gpu_memory_utilization={self.gpu_memory_utilization} has no effect "
-                f"beside rollout.kv_cache_memory_mb={kv_cache_memory_mb}; set one of them"
-            )
-        if self.quantization and lora == "adapter":
-            raise ConfigError(
-                f"rollout.vllm.quantization={self.quantization} with rollout.vllm.lora=adapter: "
-                "weights are quantised with the adapters merged into them; set lora=merged"
-            )
-
-    def check_here(
-        self, *, on_gpu: bool, dtype: str, max_model_len: int, max_num_seqs: int
-    ) -> None:
-        """Raise ConfigError for what can't be on this machine and with this model."""
-        if self.enable_chunked_prefill and not on_gpu:
-            raise ConfigError(
-                "rollout.vllm.enable_chunked_prefill=true on a CPU: a prompt in parts would draw "
-                "other tokens for the same seed; leave it out"
-            )
-        if self.quantization and not on_gpu:
-            raise ConfigError(
-                f"rollout.vllm.quantization={self.quantization} on a CPU: vLLM quantises on GPUs; "
-                "leave it out"
-            )
-        if self.quantization and dtype == "float32":
-            raise ConfigError(
-                f"rollout.vllm.quantization={self.quantization} of float32 weights: vLLM computes "
-                "beside it in bfloat16 or float16; set rollout.vllm.dtype=bfloat16"
-            )
-        tokens = self.max_num_batched_tokens
-        whole_prompts = self.enable_chunked_prefill is False or not on_gpu
-        if tokens is not None and whole_prompts and tokens < max_model_len:
-            raise ConfigError(
-                f"rollout.vllm.max_num_batched_tokens={tokens} is less than a prompt and its "
-                f"completion ({max_model_len} tokens), and prompts aren't computed in chunks; "
-                f"raise it to {max_model_len}"
-            )
-        if tokens is not None and tokens < max_num_seqs:
-            raise ConfigError(
-                f"rollout.vllm.max_num_batched_tokens={tokens} is less than rollout.max_num_seqs="
-                f"{max_num_seqs}, which each decode one token a pass; raise it, or lower that"
-            )
+def _check_here(
+    settings: VllmConfig, *, on_gpu: bool, dtype: str, max_model_len: int, max_num_seqs: int
+) -> None:
+    """Raise ConfigError for what can't be on this machine and with this model."""
+    quantization, tokens = settings.quantization, settings.max_num_batched_tokens
+    if settings.enable_chunked_prefill and not on_gpu:
+        raise ConfigError(
+            "rollout.vllm.enable_chunked_prefill=true on a CPU: a prompt in parts would draw "
+            "other tokens for the same seed; leave it out"
+        )
+    if quantization and not on_gpu:
+        raise ConfigError(
+            f"rollout.vllm.quantization={quantization} on a CPU: vLLM quantises on GPUs; leave it "
+            "out"
+        )
+    if quantization and dtype == "float32":
+        raise ConfigError(
+            f"rollout.vllm.quantization={quantization} of float32 weights: vLLM computes beside "
+            "it in bfloat16 or float16; set rollout.vllm.dtype=bfloat16"
+        )
+    whole_prompts = settings.enable_chunked_prefill is False or not on_gpu
+    if tokens is not None and whole_prompts and tokens < max_model_len:
+        raise ConfigError(
+            f"rollout.vllm.max_num_batched_tokens={tokens} is less than a prompt and its "
+            f"completion ({max_model_len} tokens), and prompts aren't computed in chunks; "
+            f"raise it to {max_model_len}"
+        )
+    if tokens is not None and tokens < max_num_seqs:
+        raise ConfigError(
+            f"rollout.vllm.max_num_batched_tokens={tokens} is less than rollout.max_num_seqs="
+            f"{max_num_seqs}, which each decode one token a pass; raise it, or lower that"
+        )
 
 
 def engine_arguments(options: VllmOptions) -> dict[str, object]:
     """Return keyword arguments of `vllm.LLM`, but for the model's folder and vLLM's own classes."""
-    tuning = options.tuning
+    settings = options.settings
     arguments: dict[str, object] = {
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
         "max_model_len": options.max_model_len,
-        "enable_prefix_caching": tuning.enable_prefix_caching,
+        "enable_prefix_caching": settings.enable_prefix_caching,
         "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": _BACKENDS[options.mode],
         "seed": options.seed,
@@ -237,18 +222,17 @@ def engine_arguments(options: VllmOptions) -> dict[str, object]:
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
-    if tuning.quantization:
-        name = tuning.quantization
+    if name := settings.quantization:
         arguments["quantization"] = _QUANTIZATIONS.get(name, name)
     if options.adapter_rank:
         arguments |= {"enable_lora": True, "max_loras": 1}
+    chunked = options.on_gpu and settings.enable_chunked_prefill is not False
     step_tokens = max(_STEP_TOKENS, options.max_num_seqs, options.max_model_len)
-    chunked = options.on_gpu and tuning.enable_chunked_prefill is not False
+    step_default = None if chunked else step_tokens
     arguments |= {
-        "enforce_eager": tuning.enforce_eager or not options.on_gpu,
+        "enforce_eager": settings.enforce_eager or not options.on_gpu,
         "enable_chunked_prefill": chunked,
-        "max_num_batched_tokens": tuning.max_num_batched_tokens
-        or (None if chunked else step_tokens),
+        "max_num_batched_tokens": settings.max_num_batched_tokens or step_default,
     }
     if options.on_gpu:
         # Other kernels shuffle experts' weights, where updates don't fit.
@@ -256,11 +240,11 @@ def engine_arguments(options: VllmOptions) -> dict[str, object]:
     else:
         arguments["block_size"] = _BLOCK
     if options.kv_cache_memory_mb is None:
-        arguments["gpu_memory_utilization"] = tuning.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     else:
         size = (options.kv_cache_memory_mb << 20) // options.tensor_parallel_size  # of each rank
         arguments |= {"kv_cache_memory_bytes": size, "gpu_memory_utilization": _CHECKED_ONLY}
-    return arguments | passed_through(tuning.engine_kwargs)
+    return arguments | passed_through(settings.engine_kwargs)
 
 
 Mode = Literal["in_process", "workers", "ranks"]
@@ -281,9 +265,8 @@ class VllmOptions:
     tensor_parallel_size: int
     rank_groups: tuple[tuple[int, ...], ...]  # of mode "ranks", e.g. ((0, 2), (1, 3)); else ()
     adapter_rank: int  # of LoRA adapters that vLLM applies itself; 0: none
-    bucket_mb: int  # weights on their way to worker processes at once, e.g. 64
     share: bool  # whether vLLM's parameters may be the trainer's, and so must outlast its sleep
-    tuning: Tuning
+    settings: VllmConfig
 
 
 def capabilities(config: RolloutConfig) -> EngineCapabilities:
@@ -308,63 +291,43 @@ def on_gpu() -> bool:
     return torch.accelerator.is_available()
 
 
-def engine_options(config: RolloutConfig) -> dict[str, object]:
-    """Return the engine's arguments from `rollout.vllm`."""
-    settings = {name: value for name, value in dict(config.vllm).items() if name != "sleep"}
-    settings["dtype"] = settings["dtype"] or None
-    return settings | {"tensor_parallel_size": config.tensor_parallel_size}
-
-
-def check(config: RolloutConfig) -> None:
-    """Raise ConfigError for settings that can't be, whatever the model and the machine."""
-    vllm = config.vllm
-    tuning = Tuning(**{name: getattr(vllm, name) for name in Tuning.__dataclass_fields__})
-    tuning.check(
-        in_process=vllm.in_process, kv_cache_memory_mb=config.kv_cache_memory_mb, lora=vllm.lora
-    )
-
-
 def resolve(
     model: nn.Module,
     *,
-    max_num_seqs: int,
-    max_model_len: int | None,
-    kv_cache_memory_mb: int | None,
-    seed: int,
-    dtype: str | None,
-    tensor_parallel_size: int,
-    in_process: bool,
-    rank_groups: Sequence[Sequence[int]] | None,
-    lora: str,
-    bucket_mb: int,
-    tuning: Tuning,
+    max_num_seqs: int = 512,
+    max_model_len: int | None = None,
+    kv_cache_memory_mb: int | None = None,
+    seed: int = 0,
+    tensor_parallel_size: int = 1,
+    rank_groups: Sequence[Sequence[int]] | None = None,
+    **settings: object,
 ) -> VllmOptions:
-    """Check the settings against `model` and each other; raise ConfigError for what can't be."""
-    config: Any = model.config
-    sizes = {
-        "max_num_seqs": max_num_seqs,
-        "kv_cache_memory_mb": kv_cache_memory_mb,
-        "bucket_mb": bucket_mb,
-    }
-    for name, value in sizes.items():
+    """Check the settings against `model` and each other; raise ConfigError for what can't be.
+
+    `settings` are those of `rollout.vllm`. With `in_process=False`, or a `tensor_parallel_size`
+    above 1, the model runs in that many worker processes; with `rank_groups` over the ranks of the
+    default process group, e.g. [[0, 1], [2, 3]]. `seed` is added to that of each request. Without
+    `kv_cache_memory_mb` the KV cache has 256 MB on a CPU, and on a GPU what vLLM's share leaves.
+    """
+    try:
+        vllm = VllmConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(f"rollout.vllm: {explain(error)}") from None
+    for name, value in (("max_num_seqs", max_num_seqs), ("kv_cache_memory_mb", kv_cache_memory_mb)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} is too small for any work; use 1 or more")
-    if lora not in ("merged", "adapter"):
-        raise ConfigError(f"lora={lora!r} is unknown; choose merged or adapter")
-    tuning.check(in_process=in_process, kv_cache_memory_mb=kv_cache_memory_mb, lora=lora)
+    check_settings(vllm, kv_cache_memory_mb)
+    config: Any = model.config
     groups = tuple(tuple(group) for group in rank_groups or ())
-    mode: Mode = "ranks" if groups else "in_process"
-    if not groups and (tensor_parallel_size > 1 or not in_process):
-        mode = "workers"
     _check_parallel(config, tensor_parallel_size, groups)
-    if dtype is None:
-        dtype = str(trainer_model.model_dtype(model)).removeprefix("torch.")
-    elif dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    mode: Mode = "ranks" if groups else "in_process"
+    if not groups and (tensor_parallel_size > 1 or not vllm.in_process):
+        mode = "workers"
+    dtype = vllm.dtype or str(trainer_model.model_dtype(model)).removeprefix("torch.")
     gpu = on_gpu()
     length = resolve_max_model_len(max_model_len, getattr(config, "max_position_embeddings", None))
-    tuning.check_here(on_gpu=gpu, dtype=dtype, max_model_len=length, max_num_seqs=max_num_seqs)
-    shareable = mode == "in_process" and not tuning.quantization
+    _check_here(vllm, on_gpu=gpu, dtype=dtype, max_model_len=length, max_num_seqs=max_num_seqs)
+    shareable = mode == "in_process" and not vllm.quantization
     return VllmOptions(
         mode=mode,
         on_gpu=gpu,
@@ -375,10 +338,9 @@ def resolve(
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
         rank_groups=groups,
-        adapter_rank=trainer_model.adapter_rank(model) if lora == "adapter" else 0,
-        bucket_mb=bucket_mb,
+        adapter_rank=trainer_model.adapter_rank(model) if vllm.lora == "adapter" else 0,
         share=shareable and trainer_model.can_be_shared(model, DTYPES[dtype]),
-        tuning=tuning,
+        settings=vllm,
     )
 
 
@@ -392,9 +354,8 @@ def _check_parallel(config: object, size: int, groups: tuple[tuple[int, ...], ..
             f"tensor_parallel_size={size} does not divide the model's num_attention_heads={heads}; "
             "choose a divisor of it"
         )
-    wrong = any(len(group) != size for group in groups)
     ranks = sorted(rank for group in groups for rank in group)
-    if wrong or ranks != list(range(len(ranks))):
+    if {len(group) for group in groups} - {size} or ranks != list(range(len(ranks))):
         raise ConfigError(
             f"rank_groups={[list(group) for group in groups]} must have each rank from 0 once, in "
             f"groups of tensor_parallel_size={size}"

@@ -1,8 +1,8 @@
 """Patches of vLLM's private code (vLLM 0.32), and what each is for.
 
-- `keep_weights_unpacked` (`layers.utils.dispatch_cpu_unquantized_gemm`): on a CPU vLLM packs
+- `weights_unpacked` (`layers.utils.dispatch_cpu_unquantized_gemm`): on a CPU vLLM packs
   matrices for its kernels, and packed ones can't be shared with the trainer or updated.
-- `keep_experts_unpacked` (`CPUUnquantizedExperts.process_weights_after_loading`): the same of
+- `experts_unpacked` (`CPUUnquantizedExperts.process_weights_after_loading`): the same of
   experts, which vLLM packs once, when the engine starts; each expert becomes two plain products.
 - `weights_outside_pool` (`gpu_worker.Worker._maybe_get_memory_pool_context`): vLLM's sleep mode
   would free the weights that the trainer shares.
@@ -47,28 +47,32 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def keep_experts_unpacked() -> Callable[[], None]:
-    """Let vLLM's CPU experts stay as they are loaded; the function returned restores its packing.
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute in a block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
-    Engines that were made meanwhile keep theirs unpacked. Does nothing where vLLM is for GPUs.
-    """
+
+@contextmanager
+def experts_unpacked() -> Iterator[None]:
+    """Let experts of CPU models that are loaded in a block stay unpacked."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        return lambda: None
+        yield
+        return
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-
-    experts = cpu_moe.CPUUnquantizedExperts
-    original = experts.process_weights_after_loading
 
     def unpacked(self: Any, layer: object) -> None:
         self.apply = partial(apply_experts, (self.w1_bias, self.w2_bias))
 
-    def undo() -> None:
-        experts.process_weights_after_loading = original
-
-    experts.process_weights_after_loading = unpacked
-    return undo
+    with replaced(cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", unpacked):
+        yield
 
 
 def apply_experts(
@@ -112,11 +116,9 @@ def apply_experts(
         output.index_add_(0, rows, outputs.to(output.dtype))
 
 
-def keep_weights_unpacked() -> Callable[[], None]:
-    """Replace vLLM's choice of CPU kernels, for matrices and for MoE experts.
-
-    The function returned restores it.
-    """
+@contextmanager
+def weights_unpacked() -> Iterator[None]:
+    """Let matrices and experts of CPU models that are made in a block stay unpacked."""
     from vllm.model_executor.layers import utils
 
     original = utils.dispatch_cpu_unquantized_gemm
@@ -127,52 +129,26 @@ def keep_weights_unpacked() -> Callable[[], None]:
             return
         layer.cpu_linear = linear_function(layer.weight)
 
-    pack_experts = keep_experts_unpacked()
-
-    def undo() -> None:
-        utils.dispatch_cpu_unquantized_gemm = original
-        pack_experts()
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
-    return undo
-
-
-@contextmanager
-def unpacked_weights() -> Iterator[None]:
-    """Keep weights unpacked in a block; see `keep_weights_unpacked`."""
-    undo = keep_weights_unpacked()
-    try:
+    with replaced(utils, "dispatch_cpu_unquantized_gemm", dispatch), experts_unpacked():
         yield
-    finally:
-        undo()
 
 
 @contextmanager
 def weights_outside_pool() -> Iterator[None]:
-    """Let vLLM allocate its weights in ordinary device memory, which `sleep` doesn't free.
-
-    The trainer will share them.
-    """
+    """Let vLLM allocate its weights in ordinary device memory, which `sleep` doesn't free."""
     from vllm.v1.worker import gpu_worker
 
-    worker = gpu_worker.Worker
-    original = worker._maybe_get_memory_pool_context
+    original = gpu_worker.Worker._maybe_get_memory_pool_context
 
     def pool(self: object, tag: str) -> AbstractContextManager[object]:
         return nullcontext() if tag == "weights" else original(self, tag)
 
-    worker._maybe_get_memory_pool_context = pool
-    try:
+    with replaced(gpu_worker.Worker, "_maybe_get_memory_pool_context", pool):
         yield
-    finally:
-        worker._maybe_get_memory_pool_context = original
 
 
 def inspect_in_this_process(architecture: str) -> None:
-    """Tell vLLM what its class for `architecture` can do; else it starts a process to find out.
-
-    vLLM 0.32 does so to keep CUDA out of this process.
-    """
+    """Tell vLLM what its class for `architecture` can do; else it starts a process to find out."""
     from vllm import ModelRegistry
 
     if registered := ModelRegistry.models.get(architecture):
@@ -184,15 +160,11 @@ def skip_compilation() -> None:
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
 
-    sampler.batched_count_greater_than = _count_at_least
+    # The rank of each token: how many entries of x [B, V] are `values` [B, 1] or more.
+    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
     masked = vocab_parallel_embedding.get_masked_input_and_mask
     plain = getattr(masked, "_torchdynamo_orig_callable", masked)
     vocab_parallel_embedding.get_masked_input_and_mask = plain
-
-
-def _count_at_least(x: Tensor, values: Tensor) -> Tensor:
-    """Count the entries of x `[B, V]` that are `values` `[B, 1]` or more: each token's rank."""
-    return (x >= values).sum(-1)
 
 
 @contextmanager
@@ -209,22 +181,20 @@ def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     rank, order = dist.get_rank(), [rank for group in groups for rank in group]
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, src=0)
-    executor = uniproc_executor.ExecutorWithExternalLauncher
-    arguments, form = executor._distributed_args, parallel_state.init_model_parallel_group
-    new_group = dist.new_group
+    form = parallel_state.init_model_parallel_group
+    address = f"file:///{names[0]}", rank, _device_index(rank)
 
     def init_in_order(group_ranks: list[list[int]], *args: object, **options: object) -> object:
         return form([[order[at] for at in group] for group in group_ranks], *args, **options)
 
-    dist.new_group = partial(new_group, sort_ranks=False)
-    executor._distributed_args = lambda _: (f"file:///{names[0]}", rank, _device_index(rank))
-    parallel_state.init_model_parallel_group = init_in_order
-    try:
+    with (
+        replaced(dist, "new_group", partial(dist.new_group, sort_ranks=False)),
+        replaced(parallel_state, "init_model_parallel_group", init_in_order),
+        replaced(
+            uniproc_executor.ExecutorWithExternalLauncher, "_distributed_args", lambda _: address
+        ),
+    ):
         yield
-    finally:
-        dist.new_group = new_group
-        executor._distributed_args = arguments
-        parallel_state.init_model_parallel_group = form
 
 
 def _device_index(rank: int) -> int:
@@ -241,24 +211,19 @@ def inspectable_objects() -> Iterator[None]:
     """
     from vllm.triton_utils import dispatcher
 
+    def attributes(value: object) -> Mapping[str, object]:
+        return value.__dict__ if isinstance(value.__dict__, Mapping) else {}
+
     names = vars(dispatcher)
-    names["vars"] = _vars
+    names["vars"] = attributes
     try:
         yield
     finally:
         del names["vars"]
 
 
-def _vars(value: object) -> Mapping[str, object]:
-    attributes: object = value.__dict__
-    return attributes if isinstance(attributes, Mapping) else {}
-
-
 def form_expert_groups() -> None:
-    """Form the groups of experts, which vLLM leaves out where a model without experts came first.
-
-    Engines of one process share their groups; one of experts can then start beside one without.
-    """
+    """Form the groups of experts, which engines of one process share, where the first had none."""
     from vllm.distributed import parallel_state
 
     if parallel_state._EP is not None:
@@ -277,10 +242,9 @@ def keep_process_groups() -> None:
     """Let an engine that ends free its device memory alone."""
     from vllm.v1.engine import core
 
-    vars(core)["cleanup_dist_env_and_memory"] = _free_memory
+    def free_memory() -> None:
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    vars(core)["cleanup_dist_env_and_memory"] = free_memory

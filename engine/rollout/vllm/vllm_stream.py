@@ -24,24 +24,9 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from engine.errors import RolloutError
-from engine.rollout.protocol import (
-    Completion,
-    RolloutStats,
-    SamplingParams,
-    check_params,
-    check_prompt,
-    check_tokens,
-)
-from engine.rollout.stream import (
-    PartialCompletion,
-    PartialRequest,
-    RolloutStream,
-    StreamedCompletion,
-    check_partial,
-    check_unused,
-    noise_index,
-    request_limit,
-)
+from engine.rollout import protocol, stream
+from engine.rollout.protocol import SamplingParams
+from engine.rollout.stream import PartialCompletion, PartialRequest, StreamedCompletion
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed, token_versions
 from engine.rollout.vllm.options import VllmOptions
 
@@ -72,8 +57,9 @@ class KvAdmission:
 
     def count(self, running: Iterable[Row], waiting: Iterable[Row]) -> int:
         """Return how many of `waiting`, from the first on, vLLM may be given beside `running`."""
-        rows = list(running)
-        expected = self._expected(rows)
+        rows, expected = list(running), math.inf  # the mean length of a completion
+        if self.ended:
+            expected = (self.sampled + sum(row.tokens for row in rows)) / self.ended
         prompts: set[Hashable] = set()
         held = sum(self._need(row, expected, prompts) for row in rows)
         count = 0
@@ -83,12 +69,6 @@ class KvAdmission:
                 break
             count += 1
         return count
-
-    def _expected(self, running: list[Row]) -> float:
-        """Return the mean length of a completion, in tokens; infinite before one has ended."""
-        if not self.ended:
-            return float("inf")
-        return (self.sampled + sum(row.tokens for row in running)) / self.ended
 
     def _need(self, row: Row, expected: float, prompts: set[Hashable]) -> int:
         """Count tokens of cache for a completion, and its prompt unless that is in `prompts`."""
@@ -107,11 +87,8 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int: ...
-
     def require_serving(self) -> None: ...
-
-    def update_weights(self, model: nn.Module, version: int) -> None: ...
-
+    def update_weights(self, model: nn.Module | None, version: int) -> None: ...
     def failed(self, doing: str, error: Exception) -> RolloutError: ...
 
 
@@ -129,8 +106,27 @@ class _Open:
         """Return its size after `sampled` more tokens."""
         return Row(self.key, len(self.prompt), self.limit, len(self.prior.token_ids) + sampled)
 
+    def with_sampled(self, rest: PartialCompletion) -> PartialCompletion:
+        """Return the tokens that it began with, and the rest."""
+        prior = self.prior
+        return PartialCompletion(
+            prior.completion_index,
+            [*prior.token_ids, *rest.token_ids],
+            [*prior.log_probs, *rest.log_probs],
+            [*prior.token_versions, *rest.token_versions],
+        )
 
-class VllmStream(RolloutStream):
+    def streamed(self, rest: PartialCompletion, reason: str) -> StreamedCompletion:
+        """Return the completion that ends with `rest`."""
+        part = self.with_sampled(rest)
+        oldest, versions = min(part.token_versions), part.token_versions
+        completion = protocol.Completion(
+            self.number, part.token_ids, part.log_probs, reason, oldest, versions
+        )
+        return StreamedCompletion(self.key, part.completion_index, completion)
+
+
+class VllmStream(stream.RolloutStream):
     """A stream that `VllmEngine.stream` makes, whose weights it serves."""
 
     def __init__(
@@ -140,16 +136,15 @@ class VllmStream(RolloutStream):
         options: VllmOptions,
         vocabulary: int,
         params: SamplingParams,
-        model: nn.Module,
     ) -> None:
-        check_params(params)
-        self.stats = RolloutStats()  # of all steps so far
+        protocol.check_params(params)
+        self.stats = protocol.RolloutStats()  # of all steps so far
         self._engine, self._requests, self._options = engine, requests, options
-        self._vocabulary, self._params, self._model = vocabulary, params, model
+        self._vocabulary, self._params = vocabulary, params
         self._open: dict[str, _Open] = {}  # that vLLM has, by its id
         self._held: deque[_Open] = deque()  # until there is room
         capacity, block = requests.kv_cache()
-        self._room = KvAdmission(capacity, block, options.tuning.enable_prefix_caching)
+        self._room = KvAdmission(capacity, block, options.settings.enable_prefix_caching)
         self._may_fit = False  # whether room or held ones have come since the last look
         self._cut: set[Hashable] = set()  # keys of requests that end with their next token
         self._submitted = 0
@@ -176,25 +171,15 @@ class VllmStream(RolloutStream):
         max_new_tokens: int | None = None,
         after: Hashable | None = None,
     ) -> None:
-        """Queue the `n` completions of a prompt, or those that `resume` left unfinished.
-
-        vLLM finds by itself what it has of a prompt; `after` says nothing to it.
-        """
+        """Queue completions; vLLM finds what it has of a prompt, whatever `after` says."""
         self._check_open()
         self._engine.require_serving()
-        check_unused(key, {completion.key for completion in self._unfinished()})
-        prompt, params, name = list(prompt_ids), self._params, f"the prompt of request {key!r}"
-        check_prompt(name, prompt, self._options.max_model_len, self._vocabulary)
-        limit = min(params.max_new_tokens, self._options.max_model_len - len(prompt))
-        limit = request_limit(max_new_tokens, limit, key)
-        parts = [PartialCompletion(index, [], [], []) for index in range(params.n)]
-        if resume is not None:
-            check_partial(resume, key, prompt, params.n, limit, params.stop_token_ids)
-            parts = resume.completions
-        for part in parts:
-            if part.token_ids:
-                tokens = f"completion {part.completion_index} of request {key!r}"
-                check_tokens(tokens, part.token_ids, self._vocabulary)
+        stream.check_unused(key, {request.key for request in self._unfinished()})
+        prompt, params, longest = list(prompt_ids), self._params, self._options.max_model_len
+        protocol.check_prompt(f"the prompt of request {key!r}", prompt, longest, self._vocabulary)
+        limit = min(params.max_new_tokens, longest - len(prompt))
+        limit = stream.request_limit(max_new_tokens, limit, key)
+        parts = stream.parts_to_sample(key, prompt, resume, params, limit, self._vocabulary)
         self._held.extend(_Open(key, self._submitted, prompt, part, limit) for part in parts)
         self._may_fit = True
         self._submitted += 1
@@ -202,14 +187,11 @@ class VllmStream(RolloutStream):
         self._admit()
 
     def cut(self, key: Hashable) -> None:
-        if any(completion.key == key for completion in self._unfinished()):
+        if any(request.key == key for request in self._unfinished()):
             self._cut.add(key)
 
     def step(self) -> list[StreamedCompletion]:
-        """Let vLLM make a step; return the completions that ended.
-
-        Raises RolloutError as `VllmEngine.generate` does.
-        """
+        """Let vLLM make a step; return what ended. RolloutError as of `VllmEngine.generate`."""
         self._check_open()
         if not self._open and not self._held:
             return []
@@ -228,71 +210,42 @@ class VllmStream(RolloutStream):
             self._may_fit = True
             version = self.policy_version
             rest = self._requests.completion(request.number, output, version, self.stats)
-            completion = _joined(request.prior, rest, token_versions(output))
-            self._room.end(len(completion.token_ids))
-            ended.append(
-                StreamedCompletion(request.key, request.prior.completion_index, completion)
-            )
+            versions = token_versions(output) or [version] * len(rest.token_ids)
+            sampled = PartialCompletion(0, rest.token_ids, rest.log_probs, versions)
+            ended.append(request.streamed(sampled, rest.finish_reason))
+            self._room.end(len(ended[-1].completion.token_ids))
         return ended + (self._end_cut() if self._cut else [])
 
     def _end_cut(self) -> list[StreamedCompletion]:
         """Take out the completions that are cut, once they have a token."""
-        ended, now = [], self._requests.unfinished()
+        ended, unfinished = [], self._requests.unfinished()
         for id, request in list(self._open.items()):
-            so_far = now.get(id)
-            if request.key not in self._cut or so_far is None or not so_far.token_ids:
+            sampled = unfinished.get(id)
+            if request.key not in self._cut or sampled is None or not sampled.token_ids:
                 continue
-            if any(map(math.isnan, so_far.log_probs)):
+            if any(map(math.isnan, sampled.log_probs)):
                 continue  # it ends by itself, with the error that says why
             self._requests.abort([id])
             del self._open[id]
             self._may_fit = True
-            self.stats.generated_tokens += len(so_far.token_ids)
-            oldest = min(so_far.versions)
-            rest = Completion(
-                request.number,
-                so_far.token_ids,
-                so_far.log_probs,
-                "length",
-                oldest,
-                so_far.versions,
-            )
-            completion = _joined(request.prior, rest, so_far.versions)
-            ended.append(
-                StreamedCompletion(request.key, request.prior.completion_index, completion)
-            )
+            self.stats.generated_tokens += len(sampled.token_ids)
+            ended.append(request.streamed(sampled, "length"))
         self._cut &= {request.key for request in self._unfinished()}
         return ended
 
     def update_weights(self, model: nn.Module | None, version: int) -> None:
-        """Continue under `model`'s weights; None: the numbers of the served model have changed.
-
-        Raises RolloutError as `VllmEngine.update_weights` does.
-        """
+        """Continue under new weights; RolloutError as of `VllmEngine.update_weights`."""
         self._check_open()
-        self._model = self._model if model is None else model
-        self._engine.update_weights(self._model, version)
+        self._engine.update_weights(model, version)
 
     def partials(self) -> list[PartialRequest]:
         self._check_open()
-        now, partials = self._requests.unfinished(), dict[Hashable, PartialRequest]()
-        ids = [*self._open, *(None for _ in self._held)]
-        for id, request in zip(ids, self._unfinished(), strict=True):
-            partial = partials.setdefault(
-                request.key, PartialRequest(request.key, request.prompt, [])
-            )
-            prior = request.prior
-            if id is None:
-                partial.completions.append(prior)
-                continue
-            sampled = now[id]
-            part = PartialCompletion(
-                prior.completion_index,
-                [*prior.token_ids, *sampled.token_ids],
-                [*prior.log_probs, *sampled.log_probs],
-                [*prior.token_versions, *sampled.versions],
-            )
-            partial.completions.append(part)
+        unfinished, partials = self._requests.unfinished(), dict[Hashable, PartialRequest]()
+        parts = [request.with_sampled(unfinished[id]) for id, request in self._open.items()]
+        parts += [request.prior for request in self._held]
+        for request, part in zip(self._unfinished(), parts, strict=True):
+            partial = PartialRequest(request.key, request.prompt, [])
+            partials.setdefault(request.key, partial).completions.append(part)
         return list(partials.values())
 
     def close(self) -> None:
@@ -317,24 +270,10 @@ class VllmStream(RolloutStream):
         running = [request.row(lengths.get(id, 0)) for id, request in self._open.items()]
         self._may_fit = False
         for _ in range(self._room.count(running, (request.row() for request in self._held))):
-            request = self._held[0]
-            params, sampled = self._params, len(request.prior.token_ids)
-            remaining = replace(params, max_new_tokens=request.limit - sampled)
-            noise_position = request.prior.completion_index + sampled * params.n
-            noise = self._requests.noise(params.seed, noise_index(request.key), [noise_position])
-            [id] = self._requests.submit_keyed(
-                [*request.prompt, *request.prior.token_ids], noise, remaining
-            )
+            request, n = self._held[0], self._params.n
+            tokens, number = request.prior.token_ids, stream.noise_index(request.key)
+            noise = request.prior.completion_index + len(tokens) * n
+            remaining = replace(self._params, max_new_tokens=request.limit - len(tokens))
+            prompt = [*request.prompt, *tokens]
+            [id] = self._requests.submit(prompt, number, [noise], remaining)
             self._open[id] = self._held.popleft()
-
-
-def _joined(prior: PartialCompletion, rest: Completion, versions: list[int]) -> Completion:
-    """Join the tokens that a completion began with, and the rest, with each token's version."""
-    versions = [*prior.token_versions, *(versions or [rest.policy_version] * len(rest.token_ids))]
-    return replace(
-        rest,
-        token_ids=[*prior.token_ids, *rest.token_ids],
-        log_probs=[*prior.log_probs, *rest.log_probs],
-        policy_version=min(versions),
-        token_versions=versions,
-    )

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 T = TypeVar("T")
 
 
-class FlatLogprobs(Protocol):
-    logprobs: Sequence[float]
-
-
-class WeightVersionSpan(Protocol):
-    version: str
-    start: int
-    end: int
-
-
 class CompletionOutput(Protocol):
     token_ids: Sequence[int]
-    logprobs: FlatLogprobs
+    logprobs: Any  # has `logprobs`, a float a token
     finish_reason: str | None
-    weight_versions: Sequence[WeightVersionSpan] | None
+    weight_versions: Sequence[Any] | None  # runs of tokens: `version`, `start`, `end`
 
 
 class RequestOutput(Protocol):
@@ -37,45 +26,17 @@ class RequestOutput(Protocol):
     num_cached_tokens: int | None
 
 
-class Detokenizer(Protocol):
-    output_token_ids: Sequence[int]
-
-
-class LogprobsProcessor(Protocol):
-    logprobs: FlatLogprobs
-
-
 class RequestState(Protocol):
     external_req_id: str
-    detokenizer: Detokenizer
-    logprobs_processor: LogprobsProcessor
+    detokenizer: Any  # has `output_token_ids`
+    logprobs_processor: Any  # has `logprobs`, as an output
     weight_version_starts: Sequence[tuple[str, int]]
-
-
-class OutputProcessor(Protocol):
-    request_states: Mapping[str, RequestState]
-
-
-class WorkerProcess(Protocol):
-    pid: int
-    name: str
-    sentinel: int
-    exitcode: int | None
-
-    def is_alive(self) -> bool: ...
-    def kill(self) -> None: ...
-    def join(self, timeout: float) -> None: ...
-
-
-class WorkerHandle(Protocol):
-    proc: WorkerProcess
-    death_writer: Connection | None
 
 
 class Executor(Protocol):
     """The parts of vLLM's `MultiprocExecutor` that are used here."""
 
-    workers: Sequence[WorkerHandle]
+    workers: Sequence[Any]  # each has a process `proc`, and a pipe or None as `death_writer`
     shutting_down: bool
     rpc_broadcast_mq: object
     response_mqs: Sequence[object]
@@ -85,35 +46,10 @@ class Executor(Protocol):
     ) -> Future[list[str | None]]: ...
 
 
-class EngineCore(Protocol):
-    model_executor: Executor
-
-
-class EngineCoreClient(Protocol):
-    engine_core: EngineCore
-
-    def shutdown(self) -> None: ...
-
-
-class ModelConfig(Protocol):
-    enable_sleep_mode: bool
-    quantization: str | None
-
-
-class CacheConfig(Protocol):
-    kv_cache_size_tokens: int | None
-    block_size: int
-
-
-class VllmConfig(Protocol):
-    model_config: ModelConfig
-    cache_config: CacheConfig
-
-
 class LLMEngine(Protocol):
-    engine_core: EngineCoreClient
-    output_processor: OutputProcessor
-    vllm_config: VllmConfig
+    engine_core: Any  # `shutdown`, and `engine_core.model_executor`: an `Executor`
+    output_processor: Any  # has `request_states`: a `RequestState` by id
+    vllm_config: Any
 
     def add_request(
         self, request_id: str, prompt: object, params: object, *, lora_request: object
@@ -129,7 +65,7 @@ class LLMEngine(Protocol):
 
 class ModelRunner(Protocol):
     kv_caches: Sequence[Tensor]
-    vllm_config: VllmConfig
+    vllm_config: Any
 
     def get_model(self) -> nn.Module: ...
 

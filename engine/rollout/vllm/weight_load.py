@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from engine.errors import RolloutError
 from engine.rollout.vllm import patches
-from engine.rollout.vllm.vllm_types import ModelRunner, VllmConfig
+from engine.rollout.vllm.vllm_types import ModelRunner
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -35,7 +35,7 @@ def begin_load(runner: ModelRunner) -> WeightLoad:
 class WeightLoad:
     """One update, in as many calls of `load` as it takes, then `finish`."""
 
-    def __init__(self, target: nn.Module, config: VllmConfig) -> None:
+    def __init__(self, target: nn.Module, config: Any) -> None:
         """Begin an update of vLLM's model `target`, which was made by `config`."""
         self._target, self._config = target, config
         self._names = {name for name, _ in target.named_parameters()}  # to be filled
@@ -71,21 +71,19 @@ class WeightLoad:
         loaded_names = {_plain_name(name) for name in loaded}
         missing = {name for name in self._names if _plain_name(name) not in loaded_names}
         parts: dict[str, list[str]] = getattr(self._target, "packed_modules_mapping", {})
-        for name in self._names:
-            plain = _plain_name(name)
+        for plain in {_plain_name(name) for name in self._names} - self._sent:
             entries = plain.split(".")
             for at, piece in enumerate(entries):
-                for part in parts.get(piece, ()):
-                    source = ".".join([*entries[:at], part, *entries[at + 1 :]])
-                    if source not in self._sent and plain not in self._sent:
-                        missing.add(source)
+                before, after = entries[:at], entries[at + 1 :]
+                sources = {".".join([*before, part, *after]) for part in parts.get(piece, ())}
+                missing |= sources - self._sent
         return missing
 
 
 class QuantizedLoad(WeightLoad):
     """An update of a model that vLLM quantises, from tensors that are not quantised."""
 
-    def __init__(self, target: nn.Module, config: VllmConfig) -> None:
+    def __init__(self, target: nn.Module, config: Any) -> None:
         from vllm.model_executor.model_loader import reload
 
         self._reload = reload
@@ -118,14 +116,14 @@ class QuantizedLoad(WeightLoad):
         """Set vLLM's configuration, which chooses kernels; on a CPU embeddings stay unpacked."""
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self._config), patches.unpacked_weights():
+        with set_current_vllm_config(self._config), patches.weights_unpacked():
             yield
 
 
 def rename_mapper(target: nn.Module) -> Any:
-    """Map transformers' names to `target`'s, without fusing; None if they are the same."""
+    """Return vLLM's map of transformers' names to `target`'s, without fusing; None: the same."""
     mapper = getattr(target, "hf_to_vllm_mapper", None)
-    return mapper.get_rename_mapper() if mapper is not None else None
+    return mapper and mapper.get_rename_mapper()
 
 
 def _plain_name(name: str) -> str:
@@ -144,15 +142,12 @@ def lora_request() -> object:
 
 
 def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
-    """Make `tensors` (peft's names in a file) the adapter of a vLLM worker's model.
-
-    Raises RolloutError for features of peft that vLLM lacks, and for modules it can't adapt.
-    """
+    """Make `tensors` (peft's names) a vLLM worker's adapter; RolloutError if vLLM can't."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    runner = worker.model_runner
-    manager = runner.lora_manager
+    manager = worker.model_runner.lora_manager
+    inner = manager._adapter_manager
     try:
         helper = PEFTHelper.from_dict(config)
         helper.validate_legal(manager.lora_config)
@@ -163,20 +158,18 @@ def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, obje
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
             model_vocab_size=manager.vocab_size,
-            weights_mapper=rename_mapper(manager._adapter_manager.model),
+            weights_mapper=rename_mapper(inner.model),
         )
     except (ValueError, RuntimeError, TypeError) as error:
         raise RolloutError(
             f"vLLM can't take the adapter: {error}; set the engine's option lora=merged"
         ) from error
-    inner = manager._adapter_manager
     unknown = []
     for name in lora.loras:
         owner, _, last = name.rpartition(".")
         fused_names = [n for n, parts in inner.packed_modules_mapping.items() if last in parts]
-        if not any(
-            f"{owner}.{piece}".lstrip(".") in inner.modules for piece in (last, *fused_names)
-        ):
+        homes = {f"{owner}.{piece}".lstrip(".") for piece in (last, *fused_names)}
+        if homes.isdisjoint(inner.modules):
             unknown.append(name)
     if unknown:
         raise RolloutError(

@@ -20,7 +20,8 @@ from engine.rollout.vllm.vllm_types import ModelRunner
 from engine.rollout.vllm.weight_load import WeightLoad, begin_load
 
 if os.environ.get(engine_launch.WORKER_MARK):  # set for the workers alone, by `engine_launch`
-    patches.keep_weights_unpacked()
+    _for_good = patches.weights_unpacked()  # a name, as a collected one would undo itself
+    _for_good.__enter__()
     patches.skip_compilation()
 
 
@@ -50,41 +51,33 @@ class WorkerExtension:
 
     @_answered
     def unlink_names(self) -> None:
-        """Unlink vLLM's named shared memory."""
         engine_weights.unlink_group_names()
 
     @_answered
     def weights_open(self, path: str, size: int) -> None:
-        """Map the file that weights come in."""
         self._buffer = SharedBuffer(path, size)
 
     @_answered
     def weights_begin(self) -> None:
-        """Expect weights of the model."""
         self._loading = begin_load(self.model_runner)
 
     @_answered
     def weights_load(self, entries: list[BucketEntry]) -> None:
-        """Load this rank's shards of the tensors in the file."""
         self._loading.load(self._buffer.read(entries))
 
     @_answered
     def weights_finish(self, complete: bool) -> None:
-        """End the update; with `complete`, check that no parameter is missing."""
         self._loading.finish(complete)
 
     @_answered
     def adapter_begin(self) -> None:
-        """Expect an adapter."""
         self._adapter = {}
 
     @_answered
     def adapter_load(self, entries: list[BucketEntry]) -> None:
-        """Keep the tensors in the file."""
         self._adapter |= {name: tensor.clone() for name, tensor in self._buffer.read(entries)}
 
     @_answered
     def adapter_finish(self, config: dict[str, object]) -> None:
-        """Decode with the adapter that was sent."""
         weight_load.load_adapter(self, self._adapter, config)
         self._adapter = {}

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.config import RolloutConfig
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.native import NativeEngine
-from engine.rollout.native.kv_cache import KvBudget, KVCache, KvRoom
+from engine.rollout.native.kv_cache import KvBudget, KvRoom, Limits, SharedPromptCache
 from engine.rollout.native.llama_decoder import LlamaDecoder
 from engine.rollout.native.model_handle import ModelHandle
 from engine.rollout.protocol import SamplingParams, engine_options
@@ -29,8 +29,7 @@ def most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def watched(self: LlamaDecoder, tokens: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
         logits = decode(self, tokens, positions, columns)
         cache = self._cache
-        held = [cache._kv] if isinstance(cache, KVCache) else [cache._prompts]
-        held += [] if isinstance(cache, KVCache) else [cache._completions._kv]
+        held = [cache._kv, *([cache._prompts] if isinstance(cache, SharedPromptCache) else [])]
         seen[0] = max(seen[0], sum(one.numel() * one.element_size() for one in held))
         return logits
 
@@ -94,7 +93,7 @@ def test_a_stream_waits_for_room(kv_on_update: str, most: list[int]) -> None:
 def test_what_can_t_fit_is_refused_by_name_before_decoding(most: list[int]) -> None:
     model = build("llama").double()
     engine = NativeEngine(model)
-    engine._budget = KvBudget(1, 16384)  # 64 tokens
+    engine._handle.budget = KvBudget(1, 16384)  # 64 tokens
     said = r"prompt 3 has 57 tokens, and with its completion 67, .* 2 MiB; .*_mb=1 holds 64 tokens"
     with pytest.raises(RolloutError, match=said):
         engine.generate([[5], [6], [7], [8] * 57], SamplingParams(max_new_tokens=10))
@@ -133,7 +132,7 @@ def test_the_bytes_of_a_token() -> None:
 def test_the_room_of_a_budget(tokens: int, n: int, prompt: int, new: int, room: KvRoom) -> None:
     budget = KvBudget(memory_mb=1, token_bytes=MIB // tokens)
     assert budget.tokens >= tokens
-    found = KvBudget(1, MIB // tokens).room(64, n, prompt, new, 250)
+    found = KvBudget(1, MIB // tokens).room(n, Limits(64, prompt, new, 250))
     assert found == room
 
 

@@ -29,7 +29,11 @@ BAD_SUBMISSIONS = {
     "needs one or more": ("k", [5, 6], partial_of(completion_index=3)),
     "2 tokens, 1 log-probs": ("k", [5, 6], partial_of(token_ids=[9, 9])),
     "holds a stop token": ("k", [5, 6], partial_of(token_ids=[STOP[0]])),
-    "completion 0 of request 'k' has token id 400": ("k", [5, 6], partial_of(token_ids=[400])),
+    "of the partial of request 'k' has token id 400": (
+        "k",
+        [5, 6],
+        partial_of(token_ids=[400]),
+    ),
     "end at 24": (
         "k",
         [5, 6],

@@ -201,7 +201,7 @@ def _rank_that_makes_engines(url: str) -> tuple[int, int]:
         engine = connect(FakeServer(model, url=url), model)
         torch.distributed.barrier()
         if last:
-            torch.distributed.destroy_process_group(engine._delivery._group)
+            torch.distributed.destroy_process_group(engine._servers._group)
         engine.close()
         engine.close()
     return before, len(groups)

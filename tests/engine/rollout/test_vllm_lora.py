@@ -204,7 +204,7 @@ def test_modules_that_vllm_cannot_adapt_are_named(adapter_engine: tuple[VllmEngi
 
 
 def test_unknown_ways_are_refused() -> None:
-    with pytest.raises(ConfigError, match="lora='both' is unknown; choose merged or adapter"):
+    with pytest.raises(ConfigError, match="lora='both': Input should be 'merged' or 'adapter'"):
         VllmEngine(adapted(), lora="both")
 
 

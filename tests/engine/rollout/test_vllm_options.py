@@ -11,32 +11,20 @@ from rollout_models import build
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.vllm.engine import VllmEngine
 from engine.rollout.vllm.engine_launch import _lora_rank_size
-from engine.rollout.vllm.options import Tuning, resolve
+from engine.rollout.vllm.options import resolve
 
-DEFAULTS: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_model_len": None,
-    "kv_cache_memory_mb": 32,
-    "seed": 0,
-    "dtype": None,
-    "tensor_parallel_size": 1,
-    "in_process": True,
-    "rank_groups": None,
-    "lora": "merged",
-    "bucket_mb": 64,
-    "tuning": Tuning(),
-}
+DEFAULTS: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_memory_mb": 32}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs=0 is too small"),
-        ({"bucket_mb": 0}, "bucket_mb=0 is too small"),
+        ({"bucket_mb": 0}, "bucket_mb=0: Input should be greater than or equal to 1"),
         ({"kv_cache_memory_mb": 0}, "kv_cache_memory_mb=0 is too small"),
         ({"max_model_len": 4096}, "max_model_len=4096 exceeds the model's context of 128"),
-        ({"dtype": "int8"}, "dtype='int8' is unknown; choose one of float32, bfloat16, float16"),
-        ({"lora": "own"}, "lora='own' is unknown"),
+        ({"dtype": "int8"}, "dtype='int8': Input should be '', 'float32', 'bfloat16' or 'float16'"),
+        ({"lora": "own"}, "lora='own': Input should be 'merged' or 'adapter'"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is no number of workers"),
         ({"tensor_parallel_size": 3}, "3 does not divide the model's num_attention_heads=4"),
         (

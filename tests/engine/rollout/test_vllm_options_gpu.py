@@ -11,7 +11,7 @@ from test_vllm_options import DEFAULTS
 
 from engine.config import RolloutConfig
 from engine.rollout.protocol import engine_capabilities
-from engine.rollout.vllm.options import Tuning, engine_arguments, resolve
+from engine.rollout.vllm.options import engine_arguments, resolve
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def test_a_device_is_seen_and_its_memory_shared() -> None:
 
 def test_a_policy_elsewhere_or_quantised_weights_are_copied() -> None:
     assert not resolve(build("qwen2").bfloat16(), **GIVEN).share
-    quantised = GIVEN | {"tuning": Tuning(quantization="fp8")}
+    quantised = GIVEN | {"quantization": "fp8"}
     assert not resolve(build("qwen2").bfloat16().cuda(), **quantised).share
 
 

@@ -39,6 +39,11 @@ def engine_of(subject: Subject) -> VllmEngine:
     return subject.engine
 
 
+def pids_of(engine: Any) -> list[int]:
+    """Of vLLM's worker processes, by rank."""
+    return [process.pid for process in engine._weights.monitor._processes]
+
+
 def served_is(engine: VllmEngine, model: torch.nn.Module, seed: int) -> bool:
     prompts = make_prompts(2, seed=seed)
     return all(
@@ -53,8 +58,8 @@ def served_is(engine: VllmEngine, model: torch.nn.Module, seed: int) -> bool:
 
 def test_two_processes_of_its_own_and_no_named_memory(workers: Subject) -> None:
     engine = engine_of(workers)
-    assert len(set(engine.worker_pids)) == 2
-    assert os.getpid() not in engine.worker_pids
+    assert len(set(pids_of(engine))) == 2
+    assert os.getpid() not in pids_of(engine)
     assert not engine.shares_storage
     engine.update_weights(workers.model, engine.policy_version + 1)
     assert not list(Path("/dev/shm").glob("hybridflyte-weights-*"))
@@ -110,7 +115,7 @@ def test_a_killed_worker_ends_the_engine_with_its_name(
     workers: Subject, shared_subjects: Any
 ) -> None:
     """The other worker would wait for it in a collective; it is ended as well, at once."""
-    engine, pids = engine_of(workers), engine_of(workers).worker_pids
+    engine, pids = engine_of(workers), pids_of(engine_of(workers))
     killed: list[float] = []
 
     def kill(finished: int) -> None:

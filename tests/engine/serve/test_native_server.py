@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def refused(url: str, values: Any, path: str = "/v1/completions") -> tuple[int, 
 
 def test_health_names_version_and_digest(url: str) -> None:
     said = httpx.get(f"{url}/health").json()
-    assert said == {"status": "ok", "engine": "native", "model": IDENTITY.to_dict()}
+    assert said == {"status": "ok", "engine": "native", "model": asdict(IDENTITY)}
     (model,) = httpx.get(f"{url}/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 128)
 
@@ -317,6 +318,6 @@ def test_a_used_port_is_a_sentence(
         assert main([str(model_folder), "--port", str(port), "--engine", engine]) == 1
     (error,) = capsys.readouterr().err.splitlines()
     assert error == (
-        f"error: port {port} of 127.0.0.1 is in use by another process; stop that, or choose "
-        "another with --port (0: any that is free)"
+        f"error: port {port} of 127.0.0.1 can't be listened on: Address already in use; stop what "
+        "has it, or choose another with --port (0: any that is free)"
     )

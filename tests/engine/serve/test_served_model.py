@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_a_version_is_mlflows_copy_with_the_registrys_digest(
     folder, identity = resolve(reference, tmp_path / "scratch")
     assert folder != artifact
     assert read_manifest(folder).digest == manifest.digest
-    assert identity.to_dict() == {
+    assert asdict(identity) == {
         "name": NAME, "reference": reference, "version": "1",
         "digest": manifest.digest, "manifest_digest": manifest.own_digest,
     }  # fmt: skip
