@@ -305,7 +305,7 @@ def resolve_file(
         left_out = [key for key, _ in pairs if form.find_path(key) is None]
         pairs = [(key, value) for key, value in pairs if key not in left_out]
     for argument in arguments:
-        key, value = _split_argument(argument)
+        key, value = split_argument(argument)
         pairs.extend(form.flatten(value, key))
     resolved = resolve_pairs(form, pairs, defaults_of_verl=defaults_of_verl)
     for key in left_out:
@@ -386,7 +386,8 @@ def _follow_references(values: dict[str, object]) -> dict[str, object]:
     return values
 
 
-def _split_argument(argument: str) -> tuple[str, object]:
+def split_argument(argument: str) -> tuple[str, object]:
+    """Split `key=value`; the value is YAML."""
     key, equals, text = argument.partition("=")
     key = key.lstrip("+")  # Hydra's mark for a key that its schema lacks
     if not equals or not key or key.startswith("~"):

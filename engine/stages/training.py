@@ -326,7 +326,7 @@ def rl(
             on_page=host().live_page("Rollouts"),
         )
         log = rl_run.RunLog(this.tracked, logs, step_lines="console" in run.logger)
-        log.say(rl_run.headline(config))
+        say(rl_run.headline(config))
         trained = rl_run.train_policy(training, log)
         steps = pd.DataFrame(trained.history)
         steps[MODEL] = steps["step"] == trained.final.step
@@ -336,7 +336,7 @@ def rl(
             copy_samples(f"{checkpoints.folder}/{ROLLOUTS}", this.folder / ROLLOUTS)
         metrics = next(row for row in trained.history if row["step"] == trained.final.step)
         if learned := read_overoptimisation(this.folder):
-            log.say(f"rl: {learned.sentence()}")
+            say(f"rl: {learned.sentence()}")
             metrics = metrics | learned.metrics()
         published = this.publish(metrics | trained.final.metrics(), trained.changed_settings)
         this.delete_local_checkpoints()
