@@ -42,17 +42,10 @@ from engine.models import resolve_lora, text_config, vocabulary_and_context
 from engine.models.loading import check_overrides, link_model
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
-from engine.trainers.auto_placement import (
-    Machines,
-    local_gpu,
-    model_dtype,
-    run_roles,
-    step_estimate,
-    workload,
-)
+from engine.trainers.auto_placement import local_gpu, model_dtype, step_estimate, workload
 from engine.trainers.layout_checks import check_layouts
 from engine.trainers.run_plan import check_config
-from engine.trainers.run_spec import default_pools, layout_of, resolve_placement
+from engine.trainers.run_spec import default_pools, layout_of, resolve_placement, run_roles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -315,7 +308,6 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     kind = accelerator
     if not kind and config.run.device != "cpu":
         kind = local_gpu() or ("H100" if per_node is not None and per_node > 1 else "")
-    machines = Machines(ranks, min(ranks, per_node or ranks), kind)
     try:
         work = workload(
             rl,
@@ -328,9 +320,8 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     except ConfigError as error:
         yield f"estimate  none: {error}"
         return
-    where = f"{machines.ranks} × {machines.accelerator or 'CPU'}"
-    yield f"estimate  for {where}; every row as long as the longest"
-    yield from step_estimate(rl, work, machines)
+    yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
+    yield from step_estimate(rl, work, ranks, min(ranks, per_node or ranks), kind)
 
 
 def _batches(rl: RLConfig) -> Iterator[str]:

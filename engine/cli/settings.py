@@ -300,8 +300,8 @@ def gpu_pools(config: RunConfig) -> RLConfig:
     Called when the placement is chosen and Ray is there. Raises PlacementError where
     `run.device=cuda` finds none. Pools that were given stay, and so does `auto`.
     """
-    from engine.trainers.auto_placement import cluster_has_gpus, run_roles
-    from engine.trainers.run_spec import default_pools, sampler_count
+    from engine.trainers.auto_placement import cluster_has_gpus
+    from engine.trainers.run_spec import default_pools, run_roles, sampler_count
 
     rl, device, ranks = config.rl, config.run.device, ranks_of(config)
     trainer = rl.trainer

@@ -29,7 +29,7 @@ from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.trainers import rl
-from engine.trainers.auto_placement import run_roles
+from engine.trainers.run_spec import run_roles
 
 _RANGE = re.compile(r"(cuda|gpu|cpu)(?::(\d+)(?:-(\d+))?)?", re.IGNORECASE)
 _NAMES = {"policy": "actor", "ref": "reference", "value": "critic", "reward_model": "reward"}

@@ -1,7 +1,6 @@
 """Worker groups: one role on all its ranks is called as if it were one object.
 
-The groups' interface, and the groups of a run by role as a dataflow calls them. Their two kinds
-are in `local_groups` and `ray_groups`.
+Their two kinds are in `local_groups` and `ray_groups`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from engine.batch import Batch, ConcatFuture, Future, LazyBatch, Ready
 from engine.controller.timeline import Recorder, Span
-from engine.controller.worker_host import BatchArgument, PlainArgument, RemoteCall, RoleSpec
+from engine.controller.worker_host import BatchArgument, RemoteCall, RoleSpec
 from engine.errors import PlacementError, WorkerError
 from engine.parallel.layout import Layout
 from engine.workers.role import Dispatch, DispatchRule, dispatch_rule
@@ -34,7 +33,7 @@ _call_numbers = itertools.count(1)
 
 
 class WorkerGroup(ABC):
-    """One role on `world_size` ranks, arranged in `mesh`.
+    """One role on `world_size` ranks.
 
     Any method that the role's class marks with `@dispatch` can be called. Its arguments may be
     futures and LazyBatches; they go to the ranks without being waited for.
@@ -66,12 +65,12 @@ class WorkerGroup(ABC):
         provided = self._provided.get(method)
         if provided and any(_is_batch(a, provided[0]) for a in (*arguments, *keywords.values())):
             return self._provided.pop(method)[1]
-        sent: list[PlainArgument | BatchArgument] = []
+        sent: list[object] = []
         data: list[object] = []
         sources: list[Future[object]] = []
         for argument in (*arguments, *keywords.values()):
             if not isinstance(argument, Batch | LazyBatch | Future):
-                sent.append(PlainArgument(argument))
+                sent.append(argument)
                 continue
             pieces = _pieces_read(argument, rule) if isinstance(argument, LazyBatch) else [argument]
             parts = [p.parts if isinstance(p, ConcatFuture) else [p] for p in pieces]
@@ -88,11 +87,10 @@ class WorkerGroup(ABC):
             step=self.recorder.step if self.recorder else 0,
             after=tuple(source.number for source in sources),
         )
-        ranks = range(1 if rule.mode is Dispatch.RANK_ZERO else self.world_size)
-        collecting = [
-            self.layout.data_shard(rank).collects if rule.splits_rows else rank == 0
-            for rank in ranks
-        ]
+        count = 1 if rule.mode is Dispatch.RANK_ZERO else self.world_size
+        collecting = [rank == 0 for rank in range(count)]
+        if rule.splits_rows:
+            collecting = [self.layout.data_shard(rank).collects for rank in range(count)]
         future = self._submit(call, data, collecting, sources)
         future.fields = rule.writes
         return future
@@ -118,7 +116,6 @@ def seconds_left(timeout_s: float, until: float | None) -> float:
 
 
 def timeout_error(what: str, timeout_s: float) -> WorkerError:
-    """The error for a call that has passed its deadline."""
     return WorkerError(
         f"{what} gave no result within {timeout_s:g} s; the worker hangs or the deadline "
         "(trainer.step_timeout_s, trainer.start_timeout_s) is too short"
@@ -214,8 +211,7 @@ class Roles:
     def timeline(self) -> list[Span]:
         """Spans of all processes since the last time, by start; none without Placement.timeline.
 
-        Waits for the calls in flight, so that none is missing. Raises WorkerError when a process
-        is dead or gives no answer.
+        Waits for the calls in flight. Raises WorkerError when a process is dead or doesn't answer.
         """
         if self.recorder is None:
             return []

@@ -1,11 +1,12 @@
 """Starts a placement: worker groups in this process, or Ray actors on a placement group.
 
-Also Ray for the duration of a run. What a placement is lies in `placement`.
+Also Ray for the duration of a run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -48,9 +49,9 @@ def launch(
     """Start the processes, build the roles in them, and return their groups.
 
     `recorder` is that of a run which these roles join (`Roles.recorder`): the run keeps the
-    controller's own spans, and these roles record theirs if it has a timeline.
-    Raises PlacementError when a role has no pool or the cluster can't hold the pools, and
-    WorkerError when a role can't be built.
+    controller's own spans, and these roles record theirs if it has a timeline. Raises
+    PlacementError when a role has no pool or the cluster can't hold the pools, and WorkerError when
+    a role can't be built.
     """
     by_name = {spec.name: spec for spec in specs}
     placed = {role for pool in placement.pools for role in pool.roles}
@@ -95,11 +96,7 @@ def _launch_local(
             groups[spec.name] = LocalGroup(spec, hosts[-1:], placement.call_timeout_s, recorder)
     for host in hosts:
         host.host.build()
-
-    def spans() -> list[Span]:
-        return take_spans(hosts, placement.call_timeout_s)
-
-    return groups, spans
+    return groups, partial(take_spans, hosts, placement.call_timeout_s)
 
 
 def _launch_ray(
@@ -130,7 +127,7 @@ def _launch_ray(
     closing.callback(stop_actors, actors)
     stored: WeakKeyDictionary[Batch, ObjectRef] = WeakKeyDictionary()  # shared by all groups
     names: list[str] = []
-    rank_zeros: list[int] = []  # for each actor, which of `actors` is rank 0 of its pool
+    built: list[ObjectRef] = []
     for pool in placement.pools:
         count = (threads or max(1, int(pool.cpus))) if pool.cpus else 1
         in_pool = [specs[role] for role in pool.roles]
@@ -142,21 +139,13 @@ def _launch_ray(
             ).remote(in_pool, rank, pool.world_size, count, recorder is not None)
             for rank in range(pool.world_size)
         ]
-        rank_zeros.extend([len(actors)] * len(ranks))
-        actors.extend(ranks)
-        names.extend(f"{pool.name} rank {rank}: " for rank in range(pool.world_size))
+        actors += ranks
+        names += [f"{pool.name} rank {rank}: " for rank in range(pool.world_size)]
+        # A reference: the ranks of a pool wait for rank 0's address, the controller doesn't.
+        address = ranks[0].rendezvous_address.remote() if len(ranks) > 1 else ""
+        built += [actor.build.remote(address) for actor in ranks]
         for spec in in_pool:
             groups[spec.name] = RayGroup(spec, ranks, placement.call_timeout_s, recorder, stored)
-    # References: the ranks of a pool wait for rank 0's address, the controller doesn't.
-    addresses = {
-        zero: actors[zero].rendezvous_address.remote()
-        for zero in set(rank_zeros)
-        if rank_zeros.count(zero) > 1
-    }
-    built: list[ObjectRef] = [
-        actor.build.remote(addresses.get(zero, ""))
-        for actor, zero in zip(actors, rank_zeros, strict=True)
-    ]
     labels = {ref: f"{name}its start" for ref, name in zip(built, names, strict=True)}
     wait_all(labels, placement.start_timeout_s, until=deadline)
 
@@ -182,10 +171,9 @@ def init_ray(options: Mapping[str, Any]) -> None:
     """Call `ray.init`; a Ray that is started here listens on the loopback address alone.
 
     Its processes get a group of their own: SIGTERM to this one's group, as `timeout` and process
-    managers send it, would end them before the step that a notice leaves time for. They end with
-    this process all the same.
-    One that does not start is tried once more: Ray's node ends itself where its agent, a Python
-    program, takes more than 15 s to start, as from a cold disk or on a busy machine.
+    managers send it, would end them before the step that a notice leaves time for. One that does
+    not start is tried once more: Ray's node ends itself where its agent, a Python program, takes
+    more than 15 s to start, as from a cold disk or on a busy machine.
     """
     import ray
     from ray._private import ray_constants, services
@@ -224,11 +212,8 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
     group: PlacementGroup | None = None
     if bundles:
         labels = [dict(pool.labels) for pool in processes if pool.bundle]
-        group = placement_group(
-            bundles,
-            strategy="PACK",
-            bundle_label_selector=labels if any(labels) else None,
-        )
+        selectors = labels if any(labels) else None
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
         closing.callback(remove_placement_group, group)
         if not group.wait(placement.start_timeout_s):
             names = {name for bundle in bundles for name in bundle}
@@ -238,14 +223,13 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
                 f"holds the cluster; free now: {free}"
             )
     options: list[dict[str, object]] = []
-    index = 0
+    index = itertools.count()
     for pool in processes:
         amounts = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "resources": dict(pool.resources)}
         if group is not None and pool.bundle:
             amounts["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=index
+                group, placement_group_bundle_index=next(index)
             )
-            index += 1
         elif pool.labels:  # takes nothing, so no bundle stands for it, but still asks for a node
             amounts["label_selector"] = dict(pool.labels)
         options.append(amounts)
@@ -301,8 +285,8 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
 def require_shared(folders: Sequence[str]) -> None:
     """Raise StorageError unless every machine of the Ray cluster has these folders.
 
-    The policy reads its model and writes the result wherever Ray placed it, so a missing folder
-    would end the run, at worst after the last step.
+    The policy reads its model and writes the result wherever Ray placed it: a missing folder would
+    end the run, at worst after the last step.
     """
     import ray
     from ray.exceptions import RayError

@@ -1,7 +1,4 @@
-"""The algorithms as they read in a paper: one short function each over roles.
-
-GRPO, RLOO, ReMax, DAPO, PPO, online DPO and distillation, and the stages that they share.
-"""
+"""The algorithms as they read in a paper: one short function each over roles."""
 
 from __future__ import annotations
 
@@ -55,16 +52,13 @@ class DynamicSampling:
     def rounds(self, prompts: Batch) -> Iterator[Batch]:
         """Prompts to sample next, first `prompts`; call `add` for each.
 
-        There is one round without a source of more prompts (asynchronous rollout, which filters
-        groups itself).
+        There is one round without a source of more prompts (asynchronous rollout).
         """
         limit = self._algo.config.algorithm.filter_groups.max_num_gen_batches
         yield prompts
         while self._algo.more_prompts is not None:
-            if (
-                refill_decision(self._groups, self._wanted, self._rollouts, limit)
-                is not Refill.MORE
-            ):
+            decision = refill_decision(self._groups, self._wanted, self._rollouts, limit)
+            if decision is not Refill.MORE:
                 return
             yield self._algo.more_prompts()
 

@@ -1,8 +1,7 @@
 """A model sharded over a role's ranks, one or many, and passes of micro-batches over it.
 
 How rows become mini-batches and micro-batches within a token budget, and `ShardedModel`, whose
-passes are the same under every layout. `engine.models` defines a forward pass, `engine.parallel`
-shards a model; the optimizer is in `optimizer`, its saved state in `train_state`.
+passes are the same under every layout.
 """
 
 from __future__ import annotations
@@ -74,13 +73,16 @@ def minibatch_indices(
     ranks get equally many of them, so that they step together: with several data-parallel ranks
     each splits its own rows into equal parts. Raises DataError if a rank has fewer rows than that.
     """
-    group = ranks.group(*DATA_AXES)
-    total = rows if group is None else _total(rows, ranks)
+    alone, total = ranks.group(*DATA_AXES) is None, rows
+    if not alone:
+        assert ranks.mesh is not None
+        local = torch.tensor(rows, device=ranks.mesh.device_type)
+        total = int(ranks.sum_over(local, DATA_AXES))
     count = math.ceil(total / size) if size else 1
     if count <= 1:
         return [torch.arange(rows)]
     order = torch.randperm(rows, generator=generator)
-    if group is None:
+    if alone:
         return list(order.split(size))
     if rows < count:
         raise DataError(
@@ -88,12 +90,6 @@ def minibatch_indices(
             "fewer data-parallel ranks"
         )
     return list(order.tensor_split(count))
-
-
-def _total(rows: int, ranks: Ranks) -> int:
-    """Rows of all data-parallel ranks."""
-    assert ranks.mesh is not None
-    return int(ranks.sum_over(torch.tensor(rows, device=ranks.mesh.device_type), DATA_AXES))
 
 
 def micro_batches(
@@ -207,8 +203,7 @@ class ShardedModel:
     them in `train_stages` where the model `has_stages`, then calls `all_reduce_gradients`; the
     loop is `TrainingWorker.accumulate`. A batch is this rank's rows, and a loss divides by the
     counts of all ranks' rows (`global_counts`). Ranks that differ in tp, sp or pp only have the
-    same rows, compute the same loss and get the same outputs: with sequence parallelism each
-    computes its part of every sequence, and the outputs are summed.
+    same rows, compute the same loss and get the same outputs.
     """
 
     def __init__(
@@ -219,7 +214,7 @@ class ShardedModel:
         *,
         device: torch.device | None = None,
     ) -> None:
-        """Shard `model` in place; every rank passes the same full one. `module` is this rank's.
+        """Shard `model` in place; every rank passes the same full one.
 
         Of an unloaded model each rank reads its shards. `device`: where the model is and stays;
         None moves it to this process's device.
@@ -264,8 +259,8 @@ class ShardedModel:
     def pad_passes(self, micros: Sequence[Batch], batch: Batch) -> list[Batch]:
         """`micros` on this rank's device, and dummies up to the largest number of any rank.
 
-        Ranks gather sharded weights together, so all must run equally many passes; a dummy is a
-        row of `batch`.
+        Ranks gather sharded weights together, so all must run equally many passes; a dummy is a row
+        of `batch`.
         """
         self._check_packing(batch)
         passes = [self._to_device(micro) for micro in micros]
@@ -278,8 +273,10 @@ class ShardedModel:
     def outputs(
         self, batch: Batch, passes: Sequence[tuple[Tensor, Batch]], reader: OutputReader
     ) -> Outputs:
-        """`reader`'s outputs `[B, R, …]` for all rows of `batch`, on the CPU; `passes` are its
-        micro-batches, each with its row numbers."""
+        """`reader`'s outputs `[B, R, …]` for all rows of `batch`, on the CPU.
+
+        `passes` are its micro-batches, each with its row numbers.
+        """
         shape, out = batch["responses"].shape, dict[str, Tensor]()
         micros = self.pad_passes([micro for _, micro in passes], batch)
         for index, outputs in enumerate(self._outputs(micros, reader)):  # dummies too
@@ -327,8 +324,8 @@ class ShardedModel:
     def forward(self, micro: Batch, reader: OutputReader) -> Iterator[Outputs]:
         """`reader`'s outputs `[b, R]` of one micro-batch, of a model without stages.
 
-        The loss and its backward pass belong into the block: autocast and routers' replay end with
-        it.
+        The loss and its backward pass belong into the block: autocast and routers' replay end
+        there.
         """
         with self._forward_context(), reader.around(self.module, micro):
             if not self._shards_sequences:
@@ -342,7 +339,6 @@ class ShardedModel:
             yield self._sum_parts(fsdp.run_forward(self.module, run))
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times `loss_scale`, where there is one."""
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     def train_stages(
@@ -387,7 +383,6 @@ class ShardedModel:
             return fsdp.run_forward(self.module, run)
 
     def any_rank_has(self, count: int) -> bool:
-        """Whether `count` is above 0 on any rank."""
         return self.ranks.max_over(count, DATA_AXES) > 0
 
     def global_count(self, count: int) -> int:
@@ -399,9 +394,7 @@ class ShardedModel:
     def global_counts(self, mask: Tensor) -> Denominators:
         """Denominators of `mask [B, T]` over all ranks' rows."""
         local = Denominators.from_mask(mask)
-        counts = torch.tensor(
-            [local.tokens, local.sequences], dtype=torch.float64, device=self.device
-        )
+        counts = torch.tensor([local.tokens, local.sequences]).to(self.device, torch.float64)
         tokens, sequences = self.ranks.sum_over(counts, DATA_AXES).tolist()
         return Denominators(tokens, sequences, local.width)
 
@@ -439,7 +432,6 @@ class ShardedModel:
         return gather_full_tensors(self.module, self.ranks, self._tied_copies, wanted)
 
     def load_full_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy full tensors into this rank's shards."""
         load_full_tensors(self.module, tensors, self.ranks, self._tied_copies)
 
     @property
@@ -460,7 +452,6 @@ class ShardedModel:
         accept(self.module, error, self.ranks, self.config)
 
     def _packing_error(self, sample: Batch) -> float:
-        """How far the module's packed rows are from padded ones; see `forward.packing_error`."""
         training = self.module.training
         self.module.eval()  # without dropout
 
@@ -482,7 +473,6 @@ class ShardedModel:
     def _read_hidden(
         self, reader: OutputReader, hidden: Tensor, seqs: Sequences, micro: Batch
     ) -> Outputs:
-        """Outputs of all tokens, from this rank's part of the last stage's hidden states."""
         return self._sum_parts(reader.from_hidden(self.module, hidden, seqs, micro))
 
     def _sum_parts(self, local: Outputs) -> Outputs:
@@ -502,17 +492,14 @@ class ShardedModel:
 
         Of stages the last one has them, others none.
         """
-        states: list[Tensor] = []
         if self._pipeline is None:
             hidden, local = self._hidden(sample, packing)
-            states = [hidden]
         else:
-            share = self._share(sample, packing)
-            local = share.seqs
+            share, states = self._share(sample, packing), list[Tensor]()
             self._run_stages([share], lambda _, last: states.append(last), backward=False)
-        if not states:
-            return torch.zeros(0, 1)
-        [hidden] = states
+            if not states:
+                return torch.zeros(0, 1)
+            [hidden], local = states, share.seqs
         merged = hidden.new_zeros(*sample["responses"].shape, hidden.shape[-1])
         part, full = local.to(hidden.device), left_align(sample).to(hidden.device)
         merged[part.rows, part.columns] = local.states(hidden)
@@ -522,17 +509,17 @@ class ShardedModel:
         """This rank's part of the sequences."""
         seqs = left_align(micro)
         rows = pack(self.module, seqs, packing, multiple=self.ranks.size("sp", "tp"))
-        if rows is None and not self._shards_sequences:
-            columns = torch.arange(seqs.input_ids.shape[1], device=seqs.input_ids.device)
-            return _Share(seqs, columns[None], None)
-        if rows is None:
-            ids, positions = split_tokens(seqs.input_ids, self.ranks)
-            places = seqs.positions
-        else:
+        if rows is not None:
             ids, positions = split_packed(rows.input_ids, rows.position_ids, self.ranks)
             places = rows.index(*(t.to(ids.device) for t in (seqs.rows, seqs.positions)))
             rows = replace(rows, input_ids=ids, position_ids=positions)
             seqs = seqs.to(ids.device)
+        elif self._shards_sequences:
+            ids, positions = split_tokens(seqs.input_ids, self.ranks)
+            places = seqs.positions
+        else:
+            columns = torch.arange(seqs.input_ids.shape[1], device=seqs.input_ids.device)
+            return _Share(seqs, columns[None], None)
         mine, columns = local_tokens(places, ids.shape[1], self.ranks)
         local = Sequences(
             ids,
@@ -558,13 +545,11 @@ class ShardedModel:
 
     @property
     def _shards_sequences(self) -> bool:
-        """Whether ranks split sequences between them."""
         return self.ranks.size("sp") > 1
 
     @contextmanager
     def _forward_context(self) -> Iterator[None]:
-        """Adapters off, where they are to be; autocast, where FSDP doesn't cast the weights and
-        they are not of that dtype already."""
+        """Adapters off, where they are to be; autocast, where FSDP doesn't cast the weights."""
         module: Any = self.module
         adapters = BaseModelView(module).weights() if self._adapters_off else nullcontext()
         with self._autocast(), adapters:

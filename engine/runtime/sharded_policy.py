@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -54,7 +53,7 @@ class RolloutPeers:
 
     Ranks of one data-parallel index (they differ in tp only) pass the same prompts. The ranks of a
     rollout group decode the union of their prompts together; groups with the same union decode a
-    part of it each. Only Python objects are exchanged here, no weights.
+    part of it each.
     """
 
     def __init__(self, layout: Layout, rank: int, groups: Sequence[Sequence[int]]) -> None:
@@ -69,12 +68,12 @@ class RolloutPeers:
 
     def raise_everywhere(self, problem: EngineError | None) -> None:
         """Raise on every rank if any has a `problem`: its own error, else the lowest rank's."""
+        problems: list[EngineError | None] = []
         try:
-            problems: list[EngineError | None] = self._gather(problem)
+            problems = self._gather(problem)
         except RolloutError:
             if problem is None:
                 raise
-            problems = []  # this rank's own problem is the cause
         if problem is not None:
             raise problem
         for rank, other in enumerate(problems):
@@ -82,7 +81,6 @@ class RolloutPeers:
                 raise type(other)(f"rank {rank} of {len(problems)}: {other}")
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether any rank's `flag` is set."""
         return any(self._gather(flag))
 
     def scatter(self, prompts: Prompts, params: SamplingParams) -> RolloutTask:
@@ -135,7 +133,6 @@ class RolloutPeers:
         return {index: prompts for index, (_, prompts) in by_index.items()}
 
     def _data_index(self, rank: int) -> int:
-        """The index of `rank` among the training layout's data-parallel ranks."""
         where = self._layout.coordinates(rank)
         return where["dp"] * self._layout.fsdp + where["fsdp"]
 
@@ -244,18 +241,16 @@ class ShardedPolicy:
 
         Raises StorageError, on every rank, where the first could not write them.
         """
-        first = self.runtime.sharded.ranks.rank == 0
         model = self.runtime.full_model(self._empty)
         problem: EngineError | None = None
-        if first:
-            try:
+        try:
+            if self.runtime.sharded.ranks.rank == 0:
                 save_policy(model, folder, options)
-            except StorageError as error:
-                problem = error
+        except StorageError as error:
+            problem = error
         self.peers.raise_everywhere(problem)  # no rank continues before the folder is written
 
     def _empty(self) -> Any:
-        """A full policy whose weights are still to be filled."""
         if self._full is not None:
             return copy.deepcopy(self._full)
         dtype, config = floating_dtype(self.module), self._config
@@ -284,15 +279,8 @@ def _gather_logits(
     mesh: DeviceMesh, vocabulary: int, head: nn.Module, args: object, local: Tensor
 ) -> Tensor:
     """All ranks' logits concatenated, `[…, V]`; each rank's gradient is that of its own."""
-    shape = (*local.shape[:-1], vocabulary)
-    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    split = DTensor.from_local(
-        local,
-        mesh,
-        [Shard(local.dim() - 1)],
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+    shape = torch.Size((*local.shape[:-1], vocabulary))
+    stride, shard = torch.empty(shape, device="meta").stride(), [Shard(local.dim() - 1)]
+    split = DTensor.from_local(local, mesh, shard, run_check=False, shape=shape, stride=stride)
     logits: Tensor = split.redistribute(placements=[Replicate()]).to_local()
     return logits

@@ -1,7 +1,4 @@
-"""How a training run ends and goes on: pre-emption, its last step saved, and retries.
-
-What a retry resumes from is in `resume`.
-"""
+"""How a training run ends and goes on: pre-emption, its last step saved, and retries."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ class PreemptionNotice:
 
     @property
     def received(self) -> bool:
-        """Whether the signal was received."""
         return self._at > 0.0
 
     def seconds_left(self) -> float:
@@ -49,13 +45,8 @@ class PreemptionNotice:
 
     def __enter__(self) -> Self:
         if self._main:
-            self._before = {
-                number: signal.signal(number, handler)
-                for number, handler in (
-                    (signal.SIGTERM, self._on_sigterm),
-                    (signal.SIGALRM, self._on_deadline),
-                )
-            }
+            handlers = ((signal.SIGTERM, self._on_sigterm), (signal.SIGALRM, self._on_deadline))
+            self._before = {number: signal.signal(number, handler) for number, handler in handlers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,15 +113,14 @@ def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Itera
     try:
         yield
     except BaseException as error:
-        if saver is None:
+        if saver is not None:
+            saver.drain(notice.seconds_left())
+        if saver is None or not isinstance(error, errors.DivergedError):
             raise
-        saver.drain(notice.seconds_left())
-        if isinstance(error, errors.DivergedError):
-            raise errors.DivergedError(
-                f"{error}; the last good step is that of {_next_start(saver)}: a run that is "
-                "started again with a lower learning rate goes on from there"
-            ) from error
-        raise
+        raise errors.DivergedError(
+            f"{error}; the last good step is that of {_next_start(saver)}: a run that is started "
+            "again with a lower learning rate goes on from there"
+        ) from error
 
 
 @contextmanager
@@ -148,8 +138,7 @@ def lost_workers_explained(notice: PreemptionNotice) -> Iterator[None]:
 
 
 def _next_start(saver: Saver) -> str:
-    """Where a run that is started again begins: a look at the folder itself, and not at what this
-    process has saved, for it may have resumed with another saver."""
+    """Where a run that is started again begins, by what is in the folder now."""
     try:
         newest = saver.store.latest()
     except errors.CheckpointError as error:
@@ -177,10 +166,9 @@ def run_with_retries(
 ) -> None:
     """Call `work` with a trainer; after a WorkerError again with a new one, which resumes.
 
-    A trainer rank isn't replaced alone, as a rollout worker is: all ranks share each step and hold
-    shards of one model. Raises the last WorkerError when `max_attempts` attempts in a row got past
-    no new checkpoint (so rare failures in a long run don't count), or where a call in this process
-    can't be ended: only a new process is rid of it.
+    A trainer rank isn't replaced alone, as a rollout worker is: all ranks share each step. Raises
+    the last WorkerError when `max_attempts` attempts in a row got past no new checkpoint (so rare
+    failures in a long run don't count), or where a call in this process can't be ended.
     """
     failed = newest = 0  # attempts that got past no new checkpoint; the step of the newest
     while True:

@@ -1,7 +1,4 @@
-"""Preference learning, offline: DPO and its relatives on pairs, KTO on labelled completions.
-
-The losses are in `engine.algorithms.preference_losses`, the loop in `offline`.
-"""
+"""Preference learning, offline: DPO and its relatives on pairs, KTO on labelled completions."""
 
 from __future__ import annotations
 
@@ -45,16 +42,13 @@ from engine.workers.supervised import PreferenceWorker, uses_reference
 
 log = logging.getLogger(__name__)
 
-CHUNK = 1024  # examples of one call to the ranks
-
 
 class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
     """Trains a policy on preferences; see `OfflineTrainer`.
 
     Metrics of a step are `preference/loss`, `lr`, `grad_norm`, `tokens_per_s`, the implicit rewards
     `rewards/chosen` and `rewards/rejected`, of pairs `rewards/margins` and `rewards/accuracies`, of
-    KTO `kl`, and, where they were taken, the same of validation examples as `validation_loss`,
-    `validation_rewards/…`.
+    KTO `kl`, and, where they were taken, the same of validation examples as `validation_…`.
     """
 
     what = "preference learning"
@@ -85,7 +79,6 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
         validation: Sequence[PreferenceExample],
         folder: str | Path | None,
     ) -> tuple[Sequence[PreferenceExample], Sequence[PreferenceExample]]:
-        """Examples with what the loss needs beside their tokens."""
         cache = self.config.reference_cache or (f"{folder}/reference" if folder else "")
         return self._with_reference(train, cache), self._with_reference(validation, cache)
 
@@ -118,34 +111,33 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
     def _check_kind(self, examples: Sequence[PreferenceExample]) -> None:
         labelled = self.config.loss == "kto"
         if any(isinstance(example, LabelledExample) != labelled for example in examples):
+            what = (
+                "completions with a label" if labelled else "pairs of a chosen and a rejected one"
+            )
+            kind = "labels" if labelled else "pairs"
             raise DataError(
-                f"preference.loss={self.config.loss} learns from "
-                + (
-                    "completions with a label"
-                    if labelled
-                    else "pairs of a chosen and a rejected one"
-                )
-                + f'; read the rows as kind="{"labels" if labelled else "pairs"}"'
+                f"preference.loss={self.config.loss} learns from {what}; read the rows as "
+                f'kind="{kind}"'
             )
 
     def _cache_name(self, examples: Sequence[PreferenceExample]) -> str:
         """Of the weights that training starts from, as they are computed with, and the examples."""
-        compute = self.config.parallel.compute_dtype
-        parts = [self.start, done(self._ranks.start_fingerprint()), str(compute)]
-        text = "\0".join([*parts, examples_digest(examples)])
+        fingerprint, dtype = (
+            done(self._ranks.start_fingerprint()),
+            self.config.parallel.compute_dtype,
+        )
+        text = "\0".join([self.start, fingerprint, str(dtype), examples_digest(examples)])
         return f"{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
 
     def _response_log_probs(
         self, examples: Sequence[PreferenceExample], *, reference: bool
     ) -> Tensor:
         """Log-probs `[2N]` (float32) of the examples' responses."""
-        chunks = []
-        for start in range(0, len(examples), CHUNK):
-            batch = collate_preferences(examples[start : start + CHUNK], self.pad_token_id)
+        parts = []
+        for batch in self._chunks(examples):
             tokens = batch.select(["input_ids", "attention_mask", "responses", "response_mask"])
-            got = done(self._ranks.response_log_probs(tokens, reference))
-            chunks.append(got["response_log_probs"])
-        return torch.cat(chunks)
+            parts.append(done(self._ranks.response_log_probs(tokens, reference)))
+        return torch.cat([part["response_log_probs"] for part in parts])
 
     def _collate(self, examples: Sequence[PreferenceExample]) -> Batch:
         return collate_preferences(examples, self.pad_token_id)

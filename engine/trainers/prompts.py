@@ -19,7 +19,7 @@ from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.order import observed_rates
 from engine.data.templates import encode_prompts, with_template_variables
-from engine.rollout.stream import Begun, PartialGroup, take_partial_groups, with_partial_groups
+from engine.rollout.stream import PartialGroup, take_partial_groups, with_partial_groups
 
 
 class PromptStream:
@@ -35,7 +35,6 @@ class PromptStream:
         self._observed: list[tuple[object, float]] = []  # prompts and pass rates since that draw
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Collate data rows into a batch of prompts."""
         prompts = [row["prompt"] for row in rows]
         encoded = encode_prompts(self._tokenizer, prompts, "rows of a step")
         if (truncation := self.loader.truncation) is not None:
@@ -91,29 +90,28 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore `state_dict`."""
         self.loader.load_state_dict(state["loader"])
         self._batch, self._handed_out = None, int(state["given"])
-        observed = state.get("observed", [])  # after the draw, so that it is the same again
+        observed = [(prompt, rate) for prompt, rate in state.get("observed", [])]
         if self._handed_out or observed:
             self._batch = self._draw()
-        for prompt, rate in observed:
+        for prompt, rate in observed:  # after the draw, so that it is the same again
             self.loader.observe(prompt, rate)
-        self._observed = [(prompt, rate) for prompt, rate in observed]
-        self._resumed = deque(
-            with_partial_groups(self.encode([row]), [_partial(tree)])
-            if tree
-            else self.encode([row])
-            for row, tree in zip(state["again"], state["begun"], strict=True)
-        )
+        self._observed = observed
+        begun = zip(state["again"], state["begun"], strict=True)
+        self._resumed = deque(self._encode_begun(row, tree) for row, tree in begun)
+
+    def _encode_begun(self, row: dict[str, Any], tree: Any) -> Batch:
+        """A single prompt, with its partial completions where it has any."""
+        prompt = self.encode([row])
+        if not tree:
+            return prompt
+        kind = PartialEpisodes if "episodes" in tree else PartialGroup
+        return with_partial_groups(prompt, [kind.from_tree(tree)])
 
     def _draw(self) -> Batch:
         self._loader_state, self._observed = self.loader.state_dict(), []
         return self.encode(self.loader.next_batch())
-
-
-def _partial(tree: Any) -> Begun:
-    return PartialEpisodes.from_tree(tree) if "episodes" in tree else PartialGroup.from_tree(tree)
 
 
 def _data_row(prompt: Batch) -> Any:
@@ -128,7 +126,6 @@ class Rollout:
     completions: Batch  # whole groups, with the versions of the weights that sampled them
 
     def to_tree(self) -> StateDict:
-        """Tensors and plain values."""
         return {"prompts": batch_to_tree(self.prompts), "done": batch_to_tree(self.completions)}
 
     @staticmethod
@@ -147,7 +144,6 @@ def to_json_values(value: object) -> Any:
 
 
 def batch_to_tree(batch: Batch) -> StateDict:
-    """Tensors and plain values of a batch."""
     return {
         "tensors": {name: batch[name] for name in batch.names},
         "columns": {name: to_json_values(list(column)) for name, column in batch.columns.items()},

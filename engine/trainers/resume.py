@@ -1,7 +1,4 @@
-"""What a run resumes from and what it hands over: checkpoints, recorded settings, the final step.
-
-Checkpoints themselves are in `engine.checkpoint`.
-"""
+"""What a run resumes from and hands over: checkpoints, recorded settings, the final step."""
 
 from __future__ import annotations
 
@@ -60,10 +57,10 @@ def changed_settings(
     differences = {n: f"{n} is {there.get(n)!r} there and {settings.get(n)!r} here" for n in names}
     allowed = tuple(f"{name}." for name in may_change)
     refused = [differences[n] for n in names if not f"{n}.".startswith(allowed)]
+    if len(refused) > _MAX_LISTED:
+        refused[_MAX_LISTED:] = [f"{len(refused) - _MAX_LISTED} more"]
     if refused:
-        more = len(refused) - _MAX_LISTED
-        shown = refused[:_MAX_LISTED] + ([f"{more} more"] if more > 0 else [])
-        raise _refused(checkpoint, ", ".join(shown))
+        raise _refused(checkpoint, ", ".join(refused))
     if differences:
         log.warning("%s: settings changed: %s", checkpoint.folder, ", ".join(differences.values()))
     new = [
@@ -120,9 +117,8 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
         restart=settings.on_damaged_checkpoints == "restart",
     )
     stateful = sorted(r for r in roles if issubclass(roles[r].worker_class, StatefulWorker))
-    groups = {
-        role: roles[role] for role in dict.fromkeys((*_LOAD_ORDER, *stateful)) if role in roles
-    }
+    ordered = dict.fromkeys((*_LOAD_ORDER, *stateful))
+    groups = {role: roles[role] for role in ordered if role in roles}
     exporter = None
     if settings.save_huggingface:
         exporter = BackgroundExporter(store, spec.model_path, settings.step_timeout_s)
@@ -132,10 +128,10 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
 def save_episodes(
     folder: str | Path, before: str | Path | None, roles: Roles, spec: RunSpec
 ) -> None:
-    """Have a step's episodes saved beside its checkpoints while they are rolled out, in mode sync,
-    and go on from there or from `before`, the folder that the run resumes from.
+    """In mode sync, have a step's episodes saved beside its checkpoints while they are rolled out.
 
-    Other modes have what they roll out ahead in checkpoints.
+    They go on from there, or from `before`, the folder that the run resumes from. Other modes have
+    what they roll out ahead in checkpoints.
     """
     if not spec.config.rollout.multi_turn.enable or spec.config.trainer.mode != "sync":
         return
@@ -149,8 +145,8 @@ def save_episodes(
 def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[str, object]:
     """The settings that a checkpoint records, by dotted name: a resumed run must share them.
 
-    Those in `MAY_CHANGE` may have changed. Left out are length, save frequency, placement, layouts
-    and deadlines, which may differ. The roles' own states identify model and adapters.
+    Those in `MAY_CHANGE` may have changed. Length, save frequency, placement, layouts and deadlines
+    are left out. The roles' own states identify model and adapters.
     """
     trainer = config.trainer
     rl = config.model_dump(mode="json", exclude=_MAY_DIFFER)
@@ -187,8 +183,7 @@ class FinalModel:
 
 def is_new_best(history: Sequence[Metrics]) -> bool:
     """Whether the last of the steps has the highest validation reward so far, or equals it."""
-    ranked = _ranked(history)
-    return bool(ranked) and ranked[0] is history[-1]
+    return any(row is history[-1] for row in _ranked(history)[:1])
 
 
 def choose_final_model(
@@ -196,8 +191,8 @@ def choose_final_model(
 ) -> FinalModel:
     """The step to hand over, from a finished run's history (a row a step, at least one).
 
-    `best` is the highest validation reward, the later one of equals; without validation it is the
-    last step. Where a better step's checkpoint is gone, a warning says so and the next one counts.
+    `best` is the highest validation reward, the later one of equals; without validation the last
+    step. Where a better step's checkpoint is gone, a warning says so and the next one counts.
     """
     last = history[-1]
     end = int(last["step"])
@@ -221,20 +216,19 @@ def choose_final_model(
 def carry_best(saver: Saver, history: Sequence[Metrics], resumed: Checkpoint) -> None:
     """Copy the best step's checkpoint from the folder that a run resumed from into its own.
 
-    Does nothing where the run resumed from the best step itself. A failure is logged: the run then
-    hands over the best step of those whose checkpoints it has.
+    A failure is logged: the run then hands over the best step whose checkpoint it has.
     """
     ranked = _ranked(history)
-    if not ranked or ranked[0] is history[-1]:
+    if not ranked or ranked[0] is history[-1]:  # the run resumed from the best step itself
         return
+    step = int(ranked[0]["step"])
     try:
-        source = CheckpointStore(resumed.folder.rpartition("/")[0])
-        best = source.newest_of(int(ranked[0]["step"]))
+        best = CheckpointStore(resumed.folder.rpartition("/")[0]).newest_of(step)
         if best is not None:
             saver.wait()  # its commit removes folders that it doesn't know
             saver.store.adopt(best)
     except CheckpointError as error:
-        log.warning("the best step so far, %d, may be lost: %s", int(ranked[0]["step"]), error)
+        log.warning("the best step so far, %d, may be lost: %s", step, error)
 
 
 def _ranked(history: Sequence[Metrics]) -> list[Metrics]:

@@ -1,10 +1,8 @@
-"""Training of rewards: reward models from pairs, process rewards from steps, likelihood rewards.
-
-The loop is in `offline`, the use of what was trained in `engine.rewards`.
-"""
+"""Training of rewards: reward models from pairs, process rewards from steps, likelihood rewards."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -28,7 +26,6 @@ from engine.trainers.offline import OfflineTrainer, done
 from engine.trainers.preference_learning import PreferenceTrainer
 from engine.workers.supervised import ProcessRewardWorker, RewardModelWorker
 
-CHUNK = 1024  # pairs of one call to the ranks
 _HEADS = {
     "sequence": "learns from pairs by RewardModelTrainer",
     "token": "learns from steps by ProcessRewardTrainer",
@@ -47,11 +44,11 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
     """Trains a reward model on pairs; see `OfflineTrainer`. `read_reward_pairs` reads them.
 
     The result is a sequence-classification folder with one label, which the reward `reward_model`
-    of RL loads.
+    of RL loads. A model in memory is copied.
 
     Metrics of a step are `reward_model/loss`, `lr`, `grad_norm`, `tokens_per_s`, the mean scores
     `rewards/chosen` and `rewards/rejected`, `rewards/margins`, `rewards/accuracies`, and, where
-    they were taken, what `validate` gives as `validation_…`. A model in memory is copied.
+    they were taken, what `validate` gives as `validation_…`.
     """
 
     what = "the reward model"
@@ -65,11 +62,8 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
 
     def scores(self, examples: Sequence[PairExample]) -> Tensor:
         """Scores `[N, 2]` (float32) of the chosen and the rejected conversations."""
-        chunks = []
-        for start in range(0, len(examples), CHUNK):
-            batch = self._collate(examples[start : start + CHUNK])
-            chunks.append(done(self._ranks.scores(batch))["scores"])
-        return torch.cat(chunks).view(-1, 2)
+        parts = [done(self._ranks.scores(batch))["scores"] for batch in self._chunks(examples)]
+        return torch.cat(parts).view(-1, 2)
 
     def validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
         """How well held-out pairs are ranked; see `ranking`."""
@@ -90,16 +84,20 @@ def ranking(scores: Tensor, margins: Tensor, center: float) -> dict[str, float]:
     """
     chosen, rejected = scores.double().unbind(1)
     out = bradley_terry(chosen, rejected, margins, center_rewards_coefficient=center)
-    right = (chosen > rejected).double()
-    interval = wilson_interval(right.numpy(), 0.95)
-    return {
-        "loss": float(out.loss.mean()),
-        "accuracy": float(right.mean()),
-        "accuracy_low": interval.low,
-        "accuracy_high": interval.high,
-        "margin": float((chosen - rejected).mean()),
-        "calibration_error": calibration_error(chosen - rejected),
-    }
+    return (
+        {"loss": float(out.loss.mean())}
+        | _accuracy(chosen > rejected)
+        | {
+            "margin": float((chosen - rejected).mean()),
+            "calibration_error": calibration_error(chosen - rejected),
+        }
+    )
+
+
+def _accuracy(right: Tensor) -> dict[str, float]:
+    interval = wilson_interval(right.double().numpy(), 0.95)
+    low, high = interval.low, interval.high
+    return {"accuracy": float(right.double().mean()), "accuracy_low": low, "accuracy_high": high}
 
 
 def calibration_error(gaps: Tensor) -> float:
@@ -127,9 +125,9 @@ class LikelihoodRewardTrainer(PreferenceTrainer):
     """Trains a language model on pairs to be a reward model: a response's log-prob is its score.
 
     Where right and wrong hang on single tokens that the policy can predict, such as digits, it
-    ranks better than a new head, which has to learn from one bit a pair what the language model
-    knows. The reward `likelihood` of RL loads the folder. `read_preferences` reads pairs.
-    Metrics are those of `RewardModelTrainer`. A model in memory is trained in place.
+    ranks better than a new head. The reward `likelihood` of RL loads the folder.
+    `read_preferences` reads pairs. Metrics are those of `RewardModelTrainer`. A model in memory is
+    trained in place.
     """
 
     what = "the reward model"
@@ -154,11 +152,12 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
     """Trains a model that scores steps; see `OfflineTrainer`. `read_steps` reads its rows.
 
     The result is a token-classification folder with one label, which the reward
-    `process_reward_model` loads. Source: Lightman et al., arXiv:2305.20050.
+    `process_reward_model` loads. Source: Lightman et al., arXiv:2305.20050. A model in memory is
+    copied.
 
     Metrics of a step are `reward_model/loss`, `accuracy` (of steps), `scores` (the mean probability
     of being right), `lr`, `grad_norm`, `tokens_per_s` and, where they were taken, what `validate`
-    gives as `validation_…`. A model in memory is copied.
+    gives as `validation_…`.
     """
 
     what = "the process reward model"
@@ -172,13 +171,9 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
 
     def scores(self, examples: Sequence[StepExample]) -> list[Tensor]:
         """For each example the scores `[steps]` (float32) of its steps; right ones are above 0."""
-        chunks = []
-        for start in range(0, len(examples), CHUNK):
-            some = examples[start : start + CHUNK]
-            values = done(self._ranks.step_scores(self._collate(some)))["values"]
-            for row, example in zip(values, some, strict=True):
-                chunks.append(row[[end + 1 for end in example.ends]])
-        return chunks
+        parts = [done(self._ranks.step_scores(batch))["values"] for batch in self._chunks(examples)]
+        rows = zip(itertools.chain.from_iterable(parts), examples, strict=True)
+        return [row[[end + 1 for end in example.ends]] for row, example in rows]
 
     def validate(self, examples: Sequence[StepExample]) -> dict[str, float]:
         """How well held-out steps are told apart.
@@ -190,15 +185,10 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
         flat = torch.cat(scores).double()
         labels = torch.tensor([label for example in examples for label in example.labels])
         right = (flat > 0) == labels
-        interval = wilson_interval(right.double().numpy(), 0.95)
         all_right = [bool(part.all()) for part in right.split([len(steps) for steps in scores])]
-        return {
-            "loss": float(F.binary_cross_entropy_with_logits(flat, labels.double())),
-            "accuracy": float(right.double().mean()),
-            "accuracy_low": interval.low,
-            "accuracy_high": interval.high,
-            "solution_accuracy": sum(all_right) / len(all_right),
-        }
+        loss = float(F.binary_cross_entropy_with_logits(flat, labels.double()))
+        solutions = sum(all_right) / len(all_right)
+        return {"loss": loss} | _accuracy(right) | {"solution_accuracy": solutions}
 
     def _collate(self, examples: Sequence[StepExample]) -> Batch:
         return collate_steps(examples, self.pad_token_id)

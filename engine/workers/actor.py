@@ -1,9 +1,8 @@
 """The roles that train: one optimizer step after another, and the actor, whose policy RL improves.
 
 `TrainingWorker.accumulate` is the loop over micro-batches of every such role: forward pass, loss,
-backward pass. `ActorWorker` is the policy: log-probs, updates, and its weights for rollout and
-files. Passes over this rank's shard of a model are in `engine.runtime.sharded_model`, losses in
-`engine.algorithms`.
+backward pass. Passes over this rank's shard of a model are in `engine.runtime.sharded_model`,
+losses in `engine.algorithms`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from engine.models.forward import (
     LogProbReader,
     OutputReader,
     Outputs,
-    ReferenceLogits,
     TokenOutputs,
 )
 from engine.parallel.layout import Layout
@@ -84,11 +82,15 @@ class TrainingWorker(StatefulWorker):
         Each `unit` consecutive rows stay together.
         """
         units, size = torch.arange(len(batch)).view(-1, unit), config.ppo_mini_batch_size // unit
+        ranks, generator = self.sharded.ranks, self.train_state.generator
         for _ in range(config.ppo_epochs):
-            ranks, generator = self.sharded.ranks, self.train_state.generator
             for index in minibatch_indices(len(units), size, ranks, generator):
-                all_rows = len(index) == len(units)
-                yield batch if all_rows else batch.rows(units[index].flatten())
+                yield batch if len(index) == len(units) else batch.rows(units[index].flatten())
+
+    def finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
+        """The metrics of all ranks' micro-batches, and of the optimizer steps of an update."""
+        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
+        return metrics | update_metrics(norms, self.train_state.optimizer.loss_scale)
 
     def accumulate(
         self, batch: Batch, micros: Sequence[Batch], reader: OutputReader, loss: Loss
@@ -136,7 +138,12 @@ class TrainingWorker(StatefulWorker):
         for index in token_budget_batches(lengths.tolist(), max(1, max_tokens // unit)):
             rows = (unit * real[index])[:, None] + within
             micros.append(trim(batch.rows(rows.flatten())))
-        loss = partial(_mean_response_loss, response_loss=response_loss, units=units)
+
+        def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+            out = response_loss(outputs, micro)
+            mean = accumulate_mean(out.loss, torch.ones_like(out.loss))
+            return out.loss.sum() / units, dict(out.metrics) | {"loss": mean}
+
         return self.accumulate(batch, micros, reader, loss)
 
     def accumulate_pairs(
@@ -150,7 +157,14 @@ class TrainingWorker(StatefulWorker):
 
         `reader`'s log-probs must be of the temperature that the reference's are.
         """
-        response_loss = partial(_pair_loss, pair_loss=pair_loss)
+
+        def response_loss(outputs: Outputs, micro: Batch) -> PreferenceOutput:
+            policy, length = sequence_log_probs(outputs["log_probs"], micro["response_mask"])
+            reference = micro.get("ref_response_log_probs")
+            if "ref_log_probs" in micro:
+                reference, _ = sequence_log_probs(micro["ref_log_probs"], micro["response_mask"])
+            return pair_loss(as_pairs(policy, length, reference))
+
         return self.accumulate_responses(batch, response_loss, reader, max_tokens, unit=2)
 
     def state_dict(self) -> StateDict:
@@ -165,24 +179,6 @@ class TrainingWorker(StatefulWorker):
         """Restore the `state_dict` of a single rank."""
         own = RankState.of(state)
         self.load_sharded_state(own, [own])
-
-
-def _mean_response_loss(
-    outputs: Outputs, micro: Batch, *, response_loss: ResponseLoss, units: int
-) -> tuple[Tensor, Metrics]:
-    out = response_loss(outputs, micro)
-    mean = accumulate_mean(out.loss, torch.ones_like(out.loss))
-    return out.loss.sum() / units, dict(out.metrics) | {"loss": mean}
-
-
-def _pair_loss(
-    outputs: Outputs, micro: Batch, *, pair_loss: Callable[[Pairs], PreferenceOutput]
-) -> PreferenceOutput:
-    policy, length = sequence_log_probs(outputs["log_probs"], micro["response_mask"])
-    reference = micro.get("ref_response_log_probs")
-    if "ref_log_probs" in micro:
-        reference, _ = sequence_log_probs(micro["ref_log_probs"], micro["response_mask"])
-    return pair_loss(as_pairs(policy, length, reference))
 
 
 def as_pairs(policy: Tensor, length: Tensor, reference: Tensor | None) -> Pairs:
@@ -278,7 +274,7 @@ class ActorWorker(TrainingWorker):
             parts += self._accumulate(mini, gap=gap)
             norms.append(self.train_state.optimizer.step())
             gap = False  # the weights are not those that sampled any more
-        return self._finish_update(parts, norms)
+        return self.finish_update(parts, norms)
 
     def _accumulate(self, mini: Batch, *, gap: bool = False) -> list[Metrics]:
         """Add the gradients of the policy loss over one mini-batch.
@@ -301,11 +297,14 @@ class ActorWorker(TrainingWorker):
             return [skipped]
         rows = None if bool(active.all()) else active
         passes = self.sharded.micro_batches(mini, config.max_tokens_per_micro_batch, rows)
-        full = config.use_kl_loss and config.kl_loss_type == "full"
+        reference = None
+        if config.use_kl_loss and config.kl_loss_type == "full":
+            assert self.context.process.reference is not None, "the exact KL needs one here"
+            reference = self.context.process.reference.logits
         reader = self._reader(
             entropy=True,
             entropy_gradient=config.entropy_coeff > 0,
-            reference=self._reference_logits() if full else None,
+            reference=reference,
             router_balance=config.router_aux_loss_coef > 0,
             replay=config.router_replay.mode != "disabled",
         )
@@ -375,7 +374,7 @@ class ActorWorker(TrainingWorker):
         for mini in self.mini_batches(batch, self.config, unit=2):
             parts += self.accumulate_pairs(mini, pair_loss, self._reader(), budget)
             norms.append(self.train_state.optimizer.step())
-        return self._finish_update(parts, norms)
+        return self.finish_update(parts, norms)
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update_distilled(self, batch: Batch) -> dict[str, float]:
@@ -400,7 +399,7 @@ class ActorWorker(TrainingWorker):
             loss = partial(self._divergence_loss, denominators=denominators)
             parts += self.accumulate(mini, [micro for _, micro in passes], reader, loss)
             norms.append(self.train_state.optimizer.step())
-        return self._finish_update(parts, norms)
+        return self.finish_update(parts, norms)
 
     def _divergence_loss(
         self, outputs: Outputs, micro: Batch, *, denominators: Denominators
@@ -415,18 +414,11 @@ class ActorWorker(TrainingWorker):
         self.policy.version += 1
         return {}
 
-    def _finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
-        """Raise the policy's version; return the metrics of all ranks' micro-batches and steps."""
+    def finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
+        """Raise the policy's version too."""
         self.policy.version += 1
-        optimizer = self.train_state.optimizer
-        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
-        metrics |= update_metrics(norms, optimizer.loss_scale) | {"lr": optimizer.lr}
+        metrics = super().finish_update(parts, norms) | {"lr": self.train_state.optimizer.lr}
         return {k if k.startswith(GAP_PREFIXES) else f"actor/{k}": v for k, v in metrics.items()}
-
-    def _reference_logits(self) -> ReferenceLogits:
-        reference = self.context.process.reference
-        assert reference is not None, "the exact KL needs a reference in the same process"
-        return reference.logits
 
     def _reader(self, **options: Any) -> LogProbReader:
         return LogProbReader(self.temperature, statistics=self.sharded.statistics(), **options)
@@ -459,7 +451,7 @@ class ActorWorker(TrainingWorker):
         return super().state_dict() | own
 
     def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
-        """Restore what all ranks saved, in place: engines that share the weights see it too.
+        """Restore what all ranks saved, in place.
 
         Raises CheckpointError for the state of another model, even one of the same shape, and for
         adapters of another alpha.

@@ -1,9 +1,8 @@
 """Converts configuration fields to the options of a registered algorithm.
 
 As in verl, one section has the options of all policy losses. An algorithm gets those it reads; a
-field that differs from its default and that the algorithm does not read is an error, so that no
-setting is silently ignored. A plugin's algorithm declares its options' names, types and defaults,
-and takes them from a section's `options`.
+changed field that it does not read is an error, so that no setting is silently ignored. A plugin's
+algorithm declares its options, and takes them from a section's `options`.
 """
 
 from __future__ import annotations
@@ -108,7 +107,6 @@ def _section_options(
     name: str,
     read: Options,
 ) -> dict[str, Any]:
-    """A section's changed fields and its `options`, as the algorithm `name` reads them."""
     settings = {field: f"{section}.{field}" for field in fields}
     options = _changed_options(config, section, fields, name, read)
     return options | _plugin_options(config.options, f"{section}.options", read, settings)

@@ -1,7 +1,4 @@
-"""The roles of frozen models beside the policy: the reference, and the teachers of distillation.
-
-They compute log-probs on the actor's ranks or ask servers, and learn nothing.
-"""
+"""The roles of frozen models beside the policy: the reference, and the teachers of distillation."""
 
 from __future__ import annotations
 
@@ -40,21 +37,13 @@ class ReferenceWorker(Worker):
         base_of_policy: bool = False,
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """Load the model, or use the process's policy with its adapters disabled.
-
-        The latter with `base_of_policy`. `parallel`: how the model is sharded; None: one rank.
-        """
         super().__init__(context)
         self.temperature, self.budget = temperature, max_tokens_per_micro_batch
         policy = context.process.policy if base_of_policy else None
         if policy is not None and has_adapters(policy.module):
             self.sharded = policy.sharded.without_adapters()
         else:
-            parallel = parallel or ParallelConfig()
-            layout = Layout.of(parallel)
-            ranks = init_mesh(layout, context.rank, context.world_size, context.address)
-            model = open_model(model_path, dtype).requires_grad_(False)
-            self.sharded = ShardedModel(model, ranks, parallel)
+            self.sharded = _load_frozen(context, model_path, dtype, parallel)
         if context.role == "reference":
             context.process.reference = self.sharded
 
@@ -78,6 +67,14 @@ class ReferenceWorker(Worker):
             self.temperature, statistics=sharded.statistics(), reference=reference
         )
         return sharded.read(batch, self.budget, reader)
+
+
+def _load_frozen(
+    context: WorkerContext, path: str, dtype: str, parallel: ParallelConfig | None
+) -> ShardedModel:
+    parallel = parallel or ParallelConfig()
+    ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
+    return ShardedModel(open_model(path, dtype).requires_grad_(False), ranks, parallel)
 
 
 _READS = (*TOKENS, "teacher_weights")
@@ -105,19 +102,14 @@ class TeacherWorker(Worker):
         """`model_path` is the student's; raises RolloutError for a server that isn't there."""
         super().__init__(context)
         self.settings, self.vocabulary = settings, int(text_config(model_path).vocab_size)
-        parallel, self.teachers = (
-            parallel or ParallelConfig(),
-            list[LoadedTeacher | ServedTeacher](),
-        )
-        ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
+        self.teachers = list[LoadedTeacher | ServedTeacher]()
         budget = max_tokens_per_micro_batch
         for i, teacher in enumerate(teachers):
             if teacher.url:
                 section = f"algorithm.distillation.teachers[{i}]"
                 self.teachers.append(ServedTeacher(teacher, section, self.vocabulary))
                 continue
-            model = open_model(teacher.model, dtype).requires_grad_(False)
-            sharded = ShardedModel(model, ranks, parallel)
+            sharded = _load_frozen(context, teacher.model, dtype, parallel)
             self.teachers.append(LoadedTeacher(sharded, self.vocabulary, temperature, budget))
             context.process.teachers.append(sharded)
 
@@ -164,7 +156,6 @@ class TeacherWorker(Worker):
         )
 
     def close(self) -> None:
-        """Drop connections to servers."""
         for teacher in self.teachers:
             if isinstance(teacher, ServedTeacher):
                 teacher.server.close()
@@ -233,10 +224,8 @@ class ServedTeacher:
         seqs = left_align(batch)
         assert seqs.lengths is not None
         assert seqs.prompts is not None
-        lengths, starts = seqs.lengths.tolist(), seqs.prompts.tolist()
-        ids = seqs.input_ids.tolist()
-        rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
-        return self.server.read(rows, starts, k)
+        rows = zip(seqs.input_ids.tolist(), seqs.lengths.tolist(), strict=True)
+        return self.server.read([row[:length] for row, length in rows], seqs.prompts.tolist(), k)
 
 
 def _rows(teacher: LoadedTeacher | ServedTeacher, weights: Tensor) -> Tensor:

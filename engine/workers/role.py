@@ -1,8 +1,4 @@
-"""What every role has in common: where it runs, and how its methods are dispatched to ranks.
-
-State and checkpoints of roles are in `stateful`, delivery of calls to processes in
-`engine.controller`.
-"""
+"""What every role has in common: where it runs, and how its methods are dispatched to ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +43,6 @@ class DispatchRule:
 
     @property
     def splits_rows(self) -> bool:
-        """Whether ranks get different rows."""
         return self.mode in (Dispatch.DATA_PARALLEL, Dispatch.DATA_PARALLEL_METRICS)
 
 
@@ -159,12 +154,6 @@ class WorkerContext:
 
     def __post_init__(self) -> None:
         self.layout = self.layout or Layout(dp=self.world_size)
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """This rank's place on each axis of the layout, e.g. {"dp": 1, "tp": 0}."""
-        assert self.layout is not None
-        return self.layout.coordinates(self.rank)
 
 
 class Worker:

@@ -1,7 +1,6 @@
 """The rollout role: samples completions with the policy of its process, or with a copy of it.
 
-Batches, and the open stream of asynchronous RL with its finished groups. Episodes of several
-turns are in `agent_rollout`.
+Episodes of several turns are in `agent_rollout`.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ class Groups(ABC):
         self._stream.update_weights(None, version)
 
     def close(self) -> None:
-        """Stop sampling."""
         self._stream.close()
 
 
@@ -147,11 +145,10 @@ class GroupStream(Groups):
             parts[key] += [(_part(item), item.completion.finish_reason) for item in items]
         partial = {}
         for key, pairs in parts.items():
-            pairs.sort(key=lambda pair: pair[0].completion_index)
             if len(pairs) == self._n:  # else a failed step still has finished ones to return
-                partial[key] = PartialGroup(
-                    tuple(p for p, _ in pairs), tuple(end for _, end in pairs)
-                )
+                pairs.sort(key=lambda pair: pair[0].completion_index)
+                completions, ends = zip(*pairs, strict=True)
+                partial[key] = PartialGroup(completions, ends)
         return partial
 
     def step(self) -> list[Batch]:
@@ -181,19 +178,25 @@ class GroupStream(Groups):
         items = sorted(self._finished.pop(key), key=lambda item: item.completion_index)
         done = [item.completion for item in items]
         versions = [_versions(completion) for completion in done]
-        fields: dict[str, torch.Tensor] = {
+        batch = _collate(self._prompts.pop(key), [0] * len(done), done, self._pad)
+        return batch | {
             "policy_version": torch.tensor([min(v) for v in versions]),
             "token_versions": pad(versions, 0, side="right"),
-            "truncated": torch.tensor([c.finish_reason == "length" for c in done]),
         }
-        batch = collate_completions(
-            self._prompts.pop(key),
-            [0] * len(done),
-            [c.token_ids for c in done],
-            [c.log_probs for c in done],
-            pad_token_id=self._pad,
-        )
-        return batch | fields
+
+
+def _collate(
+    prompts: Batch, rows: list[int], done: list[protocol.Completion], pad_token_id: int
+) -> Batch:
+    """Completions of the `rows` of prompts, and which of them were cut off."""
+    batch = collate_completions(
+        prompts,
+        rows,
+        [c.token_ids for c in done],
+        [c.log_probs for c in done],
+        pad_token_id=pad_token_id,
+    )
+    return batch | {"truncated": torch.tensor([c.finish_reason == "length" for c in done])}
 
 
 def _versions(done: protocol.Completion) -> list[int]:
@@ -293,7 +296,7 @@ class RolloutWorker(StatefulWorker):
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate(self, prompts: Batch) -> Batch:
-        """Sample `rollout.n` completions a prompt: `[B·n]` rows in the layout of `engine.batch`."""
+        """`rollout.n` completions a prompt: `[B·n]` rows in the layout of `engine.batch`."""
         return self._sample(prompts, self._of_training())
 
     @dispatch(Dispatch.DATA_PARALLEL)
@@ -304,12 +307,9 @@ class RolloutWorker(StatefulWorker):
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate_validation(self, prompts: Batch) -> Batch:
         """Completions as `rollout.val_kwargs` says: one greedy one a prompt, or samples."""
-        settings = self.config.val_kwargs
-        if not settings.do_sample:
-            return self._sample(prompts, GREEDY)
-        n, temperature = settings.n, settings.temperature
-        decoding = Decoding(n, temperature, settings.top_k, settings.top_p, "validation")
-        return self._sample(prompts, decoding)
+        drawn = self.config.val_kwargs
+        how = Decoding(drawn.n, drawn.temperature, drawn.top_k, drawn.top_p, "validation")
+        return self._sample(prompts, how if drawn.do_sample else GREEDY)
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def begin(self, prompts: Batch) -> Batch:
@@ -382,20 +382,12 @@ class RolloutWorker(StatefulWorker):
         params = self._params(how, int(prompts["group_ids"][0]))
         done = self.policy.engine.generate(list(prompts.columns["prompt_ids"]), params)
         self.policy.sleep()
-        batch = collate_completions(
-            prompts,
-            [c.prompt_index for c in done],
-            [c.token_ids for c in done],
-            [c.log_probs for c in done],
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        rows, pad_token_id = [c.prompt_index for c in done], self.tokenizer.pad_token_id
+        batch = _collate(prompts, rows, done, pad_token_id)
         experts = [c.routed_experts for c in done if c.routed_experts is not None]
         if experts:
             batch |= {"routed_experts": pad_tokens(experts, batch["attention_mask"])}
-        return batch | {
-            "policy_version": torch.tensor([c.policy_version for c in done]),
-            "truncated": torch.tensor([c.finish_reason == "length" for c in done]),
-        }
+        return batch | {"policy_version": torch.tensor([c.policy_version for c in done])}
 
     def state_dict(self) -> StateDict:
         """How often this version was sampled from; the weights are the actor's state."""
@@ -436,10 +428,7 @@ class StreamRolloutWorker(RolloutWorker):
 
     @dispatch(Dispatch.RANK_ZERO)
     def load_weights(self, weights: Batch) -> int:
-        """Continue under the actor's weights, full or a delta; return their version.
-
-        Raises WeightSyncError as RolloutWorker's does.
-        """
+        """As RolloutWorker's; unfinished completions continue under them."""
         version: int = super().load_weights(weights)
         self.stream.update_weights(version)
         return version

@@ -1,13 +1,10 @@
-"""Roles with state: a checkpoint's calls on every rank, to save in the background and to load.
-
-The state of a model in training is in `engine.runtime.train_state`; files are written by
-`engine.checkpoint`.
-"""
+"""Roles with state: a checkpoint's calls on every rank, to save in the background and to load."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from functools import partial
 
 from engine.checkpoint.format import (
     RankState,
@@ -37,8 +34,8 @@ class StatefulWorker(Worker, ABC):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._stager = CpuStager()
-        what = f"{context.role} rank {context.rank}: writing its state"
-        self._writing = Background(what, WRITE_TIMEOUT_S)
+        self._name = f"{context.role} rank {context.rank}"
+        self._writing = Background(f"{self._name}: writing its state", WRITE_TIMEOUT_S)
 
     @abstractmethod
     def state_dict(self) -> StateDict:
@@ -57,15 +54,11 @@ class StatefulWorker(Worker, ABC):
         """
         begin = time.perf_counter()
         self._writing.wait()
-        stem, context = self._stem(), self.context
         try:
             values, groups = self._stager.stage(self.state_dict() | {"process_rng": process_rng()})
         except DivergedError as error:
-            raise DivergedError(f"{context.role} rank {context.rank}: {error}") from error
-
-        def write() -> None:
-            write_state(Folder(folder), stem, values, groups)
-
+            raise DivergedError(f"{self._name}: {error}") from error
+        write = partial(write_state, Folder(folder), self._stem(), values, groups)
         self._writing.start(write)
         return time.perf_counter() - begin
 
@@ -78,8 +71,8 @@ class StatefulWorker(Worker, ABC):
     def load_state(self, folder: str) -> None:
         """Load this rank's state from a complete checkpoint.
 
-        Raises DamagedCheckpointError for a torn or changed one, CheckpointError for one of
-        another model or another number of ranks; the role is as it was then.
+        Raises DamagedCheckpointError for a torn or changed one, CheckpointError for one of another
+        model or another number of ranks; the role is as it was then.
         """
         context = self.context
         try:
@@ -101,7 +94,6 @@ class StatefulWorker(Worker, ABC):
         self.load_state_dict(own.state_dict())
 
     def close(self) -> None:
-        """Wait for a write in progress."""
         self._writing.wait()
         super().close()
 
