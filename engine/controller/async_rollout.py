@@ -1,7 +1,4 @@
-"""Asynchronous rollout: workers that never wait for the trainer, and a queue it takes batches from.
-
-Also the processes of rollout, and the weights that are published to them.
-"""
+"""Asynchronous rollout: workers that never wait for the trainer, and the queue between them."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """One version of the weights: in full, and as a delta against the version before.
-
-    Both stay in the object store, and only the one that a process needs is transferred.
-    """
+    """One version of the weights: in full, and as a delta against the version before."""
 
     version: int
     full: Future[Batch]
@@ -65,8 +59,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RolloutProcess:
-    """The running process of a rollout worker."""
-
     attempt: int
     roles: Roles
     group: StreamRolloutGroup
@@ -80,10 +72,7 @@ class RolloutProcess:
 
 
 class RolloutProcesses:
-    """At most one running process a worker; others may be starting or closing.
-
-    Each process that has started is closed in the end, or its share of a cluster stays taken.
-    """
+    """At most one running process a worker; each that has started is closed in the end."""
 
     def __init__(self, spawn: Callable[[str, int], Roles], workers: int) -> None:
         self._spawn = spawn
@@ -95,7 +84,6 @@ class RolloutProcesses:
 
     @property
     def any_left(self) -> bool:
-        """Whether a process runs or is starting."""
         return bool(self.running or self._starting)
 
     def start(self, name: str, attempt: int) -> None:
@@ -108,7 +96,6 @@ class RolloutProcesses:
             yield name, attempt, starting.exception() or starting.result()
 
     def accept(self, name: str, attempt: int, roles: Roles) -> None:
-        """Make a started process the worker's."""
         self.running[name] = RolloutProcess(attempt, roles, cast("StreamRolloutGroup", roles[name]))
 
     def close_unused(self, roles: Roles) -> None:
@@ -134,7 +121,6 @@ class RolloutProcesses:
 
 
 def _close_late(starting: futures.Future[Roles]) -> None:
-    """Close a process that started after the rollout was closed."""
     if not starting.cancelled() and starting.exception() is None:
         starting.result().close()
 
@@ -236,11 +222,7 @@ class AsyncRollout:
 
     @contextmanager
     def paused(self) -> Iterator[tuple[list[tuple[Batch, Batch]], list[Batch]]]:
-        """Everything that no step has taken, as `RolloutQueue.unused`; nothing finishes meanwhile.
-
-        Workers report their partial groups first; the prompts of one that doesn't in time come
-        without.
-        """
+        """As `RolloutQueue.unused`, with what workers report first; nothing finishes meanwhile."""
         with self._changed:
             self._request_reports()
             yield self.queue.unused(self._reported)
@@ -256,7 +238,6 @@ class AsyncRollout:
         return spans
 
     def close(self) -> None:
-        """Stop the loop and all workers."""
         with self._changed:
             if self._closing:
                 return
@@ -329,7 +310,6 @@ class AsyncRollout:
         return progress
 
     def _call(self, name: str, process: RolloutProcess, now: float) -> bool:
-        """Start a worker's next call, if there is one for it."""
         if process.sync:
             process.sync = False
             has = -1 if process.needs_full_weights else self.fleet.workers[name].version

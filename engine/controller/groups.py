@@ -1,7 +1,4 @@
-"""Worker groups: one role on all its ranks is called as if it were one object.
-
-Their two kinds are in `local_groups` and `ray_groups`.
-"""
+"""Worker groups: one role on all its ranks is called as if it were one object."""
 
 from __future__ import annotations
 
@@ -209,16 +206,12 @@ class Roles:
             self.recorder.step = step
 
     def timeline(self) -> list[Span]:
-        """Spans of all processes since the last time, by start; none without Placement.timeline.
-
-        Waits for the calls in flight. Raises WorkerError when a process is dead or doesn't answer.
-        """
+        """Spans of all processes since the last time, once the calls in flight are done."""
         if self.recorder is None:
             return []
         return sorted(self._take_spans(), key=lambda span: span.start_ns)
 
     def close(self) -> None:
-        """Stop the workers; a second call does nothing."""
         close, self._close = self._close, lambda: None
         close()
 

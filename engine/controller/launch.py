@@ -1,7 +1,4 @@
-"""Starts a placement: worker groups in this process, or Ray actors on a placement group.
-
-Also Ray for the duration of a run.
-"""
+"""Starts a placement: worker groups in this process, or Ray actors on a placement group."""
 
 from __future__ import annotations
 

@@ -123,7 +123,6 @@ def end_openmp_team() -> None:
 
 @cache
 def _openmp() -> list[ctypes.CDLL]:
-    """Torch's own OpenMP library, where there is one."""
     folder = Path(torch.__file__).parent / "lib"
     libraries = [ctypes.CDLL(str(path)) for path in sorted(folder.glob("libgomp*.so*"))]
     return [library for library in libraries if hasattr(library, "omp_pause_resource_all")]
@@ -175,8 +174,6 @@ class LocalFuture(Future[object]):
 
 
 class LocalGroup(WorkerGroup):
-    """A role whose ranks are objects in this process (one rank, in practice)."""
-
     def __init__(
         self,
         spec: RoleSpec,

@@ -61,8 +61,6 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A machine of the cluster."""
-
     name: str  # e.g. "10.0.0.7"
     resources: Mapping[str, float]  # in total, free or taken, e.g. {"CPU": 8.0}
     labels: Mapping[str, str] = field(default_factory=dict)

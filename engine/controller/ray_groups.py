@@ -78,7 +78,6 @@ class RayFuture(Future[object]):
         return self._values[0]
 
     def done(self) -> bool:
-        """Whether all ranks are done, or one has failed."""
         count = len(self.statuses)
         ready, _ = ray.wait(list(self.statuses), num_returns=count, timeout=0, fetch_local=False)
         return len(ready) == count or (bool(ready) and self.failure() is not None)
@@ -99,8 +98,6 @@ class RayFuture(Future[object]):
 
 
 class RayGroup(WorkerGroup):
-    """A role whose ranks are Ray actors."""
-
     def __init__(
         self,
         spec: worker_host.RoleSpec,

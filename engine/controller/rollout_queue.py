@@ -55,16 +55,12 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One sampling of one prompt."""
-
     key: int  # position of the prompt in the data stream, e.g. 17
     attempt: int  # number of this sampling among all of the run, e.g. 20
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedGroup:
-    """A group in flight or queued."""
-
     ticket: Ticket
     worker: str  # who samples it, e.g. "rollout-0"
     oldest: int  # version of its oldest token, e.g. 4
@@ -250,8 +246,6 @@ _SCORES = "token_level_scores"
 
 @dataclass(slots=True)
 class ScoringCall:
-    """Groups that are being scored in one call of the reward role."""
-
     groups: dict[Ticket, tuple[Batch, slice]]  # with their rows in the call; without lost ones
     scores: Future[Batch]  # `token_level_scores` [all groups' rows, R of the widest]
 
@@ -321,7 +315,6 @@ class RolloutQueue:
         return bool(done)
 
     def worker_lost(self, worker: str) -> None:
-        """Sample again what a worker had in flight."""
         self.admission, lost = self.admission.lost(worker)
         for scoring in self._scoring:
             for ticket in lost:

@@ -174,7 +174,6 @@ class Fleet:
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """The workers that may be given a prompt."""
         return tuple(w.name for w in self.workers.values() if w.state is HealthState.SERVING)
 
     def handle(
@@ -230,7 +229,6 @@ class Fleet:
         return worker, ()
 
     def _expire(self, worker: WorkerHealth, now: float) -> Transition:
-        """Apply silence and deadlines."""
         silence, policy, late = now - worker.last_heartbeat, self.policy, now >= worker.deadline
         match worker.state:
             case HealthState.SERVING | HealthState.SUSPECT if silence >= policy.dead_after:
@@ -265,7 +263,6 @@ class Fleet:
         return (SyncWeights(worker.name, worker.attempt, self.version),)
 
     def _die(self, worker: WorkerHealth, cause: str, now: float) -> Transition:
-        """Count the death; then either back off or, with the budget spent, fail."""
         policy, deaths = self.policy, worker.deaths
         if worker.served:
             deaths = tuple(death for death in deaths if now - death.at < policy.window)

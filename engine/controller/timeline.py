@@ -24,8 +24,6 @@ CONTROLLER = "controller"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of work in one process."""
-
     name: str  # the method, e.g. "generate", or what the controller did, e.g. "advantages"
     role: str  # e.g. "rollout"; "controller" for the controller's own
     rank: int
@@ -39,7 +37,6 @@ class Span:
     after: tuple[int, ...] = ()  # calls whose results it took in
 
     def overlaps(self, other: Span) -> bool:
-        """Whether both were under way at one moment."""
         return self.start_ns < other.end_ns and other.start_ns < self.end_ns
 
 
@@ -72,7 +69,6 @@ class Recorder:
             self._spans.append(Span(name, role, rank, start, end, step, *where, call, after))
 
     def take(self) -> list[Span]:
-        """Return what was recorded since the last call."""
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
 

@@ -24,8 +24,6 @@ from engine.workers.role import Dispatch, Metric, ProcessState, Worker, WorkerCo
 
 @dataclass(frozen=True, slots=True)
 class RankMetrics:
-    """What one rank measured on its rows of a batch."""
-
     rows: int  # e.g. 32; 0 when the rank had nothing but padding
     values: dict[str, float | Metric]
 
@@ -145,8 +143,6 @@ class BatchArgument:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCall:
-    """One call on a role, as every one of its ranks gets it, without the data itself."""
-
     role: str
     method: str
     arguments: tuple[object, ...] = ()  # as they are, or a BatchArgument
@@ -282,7 +278,6 @@ def _argument(argument: BatchArgument, data: Iterator[object]) -> object:
 
 
 def rendezvous_address(host: str) -> str:
-    """Return "host:port" with a port that is free now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port = probe.getsockname()[1]

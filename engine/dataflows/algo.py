@@ -1,7 +1,4 @@
-"""Which dataflow and passes a configuration runs, and the arithmetic between the roles' calls.
-
-The dataflows themselves are in `recipes`.
-"""
+"""Which dataflow and passes a configuration runs, and the arithmetic between the roles' calls."""
 
 from __future__ import annotations
 
@@ -128,7 +125,6 @@ class RequiredPasses:
     sum_pi_squared: bool = False  # the sums of squared probabilities are read with them
 
     def roles(self, dataflow: Dataflow) -> frozenset[str]:
-        """The roles to start."""
         return frozenset(dataflow.roles).union(dataflow.optional if self.reference else ())
 
     @staticmethod
@@ -162,10 +158,7 @@ class RequiredPasses:
 
 
 def teacher_weights(config: AlgorithmConfig, batch: Batch) -> Tensor:
-    """Shares `[B, T]` of T teachers: by `weight`, or 1 of the one that `route_by` chooses.
-
-    Raises DataError where the rows lack that column, or have a value that is no teacher's.
-    """
+    """Shares `[B, T]` of T teachers, by `weight` or `route_by`; DataError for a row without one."""
     teachers, column = config.teachers, config.distillation.route_by
     if not column:
         shares = torch.tensor([teacher.weight for teacher in teachers])
@@ -188,8 +181,6 @@ def teacher_weights(config: AlgorithmConfig, batch: Batch) -> Tensor:
 
 @dataclass
 class StepResult:
-    """The batch of one step of a dataflow, and the metrics of its updates."""
-
     batch: LazyBatch
     updates: list[Future[dict[str, float]]] = field(default_factory=list)
 
@@ -277,7 +268,6 @@ class Algo:
         return Batch(fields)
 
     def _prepared(self, batch: Batch, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """What the policy loss computes over the global batch."""
         return policy_losses.prepare(
             self._loss_mode,
             _old_log_probs(batch),
@@ -295,10 +285,7 @@ class Algo:
         return rewards
 
     def rows_with_signal(self, batch: Batch) -> Tensor:
-        """Rows `[B]` (bool) of groups that differ in `filter_groups.metric`; no failed rewards.
-
-        Writes no metrics: asynchronous rollout calls it from its own thread.
-        """
+        """Rows `[B]` (bool) of groups that differ in `filter_groups.metric`; writes no metrics."""
         metric = batch["token_level_scores"]
         if self.config.algorithm.filter_groups.metric == "reward":
             metric, _ = self._shaped_and_penalty(batch, batch["response_mask"])

@@ -50,10 +50,7 @@ class DynamicSampling:
         self._rollouts = self._groups = self._sampled = 0
 
     def rounds(self, prompts: Batch) -> Iterator[Batch]:
-        """Prompts to sample next, first `prompts`; call `add` for each.
-
-        There is one round without a source of more prompts (asynchronous rollout).
-        """
+        """Prompts to sample next, first `prompts`; call `add` for each."""
         limit = self._algo.config.algorithm.filter_groups.max_num_gen_batches
         yield prompts
         while self._algo.more_prompts is not None:
@@ -119,8 +116,7 @@ def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
 def grpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     """GRPO (arXiv:2402.03300): sample groups, learn from the differences within each; no critic.
 
-    RLOO (arXiv:2402.14740) is the same step with another estimator, whose baseline is the mean
-    reward of the group's other completions.
+    RLOO (arXiv:2402.14740) is the same step; its baseline is the mean of the group's others.
     """
     batch = generate_and_score(roles, prompts, algo)
     batch = add_log_probs(roles, batch, algo)
@@ -199,10 +195,7 @@ def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     "distillation", roles={"actor", "rollout", "teacher", "reward"}, uses_advantages=False
 )
 def distillation(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """On-policy distillation (arXiv:2306.13649): move the student's samples towards the teachers.
-
-    The reward is not learned from; it measures the student.
-    """
+    """On-policy distillation (arXiv:2306.13649): the reward only measures the student."""
     algo.teacher_weights(prompts)  # a row without a teacher is refused before anything is sampled
     batch = generate_and_score(roles, prompts, algo)
     batch |= algo.teacher_weights(batch.resolve())

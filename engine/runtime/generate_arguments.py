@@ -48,8 +48,6 @@ _WITHOUT_EFFECT_IF_GREEDY = {"min_p", "top_h", "typical_p", "epsilon_cutoff", "e
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """The validated arguments of one call of `generate`."""
-
     input_ids: Tensor  # [B, P] long, as passed
     prompts: list[list[int]]  # B prompts without their padding
     params: SamplingParams

@@ -88,10 +88,7 @@ class HybridConfig(Section):
         return self.tp_size or self.rollout_tp_size or self.train_tp_size
 
     def layout(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
-        """The training layout on `world_size` ranks, `ranks_per_node` of them on one machine.
-
-        None: all of them are. Raises ConfigError where the sizes don't multiply to `world_size`.
-        """
+        """The training layout; `ranks_per_node`: of them on one machine, None for all."""
         training = self.train_tp_size * (self.dp_size or 1) * (self.fsdp_size or 1)
         if (needed := max(training, self.rollout_tp)) > world_size:
             names = ("dp_size", "fsdp_size", "tp_size", "train_tp_size", "rollout_tp_size")
@@ -124,7 +121,6 @@ class HybridConfig(Section):
         return layout
 
     def _data_axes(self, data_ranks: int, in_node: int) -> tuple[int, int]:
-        """Copies of the model, and ranks that share one."""
         dp, fsdp, mode = self.dp_size, self.fsdp_size, self.fsdp_sharding
         for name, size, refused in (("dp", dp, "FULL_SHARD"), ("fsdp", fsdp, "NO_SHARD")):
             if mode == refused and (size or 1) > 1:
@@ -141,10 +137,9 @@ class HybridConfig(Section):
 
 
 def init_from_launcher() -> tuple[int, int]:
-    """Initialise the process group of this launch; return the world size and the local world size.
+    """Initialise this launch's process group; return the world size and the local world size.
 
-    Under torchrun the default process group is created unless there is one. Raises ConfigError for
-    an incomplete environment and WorkerError if other ranks don't connect.
+    Raises ConfigError for an incomplete environment, WorkerError if other ranks don't connect.
     """
     world_size = _whole_number("WORLD_SIZE", 1)
     if not dist.is_initialized() and world_size > 1:
@@ -326,10 +321,7 @@ class HybridActor(nn.Module):
         return self
 
     def to_rollout(self) -> Self:
-        """Turn to sampling: `eval()`, and the engine ready for its first token.
-
-        `generate` does this by itself; call it to pay for the switch at a chosen time.
-        """
+        """Turn to sampling: `eval()`, and the engine ready; `generate` does it by itself."""
         self.eval()
         self.refresh()
         prepare = getattr(self.engine, "prepare", None)
@@ -363,10 +355,7 @@ class HybridActor(nn.Module):
         return call.sequences(self.rollout(call.prompts, call.params))
 
     def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
-        """Complete token lists with the newest weights, with log-probs and policy version.
-
-        On many ranks all call it together, each with its own prompts, and get their completions.
-        """
+        """Complete token lists, with log-probs and policy version; many ranks call it together."""
         self.refresh()
         if self._sharded is None:
             return self.engine.generate(prompts, params)
@@ -412,7 +401,6 @@ class HybridActor(nn.Module):
 
     @property
     def received_bytes(self) -> int:
-        """What this rank received in the latest switch to rollout."""
         return self.runtime.rollout_weights.received_bytes
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -426,17 +414,13 @@ class HybridActor(nn.Module):
         return self.policy.load_state_dict(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **options: object) -> None:
-        """Write the policy as transformers does; many ranks call it together, and rank 0 writes.
-
-        Raises StorageError, on every rank, if it can't be written.
-        """
+        """Write the policy as transformers does; all ranks call it together."""
         if self._sharded is not None:
             self._sharded.save_pretrained(folder, **options)
         else:
             models.save_policy(self.policy, folder, options)
 
     def close(self) -> None:
-        """Close the rollout engine; the policy stays as it is."""
         self._closed = True
         self.runtime.close()
 
@@ -552,7 +536,6 @@ def _timed(switch: Callable[[], object], device: torch.device) -> float:
 
 
 def _allocated(switch: Callable[[], object], device: torch.device) -> int:
-    """Bytes that `switch` allocates for tensors."""
     if device.type != "cuda":
         with StorageCounter() as counter:
             switch()

@@ -1,6 +1,6 @@
 """Optimizer, learning-rate schedule and gradient clipping, for SFT, actor and critic.
 
-Also the update rule, float32 masters of narrower weights, and loss scaling for float16.
+Also float32 masters of narrower weights, and loss scaling for float16.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ LARGEST = 2.0**24
 
 
 class LossScale:
-    """The factor that a loss is multiplied with, and its gradients divided by: small float16
-    gradients must not vanish (arXiv:1710.03740, section 3.2).
+    """The factor of a float16 loss, by which gradients are divided: small ones must not vanish.
 
-    It halves where gradients overflow, which skips the update, and doubles after
-    `GROWTH_INTERVAL` updates in a row.
+    It halves where gradients overflow, which skips the update, and doubles after `GROWTH_INTERVAL`
+    updates in a row (arXiv:1710.03740, section 3.2).
     """
 
     def __init__(self, value: float = 2.0**16) -> None:
         self.value, self.updates = value, 0
 
     def grow(self) -> None:
-        """An update was taken."""
         self.updates += 1
         if self.updates >= GROWTH_INTERVAL:
             self.value, self.updates = min(2 * self.value, LARGEST), 0
@@ -51,11 +49,9 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, and the updates since it changed."""
         return {"value": self.value, "updates": float(self.updates)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore `state_dict`."""
         self.value, self.updates = float(state["value"]), int(state["updates"])
 
 
@@ -69,12 +65,8 @@ def update_metrics(norms: Sequence[float], scale: LossScale | None) -> dict[str,
     return metrics
 
 
-REDUCED = (torch.bfloat16, torch.float16)
-
-
 def has_master(parameter: Tensor) -> bool:
-    """Whether the optimizer keeps a float32 master of a parameter."""
-    return parameter.dtype in REDUCED
+    return parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 def make_master(parameter: nn.Parameter, device: torch.device) -> Tensor:
@@ -107,20 +99,16 @@ def _widen(parameter: Tensor) -> None:
 
 
 def make_update_rule(
-    config: OptimConfig,
-    stored: Sequence[Tensor],
-    working: Mapping[Tensor, nn.Parameter],
+    config: OptimConfig, stored: Sequence[Tensor], working: Mapping[Tensor, nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The rule that updates `stored`: masters of the parameters `working`, or the weights.
 
     Biases, norms and other vectors get no weight decay. AdamW of masters alone is one compiled pass
     where that can be. All are elementwise, so that each rank may update its shards.
     """
-    groups: list[dict[str, object]] = []
-    if matrices := [tensor for tensor in stored if tensor.dim() >= 2]:
-        groups.append({"params": matrices})
-    if vectors := [tensor for tensor in stored if tensor.dim() < 2]:
-        groups.append({"params": vectors, "weight_decay": 0.0})
+    matrices = {"params": [tensor for tensor in stored if tensor.dim() >= 2]}
+    vectors = {"params": [tensor for tensor in stored if tensor.dim() < 2]}
+    groups = [group for group in (matrices, vectors | {"weight_decay": 0.0}) if group["params"]]
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "SGD":
         return torch.optim.SGD(groups, momentum=config.momentum, **options)
@@ -142,8 +130,8 @@ class Optimizer:
     Create it after the model's parameters were sharded over `ranks`, which then take every step
     together. With `offload`, moments and masters stay in CPU memory and are on the device only
     while their parameters are updated. `tied_duplicates` are updated, but only another pipeline
-    stage's copy of them counts in the gradient norm. A loss that float16 weights have is to be
-    multiplied by `loss_scale`, if any.
+    stage's copy of them counts in the gradient norm. A loss of float16 weights is to be multiplied
+    by `loss_scale`, if any.
     """
 
     def __init__(
@@ -181,10 +169,7 @@ class Optimizer:
         return float(self._schedule.get_last_lr()[0])
 
     def _stored_part(self, name: str) -> Tensor:
-        """The tensor that is updated: a master, the parameter, or a view of this rank's shard.
-
-        Gradients of views are set group by group, so that only one group's moments are needed.
-        """
+        """The tensor that is updated: a master, the parameter, or a view of this rank's shard."""
         parameter = self._named[name]
         if name in self._with_master:
             return make_master(parameter, self._resting_device(name))
@@ -197,7 +182,6 @@ class Optimizer:
             parameter.grad = gradients.zero_gradient(parameter)
 
     def clear_gradients(self) -> None:
-        """Set all gradients to None."""
         for parameter in (*self.parameters, *self._stored.values()):
             parameter.grad = None
 
@@ -230,23 +214,20 @@ class Optimizer:
 
     def _unscale_gradients(self) -> None:
         if self.loss_scale is not None:
-            found = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(found, 1.0 / self.loss_scale.value)
+            local = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_(local, 1.0 / self.loss_scale.value)
 
     def _clip_gradients(self) -> float:
-        if self._ranks is None or self._ranks.mesh is None:
-            if self._compiled is None:
-                return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
-            found = [p.grad for p in self.parameters if p.grad is not None]
-            norm = float(nn.utils.get_total_norm(found))
-            self._compiled.factor = min(1.0, self._clip / (norm + 1e-6))
-            return norm
-        return gradients.clip_grad_norm(
-            self.parameters, self._ranks, self._clip, self._tied_duplicates
-        )
+        if self._ranks is not None and self._ranks.mesh is not None:
+            duplicates = self._tied_duplicates
+            return gradients.clip_grad_norm(self.parameters, self._ranks, self._clip, duplicates)
+        if self._compiled is None:
+            return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self._compiled.factor = min(1.0, self._clip / (float(norm) + 1e-6))
+        return float(norm)
 
     def _parts(self) -> Iterator[list[str]]:
-        """Names of the parameters that are updated together."""
         if not self._offload:
             yield list(self._named)
             return
@@ -260,7 +241,6 @@ class Optimizer:
         yield part
 
     def _update(self, names: list[str]) -> None:
-        """Update the parameters `names`; those without a gradient stay."""
         self._move_state(names, to_device=True)
         rounded: list[str] = []
         for name in names:
@@ -283,8 +263,7 @@ class Optimizer:
             self._move_state(names, to_device=False)
 
     def offload(self) -> None:
-        """Move moments and masters to CPU memory, e.g. before a rollout; the next step moves them
-        back."""
+        """Move moments and masters to CPU memory; the next step moves them back."""
         self._move_state(list(self._named), to_device=False)
 
     def load(self) -> None:
@@ -309,10 +288,7 @@ class Optimizer:
         return torch.device("cpu") if self._offload else local_tensor(self._named[name]).device
 
     def state_dict(self) -> StateDict:
-        """The moments, and the master, by parameter name; the schedule's step; no copies.
-
-        On many ranks they are those of this rank's shards.
-        """
+        """This rank's moments and masters, by parameter name, and the schedule's step."""
         state = self._rule.state
         moments = {name: dict(state[p]) for name, p in self._stored.items() if p in state}
         for name in self._with_master:
@@ -329,8 +305,8 @@ class Optimizer:
         """Restore `state_dict`, copying its tensors; learning rates are the configuration's.
 
         Working weights are not touched, and a master that is not there stays as it is. Raises
-        CheckpointError, before anything has changed, for moments of another model or of another
-        kind of optimizer.
+        CheckpointError, before anything has changed, for moments of another model or kind of
+        optimizer.
         """
         if (kind := state.get("kind", "Adam")) != self._kind:
             raise CheckpointError(
@@ -338,12 +314,12 @@ class Optimizer:
                 "the one that was saved, or start again from the saved weights"
             )
         for name, saved in state["moments"].items():
-            wanted = list(self._stored[name].shape) if name in self._stored else None
-            found = next(list(moment.shape) for moment in saved.values() if moment.dim())
-            if wanted != found:
+            here = list(self._stored[name].shape) if name in self._stored else None
+            there = next(list(moment.shape) for moment in saved.values() if moment.dim())
+            if here != there:
                 raise CheckpointError(
-                    f"the saved optimizer has moments of shape {found} for {name!r}, the model "
-                    f"{wanted or 'no such parameter'}; resume with the model that was saved"
+                    f"the saved optimizer has moments of shape {there} for {name!r}, the model "
+                    f"{here or 'no such parameter'}; resume with the model that was saved"
                 )
         self._rule.state.clear()
         for name, saved in state["moments"].items():

@@ -57,10 +57,7 @@ class PolicyRuntime:
         *,
         device: torch.device | None = None,
     ) -> None:
-        """Shard `model` in place over `ranks` (None: one rank); every rank passes the same one.
-
-        `device`: where the model is and stays; None moves it to this process's device.
-        """
+        """Shard `model` in place; `device`: where it is and stays, None: this process's."""
         ranks, config = ranks or Ranks(Layout()), config or ParallelConfig()
         self.sharded = ShardedModel(model, ranks, config, device=device)
         self.loaded_in_shards = isinstance(model, models.UnloadedModel)
@@ -72,7 +69,6 @@ class PolicyRuntime:
 
     @property
     def module(self) -> ModelPart:
-        """This rank's shard of the policy."""
         return self.sharded.module
 
     @property
@@ -124,10 +120,7 @@ class PolicyRuntime:
             self.engine.sleep(self._sleep_level)
 
     def pack_weights(self, sender: WeightSender | None = None) -> Batch:
-        """The weights for rollout in other processes: what `WeightSender.send` gives.
-
-        All ranks call it together; ranks above 0 get the version alone.
-        """
+        """The weights for rollout elsewhere; all ranks call it, those above 0 get the version."""
         named = self._transferred()
         if self.sharded.ranks.rank:
             for _ in named:  # a collective each
@@ -149,10 +142,7 @@ class PolicyRuntime:
         self._receiver.check()
 
     def full_model(self, load: Callable[[], PreTrainedModel]) -> Any:
-        """The policy with its newest weights on rank 0, None on others; all ranks call it.
-
-        One rank returns its module; of several, rank 0 fills the full policy that `load()` loads.
-        """
+        """The policy, newest, on rank 0, where `load()` may be filled; None on others."""
         ranks = self.sharded.ranks
         if ranks.layout.world_size == 1:
             return self.module
@@ -201,10 +191,7 @@ class PolicyRuntime:
 
 
 def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (tied ones once) and buffers that a state dict holds, by name.
-
-    Of a model with adapters: these alone, since all processes load the same base.
-    """
+    """Parameters (tied ones once) and buffers of a state dict, by name; or adapters alone."""
     if models.has_adapters(model):
         return {name: p.data for name, p in models.adapter_parameters(model).items()}
     named: dict[str, Tensor] = dict(model.named_parameters())
@@ -215,8 +202,6 @@ def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class StartModel:
-    """The model that training begins with."""
-
     path: str  # folder or hub id
     dtype: str  # e.g. "bfloat16"
     lora: LoRAConfig | None = None
@@ -228,7 +213,6 @@ class StartModel:
         return models.open_policy_model(self.path, self.dtype, self.lora, self.seed)
 
     def load_on(self, device: torch.device) -> PreTrainedModel:
-        """Whole, read straight onto `device`."""
         opened = self.open()
         model: Any = opened
         if isinstance(opened, models.UnloadedModel):

@@ -1,7 +1,4 @@
-"""A policy on many ranks with the interface of a model on one rank, for training scripts.
-
-Also collective generation: each rank passes its own prompts and gets their completions back.
-"""
+"""A policy on many ranks with the interface of a model on one rank, for training scripts."""
 
 from __future__ import annotations
 
@@ -41,8 +38,6 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RolloutTask:
-    """What this rank's rollout group decodes."""
-
     prompts: list[Sequence[int]]  # may be empty
     params: SamplingParams  # of the first rank; `first_prompt` numbers the prompts of all ranks
     by_data_index: dict[int, Prompts]  # the prompts of all ranks
@@ -84,10 +79,7 @@ class RolloutPeers:
         return any(self._gather(flag))
 
     def scatter(self, prompts: Prompts, params: SamplingParams) -> RolloutTask:
-        """What this rank's group decodes of all ranks' prompts.
-
-        Raises ConfigError, on every rank, where their arguments differ.
-        """
+        """What this rank's group decodes; ConfigError, on every rank, where arguments differ."""
         calls = self._gather((list(map(list, prompts)), params))
         by_index, first = self._by_data_index(calls), calls[0][1]
         for rank, (_, other) in enumerate(calls):
@@ -158,10 +150,7 @@ class ShardedPolicy:
     def __init__(
         self, policy: PreTrainedModel | UnloadedModel, layout: Layout, rollout_tp: int
     ) -> None:
-        """Shard `policy` in place; every rank passes the same one, in full or unloaded.
-
-        Raises ConfigError, on every rank, for a model that can't be sharded so.
-        """
+        """Shard `policy` in place; ConfigError, on every rank, for one that can't be."""
         model: PreTrainedModel = policy.module if isinstance(policy, UnloadedModel) else policy
         if has_adapters(model) and rollout_tp > 1:
             raise ConfigError(
@@ -202,14 +191,10 @@ class ShardedPolicy:
         return output
 
     def reshard(self) -> None:
-        """Free weights that a forward pass without backward gathered."""
         fsdp.reshard(self.module)
 
     def sync_weights(self) -> None:
-        """Synchronise the rollout engine with the newest weights.
-
-        Raises RolloutError on every rank if the exchange failed on any.
-        """
+        """Synchronise the rollout engine; RolloutError on every rank if any failed."""
         problem: EngineError | None = None
         try:
             self.runtime.sync_weights(force=True)
@@ -222,10 +207,7 @@ class ShardedPolicy:
         self.peers.raise_everywhere(problem)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy full tensors, or a `state_dict` of these ranks, into this rank's shard.
-
-        Raises CheckpointError for full tensors of another model.
-        """
+        """Copy full tensors, or these ranks' `state_dict`; CheckpointError for another model's."""
         if any(isinstance(tensor, DTensor) for tensor in state.values()):
             self.module.load_state_dict(state)
         else:
@@ -237,10 +219,7 @@ class ShardedPolicy:
                     full[name].copy_(tensor)
 
     def save_pretrained(self, folder: str | Path, **options: object) -> None:
-        """Gather the weights and let the first rank write them; all ranks call it together.
-
-        Raises StorageError, on every rank, where the first could not write them.
-        """
+        """Gather the weights and let rank 0 write them; all raise its StorageError."""
         model = self.runtime.full_model(self._empty)
         problem: EngineError | None = None
         try:

@@ -138,23 +138,20 @@ def _adapters(shape: ModelShape, lora: AdapterConfig) -> int:
 
 
 def gpu_kinds(config: RLConfig) -> dict[str, Device]:
-    """`trainer.gpu_kinds` as the planner has them."""
     return {n: gpu_of(n, **dict(kind)) for n, kind in config.trainer.gpu_kinds.items()}
 
 
 def cluster_has_gpus(config: RLConfig) -> bool:
-    """Whether the planner would find a GPU now."""
     return planner.read_cluster(gpu_kinds(config)).gpus > 0
 
 
 def resolve_auto(config: RLConfig, lora: LoRAConfig, **model: Any) -> RLConfig:
     """The settings with layout, budget and pools for the machines that are there now.
 
-    Runs at each start: an attempt that finds other machines than the one before gets a layout for
-    those. Settings that differ from their defaults are kept, and those with another placement come
-    back as they are. Prints the choice and why. `model` is as in `workload`. Raises ConfigError for
-    a model that the planner can't price, or settings that leave no layout, and PlacementError where
-    none fits.
+    Runs at each start. Settings that differ from their defaults are kept, and those with another
+    placement come back as they are. Prints the choice and why. `model` is as in `workload`. Raises
+    ConfigError for a model that the planner can't price, or settings that leave no layout, and
+    PlacementError where none fits.
     """
     if config.trainer.placement != "auto":
         return config
@@ -325,7 +322,6 @@ def _check_rows(config: RLConfig, candidate: planner.Candidate) -> None:
 
 
 def _candidate(config: RLConfig) -> planner.Candidate:
-    """The layout and the budget that the settings have."""
     parallel, tp = config.actor.parallel, config.rollout.tensor_parallel_size
     options = {name: getattr(parallel, name) for name in (*_MEMORY_OPTIONS, "sequence_parallel")}
     tokens = config.actor.max_tokens_per_micro_batch
@@ -337,9 +333,8 @@ def check_rl_memory(
 ) -> None:
     """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the run keeps.
 
-    Refused is only what is certain not to fit, however few tokens a micro-batch has: weights,
-    gradients, moments, and rollout's copy. The error names a layout that would fit. Models that the
-    planner can't price are let through.
+    Refused is only what is certain not to fit: weights, gradients, moments, and rollout's copy. The
+    error names a layout that would. Models that the planner can't price are let through.
     """
     try:
         work = workload(config, lora=lora, **model)
@@ -373,10 +368,7 @@ def check_rl_memory(
 
 
 def check_sft_memory(config: SFTConfig, cluster: planner.Cluster, **model: Any) -> None:
-    """Raise PlacementError where a GPU of `cluster` can't hold what a rank of the warm start keeps.
-
-    The error names a layout that would fit. Models that the planner can't price are let through.
-    """
+    """As `check_rl_memory`, for the warm start."""
     try:
         work = sft_workload(config, **model)
     except ConfigError:
@@ -423,7 +415,6 @@ def _sharded(parallel: ParallelConfig, gpus: int) -> Iterator[ParallelConfig]:
 
 
 def _trained(memory: Memory) -> float:
-    """Bytes of a model in training that no size of micro-batch makes fewer."""
     return memory.weights + memory.gradients + memory.moments
 
 
@@ -434,10 +425,7 @@ def _gpu_memory(cluster: planner.Cluster) -> int:
 def step_estimate(
     config: RLConfig, work: planner.Workload, ranks: int, per_machine: int, accelerator: str
 ) -> list[str]:
-    """Lines about a rank's memory and a step's seconds.
-
-    `accelerator` is Ray's name, e.g. "H100"; without one ranks compute on cores of this machine.
-    """
+    """Lines about memory and seconds of a step on GPUs (`accelerator`), else on this CPU."""
     if accelerator:
         kind = gpu(accelerator)
         memory, host = int((kind.memory_gib or 80) * GIB), int(128 * GIB)  # host: not known
@@ -471,10 +459,7 @@ def local_gpu() -> str:
 
 
 def model_dtype(dtype: str, model_path: str | Path, config: RLConfig) -> str:
-    """The dtype of the run's models, `auto` resolved for where they will be.
-
-    Raises ConfigError for one that `actor.parallel.compute_dtype` contradicts.
-    """
+    """The dtype of the models, `auto` resolved for where they will be; see `resolve_dtype`."""
     trainer, gpu = config.trainer, None
     if trainer.pools:
         gpu = any(pool.gpus > 0 for pool in trainer.pools if "actor" in pool.roles)

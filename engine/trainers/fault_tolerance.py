@@ -106,10 +106,7 @@ def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
 
 @contextmanager
 def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Iterator[None]:
-    """On any exception, give the save in flight as long as a pre-emption notice would.
-
-    A DivergedError gets the name of the checkpoint to go on from.
-    """
+    """On any exception, give the save in flight as long as a pre-emption notice would."""
     try:
         yield
     except BaseException as error:

@@ -61,10 +61,7 @@ def export_policy(
 
 
 def write_policy(checkpoint: str | Path, folder: str | Path, model: str | Path) -> None:
-    """Write the policy in one checkpoint among the files of a local folder, file by file.
-
-    `model` is the start model. Raises as `export_policy` does.
-    """
+    """Write the policy in one checkpoint among the files of a local folder; as `export_policy`."""
     policy, path, _ = _load_policy(str(checkpoint), model)
     save_model(policy, load_tokenizer(path), Path(folder))
 
@@ -88,7 +85,6 @@ def resolve_checkpoint(checkpoint: str | Path) -> str:
 
 
 def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel, str, int]:
-    """The policy in a checkpoint, the start model that it was loaded into, and its step."""
     values = read_values(source)
     start = values.get("policy")
     if start is None:

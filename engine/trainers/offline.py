@@ -178,7 +178,6 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         self.on_resume: OnResume = lambda folder, step: None
 
     def _checked(self, config: Any) -> Any:
-        """The settings of this trainer; ConfigError for those of another."""
         return config
 
     @abstractmethod
@@ -196,7 +195,6 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         return metrics
 
     def _chunks(self, examples: Sequence[Example]) -> Iterator[Batch]:
-        """The batches of single calls to the ranks."""
         for start in range(0, len(examples), _CHUNK):
             yield self._collate(examples[start : start + _CHUNK])
 
@@ -287,10 +285,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     def _resume(
         self, saver: Saver | None, elsewhere: str | Path | None, settings: dict[str, object]
     ) -> tuple[int, dict[str, float], list[StateDict]]:
-        """Load the newest checkpoint, the run's own or `elsewhere`.
-
-        Returns its step, its metrics and what changed in the settings since.
-        """
+        """Load the newest checkpoint; return its step, its metrics and what has changed since."""
         checkpoint = here = saver.store.latest() if saver is not None else None
         if saver is not None and here is None and elsewhere is not None:
             checkpoint = self._store(elsewhere).latest()
@@ -401,7 +396,6 @@ class OfflineTrainer(ABC, Generic[Example, W]):
 
 
 def total_steps(config: OfflineConfig, rows: int) -> int:
-    """Optimizer steps that a configuration asks for over `rows` examples."""
     size = min(config.train_batch_size, rows)
     return config.max_steps or math.ceil(config.epochs * math.ceil(rows / size))
 

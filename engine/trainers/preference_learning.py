@@ -13,13 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from engine.algorithms import preference_losses
 from engine.algorithms.aggregation import compute_means
-from engine.algorithms.preference_losses import (
-    PreferenceOutput,
-    get_pair_loss,
-    kto,
-    kto_reference_point,
-)
 from engine.batch import Batch
 from engine.config import PreferenceTrainingConfig
 from engine.data.training_examples import (
@@ -65,10 +60,7 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
     def precompute_reference(
         self, splits: Sequence[Sequence[PreferenceExample]], folder: str | Path
     ) -> None:
-        """Compute the reference's log-probs of the examples and keep them in `folder`.
-
-        A `fit` of the same start on them, whose `reference_cache` is this folder, computes none.
-        """
+        """Keep the reference's log-probs of the examples in `folder`, a `reference_cache`."""
         with self._own_threads_and_draws():
             for examples in splits:
                 self._with_reference(examples, str(folder))
@@ -161,18 +153,19 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
 
     def _loss(
         self, examples: Sequence[PreferenceExample], policy: Tensor, reference: Tensor | None
-    ) -> PreferenceOutput:
-        """The loss of each example, of log-probs `[2N]` of their responses."""
+    ) -> preference_losses.PreferenceOutput:
         if self.config.loss != "kto":
             lengths = [len(ids) for example in examples for ids in example.responses]
             pairs = as_pairs(policy, torch.tensor(lengths).to(policy.dtype), reference)
             options = preference_options(self.config, "preference")
-            return get_pair_loss(self.config.loss)(pairs, **options)
+            return preference_losses.get_pair_loss(self.config.loss)(pairs, **options)
         assert reference is not None
         reference = reference.double()
         labels = torch.tensor([isinstance(e, LabelledExample) and e.label for e in examples])
-        point = kto_reference_point(policy[1::2], reference[1::2])
-        return kto(policy[0::2], reference[0::2], labels, point, **kto_options(self.config))
+        point = preference_losses.kto_reference_point(policy[1::2], reference[1::2])
+        return preference_losses.kto(
+            policy[0::2], reference[0::2], labels, point, **kto_options(self.config)
+        )
 
 
 def _read_cache(folder: str, name: str, rows: int) -> Tensor | None:

@@ -47,7 +47,6 @@ class PromptStream:
         return batch or self._draw()
 
     def prefetch(self) -> None:
-        """Prepare the next batch while workers are busy."""
         with span("next prompts"):
             self._batch = self._batch or self._draw()
 
@@ -62,7 +61,6 @@ class PromptStream:
 
     @property
     def wants_rates(self) -> bool:
-        """Whether the loader chooses prompts by their pass rates."""
         return self.loader.wants_rates
 
     def observe(self, sampled: Batch) -> None:
@@ -102,7 +100,6 @@ class PromptStream:
         self._resumed = deque(self._encode_begun(row, tree) for row, tree in begun)
 
     def _encode_begun(self, row: dict[str, Any], tree: Any) -> Batch:
-        """A single prompt, with its partial completions where it has any."""
         prompt = self.encode([row])
         if not tree:
             return prompt
@@ -120,8 +117,6 @@ def _data_row(prompt: Batch) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Prompts and their finished completions."""
-
     prompts: Batch
     completions: Batch  # whole groups, with the versions of the weights that sampled them
 
@@ -130,7 +125,6 @@ class Rollout:
 
     @staticmethod
     def from_tree(tree: StateDict) -> Rollout:
-        """Restore `to_tree`; tuples and arrays in columns become lists."""
         return Rollout(batch_from_tree(tree["prompts"]), batch_from_tree(tree["done"]))
 
 

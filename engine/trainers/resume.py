@@ -108,7 +108,6 @@ MAY_CHANGE = (
 
 
 def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
-    """The saver of a run's roles under `folder` (local or s3://)."""
     settings = spec.config.trainer
     store = CheckpointStore(
         folder,
@@ -130,8 +129,7 @@ def save_episodes(
 ) -> None:
     """In mode sync, have a step's episodes saved beside its checkpoints while they are rolled out.
 
-    They go on from there, or from `before`, the folder that the run resumes from. Other modes have
-    what they roll out ahead in checkpoints.
+    They go on from there, or from `before`, the folder that the run resumes from.
     """
     if not spec.config.rollout.multi_turn.enable or spec.config.trainer.mode != "sync":
         return
@@ -145,8 +143,8 @@ def save_episodes(
 def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[str, object]:
     """The settings that a checkpoint records, by dotted name: a resumed run must share them.
 
-    Those in `MAY_CHANGE` may have changed. Length, save frequency, placement, layouts and deadlines
-    are left out. The roles' own states identify model and adapters.
+    Those in `MAY_CHANGE` may have changed; length, save frequency, placement, layouts and deadlines
+    are left out.
     """
     trainer = config.trainer
     rl = config.model_dump(mode="json", exclude=_MAY_DIFFER)
@@ -161,8 +159,6 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class FinalModel:
-    """The step whose policy a run hands over."""
-
     step: int
     last: int  # step of the run
     score: float | None  # mean reward on the validation rows; None: not validated at that step
@@ -214,10 +210,7 @@ def choose_final_model(
 
 
 def carry_best(saver: Saver, history: Sequence[Metrics], resumed: Checkpoint) -> None:
-    """Copy the best step's checkpoint from the folder that a run resumed from into its own.
-
-    A failure is logged: the run then hands over the best step whose checkpoint it has.
-    """
+    """Copy the best step's checkpoint from the folder that a run resumed from into its own."""
     ranked = _ranked(history)
     if not ranked or ranked[0] is history[-1]:  # the run resumed from the best step itself
         return

@@ -66,7 +66,6 @@ class RewardModelTrainer(OfflineTrainer[PairExample, RewardModelWorker]):
         return torch.cat(parts).view(-1, 2)
 
     def validate(self, examples: Sequence[PairExample]) -> dict[str, float]:
-        """How well held-out pairs are ranked; see `ranking`."""
         margins = torch.tensor([example.margin for example in examples], dtype=torch.float64)
         return ranking(self.scores(examples), margins, self.config.center_rewards_coefficient)
 
@@ -101,11 +100,7 @@ def _accuracy(right: Tensor) -> dict[str, float]:
 
 
 def calibration_error(gaps: Tensor) -> float:
-    """Expected calibration error of score differences `[N]`, chosen less rejected.
-
-    A pair's confidence is σ(|gap|), from 0.5 to 1, in bins of equal width. Source: Guo et al.,
-    arXiv 1706.04599, eq. 5.
-    """
+    """Expected calibration error of score differences `[N]` (arXiv:1706.04599, eq. 5)."""
     confidence, right = torch.sigmoid(gaps.abs()), (gaps > 0).double()
     bins = ((confidence - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
     error = 0.0
@@ -144,7 +139,6 @@ class LikelihoodRewardTrainer(PreferenceTrainer):
         return self._response_log_probs(examples, reference=False).view(-1, 2)
 
     def validate(self, examples: Sequence[PreferenceExample]) -> dict[str, float]:
-        """How well held-out pairs are ranked; see `ranking`."""
         return ranking(self.scores(examples), torch.zeros(len(examples), dtype=torch.float64), 0.0)
 
 
@@ -178,8 +172,8 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
     def validate(self, examples: Sequence[StepExample]) -> dict[str, float]:
         """How well held-out steps are told apart.
 
-        `loss`, `accuracy` a step with its 95 % Wilson interval (`accuracy_low`, `accuracy_high`),
-        and `solution_accuracy`: the share of responses of which all steps are judged rightly.
+        `loss`, `accuracy` a step with its 95 % Wilson interval, and `solution_accuracy`: the share
+        of responses of which all steps are judged rightly.
         """
         scores = self.scores(examples)
         flat = torch.cat(scores).double()

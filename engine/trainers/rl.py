@@ -193,7 +193,6 @@ class RLTrainer:
         return checkpoint
 
     def make_saver(self, folder: str | Path) -> Saver:
-        """A saver of this run's checkpoints under `folder`."""
         return resume.make_saver(folder, self.roles, self.spec)
 
     def save_checkpoint(self, saver: Saver, metrics: Metrics) -> None:
@@ -229,11 +228,9 @@ class RLTrainer:
         return write_trace(self.spans, path) if self.spans else None
 
     def save(self, folder: str | Path) -> None:
-        """Write the policy and tokenizer as a Hugging Face folder."""
         self.roles.actor.save(str(folder)).result()
 
     def close(self) -> None:
-        """Stop the workers and free their memory."""
         self.roles.close()
 
     def _metrics(self, lazy: LazyBatch, updates: list[Metrics], start: float) -> Metrics:

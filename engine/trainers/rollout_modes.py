@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _PendingRollout:
-    """Completions that the sampler is working on."""
-
     prompts: Batch
     completions: Future[Batch]
     weights: PublishedWeights | None = None  # that they are sampled under; None: from a checkpoint
@@ -123,7 +121,6 @@ class OneStepOffSource(_AheadSource):
 
     @property
     def _another_step(self) -> bool:
-        """Whether a step follows the next one."""
         return self._version + 1 < self._last_step
 
     def _sample(self) -> _PendingRollout:
@@ -265,7 +262,6 @@ class SignalFilter:
         self._in_a_row = 0  # groups without signal
 
     def accepts(self, group: Batch) -> bool:
-        """Whether a scored group may be learned from."""
         self._observe(group)
         if not self._settings.enable:
             return True

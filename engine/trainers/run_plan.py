@@ -79,10 +79,7 @@ def plan_run(
 
 
 def check_config(config: RLConfig, max_response_length: int | None = None) -> Dataflow:
-    """Raise ConfigError for unknown names, contradictions and settings without effect.
-
-    Returns the dataflow that the settings name.
-    """
+    """Return the dataflow; ConfigError for contradictions and settings without effect."""
     import_plugins(config.plugins)
     algorithm = config.algorithm
     dataflow = choose_dataflow(algorithm)
@@ -259,10 +256,7 @@ def unused_settings(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str,
 def _unread_settings(
     config: RLConfig, dataflow: Dataflow
 ) -> Iterator[tuple[bool, str, Iterable[str]]]:
-    """Whether the run does without a part of it, why, and the settings that the part would read.
-
-    "critic.*" are all settings of a section.
-    """
+    """Whether the run lacks a part, why, and the settings (`section.*`: all) it would read."""
     algorithm, actor, rollout = config.algorithm, config.actor, config.rollout
     reward, trainer, name = config.reward, config.trainer, dataflow.name
 

@@ -66,17 +66,13 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def next_prompts(self) -> Batch:
-        """The prompts of the next step.
-
-        What is sampled of them already is what `roles.rollout.generate(prompts)` returns then.
-        """
+        """The prompts of the next step; `rollout.generate` returns what is sampled of them."""
 
     def prefetch(self) -> None:
         """Prepare the prompts of the step after this one while workers are busy."""
         self.prompts.prefetch()
 
     def observe(self, sampled: Batch) -> None:
-        """Look at a rollout of the step that has just ended, with its scores."""
         self.prompts.observe(sampled)
 
     def metrics(self) -> dict[str, float]:
@@ -132,7 +128,6 @@ def parallel_of(role: str, config: RLConfig) -> ParallelConfig:
 
 
 def layout_of(role: str, config: RLConfig) -> Layout:
-    """The layout of a role's ranks."""
     return Layout.of(parallel_of(role, config))
 
 
@@ -313,8 +308,6 @@ _COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """Everything that the roles of a run are built from."""
-
     model_path: str
     config: RLConfig
     needs: RequiredPasses
@@ -328,12 +321,10 @@ class RunSpec:
 
     @property
     def dataflow(self) -> Dataflow:
-        """The algorithm's step."""
         return choose_dataflow(self.config.algorithm)
 
     @property
     def samplers(self) -> int:
-        """Number of processes that only decode."""
         return sampler_count(self.config.trainer)
 
     @property
@@ -350,10 +341,7 @@ class RunSpec:
 
 
 def placement_of(spec: RunSpec) -> Placement:
-    """`trainer.pools`; by default the policy's roles share a process, others have one each.
-
-    The policy's process gets the cores that samplers leave.
-    """
+    """`trainer.pools`; by default the policy's roles share a process, others have one each."""
     config, pools = spec.config, list[Pool]()
     if config.trainer.pools:
         for pool in config.trainer.pools:
@@ -384,10 +372,7 @@ def run_roles(config: RLConfig) -> tuple[RequiredPasses, frozenset[str]]:
 
 
 def effective_config(config: RLConfig) -> RLConfig:
-    """The settings with truncated importance sampling by token where rollout is off-policy.
-
-    Not where they have a rollout correction of their own.
-    """
+    """The settings, with importance sampling by token where off-policy rollout has none."""
     off_policy = rollout_source(config.trainer).off_policy
     if not off_policy or config.algorithm.rollout_correction.enabled:
         return config
@@ -460,7 +445,6 @@ def role_specs(spec: RunSpec) -> list[RoleSpec]:
 
 
 def rollout_worker_spec(name: str, spec: RunSpec) -> RoleSpec:
-    """How to build one worker of asynchronous rollout."""
     options = _sampling(spec) | _policy_copy(spec)
     worker = _rollout_class(spec, streams=True)
     return RoleSpec(name, worker, options, plugins=spec.config.plugins)

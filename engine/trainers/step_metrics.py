@@ -11,10 +11,7 @@ _ENDS = ("done", "turns", "tokens", "seconds", "turn_seconds", "failed")
 
 
 def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
-    """Reward, lengths, truncation, group signal and throughput of a step.
-
-    Means of rewards leave out the rows whose reward failed.
-    """
+    """Reward (without failed ones), lengths, truncation, group signal and throughput of a step."""
     width = batch["responses"].shape[1]
     lengths = batch["attention_mask"][:, -width:].sum(1).float()
     failed, last_rows = batch["reward_error"], _last_rows(batch)
@@ -76,10 +73,7 @@ def _last_rows(batch: Batch) -> torch.Tensor:
 
 
 def _episode_metrics(batch: Batch, prefix: str) -> dict[str, float]:
-    """Turns, tokens, ends and what environments reported, of a batch of episodes; else nothing.
-
-    Numbers and booleans of `info` that all finished episodes have are averaged.
-    """
+    """Turns, tokens, ends and shared numbers of `info`, of a batch of episodes; else nothing."""
     if "episode_turns" not in batch:
         return {}
     rows = _last_rows(batch)

@@ -46,8 +46,6 @@ _MORE_PROMPTS = ("prompts", "next_batch")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a step whose result is recorded."""
-
     role: str  # e.g. "rollout"
     method: str  # e.g. "generate"
     result: Future[object]
@@ -55,8 +53,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A record that was read."""
-
     folder: Folder
     step: int
     config: RLConfig
@@ -250,10 +246,7 @@ def read_record(folder: str) -> StepRecord:
 
 
 class _RecordedGroup:
-    """A stand-in for the group of a role that is not run again.
-
-    It gives out the recorded results, which all such groups share, in the order of the calls.
-    """
+    """In place of a role that is not run again: gives out results in the order of the calls."""
 
     def __init__(self, record: StepRecord, calls: Iterator[Call], role: str) -> None:
         self._record, self._calls, self._role = record, calls, role

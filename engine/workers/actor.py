@@ -15,17 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.algorithms import policy_losses
+from engine.algorithms import policy_losses, preference_losses
 from engine.algorithms.aggregation import Denominators, accumulate_mean, aggregate, compute_means
 from engine.algorithms.correction import GAP_PREFIXES, gap_metrics
 from engine.algorithms.critic_loss import rows_with_gradient
 from engine.algorithms.divergences import kl_estimate
-from engine.algorithms.preference_losses import (
-    Pairs,
-    PreferenceOutput,
-    get_pair_loss,
-    sequence_log_probs,
-)
 from engine.batch import TOKENS, Batch
 from engine.checkpoint.format import RankState
 from engine.checkpoint.state_dict import StateDict
@@ -46,25 +40,19 @@ from engine.models.forward import (
     TokenOutputs,
 )
 from engine.parallel.layout import Layout
+from engine.runtime import sharded_model
 from engine.runtime.optimizer import update_metrics
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
-from engine.runtime.sharded_model import (
-    Loss,
-    Metrics,
-    ShardedModel,
-    init_mesh,
-    minibatch_indices,
-    trim,
-    untrimmed,
-    zero_loss,
-)
+from engine.runtime.sharded_model import Loss, Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState, same_start, weights_fingerprint
 from engine.weight_transfer import WeightSender
 from engine.workers.algorithm_options import policy_loss_options, preference_options
 from engine.workers.role import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import StatefulWorker
 
-ResponseLoss = Callable[[Outputs, Batch], PreferenceOutput]  # of a micro-batch's responses
+ResponseLoss = Callable[
+    [Outputs, Batch], preference_losses.PreferenceOutput
+]  # of a micro-batch's responses
 
 
 class TrainingWorker(StatefulWorker):
@@ -77,14 +65,11 @@ class TrainingWorker(StatefulWorker):
     def mini_batches(
         self, batch: Batch, config: ActorConfig | CriticConfig, unit: int = 1
     ) -> Iterator[Batch]:
-        """The rows of each optimizer step of an update, epoch by epoch, in the order of the seed.
-
-        Each `unit` consecutive rows stay together.
-        """
+        """The rows of each optimizer step of an update; `unit` consecutive rows stay together."""
         units, size = torch.arange(len(batch)).view(-1, unit), config.ppo_mini_batch_size // unit
         ranks, generator = self.sharded.ranks, self.train_state.generator
         for _ in range(config.ppo_epochs):
-            for index in minibatch_indices(len(units), size, ranks, generator):
+            for index in sharded_model.minibatch_indices(len(units), size, ranks, generator):
                 yield batch if len(index) == len(units) else batch.rows(units[index].flatten())
 
     def finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
@@ -112,7 +97,7 @@ class TrainingWorker(StatefulWorker):
                 parts.append(metrics)
             for micro in passes[len(micros) :]:  # for collectives of ranks that have more rows
                 with sharded.forward(micro, reader) as outputs:
-                    zero_loss(outputs).backward()
+                    sharded_model.zero_loss(outputs).backward()
         sharded.all_reduce_gradients()
         return parts
 
@@ -137,7 +122,7 @@ class TrainingWorker(StatefulWorker):
         # A micro-batch of N units has unit · N rows, as wide as the longest.
         for index in token_budget_batches(lengths.tolist(), max(1, max_tokens // unit)):
             rows = (unit * real[index])[:, None] + within
-            micros.append(trim(batch.rows(rows.flatten())))
+            micros.append(sharded_model.trim(batch.rows(rows.flatten())))
 
         def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
             out = response_loss(outputs, micro)
@@ -149,20 +134,21 @@ class TrainingWorker(StatefulWorker):
     def accumulate_pairs(
         self,
         batch: Batch,
-        pair_loss: Callable[[Pairs], PreferenceOutput],
+        pair_loss: Callable[[preference_losses.Pairs], preference_losses.PreferenceOutput],
         reader: OutputReader,
         max_tokens: int,
     ) -> list[Metrics]:
-        """Add the gradients of the mean loss over the real pairs of all ranks: of rows 2i, 2i+1.
+        """Add the gradients of the mean loss over all ranks' real pairs: of rows 2i, 2i+1."""
 
-        `reader`'s log-probs must be of the temperature that the reference's are.
-        """
-
-        def response_loss(outputs: Outputs, micro: Batch) -> PreferenceOutput:
-            policy, length = sequence_log_probs(outputs["log_probs"], micro["response_mask"])
+        def response_loss(outputs: Outputs, micro: Batch) -> preference_losses.PreferenceOutput:
+            policy, length = preference_losses.sequence_log_probs(
+                outputs["log_probs"], micro["response_mask"]
+            )
             reference = micro.get("ref_response_log_probs")
             if "ref_log_probs" in micro:
-                reference, _ = sequence_log_probs(micro["ref_log_probs"], micro["response_mask"])
+                reference, _ = preference_losses.sequence_log_probs(
+                    micro["ref_log_probs"], micro["response_mask"]
+                )
             return pair_loss(as_pairs(policy, length, reference))
 
         return self.accumulate_responses(batch, response_loss, reader, max_tokens, unit=2)
@@ -176,12 +162,11 @@ class TrainingWorker(StatefulWorker):
         self.train_state.load(own, saved)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore the `state_dict` of a single rank."""
         own = RankState.of(state)
         self.load_sharded_state(own, [own])
 
 
-def as_pairs(policy: Tensor, length: Tensor, reference: Tensor | None) -> Pairs:
+def as_pairs(policy: Tensor, length: Tensor, reference: Tensor | None) -> preference_losses.Pairs:
     """Pairs of rows 2i and 2i+1, chosen and rejected: log-probs and lengths of responses `[2N]`."""
     sides = {
         "policy_chosen": policy[0::2],
@@ -191,7 +176,7 @@ def as_pairs(policy: Tensor, length: Tensor, reference: Tensor | None) -> Pairs:
     }
     if reference is not None:
         sides |= {"ref_chosen": reference[0::2], "ref_rejected": reference[1::2]}
-    return Pairs(**sides)
+    return preference_losses.Pairs(**sides)
 
 
 class ActorWorker(TrainingWorker):
@@ -256,7 +241,10 @@ class ActorWorker(TrainingWorker):
         )
         out = self.sharded.outputs(batch, passes, reader)
         out = {"old_log_probs": out.pop("log_probs")} | out
-        return Batch(out | ({"routed_experts": untrimmed(batch, passes, chosen)} if chosen else {}))
+        return Batch(
+            out
+            | ({"routed_experts": sharded_model.untrimmed(batch, passes, chosen)} if chosen else {})
+        )
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -314,10 +302,7 @@ class ActorWorker(TrainingWorker):
     def _policy_loss(
         self, outputs: Outputs, micro: Batch, *, denominators: Denominators, gap: bool
     ) -> tuple[Tensor, Metrics]:
-        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL of one micro-batch.
-
-        Of a mixture-of-experts model, + router_aux_loss_coef · the routers' balance.
-        """
+        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL (+ the routers' balance)."""
         config, mask = self.config, micro["response_mask"]
         tokens = TokenOutputs(**outputs)
         assert tokens.entropy is not None
@@ -351,7 +336,6 @@ class ActorWorker(TrainingWorker):
         return loss, metrics
 
     def _kl(self, tokens: TokenOutputs, micro: Batch) -> Tensor | None:
-        """KL to the reference `[B, R]`, where the batch or the process has one."""
         if tokens.full_kl is not None:
             return tokens.full_kl
         if "ref_log_probs" not in micro:
@@ -364,11 +348,10 @@ class ActorWorker(TrainingWorker):
     def update_pairs(self, batch: Batch) -> dict[str, float]:
         """Take the optimizer steps of one batch of pairs: rows 2i are chosen, 2i+1 rejected.
 
-        Reads `ref_log_probs [B, R]`, unless the preference loss has no reference. A step may have
-        fewer pairs than there are ranks.
+        Reads `ref_log_probs [B, R]`, unless the preference loss has no reference.
         """
         options = preference_options(self.preference)
-        pair_loss = partial(get_pair_loss(self.preference.loss), **options)
+        pair_loss = partial(preference_losses.get_pair_loss(self.preference.loss), **options)
         budget = self.config.max_tokens_per_micro_batch
         parts, norms = list[Metrics](), list[float]()
         for mini in self.mini_batches(batch, self.config, unit=2):
@@ -415,7 +398,6 @@ class ActorWorker(TrainingWorker):
         return {}
 
     def finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
-        """Raise the policy's version too."""
         self.policy.version += 1
         metrics = super().finish_update(parts, norms) | {"lr": self.train_state.optimizer.lr}
         return {k if k.startswith(GAP_PREFIXES) else f"actor/{k}": v for k, v in metrics.items()}
@@ -439,23 +421,17 @@ class ActorWorker(TrainingWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> str:
-        """Write the policy, its adapters and its tokenizer as a Hugging Face folder."""
         save_ranks(self.policy, self._start_model, Path(folder))
         return folder
 
     def state_dict(self) -> StateDict:
-        """Weights, moments, the generator that shuffles mini-batches, and the version."""
         own = {"policy_version": self.policy.version, "start": self.start}
         if self.lora.rank:
             own |= {"lora_alpha": self.lora.alpha}
         return super().state_dict() | own
 
     def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
-        """Restore what all ranks saved, in place.
-
-        Raises CheckpointError for the state of another model, even one of the same shape, and for
-        adapters of another alpha.
-        """
+        """As its base; raises CheckpointError for another model, and for another alpha."""
         alpha = own.get("lora_alpha")
         if alpha is not None and self.lora.rank and alpha != self.lora.alpha:  # not seen in shapes
             raise CheckpointError(

@@ -1,7 +1,4 @@
-"""The rollout role of multi-turn runs: it plays episodes with environments.
-
-Also finished groups of episodes, and the file that holds the episodes of a step under way.
-"""
+"""The rollout role of multi-turn runs: it plays episodes with environments."""
 
 from __future__ import annotations
 
@@ -70,10 +67,7 @@ class SavedRollout:
     def __init__(
         self, folder: str, stem: str, settings: str, every_s: float, before: str = ""
     ) -> None:
-        """Save every `every_s` seconds below `folder`; go on from there, or from `before`.
-
-        `settings` stands for all that a rollout depends on, but for what `identity` has.
-        """
+        """Save every `every_s` seconds below `folder`; go on from there, or from `before`."""
         self._folder, self._name = Folder(f"{folder}/{FOLDER}"), f"{stem}.safetensors"
         self._sources = [self._folder, *([Folder(f"{before}/{FOLDER}")] if before else [])]
         self._settings, self._every_s = settings, every_s
@@ -132,7 +126,6 @@ class SavedRollout:
         self._saved = time.monotonic()
 
     def end(self) -> None:
-        """The rollout is whole: remove its file."""
         if not self._written:
             return
         self._written = False
@@ -193,10 +186,7 @@ class EpisodeGroups(Groups):
                 self._player.add(episode, dict(columns), trees.get(episode.index))
 
     def partial_groups(self, seconds: float = _REPORT_STATES_S) -> dict[int, PartialEpisodes]:
-        """Copies of all unfinished groups, by key; playing continues.
-
-        An episode whose environment doesn't answer within `seconds` is as it was the last time.
-        """
+        """Copies of unfinished groups, by key; older ones where an environment is too slow."""
         self._trees |= self._player.save(seconds)
         partial: dict[int, PartialEpisodes] = {}
         for key, episodes in (self._episodes | (self._retained or {})).items():
@@ -239,7 +229,6 @@ _STATES_S = 0.2  # of a rollout, for environments to give their states
 
 
 def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environments:
-    """The environments of a run, in processes of their own or in this one."""
     name, options, limit = agent.environment.name, agent.environment.options, agent.call_timeout_s
     if not agent.num_workers:
         return LocalEnvironments(partial(make_environment, name, options), timeout_s=limit)
@@ -301,11 +290,7 @@ class AgentRolloutWorker(RolloutWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_episodes(self, folder: str, settings: str, before: str = "") -> None:
-        """Save the episodes of rollouts under way below `folder`, where the checkpoints are.
-
-        The first rollout from now on goes on from what is there, or in `before`, if it is the same.
-        `settings` stands for the run's.
-        """
+        """Save rollouts under way beside the checkpoints; go on from there, or from `before`."""
         if every_s := self.config.agent.save_freq_s:
             self._saved = SavedRollout(folder, self._stem(), settings, every_s, before)
 

@@ -32,10 +32,7 @@ _MAX_NUM_SEQS = 512  # completions, or turns of episodes, that are decoded at on
 
 
 class EvaluationWorker(Worker):
-    """Decodes with a copy of a model, or with this rank's tensor-parallel shards of one.
-
-    In bfloat16 on a GPU, in float32 on a CPU.
-    """
+    """Decodes with a copy of a model, or with this rank's tensor-parallel shards of one."""
 
     def __init__(
         self,
@@ -114,7 +111,6 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         plugins: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
-        """`max_model_len` is that of episodes whose prompts show no tools."""
         import_plugins(plugins)
         self.environments = open_environments(agent, plugins)
         tools = self.environments.tools
@@ -193,7 +189,6 @@ class EpisodeEvaluationWorker(EvaluationWorker):
 
 
 def _sampled(episode: Episode) -> list[int]:
-    """The ids that the policy wrote, of all turns."""
     assert episode.transcript is not None
     turns = episode.transcript.finished()
     return [t for turn in turns for t, own in zip(turn.token_ids, turn.sampled, strict=True) if own]

@@ -21,10 +21,7 @@ from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
 
 class ReferenceWorker(Worker):
-    """The policy as it was before RL, frozen: gives its log-probs.
-
-    Beside a policy with adapters it is that policy with them disabled; nothing is copied.
-    """
+    """The policy before RL; of a policy with adapters beside it, the one without them."""
 
     def __init__(
         self,
@@ -163,8 +160,6 @@ class TeacherWorker(Worker):
 
 
 class LoadedTeacher:
-    """A model on the ranks of the actor's layout."""
-
     together: bool  # ranks ask it together, about all rows
 
     def __init__(
@@ -175,7 +170,6 @@ class LoadedTeacher:
         self._temperature, self._budget = temperature, budget
 
     def log_probs(self, batch: Batch) -> Tensor:
-        """Log-probs `[B, R]` of the response tokens."""
         reader = LogProbReader(self._temperature, statistics=self.sharded.statistics())
         return self.sharded.read(batch, self._budget, reader)["log_probs"]
 
@@ -188,8 +182,6 @@ class LoadedTeacher:
 
 
 class ServedTeacher:
-    """A model behind an address."""
-
     together = False
 
     def __init__(self, config: TeacherConfig, section: str, vocabulary: int) -> None:
@@ -197,14 +189,12 @@ class ServedTeacher:
         self._section = section
 
     def log_probs(self, batch: Batch) -> Tensor:
-        """As `LoadedTeacher`."""
         out = torch.zeros(batch["responses"].shape)
         for row, tokens in enumerate(self._ask(batch, 0)):
             out[row, : len(tokens)] = torch.tensor([token.log_prob for token in tokens])
         return out
 
     def top_k(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """As `LoadedTeacher`."""
         shape = batch["responses"].shape
         ids = torch.zeros((*shape, k), dtype=torch.int32)
         log_probs = torch.zeros((*shape, k + 1))

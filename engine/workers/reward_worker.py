@@ -28,10 +28,7 @@ _WRITES = (
 
 
 class RewardWorker(Worker):
-    """Scores completions on CPU; holds a tokenizer and no weights.
-
-    Raises ConfigError for weights of components that the reward is known not to have.
-    """
+    """Scores completions on CPU; ConfigError for weights of components that there are not."""
 
     def __init__(
         self,
@@ -41,7 +38,6 @@ class RewardWorker(Worker):
         config: RewardConfig,
         plugins: tuple[str, ...] = (),
     ) -> None:
-        """`plugins` are the modules that may register the reward."""
         super().__init__(context)
         self.config = config
         self.scorer = Scorer(config, plugins)
@@ -65,11 +61,7 @@ class RewardWorker(Worker):
 
     @dispatch(Dispatch.DATA_PARALLEL, writes=_WRITES)
     def score_part(self, batch: Batch) -> Batch:
-        """Score some rows of a batch; parts that are concatenated equal the whole.
-
-        Where all rows fail there is no error, since other parts may have scores: look at
-        `reward_error` when they are together.
-        """
+        """As `score`, of some rows of a batch: no error where all of them fail."""
         return self._score(batch, whole=False)
 
     def close(self) -> None:
@@ -125,10 +117,7 @@ class RewardWorker(Worker):
         return tensors | ({"reward_components": table} if names else {})
 
     def _token_scores(self, total: Tensor, batch: Batch) -> Tensor:
-        """Completions' scores `[B]` on their tokens, `[B, R]`, with what environments gave by turn.
-
-        An episode of several rows has its score on the last of them.
-        """
+        """Scores `[B]` on the last tokens, `[B, R]`, and what environments gave on turns."""
         mask, by_turn = batch["response_mask"], batch.get("environment_rewards")
         if by_turn is None:
             return on_last_token(total, mask)

@@ -33,8 +33,6 @@ class Dispatch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DispatchRule:
-    """How one method is dispatched."""
-
     mode: Dispatch
     unit: int = 1  # rows that stay together, e.g. 2 for pairs
     pad: bool = False  # rows are padded so that every rank gets equally many
@@ -143,8 +141,6 @@ class ProcessState:
 
 @dataclass
 class WorkerContext:
-    """Where a role instance runs."""
-
     role: str  # e.g. "actor"
     rank: int = 0  # e.g. 0
     world_size: int = 1  # ranks of this role, e.g. 4
@@ -157,8 +153,6 @@ class WorkerContext:
 
 
 class Worker:
-    """Base of all roles."""
-
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 

@@ -1,7 +1,4 @@
-"""The rollout role: samples completions with the policy of its process, or with a copy of it.
-
-Episodes of several turns are in `agent_rollout`.
-"""
+"""The rollout role: samples completions with the policy of its process, or with a copy of it."""
 
 from __future__ import annotations
 
@@ -32,13 +29,8 @@ from engine.rollout.stream import (
     open_stream,
     take_partial_groups,
 )
+from engine.runtime import rollout_weights
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel
-from engine.runtime.rollout_weights import (
-    RolloutWeights,
-    SharedWeights,
-    rollout_weights,
-    vllm_weights,
-)
 from engine.runtime.sharded_model import process_device
 from engine.workers.role import Dispatch, WorkerContext, dispatch
 from engine.workers.stateful import StatefulWorker
@@ -71,10 +63,7 @@ class Groups(ABC):
 
     @abstractmethod
     def submit(self, prompts: Batch) -> None:
-        """Add prompts, one row per group; their partial groups (`PARTIAL_GROUP`) are continued.
-
-        Raises RolloutError for partial groups of another kind, another prompt or another `n`.
-        """
+        """Add prompts, one row per group; continue their partial groups, or raise RolloutError."""
 
     @abstractmethod
     def partial_groups(self) -> Mapping[int, Begun]:
@@ -93,8 +82,6 @@ class Groups(ABC):
 
 
 class GroupStream(Groups):
-    """Decodes `params.n` completions of each prompt, and returns finished groups."""
-
     def __init__(
         self,
         engine: protocol.RolloutEngine,
@@ -238,10 +225,7 @@ _KIND = {"training": 0, "greedy": 1, "validation": 2}
 
 
 class RolloutWorker(StatefulWorker):
-    """Samples with the newest weights of its process's policy.
-
-    In a process without an actor it loads a copy of the policy, which `load_weights` updates.
-    """
+    """Samples with its process's policy, or with a copy that `load_weights` updates."""
 
     ranks_alike = True
 
@@ -270,12 +254,14 @@ class RolloutWorker(StatefulWorker):
         load = partial(start.load_on, device)
         if context.process.policy is None:
             context.process.policy = PolicyRuntime(load(), device=device)
-            weights: RolloutWeights = SharedWeights(context.process.policy.module)
+            weights: rollout_weights.RolloutWeights = rollout_weights.SharedWeights(
+                context.process.policy.module
+            )
         elif capabilities.loads_shards:
-            weights = vllm_weights(context.process.policy.sharded, config, load)
+            weights = rollout_weights.vllm_weights(context.process.policy.sharded, config, load)
         else:
             tp = config.tensor_parallel_size
-            weights = rollout_weights(context.process.policy.sharded, tp, load)
+            weights = rollout_weights.rollout_weights(context.process.policy.sharded, tp, load)
         self.policy = context.process.policy
         self.stop = stop_token_ids(self.tokenizer, weights.model.config)
         self._groups: Groups | None = None  # between `begin` and the last `next_part`
@@ -358,8 +344,7 @@ class RolloutWorker(StatefulWorker):
     def _params(self, how: Decoding, first_prompt: int = 0) -> protocol.SamplingParams:
         """Parameters of the next rollout, with a new seed, after synchronising the weights.
 
-        `first_prompt` is the index of this rank's first prompt among those of all ranks: samples
-        must not depend on the number of ranks.
+        `first_prompt`, of this rank's: samples must not depend on the number of ranks.
         """
         self.policy.require_synced()
         self.policy.sync_weights()
@@ -406,8 +391,6 @@ class RolloutWorker(StatefulWorker):
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """What one call of `poll` returns."""
-
     groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
     busy: int  # completions that are decoded or wait for a slot, e.g. 61
     version: int  # of the weights that it decodes with now
@@ -435,10 +418,9 @@ class StreamRolloutWorker(RolloutWorker):
 
     @dispatch(Dispatch.RANK_ZERO)
     def poll(self, prompts: Batch | None, seconds: float, report: bool = False) -> PollResult:
-        """Submit `prompts` (one row a group, its key in `group_ids`) and decode for a while.
+        """Submit `prompts` (one row a group, its key in `group_ids`) and decode for `seconds`.
 
-        Returns after `seconds`, or as soon as nothing is left to decode; with `report` copies of
-        what isn't whole, too.
+        Returns sooner if nothing is left to decode; with `report` copies of what isn't whole, too.
         """
         self.policy.require_synced()
         if prompts is not None:

@@ -6,13 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from functools import partial
 
-from engine.checkpoint.format import (
-    RankState,
-    rank_file_prefix,
-    read_role_states,
-    state_of_rank,
-    write_state,
-)
+from engine.checkpoint import format as checkpoint_format
 from engine.checkpoint.saver import Background
 from engine.checkpoint.state_dict import CpuStager, StateDict, process_rng, set_process_rng
 from engine.errors import CheckpointError, DamagedCheckpointError, DivergedError
@@ -49,8 +43,7 @@ class StatefulWorker(Worker, ABC):
     def save_state(self, folder: str) -> float:
         """Copy the state, write it in the background, and return the seconds that the copy took.
 
-        Raises CheckpointError if the write before this one failed, DivergedError for weights that
-        are not finite.
+        Raises CheckpointError if the write before failed, DivergedError for weights not finite.
         """
         begin = time.perf_counter()
         self._writing.wait()
@@ -58,7 +51,7 @@ class StatefulWorker(Worker, ABC):
             values, groups = self._stager.stage(self.state_dict() | {"process_rng": process_rng()})
         except DivergedError as error:
             raise DivergedError(f"{self._name}: {error}") from error
-        write = partial(write_state, Folder(folder), self._stem(), values, groups)
+        write = partial(checkpoint_format.write_state, Folder(folder), self._stem(), values, groups)
         self._writing.start(write)
         return time.perf_counter() - begin
 
@@ -77,7 +70,9 @@ class StatefulWorker(Worker, ABC):
         context = self.context
         try:
             saved = self.read_saved(folder)
-            own = state_of_rank(saved, context.rank, context.world_size, any_rank=self.ranks_alike)
+            own = checkpoint_format.state_of_rank(
+                saved, context.rank, context.world_size, any_rank=self.ranks_alike
+            )
             self.load_sharded_state(own, saved)
         except DamagedCheckpointError:
             raise
@@ -85,11 +80,13 @@ class StatefulWorker(Worker, ABC):
             raise CheckpointError(f"{folder}: {self._stem()}: {error}") from error
         set_process_rng(own.get("process_rng"))
 
-    def read_saved(self, folder: str) -> list[RankState]:
+    def read_saved(self, folder: str) -> list[checkpoint_format.RankState]:
         """What every rank of this role has saved in a complete checkpoint."""
-        return read_role_states(folder, self.context.role)
+        return checkpoint_format.read_role_states(folder, self.context.role)
 
-    def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
+    def load_sharded_state(
+        self, own: checkpoint_format.RankState, saved: list[checkpoint_format.RankState]
+    ) -> None:
         """Load `own`, one of `saved`; overridden where a rank needs what other ranks wrote."""
         self.load_state_dict(own.state_dict())
 
@@ -98,4 +95,6 @@ class StatefulWorker(Worker, ABC):
         super().close()
 
     def _stem(self) -> str:
-        return rank_file_prefix(self.context.role, self.context.rank, self.context.world_size)
+        return checkpoint_format.rank_file_prefix(
+            self.context.role, self.context.rank, self.context.world_size
+        )

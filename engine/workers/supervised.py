@@ -1,7 +1,4 @@
-"""The roles that learn from rows: warm start, preferences, reward models, step rewards.
-
-Each computes a model's loss on rows and updates it; the loops are in `engine.trainers.offline`.
-"""
+"""The roles that learn from rows: warm start, preferences, reward models, step rewards."""
 
 from __future__ import annotations
 
@@ -18,29 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from engine import models
+from engine.algorithms import preference_losses
 from engine.algorithms.aggregation import accumulate_mean
-from engine.algorithms.preference_losses import (
-    PreferenceOutput,
-    bradley_terry,
-    get_pair_loss,
-    kto,
-    sequence_log_probs,
-)
 from engine.batch import Batch
 from engine.checkpoint.format import RankState, read_controller_state
 from engine.checkpoint.state_dict import BOXES
 from engine.config import OfflineConfig, PreferenceTrainingConfig, RewardModelTrainingConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError
-from engine.models import (
-    CriticModel,
-    UnloadedModel,
-    create_critic_model,
-    has_adapters,
-    open_critic_model,
-    save_model,
-    save_tensors,
-)
 from engine.models.forward import LogProbReader, OutputReader, Outputs, ValueReader
 from engine.models.value_head import classifier_of, classifier_tensors, save_adapted
 from engine.parallel.layout import DATA_AXES, Layout
@@ -55,11 +38,7 @@ from engine.workers.role import Dispatch, WorkerContext, dispatch
 
 
 class OfflineWorker(TrainingWorker):
-    """A model in training on rows of a dataset.
-
-    On a single rank it may be given the model itself, which it trains in place; ranks of a layout
-    each load what they keep of a `StartModel`.
-    """
+    """A model in training on rows; a single rank may be given it, and trains in place."""
 
     def __init__(
         self,
@@ -80,15 +59,12 @@ class OfflineWorker(TrainingWorker):
 
     def _open(
         self, model: PreTrainedModel | StartModel
-    ) -> PreTrainedModel | CriticModel | UnloadedModel:
+    ) -> PreTrainedModel | models.CriticModel | models.UnloadedModel:
         return model.open() if isinstance(model, StartModel) else model
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def begin(self, total_steps: int) -> None:
-        """Make the optimizer of a run of so many steps.
-
-        Dropout, where the model has any, draws from the seed, on each data-parallel rank another.
-        """
+        """Make the optimizer of a run of so many steps; dropout draws from the seed."""
         torch.manual_seed(self.seed + self.sharded.ranks.index(*DATA_AXES))
         self.sharded.module.train()
         optim = self.config.optim
@@ -98,13 +74,12 @@ class OfflineWorker(TrainingWorker):
     def save(self, folder: str, tokenizer: str) -> str:
         """Write model, adapters and the tokenizer in `tokenizer` as a Hugging Face folder."""
         if self._start_model is None:
-            save_model(self.sharded.module, load_tokenizer(tokenizer), folder)
+            models.save_model(self.sharded.module, load_tokenizer(tokenizer), folder)
         else:
             save_ranks(self.policy, replace(self._start_model, tokenizer=tokenizer), Path(folder))
         return folder
 
     def read_saved(self, folder: str) -> list[RankState]:
-        """Of a run in one process as well, whose state is the controller's."""
         alone = read_controller_state(folder)
         return [alone] if BOXES in alone.values else super().read_saved(folder)
 
@@ -133,10 +108,7 @@ class OfflineWorker(TrainingWorker):
 class SFTWorker(OfflineWorker):
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def update(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on the mean loss over the response tokens of all ranks.
-
-        Returns `loss` (nats a token), `lr`, `grad_norm` and, of float16 weights, their loss scale.
-        """
+        """Take one optimizer step on the mean loss (nats) over all ranks' response tokens."""
         tokens = self.sharded.global_counts(batch["response_mask"]).tokens
 
         def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
@@ -178,7 +150,7 @@ class PreferenceWorker(OfflineWorker):
         self._live = config.reference == "live" and uses_reference(config)
         super().__init__(context, model=model, config=config, seed=seed)
         self._reference: ShardedModel | None = None  # None: the policy, before it is trained
-        if has_adapters(self.sharded.module):
+        if models.has_adapters(self.sharded.module):
             self._reference = self.sharded.without_adapters()
         elif self._frozen is not None:
             ranks, parallel = self.sharded.ranks, self.sharded.config
@@ -186,10 +158,10 @@ class PreferenceWorker(OfflineWorker):
 
     def _open(
         self, model: PreTrainedModel | StartModel
-    ) -> PreTrainedModel | CriticModel | UnloadedModel:
+    ) -> PreTrainedModel | models.CriticModel | models.UnloadedModel:
         opened: Any = super()._open(model)
         self._fingerprint = weights_fingerprint(opened)
-        if self._live and not has_adapters(getattr(opened, "module", opened)):
+        if self._live and not models.has_adapters(getattr(opened, "module", opened)):
             again = super()._open(model) if isinstance(model, StartModel) else copy.deepcopy(model)
             self._frozen = again.eval() if isinstance(again, PreTrainedModel) else again
             self._frozen.requires_grad_(False)
@@ -203,7 +175,7 @@ class PreferenceWorker(OfflineWorker):
     @dispatch(Dispatch.RANK_ZERO)
     def has_adapters(self) -> bool:
         """Whether adapters are trained, and the reference is the model without them."""
-        return has_adapters(self.sharded.module)
+        return models.has_adapters(self.sharded.module)
 
     @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
     def response_log_probs(self, batch: Batch, reference: bool) -> Batch:
@@ -224,15 +196,17 @@ class PreferenceWorker(OfflineWorker):
         budget, reader = self.config.max_tokens_per_micro_batch, self._reader()
         if self.config.loss != "kto":
             options = preference_options(self.config, "preference")
-            pair_loss = partial(get_pair_loss(self.config.loss), **options)
+            pair_loss = partial(preference_losses.get_pair_loss(self.config.loss), **options)
             return self._step(self.accumulate_pairs(batch, pair_loss, reader, budget))
         point = self._reference_point(batch.rows(slice(1, None, 2)))
         options = kto_options(self.config)
 
-        def loss(outputs: Outputs, micro: Batch) -> PreferenceOutput:
-            policy, _ = sequence_log_probs(outputs["log_probs"], micro["response_mask"])
+        def loss(outputs: Outputs, micro: Batch) -> preference_losses.PreferenceOutput:
+            policy, _ = preference_losses.sequence_log_probs(
+                outputs["log_probs"], micro["response_mask"]
+            )
             reference = micro["ref_response_log_probs"]
-            return kto(policy, reference, micro["desirable"], point, **options)
+            return preference_losses.kto(policy, reference, micro["desirable"], point, **options)
 
         rows = batch.rows(slice(0, None, 2))
         return self._step(self.accumulate_responses(rows, loss, reader, budget, unit=1)) | {
@@ -252,11 +226,11 @@ class PreferenceWorker(OfflineWorker):
         sharded, budget = model or self.sharded, self.config.max_tokens_per_micro_batch
         with self._without_dropout():
             log_probs = sharded.read(batch, budget, self._reader())["log_probs"]
-        return sequence_log_probs(log_probs, batch["response_mask"])[0].float()
+        return preference_losses.sequence_log_probs(log_probs, batch["response_mask"])[0].float()
 
 
 def uses_reference(config: PreferenceTrainingConfig) -> bool:
-    return config.loss == "kto" or get_pair_loss(config.loss).needs_reference
+    return config.loss == "kto" or preference_losses.get_pair_loss(config.loss).needs_reference
 
 
 class RewardModelWorker(OfflineWorker):
@@ -269,7 +243,9 @@ class RewardModelWorker(OfflineWorker):
     config: RewardModelTrainingConfig
     of_tokens = False  # a score for each step, not for the whole
 
-    def _open(self, model: PreTrainedModel | StartModel) -> CriticModel | UnloadedModel:
+    def _open(
+        self, model: PreTrainedModel | StartModel
+    ) -> models.CriticModel | models.UnloadedModel:
         lora = model.lora if isinstance(model, StartModel) else None
         if lora is not None and (lora.from_folder or lora.quantize):
             raise ConfigError(
@@ -277,8 +253,8 @@ class RewardModelWorker(OfflineWorker):
                 "new adapters (model.lora.rank) on its base, in its own precision"
             )
         started = isinstance(model, StartModel)
-        opened = self._open_critic(model) if started else create_critic_model(model)
-        critic = opened.module if isinstance(opened, UnloadedModel) else opened
+        opened = self._open_critic(model) if started else models.create_critic_model(model)
+        critic = opened.module if isinstance(opened, models.UnloadedModel) else opened
         critic.head.bias.requires_grad_(self.of_tokens)  # of sequences a classifier has none
         self._start_config = critic.config
         self._classifier(critic.head.weight.dtype, 0)  # or it could not be saved
@@ -290,22 +266,18 @@ class RewardModelWorker(OfflineWorker):
         return Batch({"scores": _last(self._values(batch), batch)})
 
     def _values(self, batch: Batch) -> Tensor:
-        """Values `[B, R]` before each response token, without dropout."""
         budget = self.config.max_tokens_per_micro_batch
         with self._without_dropout():
             return self.sharded.read(batch, budget, ValueReader())["values"]
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on the mean loss over the pairs of all ranks.
-
-        Reads `margin [B]`, the same of a pair's two rows.
-        """
+        """Take one optimizer step on the mean loss over all ranks' pairs; reads `margin [B]`."""
         center = self.config.center_rewards_coefficient
 
-        def loss(outputs: Outputs, micro: Batch) -> PreferenceOutput:
+        def loss(outputs: Outputs, micro: Batch) -> preference_losses.PreferenceOutput:
             scores, margin = _last(outputs["values"], micro), micro["margin"][0::2]
-            return bradley_terry(
+            return preference_losses.bradley_terry(
                 scores[0::2], scores[1::2], margin, center_rewards_coefficient=center
             )
 
@@ -323,14 +295,16 @@ class RewardModelWorker(OfflineWorker):
         saved_tokenizer.padding_side = "right"  # positions begin with the conversation
         dtype = next(self.sharded.module.parameters()).dtype
         model = self._classifier(dtype, saved_tokenizer.pad_token_id)
-        if has_adapters(self.sharded.module):
+        if models.has_adapters(self.sharded.module):
             critic = self._whole_critic()
             if critic is not None:
                 save_adapted(model, critic, saved_tokenizer, Path(folder))
             return folder
 
         def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
-            save_tensors(model, classifier_tensors(model, tensors), saved_tokenizer, Path(folder))
+            models.save_tensors(
+                model, classifier_tensors(model, tensors), saved_tokenizer, Path(folder)
+            )
 
         self.policy.write_full(write)
         return folder
@@ -338,8 +312,10 @@ class RewardModelWorker(OfflineWorker):
     def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
         return classifier_of(self._start_config, dtype, pad_token_id, of_tokens=self.of_tokens)
 
-    def _open_critic(self, start: StartModel) -> CriticModel | UnloadedModel:
-        return open_critic_model(start.path, start.dtype, start.lora, start.seed, "model.lora")
+    def _open_critic(self, start: StartModel) -> models.CriticModel | models.UnloadedModel:
+        return models.open_critic_model(
+            start.path, start.dtype, start.lora, start.seed, "model.lora"
+        )
 
     @torch.no_grad()
     def _whole_critic(self) -> Any:
@@ -354,7 +330,7 @@ class RewardModelWorker(OfflineWorker):
         assert start is not None, "ranks load their model"
         opened: Any = self._open_critic(start)
         critic, cpu = opened, torch.device("cpu")
-        if isinstance(opened, UnloadedModel):
+        if isinstance(opened, models.UnloadedModel):
             critic = opened.module
             load_shards(critic, opened, cpu, cpu)
         for name, tensor in named_tensors(critic).items():
@@ -364,14 +340,11 @@ class RewardModelWorker(OfflineWorker):
 
 
 def _last(values: Tensor, batch: Batch) -> Tensor:
-    return sequence_log_probs(values, batch["response_mask"])[0]
+    return preference_losses.sequence_log_probs(values, batch["response_mask"])[0]
 
 
 class ProcessRewardWorker(RewardModelWorker):
-    """Trains a token classifier of one label: σ(score) is the probability of a right step.
-
-    Rows are of `collate_steps`: values before the tokens of `response_mask` are steps' scores.
-    """
+    """Trains a token classifier, on rows of `collate_steps`: σ(score) is that of a right step."""
 
     of_tokens = True
 
