@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from engine.models import create_critic_model
     from engine.runtime import HybridActor, measure_switch_overhead
     from engine.trainers.offline import SFTTrainer
-    from engine.trainers.preference_learning import PreferenceTrainer
-    from engine.trainers.reward_training import (
+    from engine.trainers.preference_learning import (
         LikelihoodRewardTrainer,
+        PreferenceTrainer,
         ProcessRewardTrainer,
         RewardModelTrainer,
     )
@@ -61,11 +61,11 @@ _HOMES = {
     "DataPipeline": "engine.compat.rl_trainer",
     "DeviceMesh": "engine.compat.rl_trainer",
     "HybridActor": "engine.runtime",
-    "LikelihoodRewardTrainer": "engine.trainers.reward_training",
+    "LikelihoodRewardTrainer": "engine.trainers.preference_learning",
     "PreferenceTrainer": "engine.trainers.preference_learning",
-    "ProcessRewardTrainer": "engine.trainers.reward_training",
+    "ProcessRewardTrainer": "engine.trainers.preference_learning",
     "RLTrainer": "engine.compat.rl_trainer",
-    "RewardModelTrainer": "engine.trainers.reward_training",
+    "RewardModelTrainer": "engine.trainers.preference_learning",
     "SFTTrainer": "engine.trainers.offline",
     "Trainer": "engine.compat.hf_trainer",
     "create_critic_model": "engine.models",

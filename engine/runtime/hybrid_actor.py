@@ -95,8 +95,8 @@ class HybridConfig(Section):
             used = ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n) or 1) > 1)
             there = "this process is alone" if world_size == 1 else f"there are {world_size}"
             raise ConfigError(
-                f"hybrid_config's {used} needs {needed} ranks, but {there}; start so many "
-                f"(torchrun --nproc-per-node {needed} …), or leave the sizes out"
+                f"hybrid_config's {used} needs {needed} ranks, but {there}; run it under torchrun "
+                f"with {needed} processes (torchrun --nproc-per-node {needed} …), or leave them out"
             )
         data_ranks = max(1, world_size // self.train_tp_size)
         in_node = max(1, (ranks_per_node or world_size) // self.train_tp_size)

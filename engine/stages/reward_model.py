@@ -31,7 +31,7 @@ from engine.storage.artifacts import read_manifest
 from engine.tracking import Tracker
 from engine.tracking.model_versions import ModelVersion, intact_copy, version_parent
 from engine.trainers.offline import is_on_ray
-from engine.trainers.reward_training import LikelihoodRewardTrainer, RewardModelTrainer
+from engine.trainers.preference_learning import LikelihoodRewardTrainer, RewardModelTrainer
 
 ROWS = "rows.parquet"
 HELD_OUT = "validation"

@@ -62,7 +62,6 @@ from engine.storage.filesystem import shared_store
 from engine.storage.s3 import Objects
 from engine.tracking.metric_logs import FILE as METRICS_FILE
 from engine.tracking.metric_logs import PACKAGES, MetricLogs, open_metric_logs, require_packages
-from engine.trainers.fault_tolerance import run_with_retries
 from engine.trainers.offline import (
     OfflineTrainer,
     SFTExample,
@@ -70,6 +69,7 @@ from engine.trainers.offline import (
     is_on_ray,
     offline_dtype,
 )
+from engine.trainers.resume import run_with_retries
 
 if TYPE_CHECKING:
     from engine.console import Progress

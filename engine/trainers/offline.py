@@ -32,9 +32,8 @@ from engine.errors import CheckpointError, ConfigError, DataError
 from engine.models import resolve_dtype, text_config
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers import fault_tolerance
+from engine.trainers import resume
 from engine.trainers.layout_checks import check_parallel
-from engine.trainers.resume import changed_settings, flat
 from engine.workers.role import WorkerContext
 from engine.workers.supervised import OfflineWorker, SFTWorker
 
@@ -114,7 +113,7 @@ MAY_DIFFER = {
 
 def recorded_settings(config: OfflineConfig) -> dict[str, object]:
     """The settings of a section that a checkpoint records, by dotted name, e.g. "sft.packing"."""
-    return flat({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
+    return resume.flat({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
 
 
 _CHUNK = 1024  # examples of one call to the ranks
@@ -244,13 +243,13 @@ class OfflineTrainer(ABC, Generic[Example, W]):
                 log.warning("%s is at step %d of %d already", self.what, begin, total)
             recorded = {"settings": settings, "changed_settings": changed}
             with (
-                fault_tolerance.PreemptionNotice(self.config.preemption_grace_s) as notice,
-                fault_tolerance.finish_save_on_error(saver, notice),
+                resume.PreemptionNotice(self.config.preemption_grace_s) as notice,
+                resume.finish_save_on_error(saver, notice),
             ):
                 steps = range(begin, total)
                 last = self._train(train, validation, steps, saver, recorded, notice) or metrics
                 save = partial(self._save, saver, total, recorded, last)
-                fault_tolerance.ensure_last_save(saver, save)
+                resume.ensure_last_save(saver, save)
                 return last
 
     def _train(
@@ -260,14 +259,14 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         steps: range,
         saver: Saver | None,
         recorded: StateDict,
-        notice: fault_tolerance.PreemptionNotice,
+        notice: resume.PreemptionNotice,
     ) -> dict[str, float]:
         total, config = steps.stop, self.config
         metrics: dict[str, float] = {}
         for step, rows in enumerate(self._batches(train, total)[steps.start :], steps.start + 1):
             notice.step, start = step, time.perf_counter()
             batch = self._collate([train[i] for i in rows])
-            with fault_tolerance.lost_workers_explained(notice):
+            with resume.lost_workers_explained(notice):
                 measured = self._update(batch)
                 seconds = time.perf_counter() - start
                 measured["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds
@@ -279,7 +278,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             if step == total or step % config.save_freq == 0 or notice.received:
                 self._save(saver, step, recorded, metrics)
             if notice.received and step < total:
-                fault_tolerance.raise_preempted(saver, step)
+                resume.raise_preempted(saver, step)
         return metrics
 
     def _resume(
@@ -293,7 +292,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             return 0, {}, []
         may_change = [f"{self.config.section}.{name}" for name in MAY_CHANGE]
         defaults = recorded_settings(type(self.config)())
-        changed = changed_settings(checkpoint, settings, may_change, defaults)
+        changed = resume.changed_settings(checkpoint, settings, may_change, defaults)
         self._load(saver, checkpoint)
         metrics = dict(checkpoint.state["metrics"])
         self.on_resume(checkpoint.folder, checkpoint.step)
@@ -371,7 +370,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for what may change."""
         inputs = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
-        return recorded_settings(self.config) | flat(inputs)
+        return recorded_settings(self.config) | resume.flat(inputs)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.

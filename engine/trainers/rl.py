@@ -24,9 +24,10 @@ from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
 from engine.storage.json_rows import Row
-from engine.trainers import fault_tolerance, resume, run_spec, step_metrics
+from engine.trainers import resume, run_spec, step_metrics
 from engine.trainers.huggingface_export import resolve_checkpoint, start_model_info
 from engine.trainers.prompts import PromptStream
+from engine.trainers.resume import PreemptionNotice
 from engine.trainers.run_plan import plan_run
 from engine.trainers.step_record import StepRecorder
 
@@ -115,11 +116,11 @@ class RLTrainer:
                     "this run is at step %d of %d already; nothing to train", self.step, stop
                 )
             root = None if saver is None else saver.store.root
-            with fault_tolerance.PreemptionNotice(settings.preemption_grace_s) as notice:
+            with PreemptionNotice(settings.preemption_grace_s) as notice:
                 with (
-                    fault_tolerance.finish_save_on_error(saver, notice),
+                    resume.finish_save_on_error(saver, notice),
                     self.source.running(stop),
-                    fault_tolerance.lost_workers_explained(notice),
+                    resume.lost_workers_explained(notice),
                     StepRecorder(self.spec, self.roles, self.algo, root) as recorder,
                 ):
                     metrics = self._train(stop, saver, notice, recorder)
@@ -131,7 +132,7 @@ class RLTrainer:
         self,
         stop: int,
         saver: Saver | None,
-        notice: fault_tolerance.PreemptionNotice,
+        notice: PreemptionNotice,
         recorder: StepRecorder,
     ) -> Metrics:
         settings, metrics = self.config.trainer, Metrics()
@@ -165,9 +166,9 @@ class RLTrainer:
             if saver and (save_due or (keeps_best and resume.is_new_best(self.history))):
                 self.save_checkpoint(saver, metrics)
             if notice.received and self.step < stop:
-                fault_tolerance.raise_preempted(saver, self.step)
+                resume.raise_preempted(saver, self.step)
         if saver is not None:
-            fault_tolerance.ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
+            resume.ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
         return metrics
 
     def validate(self, rows: Sequence[Row]) -> Metrics:

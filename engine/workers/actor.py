@@ -47,8 +47,7 @@ from engine.runtime.sharded_model import Loss, Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState, same_start, weights_fingerprint
 from engine.weight_transfer import WeightSender
 from engine.workers.algorithm_options import policy_loss_options, preference_options
-from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import StatefulWorker
+from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
 ResponseLoss = Callable[
     [Outputs, Batch], preference_losses.PreferenceOutput

@@ -32,8 +32,7 @@ from engine.rollout.stream import (
 from engine.runtime import rollout_weights
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel
 from engine.runtime.sharded_model import process_device
-from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import StatefulWorker
+from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
 
 class Groups(ABC):

@@ -14,8 +14,7 @@ from engine.controller.launch import launch
 from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.errors import CheckpointError
-from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import StatefulWorker
+from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
 
 class CountingWorker(StatefulWorker):

@@ -37,9 +37,8 @@ from engine.errors import (
 from engine.rollout.stream import take_partial_groups
 from engine.storage.filesystem import process_start
 from engine.storage.folder import Folder
-from engine.trainers.fault_tolerance import run_with_retries
 from engine.trainers.prompts import PromptStream, Rollout
-from engine.trainers.resume import run_settings
+from engine.trainers.resume import run_settings, run_with_retries
 from engine.trainers.rl import RLTrainer
 from engine.workers.rollout_worker import GroupStream
 
