@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from engine.workers.reward_worker import RewardWorker
     from engine.workers.role import AsGroup
     from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
-    from engine.workers.supervised import SFTWorker
 
 
 _call_numbers = itertools.count(1)
@@ -149,8 +148,6 @@ if TYPE_CHECKING:
 
     class StreamRolloutGroup(StreamRolloutWorker, AsGroup): ...
 
-    class SFTGroup(SFTWorker, AsGroup): ...
-
     class TeacherGroup(TeacherWorker, AsGroup): ...
 
 
@@ -171,7 +168,6 @@ class Roles:
         teacher: TeacherGroup
         reward: RewardGroup
         critic: CriticGroup
-        sft: SFTGroup
     else:
 
         def __getattr__(self, role: str) -> WorkerGroup:

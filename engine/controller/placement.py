@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -84,21 +83,17 @@ def require_capacity(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> Non
     wanted = _sum((pool.bundle, pool.world_size) for pool in pools)
     present = _sum((node.resources, 1) for node in nodes)
     reasons = [
-        f"{key}: wanted {amount:g}, present {present[key]:g}"
+        f"{key}: wanted {amount:g}, present {present.get(key, 0.0):g}"
         for key, amount in wanted.items()
-        if amount > present[key] + _TOLERANCE
+        if amount > present.get(key, 0.0) + _TOLERANCE
     ] or [reason for pool in pools if (reason := _pool_shortage(pool, nodes))]
     if not reasons:
         return
-    rows = [("wanted", wanted)]
-    rows += [
-        (f"  {p.world_size} × {p.name}{_label_suffix(p.labels)}, each", Counter(p.bundle))
-        for p in pools
-    ]
-    rows += [("present", present)]
-    rows += [
-        (f"  {node.name}{_label_suffix(node.labels)}", Counter(node.resources)) for node in nodes
-    ]
+    rows: list[tuple[str, Mapping[str, float]]] = [("wanted", wanted)]
+    for p in pools:
+        rows.append((f"  {p.world_size} × {p.name}{_label_suffix(p.labels)}, each", p.bundle))
+    rows.append(("present", present))
+    rows += [(f"  {node.name}{_label_suffix(node.labels)}", node.resources) for node in nodes]
     raise PlacementError(
         f"the Ray cluster can't hold the placement: {'; '.join(reasons)}; ask for less or add "
         f"nodes\n{_table([*dict.fromkeys(['CPU', 'GPU', *wanted])], rows)}"
@@ -118,18 +113,21 @@ def _pool_shortage(pool: Pool, nodes: Sequence[ClusterNode]) -> str:
     return f"the nodes hold {what} {capacity} times, wanted {pool.world_size} times"
 
 
-def _sum(amounts: Iterable[tuple[Mapping[str, float], int]]) -> Counter[str]:
+def _sum(amounts: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
     """The resources in total; each is given with how often it is there."""
-    total: Counter[str] = Counter()
+    total: dict[str, float] = {}
     for resources, times in amounts:
         for key, amount in resources.items():
-            total[key] += amount * times
+            total[key] = total.get(key, 0.0) + amount * times
     return total
 
 
-def _table(keys: list[str], rows: list[tuple[str, Counter[str]]]) -> str:
+def _table(keys: list[str], rows: list[tuple[str, Mapping[str, float]]]) -> str:
     """A line for each of `rows`, a column for each resource."""
-    cells = [["", *keys], *([name, *(f"{has[key]:g}" for key in keys)] for name, has in rows)]
+    cells = [
+        ["", *keys],
+        *([name, *(f"{has.get(key, 0.0):g}" for key in keys)] for name, has in rows),
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells

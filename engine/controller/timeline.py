@@ -12,12 +12,13 @@ import os
 import socket
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from engine.storage.filesystem import write_atomically
 
 CONTROLLER = "controller"
 
@@ -101,12 +102,7 @@ def write_trace(spans: Sequence[Span], path: str | Path) -> Path:
     """Write `spans` as a trace for https://ui.perfetto.dev or chrome://tracing, whole or not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        draft.write_text(json.dumps(trace(spans)))
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_atomically(path, [json.dumps(trace(spans)).encode()])
     return path
 
 

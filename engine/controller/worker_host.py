@@ -110,8 +110,10 @@ def _reduce(name: str, ranks: Sequence[RankMetrics]) -> float:
     if others:
         raise WorkerError(f"metric {name!r} is merged as {[kind, *others]}; let all ranks agree")
     values = [metric.value for metric, _ in weighted]
+    if kind == "sum":
+        return sum(values)
     if kind != "mean":
-        return {"sum": sum, "max": max, "min": min}[kind](values)
+        return max(values) if kind == "max" else min(values)
     if len(values) == 1:
         return values[0]  # exact, where value · weight / weight would round
     if not (total := sum(weight for _, weight in weighted)):

@@ -87,11 +87,12 @@ def read_call(
     default_length = not any([*lengths, arguments.get("max_length")])
     config = _resolve(policy, generation_config, arguments)
     input_ids = _check_ids(input_ids, config, policy.device)
-    ends = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten()
-    stops = tuple(int(token) for token in ends if token >= 0)
+    eos = [] if config.eos_token_id is None else config.eos_token_id
+    ends: list[int] = torch.as_tensor(eos).flatten().tolist()
+    stops = tuple(token for token in ends if token >= 0)
     pad = config.pad_token_id
-    if pad is None and len(ends):
-        pad = int(ends[0])
+    if pad is None and ends:
+        pad = ends[0]
     mask = _mask(input_ids, mask, pad, stops)
     prompts = [ids[keep].tolist() for ids, keep in zip(input_ids.cpu(), mask.cpu(), strict=True)]
     new_tokens = _new_tokens(config, input_ids.shape[1], default_length, policy)

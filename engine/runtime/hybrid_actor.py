@@ -299,7 +299,7 @@ class HybridActor(nn.Module):
         policy: Any = (models.open_model if world_size > 1 else models.load_model)(path, name)
         if device is not None:
             policy.to(device)
-        engine = {"rollout_engine": rollout_engine, "rollout_options": rollout_options}
+        engine: Any = {"rollout_engine": rollout_engine, "rollout_options": rollout_options}
         return cls(policy, hybrid_config, tokenizer=loaded, **engine)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

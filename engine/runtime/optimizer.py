@@ -106,9 +106,11 @@ def make_update_rule(
     Biases, norms and other vectors get no weight decay. AdamW of masters alone is one compiled pass
     where that can be. All are elementwise, so that each rank may update its shards.
     """
-    matrices = {"params": [tensor for tensor in stored if tensor.dim() >= 2]}
-    vectors = {"params": [tensor for tensor in stored if tensor.dim() < 2]}
-    groups = [group for group in (matrices, vectors | {"weight_decay": 0.0}) if group["params"]]
+    groups: list[dict[str, object]] = [
+        {"params": [tensor for tensor in stored if tensor.dim() >= 2]},
+        {"params": [tensor for tensor in stored if tensor.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "SGD":
         return torch.optim.SGD(groups, momentum=config.momentum, **options)

@@ -155,7 +155,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         section, layout = config.section, Layout.of(config.parallel)
         if isinstance(model, StartModel):
             model = replace(model, dtype=offline_dtype(model.dtype, model.path, config))
-        options = {"model": model, "config": config, "seed": seed}
+        options: Any = {"model": model, "config": config, "seed": seed}
         self._worker: W | None = None
         self._roles: Roles | None = None
         if not is_on_ray(config):

@@ -28,6 +28,12 @@ from engine.errors import ConfigError
 from engine.parallel.layout import Layout, RankGrid, rollout_layout
 from engine.registry import Registry
 from engine.rollout.protocol import engine_capabilities
+from engine.workers.actor import ActorWorker
+from engine.workers.agent_rollout import AgentRolloutWorker, AgentStreamWorker
+from engine.workers.critic import CriticWorker
+from engine.workers.frozen_models import ReferenceWorker, TeacherWorker
+from engine.workers.reward_worker import RewardWorker
+from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
 
 if TYPE_CHECKING:
     from engine.controller.groups import Roles
@@ -177,8 +183,6 @@ register_role = ROLES.register
 
 @register_role("actor")
 def _actor(spec: RunSpec) -> RoleSpec:
-    from engine.workers.actor import ActorWorker
-
     config = spec.config
     options = {
         "lora": spec.lora,
@@ -197,8 +201,6 @@ def _actor(spec: RunSpec) -> RoleSpec:
 
 @register_role("critic")
 def _critic(spec: RunSpec) -> RoleSpec:
-    from engine.workers.critic import CriticWorker
-
     config = spec.config
     rows = config.trainer.train_batch_size * config.rollout.n
     options = _model(spec) | _training(spec, config.critic, rows)
@@ -227,18 +229,12 @@ def _sampler(spec: RunSpec) -> RoleSpec:
 def _rollout_class(spec: RunSpec, *, streams: bool = False) -> type[Worker]:
     """The worker that samples completions, or episodes, in batches or as a stream."""
     if spec.config.rollout.multi_turn.enable:
-        from engine.workers.agent_rollout import AgentRolloutWorker, AgentStreamWorker
-
         return AgentStreamWorker if streams else AgentRolloutWorker
-    from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
-
     return StreamRolloutWorker if streams else RolloutWorker
 
 
 @register_role("reference")
 def _reference(spec: RunSpec) -> RoleSpec:
-    from engine.workers.frozen_models import ReferenceWorker
-
     options = _model(spec) | _frozen(spec) | {"base_of_policy": True}
     if spec.config.reference.offload_params:
         options["parallel"] = options["parallel"].model_copy(update={"offload_params": True})
@@ -247,8 +243,6 @@ def _reference(spec: RunSpec) -> RoleSpec:
 
 @register_role("teacher")
 def _teacher(spec: RunSpec) -> RoleSpec:
-    from engine.workers.frozen_models import TeacherWorker
-
     algorithm = spec.config.algorithm
     options = {"teachers": algorithm.teachers, "settings": algorithm.distillation}
     return RoleSpec("teacher", TeacherWorker, _model(spec) | _frozen(spec) | options)
@@ -256,8 +250,6 @@ def _teacher(spec: RunSpec) -> RoleSpec:
 
 @register_role("reward")
 def _reward(spec: RunSpec) -> RoleSpec:
-    from engine.workers.reward_worker import RewardWorker
-
     config = spec.config
     options = {"model_path": spec.model_path, "config": config.reward, "plugins": config.plugins}
     return RoleSpec("reward", RewardWorker, options)

@@ -48,8 +48,8 @@ class EvaluationWorker(Worker):
         super().__init__(context)
         self._path, self._engine_name, self._tp = model_path, engine, tp
         self._dtype = "float32" if process_device().type == "cpu" else "bfloat16"
-        options = {"max_num_seqs": _MAX_NUM_SEQS, "max_model_len": max_model_len}
-        options |= {"kv_cache_memory_mb": None, "seed": seed}
+        options: dict[str, int | None] = {"kv_cache_memory_mb": None, "seed": seed}
+        options |= {"max_num_seqs": _MAX_NUM_SEQS, "max_model_len": max_model_len}
         self.engine = self._whole(options) if tp == 1 else self._sharded(options)
 
     @dispatch(Dispatch.DATA_PARALLEL, pad=True)

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -205,7 +204,10 @@ class StatefulWorker(Worker, ABC):
             values, groups = self._stager.stage(self.state_dict() | {"process_rng": process_rng()})
         except DivergedError as error:
             raise DivergedError(f"{self._name}: {error}") from error
-        write = partial(checkpoint_format.write_state, Folder(folder), self._stem(), values, groups)
+
+        def write() -> None:
+            checkpoint_format.write_state(Folder(folder), self._stem(), values, groups)
+
         self._writing.start(write)
         return time.perf_counter() - begin
 

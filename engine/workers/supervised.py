@@ -246,14 +246,16 @@ class RewardModelWorker(OfflineWorker):
     def _open(
         self, model: PreTrainedModel | StartModel
     ) -> models.CriticModel | models.UnloadedModel:
-        lora = model.lora if isinstance(model, StartModel) else None
-        if lora is not None and (lora.from_folder or lora.quantize):
-            raise ConfigError(
-                "model.lora.from_folder and model.lora.quantize are a policy's; a reward model has "
-                "new adapters (model.lora.rank) on its base, in its own precision"
-            )
-        started = isinstance(model, StartModel)
-        opened = self._open_critic(model) if started else models.create_critic_model(model)
+        opened: models.CriticModel | models.UnloadedModel
+        if isinstance(model, StartModel):
+            if model.lora is not None and (model.lora.from_folder or model.lora.quantize):
+                raise ConfigError(
+                    "model.lora.from_folder and model.lora.quantize are a policy's; a reward model "
+                    "has new adapters (model.lora.rank) on its base, in its own precision"
+                )
+            opened = self._open_critic(model)
+        else:
+            opened = models.create_critic_model(model)
         critic = opened.module if isinstance(opened, models.UnloadedModel) else opened
         critic.head.bias.requires_grad_(self.of_tokens)  # of sequences a classifier has none
         self._start_config = critic.config
