@@ -98,8 +98,8 @@ def close_hosts(hosts: Sequence[LocalHost], grace_s: float = 3.0) -> None:
 
     A host whose calls take longer than `grace_s` is left behind: its thread ends with its call.
     """
-    found = [(host, host.begin_close()) for host in hosts]
-    closing = [(host, future) for host, future in found if future is not None]
+    begun = [(host, host.begin_close()) for host in hosts]
+    closing = [(host, future) for host, future in begun if future is not None]
     futures.wait([future for _, future in closing], grace_s)
     with ExitStack() as stack:  # each of them, even where another's close raises
         for host, future in closing:

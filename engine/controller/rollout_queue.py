@@ -123,9 +123,8 @@ class Admission:
         """
         if not self.may_start(version, oldest):
             raise RolloutError(
-                f"worker {worker} may not start a group with weights of version {version}: the "
-                f"trainer is at {self.version}, and there is room for {self.capacity} groups; ask "
-                "may_start first"
+                f"worker {worker} may not start a group with version {version}: the trainer is at "
+                f"{self.version}, with room for {self.capacity} groups; ask may_start first"
             )
         ticket = Ticket(self.resample[0] if self.resample else self.drawn, self.attempts)
         age = version if oldest is None else min(version, oldest)
@@ -150,9 +149,8 @@ class Admission:
             return replace(self, late=self.late + 1), False
         if not versions or min(versions) < group.oldest:
             raise RolloutError(
-                f"group {ticket.key} of worker {group.worker} was started with weights of version "
-                f"{group.oldest}, but its tokens have versions {sorted(versions)}; the worker has "
-                "to report the version of each token"
+                f"group {ticket.key} of worker {group.worker} was started with version "
+                f"{group.oldest}, but its tokens have versions {sorted(versions)}"
             )
         self._check_version(max(versions))
         group = replace(group, oldest=min(versions), newest=max(versions))

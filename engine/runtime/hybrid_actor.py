@@ -9,6 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from engine import models
 from engine.config import RolloutConfig, Section, explain
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import ConfigError, EngineError, RolloutError
+from engine.errors import ConfigError, RolloutError
 from engine.models.loading import adapter_base_path, load_model_config
 from engine.parallel.layout import Layout, ModelShape, check_layout, rollout_layout
 from engine.parallel.process_groups import init_process_group
@@ -344,14 +345,9 @@ class HybridActor(nn.Module):
         off. Raises ConfigError for any other argument and for values out of range, DataError for
         inputs that are not left-padded prompts.
         """
-        call, problem = None, None
-        try:
+        with self._sharded.peers.together() if self._sharded is not None else nullcontext():
             self._check_open()
             call = read_call(self.policy, self._max_model_len, inputs, generation_config, kwargs)
-        except EngineError as error:
-            problem = error
-        self._raise_everywhere(problem)
-        assert call is not None
         return call.sequences(self.rollout(call.prompts, call.params))
 
     def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
@@ -359,14 +355,11 @@ class HybridActor(nn.Module):
         self.refresh()
         if self._sharded is None:
             return self.engine.generate(prompts, params)
-        task = self._sharded.peers.scatter(prompts, params)
-        done, problem = list[Completion](), None
-        try:
+        peers = self._sharded.peers
+        task = peers.scatter(prompts, params)
+        with peers.together():
             done = self.engine.generate(task.prompts, task.params)
-        except EngineError as error:
-            problem = error
-        self._raise_everywhere(problem)
-        return self._sharded.peers.gather(task, done)
+        return peers.gather(task, done)
 
     def refresh(self) -> None:
         """Make the rollout engine serve the newest weights; `generate` does it by itself.
@@ -436,12 +429,6 @@ class HybridActor(nn.Module):
     def _check_open(self) -> None:
         if self._closed:
             raise RolloutError("the actor was closed and samples no more; create another one")
-
-    def _raise_everywhere(self, problem: EngineError | None) -> None:
-        if self._sharded is not None:
-            self._sharded.peers.raise_everywhere(problem)
-        elif problem is not None:
-            raise problem
 
 
 def _writes(parameters: Iterable[Tensor]) -> tuple[int, int]:

@@ -69,15 +69,6 @@ def has_master(parameter: Tensor) -> bool:
     return parameter.dtype in (torch.bfloat16, torch.float16)
 
 
-def make_master(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    """A float32 copy of this rank's part of a parameter (arXiv:1710.03740, section 3.1).
-
-    The optimizer updates masters and rounds them into the working weights in place, which rollout
-    may share: an update below the working dtype's resolution is lost there, and not in the master.
-    """
-    return local_tensor(parameter).detach().to(device, torch.float32, copy=True)
-
-
 def accumulate_in_float32(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Make backward passes leave float32 gradients in `parameters` of `model`, and add to them.
 
@@ -165,18 +156,20 @@ class Optimizer:
             self._rule, lambda step: learning_rate_factor(step, total_steps, config)
         )
         self._clip = config.grad_clip
-        self.lr = self._next_lr()  # of the latest step; before the first step, of that
-
-    def _next_lr(self) -> float:
-        return float(self._schedule.get_last_lr()[0])
+        self.lr = self._schedule.get_last_lr()[0]  # of the latest step, or of the first
 
     def _stored_part(self, name: str) -> Tensor:
-        """The tensor that is updated: a master, the parameter, or a view of this rank's shard."""
+        """The tensor that is updated: a master, the parameter, or a view of this rank's shard.
+
+        Masters (arXiv:1710.03740, section 3.1) are rounded into the working weights in place, which
+        rollout may share: an update below the working dtype's resolution is lost there alone.
+        Gradients of views are set group by group, so that only one group's moments are needed.
+        """
         parameter = self._named[name]
+        part = local_tensor(parameter)
         if name in self._with_master:
-            return make_master(parameter, self._resting_device(name))
-        view = self._offload or isinstance(parameter, DTensor)
-        return local_tensor(parameter) if view else parameter
+            return part.detach().to(self._resting_device(name), torch.float32, copy=True)
+        return part if self._offload or isinstance(parameter, DTensor) else parameter
 
     def zero_gradients(self) -> None:
         """Set every gradient to 0: the update is that of the moments alone."""
@@ -194,8 +187,10 @@ class Optimizer:
         scale the update is skipped and the scale halved, otherwise, or at a scale of 1,
         DivergedError is raised, on all ranks alike.
         """
-        self.lr = self._next_lr()
-        self._unscale_gradients()
+        self.lr = self._schedule.get_last_lr()[0]
+        if self.loss_scale is not None:
+            local = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_(local, 1.0 / self.loss_scale.value)
         norm = self._clip_gradients()
         if not math.isfinite(norm):
             self.clear_gradients()
@@ -213,11 +208,6 @@ class Optimizer:
         self.clear_gradients()
         fsdp.reshard(self._model)  # weights that a pass without backward gathered are outdated
         return norm
-
-    def _unscale_gradients(self) -> None:
-        if self.loss_scale is not None:
-            local = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(local, 1.0 / self.loss_scale.value)
 
     def _clip_gradients(self) -> float:
         if self._ranks is not None and self._ranks.mesh is not None:

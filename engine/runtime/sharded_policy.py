@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
-from engine.errors import ConfigError, EngineError, RolloutError, StorageError
+from engine.errors import ConfigError, EngineError, RolloutError
 from engine.models import UnloadedModel, has_adapters, save_policy
 from engine.parallel import fsdp, gradients
 from engine.parallel.layout import Layout, rollout_layout
@@ -61,8 +62,14 @@ class RolloutPeers:
         self._union_of = indices
         self._group = next(g for g, members in enumerate(self._groups) if rank in members)
 
-    def raise_everywhere(self, problem: EngineError | None) -> None:
-        """Raise on every rank if any has a `problem`: its own error, else the lowest rank's."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise a problem of the block on every rank: its own error, else the lowest rank's."""
+        problem: EngineError | None = None
+        try:
+            yield
+        except EngineError as error:
+            problem = error
         problems: list[EngineError | None] = []
         try:
             problems = self._gather(problem)
@@ -195,16 +202,13 @@ class ShardedPolicy:
 
     def sync_weights(self) -> None:
         """Synchronise the rollout engine; RolloutError on every rank if any failed."""
-        problem: EngineError | None = None
-        try:
-            self.runtime.sync_weights(force=True)
-        except EngineError as error:
-            problem = error
-        except RuntimeError as error:
-            problem = RolloutError(
-                f"the weights did not reach the rollout ranks: {error}; restart the ranks"
-            )
-        self.peers.raise_everywhere(problem)
+        with self.peers.together():
+            try:
+                self.runtime.sync_weights(force=True)
+            except RuntimeError as error:
+                raise RolloutError(
+                    f"the weights did not reach the rollout ranks: {error}; restart the ranks"
+                ) from error
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy full tensors, or these ranks' `state_dict`; CheckpointError for another model's."""
@@ -221,13 +225,9 @@ class ShardedPolicy:
     def save_pretrained(self, folder: str | Path, **options: object) -> None:
         """Gather the weights and let rank 0 write them; all raise its StorageError."""
         model = self.runtime.full_model(self._empty)
-        problem: EngineError | None = None
-        try:
+        with self.peers.together():  # no rank continues before the folder is written
             if self.runtime.sharded.ranks.rank == 0:
                 save_policy(model, folder, options)
-        except StorageError as error:
-            problem = error
-        self.peers.raise_everywhere(problem)  # no rank continues before the folder is written
 
     def _empty(self) -> Any:
         if self._full is not None:

@@ -39,6 +39,11 @@ class _LocalTensor:
         """The full tensor's dtype and shape, e.g. "float32 [97, 32]"."""
         return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.shape)}"
 
+    def description(self) -> StateDict:
+        """Which part of which tensor it is, as `_saved_boxes` reads it."""
+        offset, size = list(self.box.offset), list(self.box.size)
+        return {"of": self.kind, "shape": list(self.shape), "offset": offset, "size": size}
+
 
 class ShardedTrainState:
     """A sharded model's optimizer and mini-batch generator; all ranks call each method together."""
@@ -58,20 +63,8 @@ class ShardedTrainState:
         moments = optimizer.pop("moments")
         return {
             "model": {part.name: part.tensor for part in parts},
-            BOXES: {
-                part.name: {
-                    "of": part.kind,
-                    "shape": list(part.shape),
-                    "offset": list(part.box.offset),
-                    "size": list(part.box.size),
-                }
-                for part in parts
-            },
-            "moments": {
-                part.name: moments[part.module_name]
-                for part in parts
-                if part.module_name in moments
-            },
+            BOXES: {part.name: part.description() for part in parts},
+            "moments": {p.name: moments[p.module_name] for p in parts if p.module_name in moments},
             "optimizer": optimizer,
             "rng": {"minibatches": self.generator.get_state()},
         }

@@ -207,23 +207,20 @@ def plan_for(
 
     if not apart or pools:
         return plan(work, usable)
-    plan_apart = planner.search_apart(work, usable, _sampler_choices(config, usable), plan)
+    rollout, workers = config.rollout, config.trainer.rollout_workers
+    tp, largest = rollout.tensor_parallel_size, max(machine.gpus for machine in usable.machines)
+    several = "vllm" in engine_capabilities(rollout).settings  # a sampler takes several GPUs
+    sizes = [n for n in range(1, largest + 1) if largest % n == 0] if several else [1]
+    choices = planner.SamplerChoices(
+        counts=[workers] if workers > 1 else None, sizes=[tp] if tp > 1 else sizes
+    )
+    plan_apart = planner.search_apart(work, usable, choices, plan)
     try:  # rollout and update taking turns on all GPUs, to compare with
         turns = replace(work, runs_ahead=False, samplers=0)
         together = planner.search(turns, usable, fixed_settings(config)).chosen.price.total
     except EngineError:
         together = None
     return replace(plan_apart, cluster=usable, together=together)
-
-
-def _sampler_choices(config: RLConfig, cluster: planner.Cluster) -> planner.SamplerChoices:
-    rollout, workers = config.rollout, config.trainer.rollout_workers
-    tp, largest = rollout.tensor_parallel_size, max(machine.gpus for machine in cluster.machines)
-    several = "vllm" in engine_capabilities(rollout).settings  # a sampler takes several GPUs
-    sizes = [n for n in range(1, largest + 1) if largest % n == 0] if several else [1]
-    return planner.SamplerChoices(
-        counts=[workers] if workers > 1 else None, sizes=[tp] if tp > 1 else sizes
-    )
 
 
 def apply_candidate(
@@ -260,17 +257,15 @@ def apply_candidate(
 
 def fixed_settings(config: RLConfig) -> planner.FixedSettings:
     """The settings that the user has changed from their defaults, which the planner keeps."""
-    candidate, unset = _candidate(config), ParallelConfig()
-    axes = {axis: getattr(config.actor.parallel, axis) for axis in AXES}
+    candidate, parallel = _candidate(config), config.actor.parallel
+    axes = {axis: getattr(parallel, axis) for axis in AXES}
     tokens_are_default = _if_default(config.actor, {"max_tokens_per_micro_batch": 0})
+    options = {name: getattr(candidate, name) for name in (*_MEMORY_OPTIONS, "sequence_parallel")}
     return planner.FixedSettings(
-        axes={axis: size for axis, size in axes.items() if size != getattr(unset, axis)},
+        axes={axis: size for axis, size in axes.items() if size != getattr(ParallelConfig(), axis)},
         rollout_tp=candidate.rollout_tp if candidate.rollout_tp > 1 else None,
         tokens=None if tokens_are_default else candidate.tokens,
-        offload_params=candidate.offload_params,
-        offload_optimizer=candidate.offload_optimizer,
-        activation_checkpointing=candidate.activation_checkpointing,
-        sequence_parallel=candidate.sequence_parallel,
+        **options,
     )
 
 
@@ -291,9 +286,8 @@ def _pools(
     pools = [PoolConfig(roles=policy, cpus=cpus, gpus=allocation.gpus)]
     pools += [PoolConfig(roles=role, cpus=0.0) for role in others]
     if "sampler" in roles or ahead is not None:
-        threads = float(_sampler_threads(config, allocation))
-        gpus = float(ahead.tp) if ahead is not None else 0.0
-        pools.append(PoolConfig(roles=("sampler",), cpus=threads, gpus=gpus))
+        threads, gpus = _sampler_threads(config, allocation), ahead.tp if ahead is not None else 0
+        pools.append(PoolConfig(roles=("sampler",), cpus=float(threads), gpus=float(gpus)))
     return tuple(pools)
 
 
@@ -302,9 +296,8 @@ def _sampler_threads(config: RLConfig, allocation: Allocation) -> int:
     if config.trainer.rollout_threads:
         return config.trainer.rollout_threads
     samplers = max(1, run_spec.sampler_count(config.trainer))
-    return max(
-        1, int(allocation.cpus) if allocation.gpus else int(allocation.reserved_cpus) // samplers
-    )
+    shared = int(allocation.reserved_cpus) // samplers
+    return max(1, int(allocation.cpus) if allocation.gpus else shared)
 
 
 def _check_rows(config: RLConfig, candidate: planner.Candidate) -> None:

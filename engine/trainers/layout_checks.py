@@ -47,8 +47,7 @@ def check_parallel(
             if (size := getattr(parallel, axis)) > 1 and Experts.of(model_config) is not None:
                 raise ConfigError(
                     f"{name}.{axis}={size} with a mixture of experts ({model_config.model_type}): "
-                    f"experts are spread by fsdp alone; set {axis} to 1 and {name}.fsdp to the "
-                    "number of ranks"
+                    f"fsdp alone spreads experts; set {axis} to 1 and {name}.fsdp to the ranks"
                 )
         check_layout(layout, layout.world_size, ModelShape.of(model_config))
     if parallel.offload_params and layout.fsdp * layout.sp == 1:
@@ -105,8 +104,7 @@ def _check_samplers(config: RLConfig) -> None:
     if tp > 1 and not capabilities.own_processes:
         raise ConfigError(
             f"rollout.tensor_parallel_size={tp} {why} and rollout.engine={rollout.engine}: a "
-            "sampler is one process; set it to 1, or rollout.engine=vllm with "
-            "rollout.vllm.in_process=false, which starts processes of its own"
+            "sampler is one process; set it to 1, or use vllm with rollout.vllm.in_process=false"
         )
     if samplers > config.trainer.train_batch_size:
         raise ConfigError(
@@ -147,8 +145,7 @@ def _check_moe(config: RLConfig, model_config: PretrainedConfig) -> None:
     if rollout.tensor_parallel_size > 1 and not splits_experts:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} with a mixture of "
-            f"experts ({kind}) and rollout.engine={rollout.engine}: it doesn't split experts over "
-            "ranks; set it to 1, or rollout.engine=vllm"
+            f"experts ({kind}): {rollout.engine} doesn't split them; set it to 1, or use vllm"
         )
     if setting:
         _check_routing(config, setting)

@@ -237,7 +237,9 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             train, validation = self._prepare(train, validation, checkpoint_dir)
             done(self._ranks.begin(total))
             settings = self._settings(len(train))
-            saver = self._saver(checkpoint_dir) if checkpoint_dir else None
+            section, limit = self.config.section, self.config.step_timeout_s
+            groups = {} if self._roles is None else {section: self._roles[section]}
+            saver = Saver(self._store(checkpoint_dir), groups, limit) if checkpoint_dir else None
             begin, metrics, changed = self._resume(saver, resume_from, settings)
             if begin >= total:
                 log.warning("%s is at step %d of %d already", self.what, begin, total)
@@ -356,11 +358,6 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         torch.set_num_threads(self.config.threads or os.cpu_count() or 1)
         with torch.random.fork_rng(devices=[]):
             yield
-
-    def _saver(self, folder: str | Path) -> Saver:
-        role = self.config.section
-        groups = {} if self._roles is None else {role: self._roles[role]}
-        return Saver(self._store(folder), groups, self.config.step_timeout_s)
 
     def _store(self, folder: str | Path) -> CheckpointStore:
         config = self.config

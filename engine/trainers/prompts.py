@@ -83,7 +83,10 @@ class PromptStream:
             "loader": self._loader_state if ahead else self.loader.state_dict(),
             "given": self._handed_out if ahead else 0,
             "observed": to_json_values(self._observed) if ahead else [],
-            "again": [_data_row(prompt) for prompt, _ in drawn],
+            "again": [
+                to_json_values({k: v[0] for k, v in prompt.columns.items() if k != "prompt_ids"})
+                for prompt, _ in drawn
+            ],
             "begun": [partial.tree() if partial is not None else None for _, [partial] in drawn],
         }
 
@@ -109,10 +112,6 @@ class PromptStream:
     def _draw(self) -> Batch:
         self._loader_state, self._observed = self.loader.state_dict(), []
         return self.encode(self.loader.next_batch())
-
-
-def _data_row(prompt: Batch) -> Any:
-    return to_json_values({k: v[0] for k, v in prompt.columns.items() if k != "prompt_ids"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,8 +155,7 @@ def _compares_whole_vocabularies(config: RLConfig) -> bool:
 def _check_served(config: RLConfig, setting: str) -> None:
     if _compares_whole_vocabularies(config):
         raise ConfigError(
-            f"{setting} with algorithm.distillation.loss={config.algorithm.distillation.loss} and "
-            "top_k=0: a server gives log-probs of the likeliest tokens alone; set "
+            f"{setting} with top_k=0: a server gives log-probs of the likeliest tokens alone; set "
             "algorithm.distillation.top_k, to 16 for instance"
         )
     if config.rollout.temperature != 1:
@@ -171,6 +170,7 @@ _OF_EPISODES = ("gae_turn", "grpo", "grpo_passk", "grpo_turn", "gpg", "maxrl", "
 
 
 def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
+    environment = config.rollout.agent.environment.name
     if not config.rollout.multi_turn.enable:
         if config.reward.name == ENVIRONMENT:
             raise ConfigError(
@@ -178,12 +178,12 @@ def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
                 "rollout.multi_turn.enable=true and rollout.agent.environment.name, or name another"
             )
         return
-    if not config.rollout.agent.environment.name:
+    if not environment:
         raise ConfigError(
             "rollout.multi_turn.enable needs rollout.agent.environment.name, a registered "
             "environment or package.module:Class; set it"
         )
-    environment_class(config.rollout.agent.environment.name)
+    environment_class(environment)
     for setting, advice in _refused(config, dataflow):
         raise ConfigError(f"{setting} doesn't go with rollout.multi_turn.enable; {advice}")
 
@@ -367,16 +367,16 @@ def _check_tokens(setting: str, path: str, model_path: str, why: str) -> None:
 
 
 def _check_pairs(config: RLConfig, dataflow: Dataflow) -> None:
-    if config.rollout.n < 2:
+    n, size = config.rollout.n, config.actor.ppo_mini_batch_size
+    if n < 2:
         raise ConfigError(
-            f"rollout.n={config.rollout.n} with algorithm.dataflow={dataflow.name}: it compares "
-            "the completions of one prompt; set rollout.n to 2 or more"
+            f"rollout.n={n} with algorithm.dataflow={dataflow.name}: it compares the completions "
+            "of one prompt; set rollout.n to 2 or more"
         )
-    if config.actor.ppo_mini_batch_size % 2:
+    if size % 2:
         raise ConfigError(
-            f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size} with "
-            f"algorithm.dataflow={dataflow.name}: it counts completions, which are learned from in "
-            "pairs; set an even number, or 0 for all"
+            f"actor.ppo_mini_batch_size={size} with algorithm.dataflow={dataflow.name}: it learns "
+            "from pairs of completions; set an even number, or 0 for all"
         )
 
 
@@ -391,46 +391,40 @@ def _check_rewards(config: RLConfig, max_response_length: int | None) -> None:
         )
     scorer = Scorer(reward, config.plugins)
     scorer.close()
-    components = scorer.components
-    if config.algorithm.adv_estimator == "gdpo" and components == ():
+    if config.algorithm.adv_estimator == "gdpo" and scorer.components == ():
         raise ConfigError(
-            f"algorithm.adv_estimator=gdpo normalises each component of a reward, and "
-            f"reward.name={reward.name} has none; choose one with components, such as "
-            "answer_and_format"
+            "algorithm.adv_estimator=gdpo normalises each component of a reward, and "
+            f"reward.name={reward.name} has none; choose one such as answer_and_format"
         )
 
 
 def _check_mode(config: RLConfig) -> None:
     mode, engine, parts = config.trainer.mode, config.rollout.engine, config.rollout.parts
-    streams = engine_capabilities(config.rollout).streams
-    if mode == "async" and not streams:
+    capabilities = engine_capabilities(config.rollout)
+    if mode == "async" and not capabilities.streams:
         raise ConfigError(
             f"trainer.mode=async with rollout.engine={engine}, which decodes whole batches and "
             "can't stream; use native, vllm or server, or trainer.mode=one_step_off"
         )
-    remote = engine_capabilities(config.rollout).remote
-    if mode == "async" and remote and config.rollout.server.weights == "none":
+    if mode == "async" and capabilities.remote and config.rollout.server.weights == "none":
         raise ConfigError(
-            "trainer.mode=async with rollout.server.weights=none: completions of a policy that "
-            "never changes get too old (trainer.staleness); choose a hook that brings new weights"
+            "trainer.mode=async with rollout.server.weights=none: completions get too old "
+            "(trainer.staleness); choose a hook that brings new weights"
         )
-    if parts > 1 and (run_spec.sampler_count(config.trainer) or not streams):
+    if parts > 1 and (run_spec.sampler_count(config.trainer) or not capabilities.streams):
         raise ConfigError(
             f"rollout.parts={parts} needs trainer.mode=sync and an engine that streams, such as "
             "rollout.engine=native; leave it at 1"
         )
-    if config.algorithm.rollout_correction.enabled and config.actor.old_log_probs == "rollout":
+    needed_by = ""
+    if run_spec.rollout_source(config.trainer).off_policy:
+        needed_by = f"trainer.mode={mode}"
+    elif config.algorithm.rollout_correction.enabled:
+        needed_by = "algorithm.rollout_correction"
+    if needed_by and config.actor.old_log_probs == "rollout":
         raise ConfigError(
-            "actor.old_log_probs=rollout with algorithm.rollout_correction: the correction "
-            "compares the trainer's log-probs with those of sampling; set old_log_probs to auto"
-        )
-    if (
-        run_spec.rollout_source(config.trainer).off_policy
-        and config.actor.old_log_probs == "rollout"
-    ):
-        raise ConfigError(
-            f"actor.old_log_probs=rollout with trainer.mode={mode}: completions are of older "
-            "weights, so the trainer's own log-probs are needed; set old_log_probs to auto"
+            f"actor.old_log_probs=rollout with {needed_by}, which needs the trainer's own "
+            "log-probs; set old_log_probs to auto"
         )
 
 
@@ -449,7 +443,7 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
                 f"trainer.pools puts sampler into one pool with {sorted(set(apart) - {'sampler'})}"
                 "; it decodes while they compute, so give it a pool of its own"
             )
-    if set(placed) != roles or len(placed) != len(set(placed)):
+    if sorted(placed) != sorted(roles):
         raise ConfigError(
             f"trainer.pools places {sorted(placed)}, but this run has {sorted(roles)}; give each "
             "of them one pool"
@@ -460,8 +454,8 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     policy = next(pool.roles for pool in pools if "actor" in pool.roles)
     for role, needed in beside.items():
         if needed and role in placed and role not in policy:
+            other = " (trainer.mode=one_step_off samples apart)" if role == "rollout" else ""
             raise ConfigError(
                 f"trainer.pools puts {role} apart from actor, whose weights it reads in place; put "
-                "both into one pool"
-                + (" (trainer.mode=one_step_off samples apart)" if role == "rollout" else "")
+                f"both into one pool{other}"
             )

@@ -32,13 +32,7 @@ from engine.config import (
 )
 from engine.data.collate import token_budget_batches
 from engine.errors import CheckpointError
-from engine.models.forward import (
-    DivergenceReader,
-    LogProbReader,
-    OutputReader,
-    Outputs,
-    TokenOutputs,
-)
+from engine.models import forward
 from engine.parallel.layout import Layout
 from engine.runtime import sharded_model
 from engine.runtime.optimizer import update_metrics
@@ -50,7 +44,7 @@ from engine.workers.algorithm_options import policy_loss_options, preference_opt
 from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
 ResponseLoss = Callable[
-    [Outputs, Batch], preference_losses.PreferenceOutput
+    [forward.Outputs, Batch], preference_losses.PreferenceOutput
 ]  # of a micro-batch's responses
 
 
@@ -77,7 +71,7 @@ class TrainingWorker(StatefulWorker):
         return metrics | update_metrics(norms, self.train_state.optimizer.loss_scale)
 
     def accumulate(
-        self, batch: Batch, micros: Sequence[Batch], reader: OutputReader, loss: Loss
+        self, batch: Batch, micros: Sequence[Batch], reader: forward.OutputReader, loss: Loss
     ) -> list[Metrics]:
         """Add the gradients of `loss` over micro-batches of `batch`, summed over all ranks' rows.
 
@@ -104,7 +98,7 @@ class TrainingWorker(StatefulWorker):
         self,
         batch: Batch,
         response_loss: ResponseLoss,
-        reader: OutputReader,
+        reader: forward.OutputReader,
         max_tokens: int,
         *,
         unit: int,
@@ -123,7 +117,7 @@ class TrainingWorker(StatefulWorker):
             rows = (unit * real[index])[:, None] + within
             micros.append(sharded_model.trim(batch.rows(rows.flatten())))
 
-        def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+        def loss(outputs: forward.Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
             out = response_loss(outputs, micro)
             mean = accumulate_mean(out.loss, torch.ones_like(out.loss))
             return out.loss.sum() / units, dict(out.metrics) | {"loss": mean}
@@ -134,12 +128,14 @@ class TrainingWorker(StatefulWorker):
         self,
         batch: Batch,
         pair_loss: Callable[[preference_losses.Pairs], preference_losses.PreferenceOutput],
-        reader: OutputReader,
+        reader: forward.OutputReader,
         max_tokens: int,
     ) -> list[Metrics]:
         """Add the gradients of the mean loss over all ranks' real pairs: of rows 2i, 2i+1."""
 
-        def response_loss(outputs: Outputs, micro: Batch) -> preference_losses.PreferenceOutput:
+        def response_loss(
+            outputs: forward.Outputs, micro: Batch
+        ) -> preference_losses.PreferenceOutput:
             policy, length = preference_losses.sequence_log_probs(
                 outputs["log_probs"], micro["response_mask"]
             )
@@ -299,11 +295,11 @@ class ActorWorker(TrainingWorker):
         return [skipped, *self.accumulate(mini, [micro for _, micro in passes], reader, loss)]
 
     def _policy_loss(
-        self, outputs: Outputs, micro: Batch, *, denominators: Denominators, gap: bool
+        self, outputs: forward.Outputs, micro: Batch, *, denominators: Denominators, gap: bool
     ) -> tuple[Tensor, Metrics]:
         """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL (+ the routers' balance)."""
         config, mask = self.config, micro["response_mask"]
-        tokens = TokenOutputs(**outputs)
+        tokens = forward.TokenOutputs(**outputs)
         assert tokens.entropy is not None
         policy_loss = policy_losses.get_policy_loss(config.policy_loss.loss_mode)
         out = policy_loss(
@@ -334,7 +330,7 @@ class ActorWorker(TrainingWorker):
             metrics |= gap_metrics(tokens.log_probs, micro["rollout_log_probs"], mask)
         return loss, metrics
 
-    def _kl(self, tokens: TokenOutputs, micro: Batch) -> Tensor | None:
+    def _kl(self, tokens: forward.TokenOutputs, micro: Batch) -> Tensor | None:
         if tokens.full_kl is not None:
             return tokens.full_kl
         if "ref_log_probs" not in micro:
@@ -367,7 +363,7 @@ class ActorWorker(TrainingWorker):
         """
         config, teachers = self.distillation, self.context.process.teachers
         assert config.loss != "policy_gradient", "that is a policy gradient's update"
-        reader = DivergenceReader(
+        reader = forward.DivergenceReader(
             self.temperature,
             config.loss,
             config.beta,
@@ -384,7 +380,7 @@ class ActorWorker(TrainingWorker):
         return self.finish_update(parts, norms)
 
     def _divergence_loss(
-        self, outputs: Outputs, micro: Batch, *, denominators: Denominators
+        self, outputs: forward.Outputs, micro: Batch, *, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
         mask, names = micro["response_mask"], ("divergence", "entropy")
         metrics = {name: accumulate_mean(outputs[name].detach(), mask) for name in names}
@@ -401,8 +397,10 @@ class ActorWorker(TrainingWorker):
         metrics = super().finish_update(parts, norms) | {"lr": self.train_state.optimizer.lr}
         return {k if k.startswith(GAP_PREFIXES) else f"actor/{k}": v for k, v in metrics.items()}
 
-    def _reader(self, **options: Any) -> LogProbReader:
-        return LogProbReader(self.temperature, statistics=self.sharded.statistics(), **options)
+    def _reader(self, **options: Any) -> forward.LogProbReader:
+        return forward.LogProbReader(
+            self.temperature, statistics=self.sharded.statistics(), **options
+        )
 
     def _aggregate(self, values: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
         scale_factor = self.config.loss_scale_factor
