@@ -103,7 +103,6 @@ class RolloutProcesses:
         self._closing.append(self._closers.submit(roles.close))
 
     def kill(self, name: str) -> None:
-        """Close a worker's running process, if any, without waiting."""
         if (process := self.running.pop(name, None)) is not None:
             self.close_unused(process.roles)
 
@@ -132,7 +131,7 @@ _REPORT_S = 5.0  # how long workers may take to report their unfinished groups
 
 
 class AsyncRollout:
-    """Keeps `names` workers decoding; a context manager.
+    """Keeps `names` workers decoding, until `close`.
 
     `spawn(name, attempt)` starts a worker's process and returns roles with one role of that name
     that has `poll` and `load_weights`; `next_prompt()` gives the next prompt, a batch of one row;
@@ -244,12 +243,6 @@ class AsyncRollout:
             self._closing = True
         self._thread.join(timeout=30)
         self._processes.close(timeout_s=30)
-
-    def __enter__(self) -> AsyncRollout:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _request_reports(self) -> None:
         """Have workers report their unfinished groups; the lock is released meanwhile."""

@@ -40,7 +40,6 @@ DASHBOARD_VARIABLE = "HYBRIDFLYTE_RAY_DASHBOARD"
 def launch(
     placement: Placement,
     specs: Sequence[RoleSpec],
-    threads: int = 0,
     recorder: Recorder | None = None,
 ) -> Roles:
     """Start the processes, build the roles in them, and return their groups.
@@ -61,7 +60,7 @@ def launch(
     with ExitStack() as closing:  # undoes a launch that fails; otherwise Roles.close runs it
         if run_recorder:
             closing.enter_context(recording(run_recorder))
-        groups, spans = start(placement, by_name, threads, run_recorder or recorder, closing)
+        groups, spans = start(placement, by_name, run_recorder or recorder, closing)
 
         def timeline() -> list[Span]:
             return spans() + (run_recorder.take() if run_recorder else [])
@@ -72,7 +71,6 @@ def launch(
 def _launch_local(
     placement: Placement,
     specs: dict[str, RoleSpec],
-    threads: int,
     recorder: Recorder | None,
     closing: ExitStack,
 ) -> Launched:
@@ -87,7 +85,7 @@ def _launch_local(
                 "trainer.placement=ray"
             )
         in_pool = [specs[role] for role in pool.roles]
-        count = threads or max(1, int(pool.cpus))
+        count = max(1, int(pool.cpus))
         hosts.append(LocalHost(WorkerHost(in_pool, threads=count, timeline=recorder is not None)))
         for spec in in_pool:
             groups[spec.name] = LocalGroup(spec, hosts[-1:], placement.call_timeout_s, recorder)
@@ -99,7 +97,6 @@ def _launch_local(
 def _launch_ray(
     placement: Placement,
     specs: dict[str, RoleSpec],
-    threads: int,
     recorder: Recorder | None,
     closing: ExitStack,
 ) -> Launched:
@@ -126,7 +123,7 @@ def _launch_ray(
     names: list[str] = []
     built: list[ObjectRef] = []
     for pool in placement.pools:
-        count = (threads or max(1, int(pool.cpus))) if pool.cpus else 1
+        count = max(1, int(pool.cpus))
         in_pool = [specs[role] for role in pool.roles]
         ranks: list[ActorHandle] = [
             actor_class.options(
@@ -280,11 +277,7 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
 
 
 def require_shared(folders: Sequence[str]) -> None:
-    """Raise StorageError unless every machine of the Ray cluster has these folders.
-
-    The policy reads its model and writes the result wherever Ray placed it: a missing folder would
-    end the run, at worst after the last step.
-    """
+    """Raise StorageError unless every machine of the Ray cluster has these folders."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -169,10 +169,7 @@ def wait_all(
 
 
 def stop_actors(actors: Sequence[ActorHandle], grace_s: float = 3.0) -> None:
-    """Let all actors close their roles within `grace_s`, then end their processes.
-
-    An actor that is busy, stopped or dead is not waited for; Ray kills it within 5 s.
-    """
+    """Let actors close their roles within `grace_s`, then kill them, also those that are stuck."""
     closing: dict[ObjectRef, ActorHandle] = {actor.close.remote(): actor for actor in actors}
     if not closing:
         return

@@ -117,10 +117,7 @@ class Admission:
     def start(
         self, worker: str, version: int, oldest: int | None = None
     ) -> tuple[Admission, Ticket]:
-        """Start the next prompt on `worker` with weights `version`: one to resample, or a new one.
-
-        `oldest`: version of the oldest token that an earlier run sampled of a new prompt.
-        """
+        """Start the next prompt, of tokens as old as `oldest`, under weights `version`."""
         if not self.may_start(version, oldest):
             raise RolloutError(
                 f"worker {worker} may not start a group with version {version}: the trainer is at "
@@ -150,17 +147,14 @@ class Admission:
         if not versions or min(versions) < group.oldest:
             raise RolloutError(
                 f"group {ticket.key} of worker {group.worker} was started with version "
-                f"{group.oldest}, but its tokens have versions {sorted(versions)}"
+                f"{group.oldest}, not {sorted(versions)}; report the version of each token"
             )
         self._check_version(max(versions))
         group = replace(group, oldest=min(versions), newest=max(versions))
         return self._without({ticket.key})._enqueue(group), True
 
     def enqueue_restored(self, versions: Collection[int]) -> tuple[Admission, int | None]:
-        """Queue a group that an earlier run finished; returns its new key.
-
-        None, without effect, if it can't be consumed in time: its prompt is sampled again.
-        """
+        """Queue an earlier run's group; returns its key, None if it comes too late."""
         self._check_version(max(versions))
         if not self._has_room(min(versions)):
             return self, None

@@ -37,9 +37,6 @@ class Span:
     call: int = 0  # the call's number in the run; 0: not a call
     after: tuple[int, ...] = ()  # calls whose results it took in
 
-    def overlaps(self, other: Span) -> bool:
-        return self.start_ns < other.end_ns and other.start_ns < self.end_ns
-
 
 class Recorder:
     """Keeps the spans of one process; safe to use from several threads."""

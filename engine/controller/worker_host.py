@@ -189,10 +189,7 @@ class WorkerHost:
         return self.name  # Ray shows it in front of the process's log lines
 
     def build(self, address: str = "") -> int:
-        """Build the roles in order; return the process id.
-
-        `address` is where the ranks of this host's pool may form a process group.
-        """
+        """Build the roles in order; return the process id. At `address` a pool's ranks meet."""
         process = ProcessState()
         for spec in self.specs.values():
             context = WorkerContext(
@@ -204,10 +201,7 @@ class WorkerHost:
         return os.getpid()
 
     def call(self, call: RemoteCall, *data: object) -> object:
-        """Run a call; `data` are the values that its batch arguments are made of, in order.
-
-        Returns None on ranks whose result nobody collects, so that it isn't sent.
-        """
+        """Run a call on `data`, its arguments' values in order; None where nobody collects."""
         with self._locating_errors(call.role, call.method), self._recording(call):
             return self._run(call, iter(data))
 

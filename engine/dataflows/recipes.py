@@ -114,10 +114,7 @@ def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
 @register_dataflow("rloo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 @register_dataflow("grpo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 def grpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """GRPO (arXiv:2402.03300): sample groups, learn from the differences within each; no critic.
-
-    RLOO (arXiv:2402.14740) is the same step; its baseline is the mean of the group's others.
-    """
+    """GRPO (arXiv:2402.03300), and RLOO (arXiv:2402.14740) with its own estimator; no critic."""
     batch = generate_and_score(roles, prompts, algo)
     batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)

@@ -306,8 +306,7 @@ class HybridActor(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The policy's own forward pass, with its arguments and outputs.
 
-        On many ranks each passes its rows (ranks that differ in tp only: the same rows); all call
-        it together, and backward leaves the gradients' mean over the data-parallel ranks.
+        Of many ranks each passes its rows, and backward leaves the mean of their gradients.
         """
         self._trained |= torch.is_grad_enabled()
         if self._sharded is not None:

@@ -72,8 +72,7 @@ def has_master(parameter: Tensor) -> bool:
 def accumulate_in_float32(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Make backward passes leave float32 gradients in `parameters` of `model`, and add to them.
 
-    FSDP reduces in float32, casts the sum to the parameter's dtype and stores that: it is widened
-    then, and what later passes add is added in float32.
+    FSDP reduces in float32 and stores the parameter's dtype: its gradients are widened then.
     """
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     for parameter in parameters:
@@ -253,15 +252,6 @@ class Optimizer:
             self._stored[name].grad = None
         if self._offload:
             self._move_state(names, to_device=False)
-
-    def offload(self) -> None:
-        """Move moments and masters to CPU memory; the next step moves them back."""
-        self._move_state(list(self._named), to_device=False)
-
-    def load(self) -> None:
-        """Move moments and masters to the device, unless they stay in CPU memory between steps."""
-        if not self._offload:
-            self._move_state(list(self._named), to_device=True)
 
     def _move_state(self, names: list[str], *, to_device: bool) -> None:
         if self._compiled is not None:

@@ -129,10 +129,10 @@ class PolicyRuntime:
         return (sender or WeightSender()).send(named, self.version)
 
     def load_weights(self, packed: Batch) -> int:
-        """Write packed weights, full or a delta, into the policy in place; return their version.
+        """Write packed weights into the policy in place; return their version.
 
-        Raises WorkerError for weights of a model of another size, and WeightSyncError where the
-        process needs them in full: it samples nothing until then.
+        Raises WorkerError for a model of another size, WeightSyncError where they are needed in
+        full.
         """
         self.version = self._receiver.load(_transferred_tensors(self.module), packed)
         return self.version

@@ -73,9 +73,8 @@ def micro_batches(
     """Cut a batch into runs of rows, each within the token budget.
 
     Padded rows are of similar length; with packing, where it is worthwhile, rows that share a
-    prompt, or more, stay together as far as the budget allows, and what they share counts once.
-    Yields row numbers `[b]` and those rows, their prompt and response columns trimmed to the
-    longest of them.
+    prompt, or more, stay together, and what they share counts once. Yields row numbers `[b]` and
+    those rows, their prompt and response columns trimmed to the longest of them.
     """
     for index in _cut(batch, max_tokens, packing):
         rows = torch.tensor(index)

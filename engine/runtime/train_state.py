@@ -75,10 +75,7 @@ class ShardedTrainState:
         _check(_saved_boxes(saved), kinds)
 
     def load(self, own: RankState, saved: Sequence[RankState]) -> None:
-        """Restore what ranks saved, weights in place: rollout may share their storage.
-
-        Raises CheckpointError, before anything has changed, for the state of another model.
-        """
+        """Restore what ranks saved, in place; CheckpointError first, if of another model."""
         self.check(saved)
         boxes = _saved_boxes(saved)
         stored = list(self._local_tensors())

@@ -345,7 +345,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
 
     @property
     def _ranks(self) -> W:
-        """The worker in this process, or the group of those elsewhere, whose calls are futures."""
+        """The worker in this process, or the group whose calls are futures."""
         group: Any = self._roles and self._roles[self.config.section]
         return self._worker or group
 
@@ -372,9 +372,8 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.
 
-        A batch is drawn at random and sorted by length only into micro-batches: batches of rows of
-        one length would be batches of one answer style, and their token means would weigh the short
-        ones many times over.
+        A batch is drawn at random, and sorted by length only into micro-batches: rows of one length
+        have one answer style.
         """
         generator = torch.Generator().manual_seed(self.seed)
         size = min(self.config.train_batch_size, len(train))

@@ -72,11 +72,7 @@ class PromptStream:
             self._observed.append((prompt, rate))
 
     def state_dict(self, unfinished: Sequence[Batch] = ()) -> StateDict:
-        """The position in the data: tensors and plain values.
-
-        `unfinished` are single prompts that were handed out and have no finished group yet, with
-        their partial completions.
-        """
+        """The position in the data, and `unfinished` prompts with their partial completions."""
         drawn = [take_partial_groups(prompt) for prompt in (*unfinished, *self._resumed)]
         ahead = self._batch is not None
         return {

@@ -374,10 +374,9 @@ def effective_config(config: RLConfig) -> RLConfig:
 
 
 def resolve_placement(config: RLConfig) -> RLConfig:
-    """The settings with `trainer.placement` chosen where they leave it open.
+    """The settings with `trainer.placement` chosen: `local` where this process can hold all roles.
 
-    `local` where this process can hold all roles: each has one rank, rollout waits for training and
-    wants no process for itself, there are no pools, and no Ray to join. Else `ray`.
+    Each has one rank, and rollout wants no process for itself; there are no pools, no Ray to join.
     """
     trainer = config.trainer
     if trainer.placement:

@@ -80,10 +80,7 @@ class SavedRollout:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def begin(self, identity: str) -> SavedGroups:
-        """What was saved of a rollout that begins now; later ones than the first have nothing.
-
-        A run that has resumed has the weights of its checkpoint then, bit for bit.
-        """
+        """What was saved of a rollout that begins now; only the first one may have something."""
         sources, self._sources, self._saved = self._sources, [], time.monotonic()
         for source in sources:
             try:

@@ -135,8 +135,8 @@ class EpisodeEvaluationWorker(EvaluationWorker):
     ) -> Batch:
         """`params.n` episodes a prompt: the column `episodes`, of `PlayedEpisode`.
 
-        `prompts` has the columns of the data set's rows, and in `group_ids` each one's number among
-        those of all ranks, by which its turns are drawn. Responses have `params.max_new_tokens`.
+        `prompts` has the columns of the data set's rows, and `group_ids` as
+        `EvaluationWorker.answer`'s.
         """
         columns = {name: c for name, c in prompts.columns.items() if name != "prompt_ids"}
         rows = [{name: c[row] for name, c in columns.items()} for row in range(len(prompts))]

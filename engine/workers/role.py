@@ -170,10 +170,9 @@ WRITE_TIMEOUT_S = 1800.0  # a rank's whole write
 
 
 class StatefulWorker(Worker, ABC):
-    """A role whose state is saved in checkpoints.
+    """A role whose state is saved in checkpoints, with its process's random generators.
 
-    It defines `state_dict` and `load_state_dict`; each first-level entry of its state with tensors
-    becomes a file. The process's random generators are saved and restored with it.
+    Each first-level entry of its `state_dict` with tensors becomes a file.
     """
 
     ranks_alike = False  # whether any rank may load any rank's state
@@ -218,10 +217,9 @@ class StatefulWorker(Worker, ABC):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
-        """Load this rank's state from a complete checkpoint.
+        """Load this rank's state from a complete checkpoint, or change nothing.
 
-        Raises DamagedCheckpointError for a torn or changed one, CheckpointError for one of another
-        model or another number of ranks; the role is as it was then.
+        Raises DamagedCheckpointError, and CheckpointError for another model or number of ranks.
         """
         context = self.context
         try:

@@ -321,10 +321,7 @@ class RolloutWorker(StatefulWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_weights(self, weights: Batch) -> int:
-        """Load the actor's weights, full or a delta; return their version.
-
-        Raises WeightSyncError where they are needed in full; nothing is sampled until then.
-        """
+        """Load weights, full or a delta; return their version, or raise WeightSyncError."""
         return self.policy.load_weights(weights)
 
     def _open_stream(self) -> Groups:
@@ -341,10 +338,7 @@ class RolloutWorker(StatefulWorker):
         return Decoding(config.n, config.temperature, config.top_k, config.top_p)
 
     def _params(self, how: Decoding, first_prompt: int = 0) -> protocol.SamplingParams:
-        """Parameters of the next rollout, with a new seed, after synchronising the weights.
-
-        `first_prompt`, of this rank's: samples must not depend on the number of ranks.
-        """
+        """Parameters of the next rollout, whose draws don't depend on the number of ranks."""
         self.policy.require_synced()
         self.policy.sync_weights()
         version = self.policy.version
@@ -400,8 +394,7 @@ class PollResult:
 class StreamRolloutWorker(RolloutWorker):
     """A rollout role with its own copy of the policy that decodes continuously.
 
-    Between two calls its weights may change; unfinished completions continue under the new ones,
-    and every token carries the version that it was sampled under.
+    Between two calls its weights may change; each token has the version that it was sampled under.
     """
 
     def __init__(self, context: WorkerContext, **options: Any) -> None:

@@ -119,7 +119,7 @@ class SFTWorker(OfflineWorker):
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def validation_loss(self, batch: Batch) -> dict[str, float]:
-        """`validation_loss`: the mean in nats over all ranks' response tokens, without dropout."""
+        """The mean in nats over all ranks' response tokens, without dropout."""
         budget = self.config.max_tokens_per_micro_batch
         with self._without_dropout():
             log_probs = self.sharded.read(batch, budget, self._reader())["log_probs"]

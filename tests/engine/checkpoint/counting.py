@@ -60,7 +60,7 @@ def start(size: int = 1000, critic: type[CountingWorker] = CountingWorker) -> An
     classes = {"actor": CountingWorker, "critic": critic}
     specs = [RoleSpec(role, kind, {"size": size}) for role, kind in classes.items()]
     placement = Placement(pools=tuple(Pool((role,)) for role in classes), kind="local")
-    return launch(placement, specs, 1)
+    return launch(placement, specs)
 
 
 def saver(store: CheckpointStore, roles: Any, timeout_s: float = 30.0) -> Saver:

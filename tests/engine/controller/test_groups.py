@@ -314,7 +314,7 @@ def test_local_calls_return_at_once_and_run_in_order() -> None:
 def test_local_pools_overlap() -> None:
     pools = (Pool(("probe",)), Pool(("other",)))
     specs = [RoleSpec(role, Probe) for role in ROLES]
-    with launch(Placement(pools, kind="local"), specs, threads=1) as roles:
+    with launch(Placement(pools, kind="local"), specs) as roles:
         start = time.monotonic()
         slow, fast = roles.probe.nap(2.0), roles.other.nap(0.1)
         assert fast.result() == 0.1
