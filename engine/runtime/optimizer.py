@@ -155,7 +155,7 @@ class Optimizer:
             self._rule, lambda step: learning_rate_factor(step, total_steps, config)
         )
         self._clip = config.grad_clip
-        self.lr = self._schedule.get_last_lr()[0]  # of the latest step, or of the first
+        self.lr = float(self._schedule.get_last_lr()[0])  # of the latest step, or of the first
 
     def _stored_part(self, name: str) -> Tensor:
         """The tensor that is updated: a master, the parameter, or a view of this rank's shard.
@@ -186,7 +186,7 @@ class Optimizer:
         scale the update is skipped and the scale halved, otherwise, or at a scale of 1,
         DivergedError is raised, on all ranks alike.
         """
-        self.lr = self._schedule.get_last_lr()[0]
+        self.lr = float(self._schedule.get_last_lr()[0])
         if self.loss_scale is not None:
             local = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
             torch._foreach_mul_(local, 1.0 / self.loss_scale.value)
