@@ -36,7 +36,7 @@ from engine.trainers.layout_checks import check_layouts
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MEMORY_OPTIONS = ("offload_params", "offload_optimizer", "activation_checkpointing")
+_MEMORY_OPTIONS = ("offload_params", "activation_checkpointing", "offload_optimizer")
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
