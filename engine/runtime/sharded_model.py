@@ -289,8 +289,10 @@ class ShardedModel:
     def train_stages(
         self, passes: Sequence[Batch], count: int, reader: OutputReader, loss: Loss
     ) -> list[Metrics]:
-        """Run all passes forward and backward through the pipeline; those from `count` on are
-        dummies. Returns the metrics of `loss` on the last stage, none on others."""
+        """Run all passes, from `count` on dummies, forward and backward through the pipeline.
+
+        Returns the metrics of `loss` on the last stage, none on others.
+        """
         shares, parts = [self._share(micro) for micro in passes], list[Metrics]()
 
         def read(index: int, hidden: Tensor) -> Tensor:

@@ -128,8 +128,10 @@ class TeacherWorker(Worker):
         writes=("teacher_ids", "teacher_log_probs", "teacher_weights"),
     )
     def top_k(self, batch: Batch) -> Batch:
-        """`teacher_ids [B, R, T·K]`, `teacher_log_probs [B, R, T·(K+1)]` and `teacher_weights
-        [B, T]`; with a teacher a row T is 1 in them."""
+        """`teacher_ids [B, R, T·K]`, `teacher_log_probs [B, R, T·(K+1)]`, `teacher_weights [B, T]`.
+
+        With a teacher a row T is 1 in them.
+        """
         weights, shape = batch["teacher_weights"], batch["responses"].shape
         k = min(self.settings.top_k, self.vocabulary)
         routed = bool(self.settings.route_by)
@@ -174,8 +176,10 @@ class LoadedTeacher:
         return self.sharded.read(batch, self._budget, reader)["log_probs"]
 
     def top_k(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens `[B, R, K]` (int32), and their log-probs and that of all others
-        `[B, R, K+1]`."""
+        """The likeliest tokens `[B, R, K]` (int32), and log-probs `[B, R, K+1]`.
+
+        The last log-prob is that of all other tokens.
+        """
         reader = TopKReader(self._temperature, k, self._vocabulary)
         out = self.sharded.read(batch, self._budget, reader)
         return out["teacher_ids"], out["teacher_log_probs"]

@@ -87,8 +87,7 @@ class OfflineWorker(TrainingWorker):
         return LogProbReader(1.0, statistics=self.sharded.statistics())
 
     def _step(self, parts: list[Metrics]) -> dict[str, float]:
-        """Take an optimizer step; return the micro-batches' metrics, `lr`, `grad_norm` and, of
-        float16 weights, their loss scale."""
+        """Take an optimizer step; return its metrics and the micro-batches'."""
         optimizer = self.train_state.optimizer
         return self.finish_update(parts, [optimizer.step()]) | {"lr": optimizer.lr}
 
