@@ -29,7 +29,7 @@ from engine.workers.actor import ActorWorker
 from engine.workers.role import WorkerContext
 
 WAYS = ("row by row", "prompt once", "tree")
-ROOMS = ("engine.models.packing", "engine.runtime.sharded_model")
+ROOMS = ("engine.models.packing",)
 
 
 def episodes(args: argparse.Namespace, vocabulary: int) -> Batch:

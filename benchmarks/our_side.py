@@ -186,8 +186,7 @@ def run_pairs(folder: Path, case: Case, settings: dict[str, Any], dtype: str) ->
     """Steps of DPO or of a reward model, `case.steps` of them a turn, and the last one's loss."""
     from engine.data.training_examples import read_preferences, read_reward_pairs
     from engine.runtime.policy_runtime import StartModel
-    from engine.trainers.preference_learning import PreferenceTrainer
-    from engine.trainers.reward_training import RewardModelTrainer
+    from engine.trainers.preference_learning import PreferenceTrainer, RewardModelTrainer
 
     model, pairs = folder / "model", str(folder / "rows.jsonl")
     tokenizer = load_tokenizer(model)

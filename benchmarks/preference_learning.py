@@ -52,8 +52,11 @@ from engine.data.tokenizer import load_tokenizer
 from engine.data.training_examples import read_preferences, read_reward_pairs
 from engine.evaluation.policy_steps import MODEL_REWARD
 from engine.preferences import ScoredRollouts, by_reward_model, score_rollouts
-from engine.trainers.preference_learning import PreferenceTrainer
-from engine.trainers.reward_training import LikelihoodRewardTrainer, RewardModelTrainer
+from engine.trainers.preference_learning import (
+    LikelihoodRewardTrainer,
+    PreferenceTrainer,
+    RewardModelTrainer,
+)
 
 TASKS = ("reward", "dpo", "kto", "ppo")
 SECTIONS = (*TASKS, "pairs")  # which the command line sets

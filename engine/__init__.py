@@ -31,9 +31,8 @@ _EXPORTS = {
     "engine.models": "create_critic_model",
     "engine.runtime": "HybridActor measure_switch_overhead",
     "engine.trainers.offline": "SFTTrainer",
-    "engine.trainers.preference_learning": "PreferenceTrainer",
-    "engine.trainers.reward_training": "LikelihoodRewardTrainer ProcessRewardTrainer "
-    "RewardModelTrainer",
+    "engine.trainers.preference_learning": "LikelihoodRewardTrainer PreferenceTrainer "
+    "ProcessRewardTrainer RewardModelTrainer",
 }
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 __all__ = sorted(["__version__", *_HOMES])
@@ -51,10 +50,12 @@ if TYPE_CHECKING:
     from engine.runtime import HybridActor as HybridActor
     from engine.runtime import measure_switch_overhead as measure_switch_overhead
     from engine.trainers.offline import SFTTrainer as SFTTrainer
+    from engine.trainers.preference_learning import (
+        LikelihoodRewardTrainer as LikelihoodRewardTrainer,
+    )
     from engine.trainers.preference_learning import PreferenceTrainer as PreferenceTrainer
-    from engine.trainers.reward_training import LikelihoodRewardTrainer as LikelihoodRewardTrainer
-    from engine.trainers.reward_training import ProcessRewardTrainer as ProcessRewardTrainer
-    from engine.trainers.reward_training import RewardModelTrainer as RewardModelTrainer
+    from engine.trainers.preference_learning import ProcessRewardTrainer as ProcessRewardTrainer
+    from engine.trainers.preference_learning import RewardModelTrainer as RewardModelTrainer
 
 
 def __getattr__(name: str) -> Any:

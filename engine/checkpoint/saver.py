@@ -1,7 +1,7 @@
 """Asynchronous saves: roles copy their state, training continues, writing and commit follow.
 
 `Saver` has one save in flight over all roles; `Background` runs a call such as a rank's writing.
-How a role writes is in `engine.workers.stateful`, what a commit is in `store`.
+How a role writes is in `engine.workers.role`, what a commit is in `store`.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ from engine.errors import DataError
 from engine.models import vocabulary_and_context
 from engine.runtime.policy_runtime import StartModel
 from engine.trainers.offline import SFTExample, SFTTrainer, is_on_ray, total_steps
-from engine.trainers.preference_learning import PreferenceTrainer
-from engine.trainers.reward_training import (
+from engine.trainers.preference_learning import (
     LikelihoodRewardTrainer,
+    PreferenceTrainer,
     ProcessRewardTrainer,
     RewardModelTrainer,
 )

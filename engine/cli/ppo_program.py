@@ -34,17 +34,21 @@ from engine.models.loading import check_overrides, link_model
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
 from engine.trainers.auto_placement import (
-    Machines,
     cluster_has_gpus,
     local_gpu,
     model_dtype,
-    run_roles,
     step_estimate,
     workload,
 )
 from engine.trainers.layout_checks import check_layouts
 from engine.trainers.run_plan import check_config
-from engine.trainers.run_spec import default_pools, layout_of, resolve_placement, sampler_count
+from engine.trainers.run_spec import (
+    default_pools,
+    layout_of,
+    resolve_placement,
+    run_roles,
+    sampler_count,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -312,7 +316,6 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     kind = accelerator
     if not kind and config.run.device != "cpu":
         kind = local_gpu() or ("H100" if per_node is not None and per_node > 1 else "")
-    machines = Machines(ranks, min(ranks, per_node or ranks), kind)
     try:
         work = workload(
             rl,
@@ -325,9 +328,8 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     except ConfigError as error:
         yield f"estimate  none: {error}"
         return
-    where = f"{machines.ranks} × {machines.accelerator or 'CPU'}"
-    yield f"estimate  for {where}; every row as long as the longest"
-    yield from step_estimate(rl, work, machines)
+    yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
+    yield from step_estimate(rl, work, ranks, min(ranks, per_node or ranks), kind)
 
 
 def _layout_lines(rl: RLConfig) -> Iterator[str]:

@@ -27,9 +27,8 @@ from engine.samples.sample_files import VALIDATION
 from engine.samples.writer import RolloutLog
 from engine.storage.json_rows import Row
 from engine.tracking.metric_logs import MetricLogs, open_metric_logs
-from engine.trainers.fault_tolerance import run_with_retries
 from engine.trainers.huggingface_export import resolve_checkpoint, write_policy
-from engine.trainers.resume import SCORE, FinalModel, choose_final_model
+from engine.trainers.resume import SCORE, FinalModel, choose_final_model, run_with_retries
 from engine.trainers.rl import Metrics, RLTrainer
 from engine.trainers.run_spec import resolve_placement
 

@@ -34,7 +34,7 @@ from engine.models.value_head import classifier_of, classifier_tensors
 from engine.rewards.reward_function import register_reward
 from engine.runtime import HybridActor
 from engine.trainers import rl
-from engine.trainers.auto_placement import run_roles
+from engine.trainers.run_spec import run_roles
 
 _RANGE = re.compile(r"(cuda|gpu|cpu)(?::(\d+)(?:-(\d+))?)?", re.IGNORECASE)
 _NAMES = {"policy": "actor", "ref": "reference", "value": "critic", "reward_model": "reward"}

@@ -1,8 +1,4 @@
-"""Asynchronous rollout: workers that never wait for the trainer, and a queue it takes batches from.
-
-Also the processes of rollout, started and closed in the background, and the weights that are
-published to them.
-"""
+"""Asynchronous rollout: workers that never wait for the trainer, and the queue between them."""
 
 from __future__ import annotations
 
@@ -31,10 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """One version of the weights: in full, and as a delta against the version before.
-
-    Both stay in the object store, and only the one that a process needs is transferred.
-    """
+    """One version of the weights: in full, and as a delta against the version before."""
 
     version: int
     full: Future[Batch]
@@ -54,7 +47,6 @@ class WeightPublisher:
         self._base: int | None = None
 
     def publish(self, version: int) -> PublishedWeights:
-        """Publish the actor's current weights as `version`."""
         base, self._base = self._base, version
         full = self._actor.weights()
         if base is None or not self._deltas:
@@ -67,8 +59,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RolloutProcess:
-    """The running process of a rollout worker."""
-
     attempt: int
     roles: Roles
     group: StreamRolloutGroup
@@ -82,10 +72,7 @@ class RolloutProcess:
 
 
 class RolloutProcesses:
-    """At most one running process a worker; others may be starting or closing.
-
-    Each process that has started is closed in the end, or its share of a Ray cluster stays taken.
-    """
+    """At most one running process a worker; each that has started is closed in the end."""
 
     def __init__(self, spawn: Callable[[str, int], Roles], workers: int) -> None:
         self._spawn = spawn
@@ -97,11 +84,9 @@ class RolloutProcesses:
 
     @property
     def any_left(self) -> bool:
-        """Whether a process runs or is starting."""
         return bool(self.running or self._starting)
 
     def start(self, name: str, attempt: int) -> None:
-        """Start a process; `poll_started` tells when it is up."""
         self._starting[name, attempt] = self._starters.submit(self._spawn, name, attempt)
 
     def poll_started(self) -> Iterator[tuple[str, int, Roles | BaseException]]:
@@ -111,7 +96,6 @@ class RolloutProcesses:
             yield name, attempt, starting.exception() or starting.result()
 
     def accept(self, name: str, attempt: int, roles: Roles) -> None:
-        """Make a started process the worker's."""
         self.running[name] = RolloutProcess(attempt, roles, cast("StreamRolloutGroup", roles[name]))
 
     def close_unused(self, roles: Roles) -> None:
@@ -119,9 +103,7 @@ class RolloutProcesses:
         self._closing.append(self._closers.submit(roles.close))
 
     def kill(self, name: str) -> None:
-        """Close a worker's running process, if any, without waiting."""
-        process = self.running.pop(name, None)
-        if process is not None:
+        if (process := self.running.pop(name, None)) is not None:
             self.close_unused(process.roles)
 
     def close(self, timeout_s: float) -> None:
@@ -138,7 +120,6 @@ class RolloutProcesses:
 
 
 def _close_late(starting: futures.Future[Roles]) -> None:
-    """Close a process that started after the rollout was closed."""
     if not starting.cancelled() and starting.exception() is None:
         starting.result().close()
 
@@ -150,13 +131,13 @@ _REPORT_S = 5.0  # how long workers may take to report their unfinished groups
 
 
 class AsyncRollout:
-    """Keeps `names` workers decoding; a context manager.
+    """Keeps `names` workers decoding, until `close`.
 
     `spawn(name, attempt)` starts a worker's process and returns roles with one role of that name
     that has `poll` and `load_weights`; `next_prompt()` gives the next prompt, a batch of one row;
-    `score(groups)` starts scoring the rows of finished groups; `keep(group)` says whether it may
-    be learned from (None: always). The first three are called from the event loop's thread.
-    `finished` are groups that an earlier rollout's `paused` gave.
+    `score(groups)` starts scoring the rows of finished groups; `keep(group)` says whether it may be
+    learned from (None: always). The first three are called from the event loop's thread. `finished`
+    are groups that an earlier rollout's `paused` gave.
     """
 
     def __init__(
@@ -204,14 +185,15 @@ class AsyncRollout:
             while True:
                 if self._error is not None:
                     raise self._error
-                batch = self.queue.take()
-                if batch is not None:
+                if (batch := self.queue.take()) is not None:
                     return batch
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    admission = self.queue.admission
+                    states = ", ".join(f"{w.name} {w.state}" for w in self.fleet.workers.values())
                     raise WorkerError(
-                        f"rollout gave no batch within {self._timeout_s:g} s "
-                        f"({self._status()}); look at its workers, or raise "
-                        "trainer.step_timeout_s"
+                        f"rollout gave no batch within {self._timeout_s:g} s ({states}; "
+                        f"{len(admission.in_flight)} groups in flight, {len(admission.queue)} "
+                        "queued); look at its workers, or raise trainer.step_timeout_s"
                     )
 
     def update_weights(self, weights: PublishedWeights) -> None:
@@ -239,12 +221,7 @@ class AsyncRollout:
 
     @contextmanager
     def paused(self) -> Iterator[tuple[list[tuple[Batch, Batch]], list[Batch]]]:
-        """Everything that no step has taken: finished groups with their prompts, oldest first, and
-        unfinished prompts, each with its partial group (`PARTIAL_GROUP`).
-
-        Nothing begins or finishes until the block ends. Workers report their partial groups first;
-        the prompts of one that doesn't in time come without.
-        """
+        """As `RolloutQueue.unused`, with what workers report first; nothing finishes meanwhile."""
         with self._changed:
             self._request_reports()
             yield self.queue.unused(self._reported)
@@ -260,26 +237,12 @@ class AsyncRollout:
         return spans
 
     def close(self) -> None:
-        """Stop the loop and all workers."""
         with self._changed:
             if self._closing:
                 return
             self._closing = True
         self._thread.join(timeout=30)
         self._processes.close(timeout_s=30)
-
-    def __enter__(self) -> AsyncRollout:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _status(self) -> str:
-        states = ", ".join(f"{w.name} {w.state}" for w in self.fleet.workers.values())
-        return (
-            f"{states}; {len(self.queue.admission.in_flight)} groups in flight, "
-            f"{len(self.queue.admission.queue)} queued"
-        )
 
     def _request_reports(self) -> None:
         """Have workers report their unfinished groups; the lock is released meanwhile."""
@@ -340,7 +303,6 @@ class AsyncRollout:
         return progress
 
     def _call(self, name: str, process: RolloutProcess, now: float) -> bool:
-        """Start a worker's next call, if there is one for it."""
         if process.sync:
             process.sync = False
             has = -1 if process.needs_full_weights else self.fleet.workers[name].version
@@ -361,22 +323,18 @@ class AsyncRollout:
         return True
 
     def _handle_result(self, name: str, process: RolloutProcess, now: float) -> None:
-        """Handle the result of a worker's call."""
-        call, process.call = process.call, None
+        (call, process.call), (loads, process.loads) = (process.call, None), (process.loads, None)
         assert call is not None
-        loads, process.loads = process.loads, None
         try:
             result = call.result()
-        except WeightSyncError as error:
-            if loads is None or process.needs_full_weights:
-                self._event(name, process.attempt, supervision.Died(str(error)), now)
-                return
-            log.warning("rollout worker %s gets the full weights: %s", name, error)
-            self.resyncs += 1
-            process.needs_full_weights = process.sync = True
-            return
         except EngineError as error:
-            if loads is not None and (failure := loads.failure()) is not None:
+            outdated = isinstance(error, WeightSyncError)
+            if outdated and loads is not None and not process.needs_full_weights:
+                log.warning("rollout worker %s gets the full weights: %s", name, error)
+                self.resyncs += 1
+                process.needs_full_weights = process.sync = True
+                return
+            if not outdated and loads is not None and (failure := loads.failure()) is not None:
                 raise failure from None  # the trainer's own, which no other rollout worker mends
             self._event(name, process.attempt, supervision.Died(str(error)), now)
             return
@@ -403,7 +361,6 @@ class AsyncRollout:
         self._act(*self.fleet.handle(name, attempt, event, now))
 
     def _act(self, fleet: supervision.Fleet, actions: Sequence[supervision.Action]) -> None:
-        """Execute the actions of the state machine."""
         self.fleet = fleet
         for action in actions:
             match action:

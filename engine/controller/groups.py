@@ -1,8 +1,4 @@
-"""Worker groups: one role on all its ranks is called as if it were one object.
-
-The groups' interface, and the groups of a run by role as a dataflow calls them. Their two kinds
-are in `local_groups` and `ray_groups`.
-"""
+"""Worker groups: one role on all its ranks is called as if it were one object."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from engine.batch import Batch, ConcatFuture, Future, LazyBatch, Ready
 from engine.controller.timeline import Recorder, Span
-from engine.controller.worker_host import BatchArgument, PlainArgument, RemoteCall, RoleSpec
+from engine.controller.worker_host import BatchArgument, RemoteCall, RoleSpec
 from engine.errors import PlacementError, WorkerError
 from engine.parallel.layout import Layout
 from engine.workers.role import Dispatch, DispatchRule, dispatch_rule
@@ -27,14 +23,13 @@ if TYPE_CHECKING:
     from engine.workers.reward_worker import RewardWorker
     from engine.workers.role import AsGroup
     from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
-    from engine.workers.supervised import SFTWorker
 
 
 _call_numbers = itertools.count(1)
 
 
 class WorkerGroup(ABC):
-    """One role on `world_size` ranks, arranged in `mesh`.
+    """One role on `world_size` ranks.
 
     Any method that the role's class marks with `@dispatch` can be called. Its arguments may be
     futures and LazyBatches; they go to the ranks without being waited for.
@@ -66,12 +61,12 @@ class WorkerGroup(ABC):
         provided = self._provided.get(method)
         if provided and any(_is_batch(a, provided[0]) for a in (*arguments, *keywords.values())):
             return self._provided.pop(method)[1]
-        sent: list[PlainArgument | BatchArgument] = []
+        sent: list[object] = []
         data: list[object] = []
         sources: list[Future[object]] = []
         for argument in (*arguments, *keywords.values()):
             if not isinstance(argument, Batch | LazyBatch | Future):
-                sent.append(PlainArgument(argument))
+                sent.append(argument)
                 continue
             pieces = _pieces_read(argument, rule) if isinstance(argument, LazyBatch) else [argument]
             parts = [p.parts if isinstance(p, ConcatFuture) else [p] for p in pieces]
@@ -88,11 +83,10 @@ class WorkerGroup(ABC):
             step=self.recorder.step if self.recorder else 0,
             after=tuple(source.number for source in sources),
         )
-        ranks = range(1 if rule.mode is Dispatch.RANK_ZERO else self.world_size)
-        collecting = [
-            self.layout.data_shard(rank).collects if rule.splits_rows else rank == 0
-            for rank in ranks
-        ]
+        count = 1 if rule.mode is Dispatch.RANK_ZERO else self.world_size
+        collecting = [rank == 0 for rank in range(count)]
+        if rule.splits_rows:
+            collecting = [self.layout.data_shard(rank).collects for rank in range(count)]
         future = self._submit(call, data, collecting, sources)
         future.fields = rule.writes
         return future
@@ -118,7 +112,6 @@ def seconds_left(timeout_s: float, until: float | None) -> float:
 
 
 def timeout_error(what: str, timeout_s: float) -> WorkerError:
-    """The error for a call that has passed its deadline."""
     return WorkerError(
         f"{what} gave no result within {timeout_s:g} s; the worker hangs or the deadline "
         "(trainer.step_timeout_s, trainer.start_timeout_s) is too short"
@@ -155,8 +148,6 @@ if TYPE_CHECKING:
 
     class StreamRolloutGroup(StreamRolloutWorker, AsGroup): ...
 
-    class SFTGroup(SFTWorker, AsGroup): ...
-
     class TeacherGroup(TeacherWorker, AsGroup): ...
 
 
@@ -177,7 +168,6 @@ class Roles:
         teacher: TeacherGroup
         reward: RewardGroup
         critic: CriticGroup
-        sft: SFTGroup
     else:
 
         def __getattr__(self, role: str) -> WorkerGroup:
@@ -212,17 +202,12 @@ class Roles:
             self.recorder.step = step
 
     def timeline(self) -> list[Span]:
-        """Spans of all processes since the last time, by start; none without Placement.timeline.
-
-        Waits for the calls in flight, so that none is missing. Raises WorkerError when a process
-        is dead or gives no answer.
-        """
+        """Spans of all processes since the last time, once the calls in flight are done."""
         if self.recorder is None:
             return []
         return sorted(self._take_spans(), key=lambda span: span.start_ns)
 
     def close(self) -> None:
-        """Stop the workers; a second call does nothing."""
         close, self._close = self._close, lambda: None
         close()
 

@@ -1,11 +1,9 @@
-"""Starts a placement: worker groups in this process, or Ray actors on a placement group.
-
-Also Ray for the duration of a run. What a placement is lies in `placement`.
-"""
+"""Starts a placement: worker groups in this process, or Ray actors on a placement group."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -42,15 +40,14 @@ DASHBOARD_VARIABLE = "HYBRIDFLYTE_RAY_DASHBOARD"
 def launch(
     placement: Placement,
     specs: Sequence[RoleSpec],
-    threads: int = 0,
     recorder: Recorder | None = None,
 ) -> Roles:
     """Start the processes, build the roles in them, and return their groups.
 
     `recorder` is that of a run which these roles join (`Roles.recorder`): the run keeps the
-    controller's own spans, and these roles record theirs if it has a timeline.
-    Raises PlacementError when a role has no pool or the cluster can't hold the pools, and
-    WorkerError when a role can't be built.
+    controller's own spans, and these roles record theirs if it has a timeline. Raises
+    PlacementError when a role has no pool or the cluster can't hold the pools, and WorkerError when
+    a role can't be built.
     """
     by_name = {spec.name: spec for spec in specs}
     placed = {role for pool in placement.pools for role in pool.roles}
@@ -63,7 +60,7 @@ def launch(
     with ExitStack() as closing:  # undoes a launch that fails; otherwise Roles.close runs it
         if run_recorder:
             closing.enter_context(recording(run_recorder))
-        groups, spans = start(placement, by_name, threads, run_recorder or recorder, closing)
+        groups, spans = start(placement, by_name, run_recorder or recorder, closing)
 
         def timeline() -> list[Span]:
             return spans() + (run_recorder.take() if run_recorder else [])
@@ -74,7 +71,6 @@ def launch(
 def _launch_local(
     placement: Placement,
     specs: dict[str, RoleSpec],
-    threads: int,
     recorder: Recorder | None,
     closing: ExitStack,
 ) -> Launched:
@@ -89,23 +85,18 @@ def _launch_local(
                 "trainer.placement=ray"
             )
         in_pool = [specs[role] for role in pool.roles]
-        count = threads or max(1, int(pool.cpus))
+        count = max(1, int(pool.cpus))
         hosts.append(LocalHost(WorkerHost(in_pool, threads=count, timeline=recorder is not None)))
         for spec in in_pool:
             groups[spec.name] = LocalGroup(spec, hosts[-1:], placement.call_timeout_s, recorder)
     for host in hosts:
         host.host.build()
-
-    def spans() -> list[Span]:
-        return take_spans(hosts, placement.call_timeout_s)
-
-    return groups, spans
+    return groups, partial(take_spans, hosts, placement.call_timeout_s)
 
 
 def _launch_ray(
     placement: Placement,
     specs: dict[str, RoleSpec],
-    threads: int,
     recorder: Recorder | None,
     closing: ExitStack,
 ) -> Launched:
@@ -130,9 +121,9 @@ def _launch_ray(
     closing.callback(stop_actors, actors)
     stored: WeakKeyDictionary[Batch, ObjectRef] = WeakKeyDictionary()  # shared by all groups
     names: list[str] = []
-    rank_zeros: list[int] = []  # for each actor, which of `actors` is rank 0 of its pool
+    built: list[ObjectRef] = []
     for pool in placement.pools:
-        count = (threads or max(1, int(pool.cpus))) if pool.cpus else 1
+        count = max(1, int(pool.cpus))
         in_pool = [specs[role] for role in pool.roles]
         ranks: list[ActorHandle] = [
             actor_class.options(
@@ -142,21 +133,13 @@ def _launch_ray(
             ).remote(in_pool, rank, pool.world_size, count, recorder is not None)
             for rank in range(pool.world_size)
         ]
-        rank_zeros.extend([len(actors)] * len(ranks))
-        actors.extend(ranks)
-        names.extend(f"{pool.name} rank {rank}: " for rank in range(pool.world_size))
+        actors += ranks
+        names += [f"{pool.name} rank {rank}: " for rank in range(pool.world_size)]
+        # A reference: the ranks of a pool wait for rank 0's address, the controller doesn't.
+        address = ranks[0].rendezvous_address.remote() if len(ranks) > 1 else ""
+        built += [actor.build.remote(address) for actor in ranks]
         for spec in in_pool:
             groups[spec.name] = RayGroup(spec, ranks, placement.call_timeout_s, recorder, stored)
-    # References: the ranks of a pool wait for rank 0's address, the controller doesn't.
-    addresses = {
-        zero: actors[zero].rendezvous_address.remote()
-        for zero in set(rank_zeros)
-        if rank_zeros.count(zero) > 1
-    }
-    built: list[ObjectRef] = [
-        actor.build.remote(addresses.get(zero, ""))
-        for actor, zero in zip(actors, rank_zeros, strict=True)
-    ]
     labels = {ref: f"{name}its start" for ref, name in zip(built, names, strict=True)}
     wait_all(labels, placement.start_timeout_s, until=deadline)
 
@@ -182,10 +165,9 @@ def init_ray(options: Mapping[str, Any]) -> None:
     """Call `ray.init`; a Ray that is started here listens on the loopback address alone.
 
     Its processes get a group of their own: SIGTERM to this one's group, as `timeout` and process
-    managers send it, would end them before the step that a notice leaves time for. They end with
-    this process all the same.
-    One that does not start is tried once more: Ray's node ends itself where its agent, a Python
-    program, takes more than 15 s to start, as from a cold disk or on a busy machine.
+    managers send it, would end them before the step that a notice leaves time for. One that does
+    not start is tried once more: Ray's node ends itself where its agent, a Python program, takes
+    more than 15 s to start, as from a cold disk or on a busy machine.
     """
     import ray
     from ray._private import ray_constants, services
@@ -224,11 +206,8 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
     group: PlacementGroup | None = None
     if bundles:
         labels = [dict(pool.labels) for pool in processes if pool.bundle]
-        group = placement_group(
-            bundles,
-            strategy="PACK",
-            bundle_label_selector=labels if any(labels) else None,
-        )
+        selectors = labels if any(labels) else None
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
         closing.callback(remove_placement_group, group)
         if not group.wait(placement.start_timeout_s):
             names = {name for bundle in bundles for name in bundle}
@@ -238,14 +217,13 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
                 f"holds the cluster; free now: {free}"
             )
     options: list[dict[str, object]] = []
-    index = 0
+    index = itertools.count()
     for pool in processes:
         amounts = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "resources": dict(pool.resources)}
         if group is not None and pool.bundle:
             amounts["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=index
+                group, placement_group_bundle_index=next(index)
             )
-            index += 1
         elif pool.labels:  # takes nothing, so no bundle stands for it, but still asks for a node
             amounts["label_selector"] = dict(pool.labels)
         options.append(amounts)
@@ -299,11 +277,7 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
 
 
 def require_shared(folders: Sequence[str]) -> None:
-    """Raise StorageError unless every machine of the Ray cluster has these folders.
-
-    The policy reads its model and writes the result wherever Ray placed it, so a missing folder
-    would end the run, at worst after the last step.
-    """
+    """Raise StorageError unless every machine of the Ray cluster has these folders."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

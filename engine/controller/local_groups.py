@@ -1,9 +1,9 @@
 """Worker groups in this process: one thread a host, no copies, no serialisation.
 
-Roles of one host run one call after the other, in the order of the calls; those of different
-hosts (pools) run concurrently, as they do on Ray. No call waits for a later one, so threads can't
-deadlock. A role must draw random numbers from generators of its own: the global ones are shared by
-all threads.
+Roles of one host run one call after the other, in the order of the calls; those of different hosts
+(pools) run concurrently, as they do on Ray. No call waits for a later one, so threads can't
+deadlock. A role must draw random numbers from generators of its own: all threads share the global
+ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from engine.batch import Batch, Future
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
 from engine.controller.timeline import Recorder, Span, span
@@ -33,12 +35,12 @@ _left_behind: list[threading.Thread] = []  # of closed hosts, their last call no
 
 
 class LocalHost:
-    """A host whose calls run in a thread of its own. The roles are built by the caller's thread,
-    where libraries may still set signal handlers."""
+    """A host whose calls run in a thread of its own.
+
+    The roles are built by the caller's thread, where libraries may still set signal handlers.
+    """
 
     def __init__(self, host: WorkerHost) -> None:
-        import torch
-
         torch.get_num_threads()  # from now on the caller's count is its own, whatever roles set
         self.host = host
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -56,10 +58,6 @@ class LocalHost:
         done: futures.Future[T] = futures.Future()
         self._tasks.put(partial(self._run, work, done))
         return done
-
-    def close(self, grace_s: float = 3.0) -> None:
-        """As `close_hosts`."""
-        close_hosts([self], grace_s)
 
     def begin_close(self) -> futures.Future[None] | None:
         """Have the roles closed once earlier calls are done; None where they have been before."""
@@ -100,8 +98,8 @@ def close_hosts(hosts: Sequence[LocalHost], grace_s: float = 3.0) -> None:
 
     A host whose calls take longer than `grace_s` is left behind: its thread ends with its call.
     """
-    found = [(host, host.begin_close()) for host in hosts]
-    closing = [(host, future) for host, future in found if future is not None]
+    begun = [(host, host.begin_close()) for host in hosts]
+    closing = [(host, future) for host, future in begun if future is not None]
     futures.wait([future for _, future in closing], grace_s)
     with ExitStack() as stack:  # each of them, even where another's close raises
         for host, future in closing:
@@ -125,9 +123,6 @@ def end_openmp_team() -> None:
 
 @cache
 def _openmp() -> list[ctypes.CDLL]:
-    """Torch's own OpenMP library, where there is one."""
-    import torch
-
     folder = Path(torch.__file__).parent / "lib"
     libraries = [ctypes.CDLL(str(path)) for path in sorted(folder.glob("libgomp*.so*"))]
     return [library for library in libraries if hasattr(library, "omp_pause_resource_all")]
@@ -179,8 +174,6 @@ class LocalFuture(Future[object]):
 
 
 class LocalGroup(WorkerGroup):
-    """A role whose ranks are objects in this process (one rank, in practice)."""
-
     def __init__(
         self,
         spec: RoleSpec,
@@ -202,19 +195,17 @@ class LocalGroup(WorkerGroup):
         sources: Sequence[Future[object]],
     ) -> LocalFuture:
         def work(host: WorkerHost) -> object:
-            values = [
-                piece.value()
-                if isinstance(piece, LocalFuture)
-                else piece.result()
-                if isinstance(piece, Future)
-                else piece
-                for piece in data
-            ]
-            return host.call(call, *values)
+            return host.call(call, *map(_value, data))
 
         hosts = self._hosts[: len(collecting)]
         parts = [host.submit(partial(work, host.host)) for host in hosts]
         return LocalFuture(call, parts, collecting, self._timeout_s)
+
+
+def _value(piece: object) -> object:
+    if isinstance(piece, LocalFuture):
+        return piece.value()
+    return piece.result() if isinstance(piece, Future) else piece
 
 
 def take_spans(hosts: Sequence[LocalHost], timeout_s: float) -> list[Span]:

@@ -1,11 +1,8 @@
-"""Placement as a value: which roles share which processes, and whether a cluster can hold them.
-
-`launch` starts the processes. Nothing here uses Ray: `require_capacity` takes the nodes as values.
-"""
+"""Placement as a value: which roles share which processes, and whether a cluster can hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,7 +26,6 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """Its roles, e.g. "actor+rollout"."""
         return "+".join(self.roles)
 
     @property
@@ -64,8 +60,6 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A machine of the cluster."""
-
     name: str  # e.g. "10.0.0.7"
     resources: Mapping[str, float]  # in total, free or taken, e.g. {"CPU": 8.0}
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -84,63 +78,56 @@ class ClusterNode:
 def require_capacity(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> None:
     """Raise PlacementError with a table of wanted and present when `nodes` can't hold `pools`.
 
-    Counts the nodes' total resources, free or not. It rejects what can never fit: too little in
-    total, a process that fits on no node, a pool without enough nodes.
+    Counts the nodes' total resources, free or not: it rejects what can never fit.
     """
-    wanted, present = _total_wanted(pools), _total_present(nodes)
+    wanted = _sum((pool.bundle, pool.world_size) for pool in pools)
+    present = _sum((node.resources, 1) for node in nodes)
     reasons = [
-        f"{key}: wanted {wanted[key]:g}, present {present.get(key, 0):g}"
-        for key in wanted
-        if wanted[key] > present.get(key, 0.0) + _TOLERANCE
+        f"{key}: wanted {amount:g}, present {present.get(key, 0.0):g}"
+        for key, amount in wanted.items()
+        if amount > present.get(key, 0.0) + _TOLERANCE
     ] or [reason for pool in pools if (reason := _pool_shortage(pool, nodes))]
-    if reasons:
-        raise PlacementError(
-            f"the Ray cluster can't hold the placement: {'; '.join(reasons)}; ask for less or add "
-            f"nodes\n{_table(pools, nodes)}"
-        )
+    if not reasons:
+        return
+    rows: list[tuple[str, Mapping[str, float]]] = [("wanted", wanted)]
+    for p in pools:
+        rows.append((f"  {p.world_size} × {p.name}{_label_suffix(p.labels)}, each", p.bundle))
+    rows.append(("present", present))
+    rows += [(f"  {node.name}{_label_suffix(node.labels)}", node.resources) for node in nodes]
+    raise PlacementError(
+        f"the Ray cluster can't hold the placement: {'; '.join(reasons)}; ask for less or add "
+        f"nodes\n{_table([*dict.fromkeys(['CPU', 'GPU', *wanted])], rows)}"
+    )
 
 
 def _pool_shortage(pool: Pool, nodes: Sequence[ClusterNode]) -> str:
     capacity = sum(node.capacity_for(pool) for node in nodes)
     if capacity >= pool.world_size:
         return ""
-    what = f"one process of {pool.name} ({_resource_text(pool.bundle)})"
+    needs = ", ".join(f"{amount:g} {key}" for key, amount in pool.bundle.items()) or "nothing"
+    what = f"one process of {pool.name} ({needs})"
     if pool.labels:
         what += f" with labels {dict(pool.labels)}"
-    return (
-        f"no single node holds {what}"
-        if capacity == 0
-        else f"the nodes hold {what} {capacity} times, wanted {pool.world_size} times"
-    )
+    if capacity == 0:
+        return f"no single node holds {what}"
+    return f"the nodes hold {what} {capacity} times, wanted {pool.world_size} times"
 
 
-def _total_wanted(pools: Sequence[Pool]) -> dict[str, float]:
-    keys = dict.fromkeys(key for pool in pools for key in pool.bundle)
-    return {k: sum(p.bundle.get(k, 0.0) * p.world_size for p in pools) for k in keys}
+def _sum(amounts: Iterable[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """The resources in total; each is given with how often it is there."""
+    total: dict[str, float] = {}
+    for resources, times in amounts:
+        for key, amount in resources.items():
+            total[key] = total.get(key, 0.0) + amount * times
+    return total
 
 
-def _total_present(nodes: Sequence[ClusterNode]) -> dict[str, float]:
-    keys = dict.fromkeys(key for node in nodes for key in node.resources)
-    return {k: sum(node.resources.get(k, 0.0) for node in nodes) for k in keys}
-
-
-def _resource_text(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {key}" for key, amount in resources.items()) or "nothing"
-
-
-def _table(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> str:
-    """Rows: wanted by pool and present by node; columns: the resources that are wanted."""
-    keys = list(dict.fromkeys(["CPU", "GPU", *_total_wanted(pools)]))
-    rows: list[tuple[str, Mapping[str, float]]] = [("wanted", _total_wanted(pools))]
-    rows += [
-        (f"  {p.world_size} × {p.name}{_label_suffix(p.labels)}, each", p.bundle) for p in pools
+def _table(keys: list[str], rows: list[tuple[str, Mapping[str, float]]]) -> str:
+    """A line for each of `rows`, a column for each resource."""
+    cells = [
+        ["", *keys],
+        *([name, *(f"{has.get(key, 0.0):g}" for key in keys)] for name, has in rows),
     ]
-    rows += [("present", _total_present(nodes))]
-    for node in nodes:
-        labels = {k: v for k, v in node.labels.items() if k != "ray.io/node-id"}  # those of users
-        rows.append((f"  {node.name}{_label_suffix(labels)}", node.resources))
-    cells = [["", *keys]]
-    cells += [[name, *(f"{has.get(key, 0):g}" for key in keys)] for name, has in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
@@ -149,15 +136,12 @@ def _table(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> str:
 
 
 def _label_suffix(labels: Mapping[str, str]) -> str:
-    return f" [{', '.join(f'{k}={v}' for k, v in labels.items())}]" if labels else ""
+    shown = [f"{k}={v}" for k, v in labels.items() if k != "ray.io/node-id"]
+    return f" [{', '.join(shown)}]" if shown else ""
 
 
 def _matches(value: str | None, selector: str) -> bool:
     """Whether a node's label meets a selector in Ray's syntax: a, !a, in(a,b), !in(a,b)."""
-    negated = selector.startswith("!")
     text = selector.removeprefix("!")
-    if text.startswith("in(") and text.endswith(")"):
-        options = [option.strip() for option in text[3:-1].split(",")]
-    else:
-        options = [text]
-    return (value in options) != negated
+    listed = text[3:-1].split(",") if text.startswith("in(") and text.endswith(")") else [text]
+    return (value in [option.strip() for option in listed]) != selector.startswith("!")

@@ -1,17 +1,17 @@
 """Worker groups on Ray: one actor a rank, futures over the object store, deadlines everywhere.
 
 Results stay in the object store until they are read: a future that is an argument is sent as an
-object reference. Which actors are started, and where, is in `launch`.
+object reference.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TypeVar
+from concurrent import futures
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import ray
@@ -33,15 +33,8 @@ Stored = MutableMapping[Batch, ObjectRef]  # the controller's batches that are i
 class RayHost(worker_host.WorkerHost):
     """A host that is a Ray actor; Ray runs its calls in the thread that makes it."""
 
-    def __init__(
-        self,
-        specs: Sequence[worker_host.RoleSpec],
-        rank: int = 0,
-        world_size: int = 1,
-        threads: int = 0,
-        timeline: bool = False,
-    ) -> None:
-        super().__init__(specs, rank, world_size, threads, timeline)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.use_threads()
 
     def rendezvous_address(self) -> str:
@@ -74,8 +67,7 @@ class RayFuture(Future[object]):
         self._values: list[object] = []  # one, once it is there
 
     def result(self, until: float | None = None) -> object:
-        """Wait for all ranks; raise WorkerError with role, rank, method and the remote traceback,
-        or the EngineError that a rank raised."""
+        """Wait for all ranks; raise WorkerError, or the EngineError that a rank raised."""
         if not self._values:
             with span(f"wait for {self._name}"):
                 wait_all(self.statuses, self._timeout_s, self._ancestors(), until)
@@ -86,7 +78,6 @@ class RayFuture(Future[object]):
         return self._values[0]
 
     def done(self) -> bool:
-        """Whether all ranks are done, or one has failed."""
         count = len(self.statuses)
         ready, _ = ray.wait(list(self.statuses), num_returns=count, timeout=0, fetch_local=False)
         return len(ready) == count or (bool(ready) and self.failure() is not None)
@@ -107,8 +98,6 @@ class RayFuture(Future[object]):
 
 
 class RayGroup(WorkerGroup):
-    """A role whose ranks are Ray actors."""
-
     def __init__(
         self,
         spec: worker_host.RoleSpec,
@@ -152,10 +141,10 @@ def wait_all(
     ancestors: Sequence[RayFuture] = (),
     until: float | None = None,
 ) -> list[T]:
-    """Return the values of all `refs`, or raise as soon as one of them, or of the calls that they
-    take data from, has failed: Ray itself would wait for the other arguments first.
+    """Return the values of all `refs`, or raise as soon as one of them has failed.
 
-    `refs` maps each reference to its name in a WorkerError.
+    Also where one of `ancestors` has failed, the calls that they take data from: Ray itself would
+    wait for the other arguments first. `refs` maps each reference to its name in a WorkerError.
     """
     deadline = time.monotonic() + seconds_left(timeout_s, until)
     above = {ref: name for ancestor in ancestors for ref, name in ancestor.statuses.items()}
@@ -180,11 +169,7 @@ def wait_all(
 
 
 def stop_actors(actors: Sequence[ActorHandle], grace_s: float = 3.0) -> None:
-    """Let all actors close their roles within `grace_s`, then end their processes.
-
-    An actor that is busy, stopped or dead is not waited for; Ray kills it, within 5 s where it
-    can't answer.
-    """
+    """Let actors close their roles within `grace_s`, then kill them, also those that are stuck."""
     closing: dict[ObjectRef, ActorHandle] = {actor.close.remote(): actor for actor in actors}
     if not closing:
         return
@@ -205,25 +190,22 @@ def _put(value: object, timeout_s: float) -> ObjectRef:
 
     `ray.put` itself waits for ever for a node that is stopped, so it gets a thread to wait in.
     """
-    stored: queue.SimpleQueue[ObjectRef | Exception] = queue.SimpleQueue()
+    stored: futures.Future[ObjectRef] = futures.Future()
 
     def put() -> None:
         try:
-            stored.put(ray.put(value))
+            stored.set_result(ray.put(value))
         except Exception as error:  # raised below
-            stored.put(error)
+            stored.set_exception(error)
 
     threading.Thread(target=put, name="ray-put", daemon=True).start()
     try:
-        outcome = stored.get(timeout=timeout_s)
-    except queue.Empty:
+        return stored.result(timeout_s)
+    except futures.TimeoutError:
         raise WorkerError(
             f"the Ray node of this machine took no data within {timeout_s:g} s; its raylet is "
             "stopped or the machine is overloaded: end that Ray, and resume the run on another"
         ) from None
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 def _first_failure(refs: Mapping[ObjectRef, str]) -> EngineError | None:
@@ -231,12 +213,11 @@ def _first_failure(refs: Mapping[ObjectRef, str]) -> EngineError | None:
     if not refs:
         return None
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
-    for ref, name in refs.items():
-        if ref in ready:
-            try:
-                _get(ref, name, 60.0)
-            except EngineError as error:
-                return error
+    for ref in (ref for ref in refs if ref in ready):
+        try:
+            _get(ref, refs[ref], 60.0)
+        except EngineError as error:
+            return error
     return None
 
 

@@ -38,7 +38,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 
@@ -49,8 +48,6 @@ from engine.rollout.stream import Begun, PartialGroup, take_partial_groups, with
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits of asynchronous rollout."""
-
     batch: int  # groups an update consumes (train_batch_size), e.g. 32
     staleness: int  # η: versions a group's oldest token may be behind at consumption, e.g. 1
     steps: int | None = None  # updates of the whole run; no group starts that they can't consume
@@ -58,32 +55,21 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One sampling of one prompt."""
-
     key: int  # position of the prompt in the data stream, e.g. 17
     attempt: int  # number of this sampling among all of the run, e.g. 20
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedGroup:
-    """A group in flight or queued."""
-
     ticket: Ticket
     worker: str  # who samples it, e.g. "rollout-0"
     oldest: int  # version of its oldest token, e.g. 4
     newest: int  # version of its newest token; larger if weights changed under way, e.g. 5
 
-    @property
-    def age_order(self) -> tuple[int, int]:
-        return self.oldest, self.ticket.key
-
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Where each prompt is: an immutable value, whose transitions return the next one.
-
-    The first is `Admission(AdmissionLimits(…))`.
-    """
+    """Where each prompt is: an immutable value, whose transitions return the next one."""
 
     limits: AdmissionLimits
     version: int = 0  # v, updates done
@@ -118,22 +104,24 @@ class Admission:
         `oldest` token that an earlier run sampled of it.
         """
         self._check_version(version)
+        return self._has_room(version if oldest is None else min(version, oldest))
+
+    def _has_room(self, age: int) -> bool:
+        """Whether a group this old can be consumed in time besides all that there are."""
         step = self.consumed // self.limits.batch
-        age = version if oldest is None else min(version, oldest)
         return self.capacity > 0 and self._in_time([*self._ages(), age], step)
+
+    def _ages(self) -> list[int]:
+        return [group.oldest for group in (*self.queue, *self.in_flight.values())]
 
     def start(
         self, worker: str, version: int, oldest: int | None = None
     ) -> tuple[Admission, Ticket]:
-        """Start the next prompt on `worker` with weights `version`: one to resample, or a new one.
-
-        `oldest`: version of the oldest token that an earlier run sampled of a new prompt.
-        """
+        """Start the next prompt, of tokens as old as `oldest`, under weights `version`."""
         if not self.may_start(version, oldest):
             raise RolloutError(
-                f"worker {worker} may not start a group with weights of version {version}: the "
-                f"trainer is at {self.version}, and there is room for {self.capacity} groups; ask "
-                "may_start first"
+                f"worker {worker} may not start a group with version {version}: the trainer is at "
+                f"{self.version}, with room for {self.capacity} groups; ask may_start first"
             )
         ticket = Ticket(self.resample[0] if self.resample else self.drawn, self.attempts)
         age = version if oldest is None else min(version, oldest)
@@ -150,37 +138,36 @@ class Admission:
     def finished(self, ticket: Ticket, versions: Collection[int]) -> tuple[Admission, bool]:
         """All completions of a group are finished; also returns whether the answer counts.
 
-        `versions` are those of its tokens, e.g. {4, 5}. An answer doesn't count if its attempt
-        was given up or has answered already: the caller discards it.
+        `versions` are those of its tokens, e.g. {4, 5}. It doesn't count if the attempt was given
+        up or has answered already: the caller discards it.
         """
         group = self._current(ticket)
         if group is None:
             return replace(self, late=self.late + 1), False
         if not versions or min(versions) < group.oldest:
             raise RolloutError(
-                f"group {ticket.key} of worker {group.worker} was started with weights of version "
-                f"{group.oldest}, but its tokens have versions {sorted(versions)}; the worker has "
-                "to report the version of each token"
+                f"group {ticket.key} of worker {group.worker} was started with version "
+                f"{group.oldest}, not {sorted(versions)}; report the version of each token"
             )
         self._check_version(max(versions))
         group = replace(group, oldest=min(versions), newest=max(versions))
-        queue = tuple(sorted((*self.queue, group), key=lambda g: g.age_order))
-        return replace(self._without({ticket.key}), queue=queue), True
+        return self._without({ticket.key})._enqueue(group), True
 
     def enqueue_restored(self, versions: Collection[int]) -> tuple[Admission, int | None]:
-        """Queue a group that an earlier run finished; returns its new key.
-
-        None, without effect, if it can't be consumed in time: its prompt is sampled again.
-        """
+        """Queue an earlier run's group; returns its key, None if it comes too late."""
         self._check_version(max(versions))
-        step = self.consumed // self.limits.batch
-        if self.capacity <= 0 or not self._in_time([*self._ages(), min(versions)], step):
+        if not self._has_room(min(versions)):
             return self, None
         ticket = Ticket(self.drawn, self.attempts)
         group = AdmittedGroup(ticket, "", oldest=min(versions), newest=max(versions))
-        queue = tuple(sorted((*self.queue, group), key=lambda g: g.age_order))
-        state = replace(self, drawn=self.drawn + 1, attempts=self.attempts + 1, queue=queue)
-        return state, ticket.key
+        state = replace(self, drawn=self.drawn + 1, attempts=self.attempts + 1)
+        return state._enqueue(group), ticket.key
+
+    def _enqueue(self, group: AdmittedGroup) -> Admission:
+        def age(group: AdmittedGroup) -> tuple[int, int]:
+            return group.oldest, group.ticket.key
+
+        return replace(self, queue=tuple(sorted((*self.queue, group), key=age)))
 
     def reject(self, ticket: Ticket) -> Admission:
         """Discard a group in flight; its prompt isn't sampled again."""
@@ -229,9 +216,6 @@ class Admission:
         size, bound = self.limits.batch, self.limits.staleness
         return all(step + i // size - oldest <= bound for i, oldest in enumerate(sorted(ages)))
 
-    def _ages(self) -> list[int]:
-        return [group.oldest for group in (*self.queue, *self.in_flight.values())]
-
     def _current(self, ticket: Ticket) -> AdmittedGroup | None:
         group = self.in_flight.get(ticket.key)
         return group if group is not None and group.ticket == ticket else None
@@ -254,8 +238,6 @@ _SCORES = "token_level_scores"
 
 @dataclass(slots=True)
 class ScoringCall:
-    """Groups that are being scored in one call of the reward role."""
-
     groups: dict[Ticket, tuple[Batch, slice]]  # with their rows in the call; without lost ones
     scores: Future[Batch]  # `token_level_scores` [all groups' rows, R of the widest]
 
@@ -263,9 +245,9 @@ class ScoringCall:
         """Each group with its own scores `[n, response]`; raises what the scoring raised."""
         scores = self.scores.result()
         for ticket, (group, rows) in self.groups.items():
-            group_scores = scores.rows(rows)
-            width = group["response_mask"].shape[1]  # wider groups may have been scored beside it
-            yield ticket, group | (group_scores | {_SCORES: group_scores[_SCORES][:, :width]})
+            own, width = scores.rows(rows), group["response_mask"].shape[1]
+            # Wider groups may have been scored beside it.
+            yield ticket, group | (own | {_SCORES: own[_SCORES][:, :width]})
 
 
 class RolloutQueue:
@@ -325,7 +307,6 @@ class RolloutQueue:
         return bool(done)
 
     def worker_lost(self, worker: str) -> None:
-        """Sample again what a worker had in flight."""
         self.admission, lost = self.admission.lost(worker)
         for scoring in self._scoring:
             for ticket in lost:
@@ -343,10 +324,11 @@ class RolloutQueue:
     def unused(
         self, reported: Mapping[int, Begun]
     ) -> tuple[list[tuple[Batch, Batch]], list[Batch]]:
-        """Everything that no step has taken: finished groups with their prompts, oldest first, and
-        unfinished prompts with what workers `reported` of their completions.
+        """Everything that no step has taken: finished groups with their prompts, oldest first.
 
-        Finished episodes whose scores aren't there yet come without them."""
+        And unfinished prompts with what workers `reported` of their completions. Finished episodes
+        whose scores aren't there yet come without them.
+        """
         keys = [group.ticket.key for group in self.admission.queue]
         finished = [(self._prompts[key], self._scored[key]) for key in keys]
         partial, unscored = {**reported}, set()
@@ -364,15 +346,15 @@ class RolloutQueue:
         return finished, [*unfinished, *self._resample]
 
     def _begin_scoring(self, groups: Sequence[tuple[Ticket, Batch]]) -> None:
-        """Score groups in one call: a call a group would cost more than the scores of a fast
-        reward, and takes its time from the cores of rollout and trainer."""
+        """Score groups in one call: a call a group would cost more than a fast reward's scores."""
         if not groups:
             return
-        ends = list(accumulate(len(group) for _, group in groups))
-        rows = [slice(end - len(group), end) for (_, group), end in zip(groups, ends, strict=True)]
         scores = self._score(Batch.concat([group for _, group in groups]))
-        found = {ticket: (group, own) for (ticket, group), own in zip(groups, rows, strict=True)}
-        self._scoring.append(ScoringCall(found, scores))
+        scored, start = {}, 0
+        for ticket, group in groups:
+            scored[ticket] = group, slice(start, start + len(group))
+            start += len(group)
+        self._scoring.append(ScoringCall(scored, scores))
 
     def _scored_group(self, ticket: Ticket, group: Batch) -> None:
         """Queue a group, or drop it where nothing is to be learned from it."""
@@ -399,9 +381,11 @@ class RolloutQueue:
         return with_partial_groups(self._prompts[ticket.key], [partial])
 
     def _restore(self, prompt: Batch, group: Batch) -> None:
-        """Queue a group that an earlier run finished, under a key of this one; score it first,
-        where that hadn't been done."""
-        state, versions = self.admission, _versions(group)
+        """Queue a group that an earlier run finished, under a key of this one.
+
+        It is scored first, where that hadn't been done.
+        """
+        state, versions, ticket = self.admission, _versions(group), None
         if _SCORES in group:
             self.admission, key = state.enqueue_restored(versions)
         elif state.may_start(state.version, min(versions)):
@@ -413,24 +397,17 @@ class RolloutQueue:
             self._resample.append(prompt)
             return
         self._prompts[key] = prompt | {"group_ids": torch.tensor([key])}
-        group = group | _with_key(group, key)
-        if _SCORES in group:
-            self._scored[key] = group
+        fields = {"group_ids": torch.full((len(group),), key)}
+        if "episode_ids" in group:
+            ids, order = torch.unique(group["episode_ids"], return_inverse=True)
+            fields["episode_ids"] = key * len(ids) + order
+        if ticket is None:
+            self._scored[key] = group | fields
         else:
-            self._begin_scoring([(ticket, group)])
+            self._begin_scoring([(ticket, group | fields)])
 
 
 def _versions(group: Batch) -> set[int]:
-    """The versions of the weights that sampled the group's tokens; without any, those that they
-    would have been sampled under."""
+    """The versions that sampled the group's tokens, or would have sampled any."""
     versions = set(group["token_versions"][group["response_mask"].bool()].tolist())
     return versions or set(group["policy_version"].tolist())
-
-
-def _with_key(group: Batch, key: int) -> dict[str, torch.Tensor]:
-    """The fields of a group that name it."""
-    fields = {"group_ids": torch.full((len(group),), key)}
-    if "episode_ids" in group:
-        ids, order = torch.unique(group["episode_ids"], return_inverse=True)
-        fields["episode_ids"] = key * len(ids) + order
-    return fields

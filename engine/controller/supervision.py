@@ -53,7 +53,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A heartbeat of a worker."""
+    """The worker answers."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,6 @@ class Fleet:
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """The workers that may be given a prompt."""
         return tuple(w.name for w in self.workers.values() if w.state is HealthState.SERVING)
 
     def handle(
@@ -212,9 +211,8 @@ class Fleet:
                 return replace(worker, state=HealthState.STARTING, deadline=deadline), ()
             case Started(), HealthState.STARTING | HealthState.REPLACING:
                 deadline = now + self.policy.sync_timeout
-                return replace(worker, state=HealthState.SYNCING, deadline=deadline), self._sync(
-                    worker
-                )
+                worker = replace(worker, state=HealthState.SYNCING, deadline=deadline)
+                return worker, self._sync(worker)
             case Synced(version), HealthState.SYNCING | HealthState.SERVING | HealthState.SUSPECT:
                 if not 0 <= version <= self.version:
                     raise WorkerError(
@@ -224,7 +222,6 @@ class Fleet:
                 worker = replace(worker, version=max(worker.version, version))
                 if worker.state is HealthState.SYNCING:
                     return self._admit(worker, now, now)
-                return worker, ()
             case Heartbeat(), HealthState.SERVING:
                 return replace(worker, last_heartbeat=max(worker.last_heartbeat, now)), ()
             case Heartbeat(), HealthState.SUSPECT:
@@ -232,26 +229,23 @@ class Fleet:
         return worker, ()
 
     def _expire(self, worker: WorkerHealth, now: float) -> Transition:
-        """Apply silence and deadlines."""
-        silence, policy = now - worker.last_heartbeat, self.policy
+        silence, policy, late = now - worker.last_heartbeat, self.policy, now >= worker.deadline
         match worker.state:
             case HealthState.SERVING | HealthState.SUSPECT if silence >= policy.dead_after:
                 return self._die(worker, f"hung: no heartbeat for {silence:.1f} s", now)
             case HealthState.SERVING if silence >= policy.suspect_after:
                 return replace(worker, state=HealthState.SUSPECT), ()
-            case HealthState.STARTING | HealthState.SYNCING | HealthState.REPLACING if (
-                now >= worker.deadline
-            ):
+            case HealthState.STARTING | HealthState.SYNCING | HealthState.REPLACING if late:
                 return self._die(worker, f"still {worker.state} at its deadline", now)
-            case HealthState.DEAD if now >= worker.deadline:
-                new = WorkerHealth(
+            case HealthState.DEAD if late:
+                name, attempt, deadline = (
                     worker.name,
-                    HealthState.REPLACING,
-                    deadline=now + policy.start_timeout,
-                    attempt=worker.attempt + 1,
-                    deaths=worker.deaths,
+                    worker.attempt + 1,
+                    now + policy.start_timeout,
                 )
-                return new, (Replace(new.name, new.attempt),)
+                state, deaths = HealthState.REPLACING, worker.deaths
+                new = WorkerHealth(name, state, deadline, attempt=attempt, deaths=deaths)
+                return new, (Replace(name, attempt),)
         return worker, ()
 
     def _admit(self, worker: WorkerHealth, last_heartbeat: float, now: float) -> Transition:
@@ -269,18 +263,15 @@ class Fleet:
         return (SyncWeights(worker.name, worker.attempt, self.version),)
 
     def _die(self, worker: WorkerHealth, cause: str, now: float) -> Transition:
-        """Count the death; then either back off or, with the budget spent, fail."""
-        policy = self.policy
-        counted = tuple(
-            death for death in worker.deaths if not worker.served or now - death.at < policy.window
-        )
-        failed = len(counted) >= policy.max_restarts
-        pause = min(policy.backoff * 2.0 ** min(len(counted), 60), policy.backoff_max)
+        policy, deaths = self.policy, worker.deaths
+        if worker.served:
+            deaths = tuple(death for death in deaths if now - death.at < policy.window)
+        pause = min(policy.backoff * 2.0 ** min(len(deaths), 60), policy.backoff_max)
         worker = replace(
             worker,
-            state=HealthState.FAILED if failed else HealthState.DEAD,
+            state=HealthState.FAILED if len(deaths) >= policy.max_restarts else HealthState.DEAD,
             deadline=now + pause,
-            deaths=(*counted, Death(now, f"{worker.name}: {cause}")),
+            deaths=(*deaths, Death(now, f"{worker.name}: {cause}")),
         )
         who = worker.name, worker.attempt
         return worker, (Kill(*who), Reissue(*who))

@@ -1,10 +1,8 @@
 """The timeline of a run: spans of every call in every process, and a trace file of them.
 
-Hosts record each call of a role, the controller its own arithmetic (`span`) and its waiting.
-Times are the wall clock's: one clock for all processes of a machine; across machines they are as
-close as the machines' clocks (NTP: milliseconds), and nothing corrects for the rest. A span's
-length is measured with the monotonic clock. Nothing is recorded unless `Placement.timeline` is
-set.
+Hosts record each call of a role, the controller its own arithmetic (`span`) and its waiting, where
+`Placement.timeline` is set. Times are the wall clock's, as close across machines as their clocks
+are; a span's length is measured with the monotonic clock.
 """
 
 from __future__ import annotations
@@ -14,20 +12,19 @@ import os
 import socket
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.storage.filesystem import write_atomically
+
 CONTROLLER = "controller"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of work in one process."""
-
     name: str  # the method, e.g. "generate", or what the controller did, e.g. "advantages"
     role: str  # e.g. "rollout"; "controller" for the controller's own
     rank: int
@@ -39,10 +36,6 @@ class Span:
     machine: str
     call: int = 0  # the call's number in the run; 0: not a call
     after: tuple[int, ...] = ()  # calls whose results it took in
-
-    def overlaps(self, other: Span) -> bool:
-        """Whether both were under way at one moment."""
-        return self.start_ns < other.end_ns and other.start_ns < self.end_ns
 
 
 class Recorder:
@@ -74,7 +67,6 @@ class Recorder:
             self._spans.append(Span(name, role, rank, start, end, step, *where, call, after))
 
     def take(self) -> list[Span]:
-        """Return what was recorded since the last call."""
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
 
@@ -94,14 +86,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def span(name: str) -> Iterator[None]:
     """Record what the controller itself does in the block, such as `span("advantages")`."""
-    if not _active:
-        yield
-        return
     thread = threading.current_thread()
     main = thread is threading.main_thread()
+    role = CONTROLLER if main else f"{CONTROLLER} ({thread.name})"
     with ExitStack() as stack:
         for recorder in _active:
-            role = CONTROLLER if main else f"{CONTROLLER} ({thread.name})"
             stack.enter_context(recorder.span(name, role))
         yield
 
@@ -110,40 +99,40 @@ def write_trace(spans: Sequence[Span], path: str | Path) -> Path:
     """Write `spans` as a trace for https://ui.perfetto.dev or chrome://tracing, whole or not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        draft.write_text(json.dumps(trace(spans)))
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_atomically(path, [json.dumps(trace(spans)).encode()])
     return path
 
 
 def trace(spans: Sequence[Span]) -> dict[str, object]:
-    """Return the trace as JSON-ready values: a process a host, a line a role, arrows for data."""
+    """The trace as JSON-ready values: a process a host, a line a role, arrows for data."""
     origin = min((s.start_ns for s in spans), default=0)
-    rows = {place: i + 1 for i, place in enumerate(dict.fromkeys(map(_place, spans)))}
+    rows = {host: i + 1 for i, host in enumerate(dict.fromkeys(map(_host, spans)))}
     lines = {line: i + 1 for i, line in enumerate(dict.fromkeys(s.role for s in spans))}
-    events: list[dict[str, object]] = [
+    events = [
         _name("process_name", f"{process} ({machine}, pid {pid})", row)
         for (process, machine, pid), row in rows.items()
     ]
-    for place, role in dict.fromkeys((_place(s), s.role) for s in spans):
-        events.append(_name("thread_name", role, rows[place], lines[role]))
+    for host, role in dict.fromkeys((_host(s), s.role) for s in spans):
+        events.append(_name("thread_name", role, rows[host], lines[role]))
+
+    def at(s: Span, moment_ns: int) -> dict[str, object]:
+        return {"pid": rows[_host(s)], "tid": lines[s.role], "ts": (moment_ns - origin) / 1e3}
+
     for s in spans:
-        where = {"pid": rows[_place(s)], "tid": lines[s.role]}
+        what = {"ph": "X", "name": f"{s.role}.{s.name}", "cat": "call" if s.call else CONTROLLER}
         known = {"step": s.step, "rank": s.rank, "pid": s.pid}
-        events.append(
-            {"ph": "X", "name": f"{s.role}.{s.name}", "cat": "call" if s.call else CONTROLLER}
-            | {"ts": (s.start_ns - origin) / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3}
-            | where
-            | {"args": known}
-        )
-    events += _arrows(spans, rows, lines, origin)
+        length = {"dur": (s.end_ns - s.start_ns) / 1e3}
+        events.append({**what, **length, **at(s, s.start_ns), "args": known})
+    for producer, consumer in _arrows(spans):
+        name = {"name": "data", "cat": "data", "id": f"{producer.call}-{consumer.call}"}
+        # A moment before its end, so that the viewer finds the slice that the arrow leaves.
+        leave = max(producer.start_ns, producer.end_ns - 1)
+        events.append({**name, "ph": "s", **at(producer, leave)})
+        events.append({**name, "ph": "f", "bp": "e", **at(consumer, consumer.start_ns)})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_ns": origin}}
 
 
-def _place(span: Span) -> tuple[str, str, int]:
+def _host(span: Span) -> tuple[str, str, int]:
     return span.process, span.machine, span.pid
 
 
@@ -151,29 +140,9 @@ def _name(kind: str, name: str, row: int, line: int = 0) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": row, "tid": line, "args": {"name": name}}
 
 
-def _arrows(
-    spans: Sequence[Span],
-    rows: dict[tuple[str, str, int], int],
-    lines: dict[str, int],
-    origin: int,
-) -> list[dict[str, object]]:
-    """An arrow from each call to the calls that took its result in, between their first ranks."""
+def _arrows(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
+    """From each call to the calls that took its result in, between their first ranks."""
     first: dict[int, Span] = {}
     for s in sorted((s for s in spans if s.call), key=lambda s: s.rank):
         first.setdefault(s.call, s)
-    arrows: list[dict[str, object]] = []
-    for consumer in first.values():
-        for number in consumer.after:
-            if number not in first:
-                continue
-            producer = first[number]
-            name = {"name": "data", "cat": "data", "id": f"{number}-{consumer.call}"}
-            # A moment before its end, so that the viewer finds the slice that the arrow leaves.
-            leave = max(producer.start_ns, producer.end_ns - 1)
-            for s, phase, at in (
-                (producer, {"ph": "s"}, leave),
-                (consumer, {"ph": "f", "bp": "e"}, consumer.start_ns),
-            ):
-                where = {"pid": rows[_place(s)], "tid": lines[s.role], "ts": (at - origin) / 1e3}
-                arrows.append({**name, **phase, **where})
-    return arrows
+    return [(first[n], taker) for taker in first.values() for n in taker.after if n in first]

@@ -1,7 +1,4 @@
-"""The process side of a worker group: it builds roles, splits and merges rows, and receives calls.
-
-Whose call it is lies in `groups`; how it arrives in `local_groups` and `ray_groups`.
-"""
+"""The process side of a worker group: it builds roles, splits and merges rows, receives calls."""
 
 from __future__ import annotations
 
@@ -27,8 +24,6 @@ from engine.workers.role import Dispatch, Metric, ProcessState, Worker, WorkerCo
 
 @dataclass(frozen=True, slots=True)
 class RankMetrics:
-    """What one rank measured on its rows of a batch."""
-
     rows: int  # e.g. 32; 0 when the rank had nothing but padding
     values: dict[str, float | Metric]
 
@@ -74,22 +69,19 @@ def drop_padding(result: object, rows: int, real: int) -> object:
 
 
 def merge_results(results: Sequence[object]) -> object:
-    """Merge what the collecting ranks return: metrics reduced, batches concatenated, one value as
-    it is.
+    """Merge what the collecting ranks return: metrics reduced, batches concatenated.
 
     Raises WorkerError for several values of another kind, DataError for batches that don't match.
     """
     metrics = [result for result in results if isinstance(result, RankMetrics)]
     if len(metrics) == len(results):
         return reduce_metrics(metrics)
-    if len(results) == 1:
+    if len(results) == 1 or all(result is None for result in results):
         return results[0]
     batches = [result for result in results if isinstance(result, Batch)]
     if len(batches) == len(results):
         # Ranks that had padding alone are left out: they would only widen the others.
         return Batch.concat([batch for batch in batches if len(batch)] or batches[:1])
-    if all(result is None for result in results):
-        return None
     raise WorkerError(
         f"results of types {sorted({type(r).__name__ for r in results})} can't be merged over "
         "ranks; return a Batch, or mark the method ONE_TO_ALL, RANK_ZERO or DATA_PARALLEL_METRICS"
@@ -114,19 +106,17 @@ def _reduce(name: str, ranks: Sequence[RankMetrics]) -> float:
             value = rank.values[name]
             metric = value if isinstance(value, Metric) else Metric(float(value))
             weighted.append((metric, rank.rows if metric.weight is None else metric.weight))
-    kinds = {metric.reduce for metric, _ in weighted}
-    if len(kinds) > 1:
-        raise WorkerError(f"metric {name!r} is merged as {sorted(kinds)}; let all ranks agree")
+    kind, *others = sorted({metric.reduce for metric, _ in weighted})
+    if others:
+        raise WorkerError(f"metric {name!r} is merged as {[kind, *others]}; let all ranks agree")
     values = [metric.value for metric, _ in weighted]
-    kind = kinds.pop()
     if kind == "sum":
         return sum(values)
     if kind != "mean":
         return max(values) if kind == "max" else min(values)
-    if len(weighted) == 1:
+    if len(values) == 1:
         return values[0]  # exact, where value · weight / weight would round
-    total = sum(weight for _, weight in weighted)
-    if not total:
+    if not (total := sum(weight for _, weight in weighted)):
         return sum(values) / len(values)
     # A value without weight says nothing, not even where it is NaN.
     return sum(metric.value * weight for metric, weight in weighted if weight) / total
@@ -144,13 +134,6 @@ class RoleSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainArgument:
-    """An argument that is passed on as it is."""
-
-    value: object
-
-
-@dataclass(frozen=True, slots=True)
 class BatchArgument:
     """An argument that is the union of pieces; piece i is the concatenation of `parts[i]` values.
 
@@ -162,11 +145,9 @@ class BatchArgument:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCall:
-    """One call on a role, as every one of its ranks gets it, without the data itself."""
-
     role: str
     method: str
-    arguments: tuple[PlainArgument | BatchArgument, ...] = ()
+    arguments: tuple[object, ...] = ()  # as they are, or a BatchArgument
     keywords: tuple[str, ...] = ()  # names of the last arguments, which are passed by keyword
     number: int = 0  # counts the run's calls from 1
     step: int = 0  # training step, for the timeline
@@ -199,8 +180,6 @@ class WorkerHost:
 
     def use_threads(self) -> None:
         """Let the calling thread, which runs the host's calls, compute with `threads` threads."""
-        import torch
-
         # A thread's first question or computation takes over the count that any thread set last;
         # afterwards its count is its own.
         torch.get_num_threads()
@@ -210,10 +189,7 @@ class WorkerHost:
         return self.name  # Ray shows it in front of the process's log lines
 
     def build(self, address: str = "") -> int:
-        """Build the roles in order; return the process id.
-
-        `address` is where the ranks of this host's pool may form a process group.
-        """
+        """Build the roles in order; return the process id. At `address` a pool's ranks meet."""
         process = ProcessState()
         for spec in self.specs.values():
             context = WorkerContext(
@@ -225,10 +201,7 @@ class WorkerHost:
         return os.getpid()
 
     def call(self, call: RemoteCall, *data: object) -> object:
-        """Run a call; `data` are the values that its batch arguments are made of, in order.
-
-        Returns None on ranks whose result nobody collects, so that it isn't sent.
-        """
+        """Run a call on `data`, its arguments' values in order; None where nobody collects."""
         with self._locating_errors(call.role, call.method), self._recording(call):
             return self._run(call, iter(data))
 
@@ -242,29 +215,27 @@ class WorkerHost:
         layout = self.specs[call.role].layout or Layout(dp=self.world_size)
         share = layout.data_shard(self.rank)
         arguments: list[object] = []
-        rows, real_rows = 1, 1  # of the first batch
-        first = True
+        counts: list[tuple[int, int]] = []  # rows of each batch, and those that are real
         for item in call.arguments:
-            if isinstance(item, PlainArgument):
-                arguments.append(item.value)
+            if not isinstance(item, BatchArgument):
+                arguments.append(item)
                 continue
             value = _argument(item, data)
             if rule.splits_rows and isinstance(value, Batch):
                 value, real = shard_rows(value, share, unit=rule.unit, pad=rule.pad)
-                if first:
-                    rows, real_rows, first = len(value), real, False
+                counts.append((len(value), real))
             arguments.append(value)
         cut = len(arguments) - len(call.keywords)
         keywords = dict(zip(call.keywords, arguments[cut:], strict=True))
         result: Any = getattr(worker, call.method)(*arguments[:cut], **keywords)
         if not (share.collects if rule.splits_rows else self.rank == 0):
             return None
+        rows, real_rows = counts[0] if counts else (1, 1)
         if rule.mode is Dispatch.DATA_PARALLEL_METRICS:
             return RankMetrics(real_rows, result)
         return drop_padding(result, rows, real_rows)
 
     def spans(self) -> list[Span]:
-        """The timeline since the last time."""
         return self.recorder.take() if self.recorder else []
 
     def close(self) -> None:
@@ -277,9 +248,8 @@ class WorkerHost:
     def _recording(self, call: RemoteCall) -> AbstractContextManager[None]:
         if self.recorder is None:
             return nullcontext()
-        return self.recorder.span(
-            call.method, call.role, self.rank, call.step, call.number, call.after
-        )
+        numbers = (self.rank, call.step, call.number, call.after)
+        return self.recorder.span(call.method, call.role, *numbers)
 
     @contextmanager
     def _locating_errors(self, role: str, what: str) -> Iterator[None]:
@@ -296,19 +266,14 @@ class WorkerHost:
 
 
 def _argument(argument: BatchArgument, data: Iterator[object]) -> object:
-    """The next argument out of `data`."""
     pieces = [merge_results([next(data) for _ in range(parts)]) for parts in argument.parts]
-    if len(pieces) == 1:
-        return pieces[0]
-    batches = [piece for piece in pieces if isinstance(piece, Batch)]
-    if len(batches) < len(pieces):
+    if len(pieces) > 1 and not all(isinstance(piece, Batch) for piece in pieces):
         types = sorted({type(piece).__name__ for piece in pieces})
         raise WorkerError(f"a LazyBatch is made of {types}; unite batches only")
-    return reduce(or_, batches)
+    return reduce(or_, pieces)
 
 
 def rendezvous_address(host: str) -> str:
-    """Return "host:port" with a port that is free now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port = probe.getsockname()[1]

@@ -1,15 +1,11 @@
-"""Which dataflow and passes a configuration runs, and the arithmetic between the roles' calls.
-
-The registry of dataflows, the forward passes that a batch needs, rewards, correction,
-advantages and the weights of teachers. The dataflows themselves are in `recipes`.
-"""
+"""Which dataflow and passes a configuration runs, and the arithmetic between the roles' calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +18,7 @@ from engine.algorithms.divergences import AdaptiveKL, FixedKL, kl_estimate
 from engine.algorithms.masked import mask_out, masked_mean
 from engine.algorithms.shaping import groups_with_signal
 from engine.batch import Batch, Future, LazyBatch
+from engine.checkpoint.state_dict import StateDict
 from engine.config import AlgorithmConfig, RLConfig
 from engine.controller.timeline import span
 from engine.errors import ConfigError, DataError, EpisodeError, RewardError
@@ -31,8 +28,6 @@ from engine.workers.algorithm_options import advantage_options, policy_loss_opti
 if TYPE_CHECKING:
     from engine.controller.groups import Roles
 
-
-if TYPE_CHECKING:
     Step = Callable[[Roles, Batch, "Algo"], "StepResult"]
 
 # What an estimator may need that any dataflow provides: log-probs come with rollout and actor,
@@ -46,13 +41,13 @@ class Dataflow:
 
     name: str
     step: Step  # step(roles, prompts, algo) -> StepResult
-    roles: frozenset[str]  # always called, e.g. {"actor", "rollout", "reward"}
-    optional: frozenset[str]  # called where the settings need it, e.g. {"reference"}
-    provides: frozenset[str]  # inputs of advantage estimators, e.g. {"values"}
-    uses_advantages: bool  # False: learns from something else
-    uses_reference: Callable[[RLConfig], bool] | None  # None: where a KL term is on
-    refills: bool  # does dynamic sampling
-    pairs: bool  # the actor learns from two completions of a prompt, not from all
+    roles: Collection[str]  # always called, e.g. {"actor", "rollout", "reward"}
+    optional: Collection[str] = ()  # called where the settings need it, e.g. {"reference"}
+    provides: Collection[str] = ()  # inputs of advantage estimators, e.g. {"values"}
+    uses_advantages: bool = True  # False: learns from something else
+    uses_reference: Callable[[RLConfig], bool] | None = None  # None: where a KL term is on
+    refills: bool = False  # does dynamic sampling
+    pairs: bool = False  # the actor learns from two completions of a prompt, not from all
 
     def rows_an_update(self, config: RLConfig) -> int:
         """Completions that one update of the actor learns from, at most."""
@@ -67,37 +62,16 @@ _registry: Registry[Dataflow] = Registry(
 )
 
 
-def register_dataflow(
-    name: str,
-    roles: Iterable[str],
-    *,
-    optional: Iterable[str] = (),
-    provides: Iterable[str] = (),
-    uses_advantages: bool = True,
-    uses_reference: Callable[[RLConfig], bool] | None = None,
-    refills: bool = False,
-    pairs: bool = False,
-) -> Callable[[Step], Step]:
+def register_dataflow(name: str, roles: Collection[str], **options: Any) -> Callable[[Step], Step]:
     """Make `step(roles, prompts, algo)` selectable as `algorithm.dataflow=<name>`.
 
-    `roles` are those it calls, `optional` those it calls where `algo.needs` says so; `provides`
-    the estimators' inputs that it makes beyond those that all dataflows have. A name can be taken
-    once.
+    `roles` are those it calls; `options` are further fields of `Dataflow`: `optional` roles it
+    calls where `algo.needs` says so, estimators' inputs that it `provides` beyond those that all
+    dataflows have. A name can be taken once.
     """
 
     def add(step: Step) -> Step:
-        dataflow = Dataflow(
-            name,
-            step,
-            frozenset(roles),
-            frozenset(optional),
-            frozenset(provides),
-            uses_advantages,
-            uses_reference,
-            refills,
-            pairs,
-        )
-        _registry.add(name, dataflow, step)
+        _registry.add(name, Dataflow(name, step, roles, **options), step)
         return step
 
     return add
@@ -106,14 +80,13 @@ def register_dataflow(
 def choose_dataflow(config: AlgorithmConfig) -> Dataflow:
     """The dataflow that `algorithm.dataflow` names, or the one its estimator runs on.
 
-    Its step has the options of `algorithm.dataflow_options`, which are keyword-only parameters of
-    the step with defaults. Raises ConfigError for an unknown name or option, and where the
-    estimator needs what the dataflow doesn't provide.
+    Its step has the options of `algorithm.dataflow_options`. Raises ConfigError for an unknown name
+    or option, and where the estimator needs what the dataflow doesn't provide.
     """
     needed = advantages.requires(config.adv_estimator) - _EVERYWHERE
     name = _by_estimator(config, needed) if config.dataflow == "auto" else config.dataflow
     dataflow = _registry.get(name)
-    missing = needed - dataflow.provides
+    missing = needed.difference(dataflow.provides)
     if missing and dataflow.uses_advantages:
         need = "; ".join(f"{field}: {advantages.REQUIREMENTS[field]}" for field in sorted(missing))
         raise ConfigError(
@@ -132,7 +105,7 @@ def _by_estimator(config: AlgorithmConfig, needed: frozenset[str]) -> str:
         return config.adv_estimator
     if not needed:
         return "grpo"
-    able = [dataflow.name for dataflow in _registry.values() if needed <= dataflow.provides]
+    able = [dataflow.name for dataflow in _registry.values() if needed.issubset(dataflow.provides)]
     if not able:
         raise ConfigError(
             f"algorithm.adv_estimator={config.adv_estimator} needs {sorted(needed)}, which no "
@@ -145,20 +118,14 @@ def _by_estimator(config: AlgorithmConfig, needed: frozenset[str]) -> str:
 class RequiredPasses:
     """What a step computes beyond rollout, reward and update."""
 
-    reference: bool
-    """Some role compares with the frozen reference."""
-    ref_log_probs: bool
-    """The reference's log-probs of the sampled tokens are read."""
-    ref_kl: bool
-    """The exact KL from the reference is part of the reward."""
-    old_log_probs: bool
-    """The trainer's own log-probs from before the update are read, not those of sampling."""
-    sum_pi_squared: bool
-    """The sums of squared probabilities are read with `old_log_probs`."""
+    reference: bool = False  # some role compares with the frozen reference
+    ref_log_probs: bool = False  # the reference's log-probs of the sampled tokens are read
+    ref_kl: bool = False  # the exact KL from the reference is part of the reward
+    old_log_probs: bool = False  # the trainer's own from before the update are read
+    sum_pi_squared: bool = False  # the sums of squared probabilities are read with them
 
     def roles(self, dataflow: Dataflow) -> frozenset[str]:
-        """The roles to start."""
-        return dataflow.roles | (dataflow.optional if self.reference else frozenset())
+        return frozenset(dataflow.roles).union(dataflow.optional if self.reference else ())
 
     @staticmethod
     def of(config: RLConfig, dataflow: Dataflow) -> RequiredPasses:
@@ -170,7 +137,7 @@ class RequiredPasses:
         algorithm, actor = config.algorithm, config.actor
         if dataflow.uses_reference is not None:
             compares = dataflow.uses_reference(config)
-            return RequiredPasses(compares, compares, False, False, False)
+            return RequiredPasses(reference=compares, ref_log_probs=compares)
         estimates = dataflow.uses_advantages
         in_reward = estimates and algorithm.use_kl_in_reward
         in_loss = estimates and actor.use_kl_loss
@@ -191,10 +158,7 @@ class RequiredPasses:
 
 
 def teacher_weights(config: AlgorithmConfig, batch: Batch) -> Tensor:
-    """Shares `[B, T]` of T teachers: by `weight`, or 1 of the one that `route_by` chooses.
-
-    Raises DataError where the rows lack that column, or have a value that is no teacher's.
-    """
+    """Shares `[B, T]` of T teachers, by `weight` or `route_by`; DataError for a row without one."""
     teachers, column = config.teachers, config.distillation.route_by
     if not column:
         shares = torch.tensor([teacher.weight for teacher in teachers])
@@ -215,17 +179,8 @@ def teacher_weights(config: AlgorithmConfig, batch: Batch) -> Tensor:
     return torch.nn.functional.one_hot(chosen, len(names)).float()
 
 
-class AlgoState(TypedDict):
-    """What a checkpoint has of `Algo`."""
-
-    kl: dict[str, float]  # of the KL controller
-    generator: Tensor  # uint8
-
-
 @dataclass
 class StepResult:
-    """The result of one step of a dataflow: its batch, and the metrics of its updates."""
-
     batch: LazyBatch
     updates: list[Future[dict[str, float]]] = field(default_factory=list)
 
@@ -234,8 +189,7 @@ class Algo:
     """The arithmetic between the roles' calls, which has the global batch.
 
     Group statistics, whitening, selections by covariance and edited masks are computed here once,
-    before rows are split over ranks and micro-batches. Its state (KL coefficient, generator) is
-    checkpointed.
+    before rows are split over ranks and micro-batches.
     """
 
     def __init__(
@@ -314,7 +268,6 @@ class Algo:
         return Batch(fields)
 
     def _prepared(self, batch: Batch, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """What the policy loss computes over the global batch."""
         return policy_losses.prepare(
             self._loss_mode,
             _old_log_probs(batch),
@@ -332,8 +285,7 @@ class Algo:
         return rewards
 
     def rows_with_signal(self, batch: Batch) -> Tensor:
-        """Rows `[B]` (bool) of groups that differ in `filter_groups.metric`; none whose reward
-        failed. Writes no metrics: asynchronous rollout calls it from its own thread."""
+        """Rows `[B]` (bool) of groups that differ in `filter_groups.metric`; writes no metrics."""
         metric = batch["token_level_scores"]
         if self.config.algorithm.filter_groups.metric == "reward":
             metric, _ = self._shaped_and_penalty(batch, batch["response_mask"])
@@ -353,25 +305,22 @@ class Algo:
         return Batch({"teacher_weights": teacher_weights(self.config.algorithm, batch)})
 
     def distillation_advantages(self, lazy: LazyBatch) -> Batch:
-        """`advantages [B, R]` = log π_teacher − log π: their policy gradient is the gradient of
-        the reverse KL to the teacher, token by token."""
+        """`advantages [B, R]` = log π_teacher − log π: the gradient of the reverse KL, by token."""
         batch = lazy.resolve()
         mask = batch["response_mask"]
         gap = mask_out(mask, batch["ref_log_probs"] - _old_log_probs(batch))
         self.metrics["distillation/reverse_kl"] = float(masked_mean(-gap, mask))
         return Batch({"advantages": gap} | self._prepared(batch, gap, mask))
 
-    def state_dict(self) -> AlgoState:
+    def state_dict(self) -> StateDict:
         """The adaptive KL coefficient and the generator."""
         return {"kl": self.kl_control.state_dict(), "generator": self.generator.get_state()}
 
-    def load_state_dict(self, state: AlgoState) -> None:
-        """Restore `state_dict`."""
+    def load_state_dict(self, state: StateDict) -> None:
         self.kl_control.load_state_dict(state["kl"])
         self.generator.set_state(state["generator"].clone())
 
     def take_metrics(self) -> dict[str, float]:
-        """The metrics since the last call."""
         metrics, self.metrics = self.metrics, {}
         return metrics
 
@@ -442,20 +391,19 @@ def _old_log_probs(batch: Batch) -> Tensor:
 
 
 def _mask_without_failures(batch: Batch) -> Tensor:
-    """The mask without rows whose reward failed; raise RewardError where that is every row, and
-    EpisodeError where these are episodes that failed."""
+    """The mask without rows whose reward failed; raises where that is every row."""
     mask = batch["response_mask"]
     if "reward_failed" not in batch:
         return mask
-    if bool(batch["reward_failed"].all()):
-        if "episode_failed" in batch and bool(batch["episode_failed"].all()):
-            why = "a limit ended them (rollout.agent.on_limit=drop)"
-            if errors := [error for error in batch.columns["episode_error"] if error]:
-                why = f"{len(errors)} failed, the first with: {errors[0]}"
-            raise EpisodeError(
-                f"none of the {len(batch)} episodes of a step can be learned from: {why}"
-            )
-        raise RewardError(
-            f"the reward failed for all {len(batch)} completions of a step; its log has the cause"
+    if not bool(batch["reward_failed"].all()):
+        return mask_out(~batch["reward_failed"][:, None], mask)
+    if "episode_failed" in batch and bool(batch["episode_failed"].all()):
+        why = "a limit ended them (rollout.agent.on_limit=drop)"
+        if errors := [error for error in batch.columns["episode_error"] if error]:
+            why = f"{len(errors)} failed, the first with: {errors[0]}"
+        raise EpisodeError(
+            f"none of the {len(batch)} episodes of a step can be learned from: {why}"
         )
-    return mask_out(~batch["reward_failed"][:, None], mask)
+    raise RewardError(
+        f"the reward failed for all {len(batch)} completions of a step; its log has the cause"
+    )

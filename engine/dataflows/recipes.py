@@ -1,7 +1,4 @@
-"""The algorithms as they read in a paper: one short function each over roles.
-
-GRPO, RLOO, ReMax, DAPO, PPO, online DPO and distillation, and the stages that they share.
-"""
+"""The algorithms as they read in a paper: one short function each over roles."""
 
 from __future__ import annotations
 
@@ -53,18 +50,12 @@ class DynamicSampling:
         self._rollouts = self._groups = self._sampled = 0
 
     def rounds(self, prompts: Batch) -> Iterator[Batch]:
-        """Prompts to sample next, first `prompts`; call `add` for each.
-
-        There is one round without a source of more prompts (asynchronous rollout, which filters
-        groups itself).
-        """
+        """Prompts to sample next, first `prompts`; call `add` for each."""
         limit = self._algo.config.algorithm.filter_groups.max_num_gen_batches
         yield prompts
         while self._algo.more_prompts is not None:
-            if (
-                refill_decision(self._groups, self._wanted, self._rollouts, limit)
-                is not Refill.MORE
-            ):
+            decision = refill_decision(self._groups, self._wanted, self._rollouts, limit)
+            if decision is not Refill.MORE:
                 return
             yield self._algo.more_prompts()
 
@@ -123,11 +114,7 @@ def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
 @register_dataflow("rloo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 @register_dataflow("grpo", roles={"actor", "rollout", "reward"}, optional={"reference"})
 def grpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """GRPO (arXiv:2402.03300): sample groups, learn from the differences within each; no critic.
-
-    RLOO (arXiv:2402.14740) is the same step with another estimator, whose baseline is the mean
-    reward of the group's other completions.
-    """
+    """GRPO (arXiv:2402.03300), and RLOO (arXiv:2402.14740) with its own estimator; no critic."""
     batch = generate_and_score(roles, prompts, algo)
     batch = add_log_probs(roles, batch, algo)
     batch |= algo.advantages(batch)
@@ -205,10 +192,7 @@ def online_dpo(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
     "distillation", roles={"actor", "rollout", "teacher", "reward"}, uses_advantages=False
 )
 def distillation(roles: Roles, prompts: Batch, algo: Algo) -> StepResult:
-    """On-policy distillation (arXiv:2306.13649): move the student's samples towards the teachers.
-
-    The reward is not learned from; it measures the student.
-    """
+    """On-policy distillation (arXiv:2306.13649): the reward only measures the student."""
     algo.teacher_weights(prompts)  # a row without a teacher is refused before anything is sampled
     batch = generate_and_score(roles, prompts, algo)
     batch |= algo.teacher_weights(batch.resolve())

@@ -1,8 +1,4 @@
-"""A model is laid out over a role's ranks: sharded, loaded from files into its shards, and checked.
-
-Also whether its passes take packed rows. `engine.parallel` has the axes; here is the order in
-which they are applied.
-"""
+"""A model is laid out over a role's ranks: sharded, loaded into its shards, and checked."""
 
 from __future__ import annotations
 
@@ -37,10 +33,9 @@ def load_shards(
 ) -> None:
     """Give `module`, this rank's part of `source`'s, storage and values.
 
-    The rank's memory then holds its shards and, while one is read, a bucket.
-
-    Buffers go to `device`; `parameters` is the same, or the CPU where they are offloaded. Names are
-    those of the whole model, or of the embedding that a head in another stage is tied to.
+    The rank's memory then holds its shards and, while one is read, a bucket. Buffers go to
+    `device`; `parameters` is the same, or the CPU where they are offloaded. Names are those of the
+    whole model, or of the embedding that a head in another stage is tied to.
     """
     tied = tied_parameters(module)
     made: dict[int, tuple[Tensor, Tensor]] = {}  # a tied parameter is met more than once
@@ -108,11 +103,7 @@ def check_sample(batch: Batch) -> Batch:
 
 
 def accept(module: nn.Module, error: float, ranks: Ranks, config: ParallelConfig) -> None:
-    """Go on with packed rows if no rank's differ from padded ones by more than rounding.
-
-    `error`: the mean relative distance of hidden states. Ranks that share the model call it
-    together.
-    """
+    """Go on with packed rows if no rank's hidden states are further off (`error`) than rounding."""
     half = _computes_in_half(module, config)
     fine = error <= (HALF_TOLERANCE if half else TOLERANCE)  # not for NaN
     sharing = ("pp", "sp", "tp", *DATA_AXES) if shards_weights(ranks) else ("pp", "tp")
@@ -126,7 +117,6 @@ def accept(module: nn.Module, error: float, ranks: Ranks, config: ParallelConfig
 
 
 def _computes_in_half(module: nn.Module, config: ParallelConfig) -> bool:
-    """Whether passes are in float16 or bfloat16, by the weights or by `compute_dtype`."""
     if config.compute_dtype:
         return config.compute_dtype != "float32"
     return any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters())
@@ -180,10 +170,9 @@ def decoder_layers(module: ModelPart) -> list[nn.Module]:
         return module.layers
     body: Any = module.base_model
     count = body.config.get_text_config().num_hidden_layers
-    found = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    return list(found[0]) if found else []
+    lists = (m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    return list(next(lists, []))
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of a module's weights."""
     return next(p.dtype for p in module.parameters() if p.is_floating_point())

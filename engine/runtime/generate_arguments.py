@@ -1,7 +1,7 @@
 """Converts transformers' `generate` arguments to a rollout request, and completions to its output.
 
-Defaults, their order of precedence and the shapes are those of transformers. An argument that a
-rollout engine doesn't support raises ConfigError: ignoring it would change the tokens.
+Defaults, their precedence and the shapes are those of transformers. An argument that a rollout
+engine doesn't support raises ConfigError: ignoring it would change the tokens.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ _WITHOUT_EFFECT_IF_GREEDY = {"min_p", "top_h", "typical_p", "epsilon_cutoff", "e
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """The validated arguments of one call of `generate`."""
-
     input_ids: Tensor  # [B, P] long, as passed
     prompts: list[list[int]]  # B prompts without their padding
     params: SamplingParams
@@ -84,16 +82,17 @@ def read_call(
     input_ids, mask = arguments.pop("input_ids", inputs), arguments.pop("attention_mask", None)
     if input_ids is not inputs and inputs is not None:
         raise ConfigError("generate got both inputs and input_ids; pass one of them")
-    default_length = (
-        all(
-            holder is None or getattr(holder, "max_length", None) is None
-            for holder in (generation_config, policy.generation_config)
-        )
-        and arguments.get("max_length") is None
-    )
+    configs = (generation_config, policy.generation_config)
+    lengths = [getattr(config, "max_length", None) for config in configs]
+    default_length = not any([*lengths, arguments.get("max_length")])
     config = _resolve(policy, generation_config, arguments)
     input_ids = _check_ids(input_ids, config, policy.device)
-    stops, pad = _special_tokens(config)
+    eos = [] if config.eos_token_id is None else config.eos_token_id
+    ends: list[int] = torch.as_tensor(eos).flatten().tolist()
+    stops = tuple(token for token in ends if token >= 0)
+    pad = config.pad_token_id
+    if pad is None and ends:
+        pad = ends[0]
     mask = _mask(input_ids, mask, pad, stops)
     prompts = [ids[keep].tolist() for ids, keep in zip(input_ids.cpu(), mask.cpu(), strict=True)]
     new_tokens = _new_tokens(config, input_ids.shape[1], default_length, policy)
@@ -120,12 +119,10 @@ def _resolve(
             _refuse(name, value)
     greedy = not config.do_sample
     neutral = GenerationConfig._get_default_generation_params()
-    for name in vars(GenerationConfig()):
-        fine = _SUPPORTED | _WITHOUT_EFFECT | (_WITHOUT_EFFECT_IF_GREEDY if greedy else set())
+    fine = _SUPPORTED | _WITHOUT_EFFECT | (_WITHOUT_EFFECT_IF_GREEDY if greedy else set())
+    for name in (name for name in vars(GenerationConfig()) if name[0] != "_" and name not in fine):
         value = getattr(config, name, None)
-        if name.startswith("_") or name in fine or value is None or value is False:
-            continue
-        if value != neutral.get(name):
+        if value is not None and value is not False and value != neutral.get(name):
             _refuse(name, value)
     if greedy and config.num_return_sequences != 1:
         _refuse("num_return_sequences", config.num_return_sequences, "add do_sample=True")
@@ -156,16 +153,6 @@ def _check_ids(ids: Tensor | None, config: GenerationConfig, device: torch.devic
     return ids
 
 
-def _special_tokens(config: GenerationConfig) -> tuple[tuple[int, ...], int | None]:
-    """The EOS tokens, and the padding token: the first EOS token if there is no other."""
-    eos = config.eos_token_id
-    listed = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
-    pad = config.pad_token_id
-    if pad is None and listed:
-        pad = listed[0]
-    return tuple(token for token in listed if token >= 0), None if pad is None else int(pad)
-
-
 def _mask(ids: Tensor, mask: Tensor | None, pad: int | None, stops: Sequence[int]) -> Tensor:
     """Mask of prompt tokens, bool `[B, P]`; without `mask`, all but padding that isn't EOS."""
     if mask is None:
@@ -190,7 +177,6 @@ def _mask(ids: Tensor, mask: Tensor | None, pad: int | None, stops: Sequence[int
 def _new_tokens(
     config: GenerationConfig, width: int, default_length: bool, policy: PreTrainedModel
 ) -> int:
-    """The longest completion, in tokens."""
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     if default_length:  # transformers' default length counts new tokens and stays in the context

@@ -1,7 +1,6 @@
 """`HybridActor`: one causal language model to train and to sample from, without a reload between.
 
-Its settings, the ranks that a launcher started, and what a switch between training and
-generation costs. transformers' `generate` arguments are in `generate_arguments`.
+Also the ranks that a launcher started, and what a switch between training and generation costs.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from engine import models
 from engine.config import RolloutConfig, Section, explain
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import ConfigError, EngineError, RolloutError
+from engine.errors import ConfigError, RolloutError
 from engine.models.loading import adapter_base_path, load_model_config
 from engine.parallel.layout import Layout, ModelShape, check_layout, rollout_layout
 from engine.parallel.process_groups import init_process_group
@@ -33,6 +33,7 @@ from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, e
 from engine.runtime.generate_arguments import read_call
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import SharedWeights
+from engine.runtime.sharded_model import RENDEZVOUS_TIMEOUT_S
 from engine.runtime.sharded_policy import ShardedPolicy
 
 
@@ -88,11 +89,16 @@ class HybridConfig(Section):
         return self.tp_size or self.rollout_tp_size or self.train_tp_size
 
     def layout(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
-        """The training layout on `world_size` ranks, `ranks_per_node` of them on one machine.
-
-        None: all of them are. Raises ConfigError where the sizes don't multiply to `world_size`.
-        """
-        self._require_ranks(world_size)
+        """The training layout; `ranks_per_node`: of them on one machine, None for all."""
+        training = self.train_tp_size * (self.dp_size or 1) * (self.fsdp_size or 1)
+        if (needed := max(training, self.rollout_tp)) > world_size:
+            names = ("dp_size", "fsdp_size", "tp_size", "train_tp_size", "rollout_tp_size")
+            used = ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n) or 1) > 1)
+            there = "this process is alone" if world_size == 1 else f"there are {world_size}"
+            raise ConfigError(
+                f"hybrid_config's {used} needs {needed} ranks, but {there}; run it under torchrun "
+                f"with {needed} processes (torchrun --nproc-per-node {needed} …), or leave them out"
+            )
         data_ranks = max(1, world_size // self.train_tp_size)
         in_node = max(1, (ranks_per_node or world_size) // self.train_tp_size)
         dp, fsdp = self._data_axes(data_ranks, in_node)
@@ -101,71 +107,40 @@ class HybridConfig(Section):
         return layout
 
     def check(self, config: Any, world_size: int, ranks_per_node: int | None = None) -> Layout:
-        """`layout`, checked to be one that a model of this transformers configuration can take.
-
-        Raises ConfigError where it can't, in training or in `generate`.
-        """
+        """`layout`; ConfigError where a model of this transformers configuration can't have it."""
         layout = self.layout(world_size, ranks_per_node)
         if layout.fsdp == layout.tp == self.rollout_tp == 1:
             return layout  # whole models only: any will do
-        shape = ModelShape.of(config)
+        shape, tp = ModelShape.of(config), self.rollout_tp
         check_layout(layout, world_size, shape)
-        rollout_layout(layout, tp=self.rollout_tp)
-        kv_heads = shape.kv_heads
-        if shape.heads % self.rollout_tp or max(kv_heads, self.rollout_tp) % min(
-            kv_heads, self.rollout_tp
-        ):
+        rollout_layout(layout, tp=tp)
+        if shape.heads % tp or max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
             raise ConfigError(
-                f"hybrid_config's tp_size={self.rollout_tp} does not share the model's "
-                f"{shape.heads} attention heads and {kv_heads} key heads evenly; choose a divisor"
+                f"hybrid_config's tp_size={tp} does not share the model's {shape.heads} attention "
+                f"heads and {shape.kv_heads} key heads evenly; choose a divisor"
             )
         return layout
 
-    def _require_ranks(self, world_size: int) -> None:
-        """Raise ConfigError where the sizes need more ranks than there are."""
-        training = self.train_tp_size * (self.dp_size or 1) * (self.fsdp_size or 1)
-        needed = max(training, self.rollout_tp)
-        if needed <= world_size:
-            return
-        names = ("dp_size", "fsdp_size", "tp_size", "train_tp_size", "rollout_tp_size")
-        used = ", ".join(f"{n}={v}" for n in names if (v := getattr(self, n) or 1) > 1)
-        there = "this process is alone" if world_size == 1 else f"there are {world_size}"
-        raise ConfigError(
-            f"hybrid_config's {used} needs {needed} ranks, but {there}; run it under torchrun with "
-            f"{needed} processes (torchrun --nproc-per-node {needed} …), or leave the sizes out"
-        )
-
     def _data_axes(self, data_ranks: int, in_node: int) -> tuple[int, int]:
-        """Copies of the model, and ranks that share one."""
-        if self.fsdp_sharding == "FULL_SHARD":
-            if (self.dp_size or 1) > 1:
+        dp, fsdp, mode = self.dp_size, self.fsdp_size, self.fsdp_sharding
+        for name, size, refused in (("dp", dp, "FULL_SHARD"), ("fsdp", fsdp, "NO_SHARD")):
+            if mode == refused and (size or 1) > 1:
                 raise ConfigError(
-                    f"hybrid_config: dp_size={self.dp_size} keeps {self.dp_size} copies of the "
-                    "model, and fsdp_sharding='FULL_SHARD' one; use 'HYBRID_SHARD'"
+                    f"hybrid_config: {name}_size={size} does not go with fsdp_sharding={mode!r}; "
+                    "use 'HYBRID_SHARD'"
                 )
-            return 1, self.fsdp_size or data_ranks
-        if self.fsdp_sharding == "NO_SHARD":
-            if (self.fsdp_size or 1) > 1:
-                raise ConfigError(
-                    f"hybrid_config: fsdp_size={self.fsdp_size} shards the model and fsdp_sharding="
-                    "'NO_SHARD' does not; use 'HYBRID_SHARD' or 'FULL_SHARD'"
-                )
-            return self.dp_size or data_ranks, 1
-        if self.fsdp_size is None:
-            shared = in_node if self.dp_size is None else max(1, data_ranks // self.dp_size)
-            return self.dp_size or max(1, data_ranks // min(shared, data_ranks)), shared
-        return self.dp_size or max(1, data_ranks // self.fsdp_size), self.fsdp_size
-
-
-RENDEZVOUS_TIMEOUT_S = 120.0
+        if mode == "FULL_SHARD":
+            return 1, fsdp or data_ranks
+        if mode == "NO_SHARD":
+            return dp or data_ranks, 1
+        shared = fsdp or (max(1, data_ranks // dp) if dp else in_node)
+        return dp or max(1, data_ranks // min(shared, data_ranks)), shared
 
 
 def init_from_launcher() -> tuple[int, int]:
-    """Initialise the process group of this launch; return the world size and the local world size.
+    """Initialise this launch's process group; return the world size and the local world size.
 
-    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) the default process group
-    is created unless there is one. Raises ConfigError for an incomplete environment and WorkerError
-    if other ranks don't connect.
+    Raises ConfigError for an incomplete environment, WorkerError if other ranks don't connect.
     """
     world_size = _whole_number("WORLD_SIZE", 1)
     if not dist.is_initialized() and world_size > 1:
@@ -226,12 +201,11 @@ class HybridActor(nn.Module):
         """Take a transformers causal LM as it is, and start a rollout engine over it.
 
         `policy` is another name of `model`. With `contiguous`, weights that are views with gaps in
-        memory are laid out without; what they hold stays.
-        On many ranks (torchrun, or an existing default process group) each passes the same policy
-        and keeps its shard; `hybrid_config` is as in `HybridConfig`. `rollout_options` are
-        those of `engine.rollout.protocol.create_engine`: `max_num_seqs`, `max_model_len`,
-        `kv_cache_memory_mb`, `seed`. Raises ConfigError and RolloutError as it does, ConfigError
-        for an impossible layout, and ModelError if the tokenizer has tokens that the model lacks.
+        memory are laid out without; what they hold stays. On many ranks (torchrun, or an existing
+        default process group) each passes the same policy and keeps its shard; `hybrid_config` is
+        as in `HybridConfig`. `rollout_options` are those of `create_engine`: `max_num_seqs`,
+        `max_model_len`, `kv_cache_memory_mb`, `seed`. Raises ConfigError and RolloutError as it
+        does, ConfigError for an impossible layout, and ModelError for a tokenizer of more tokens.
         """
         super().__init__()
         if (model is None) == (policy is None):
@@ -240,9 +214,8 @@ class HybridActor(nn.Module):
                 "model, a transformers causal LM, or use HybridActor.from_pretrained(path)"
             )
         source: Any = policy if model is None else model
-        module: PreTrainedModel = (
-            source.module if isinstance(source, models.UnloadedModel) else source
-        )
+        unloaded = isinstance(source, models.UnloadedModel)
+        module: PreTrainedModel = source.module if unloaded else source
         for parameter in module.parameters() if contiguous else ():
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
@@ -250,17 +223,15 @@ class HybridActor(nn.Module):
         _check_rollout(rollout_engine, sizes)
         world_size, on_node = init_from_launcher()
         layout = sizes.check(module.config, world_size, on_node)
-        self.tokenizer = tokenizer
+        self.tokenizer, text = tokenizer, module.config.get_text_config()
         if tokenizer is not None:
-            models.check_vocabulary(
-                module.config.get_text_config().vocab_size, tokenizer, "the actor"
-            )
+            models.check_vocabulary(text.vocab_size, tokenizer, "the actor")
         self._sharded: ShardedPolicy | None = None
         if world_size > 1:
             self._sharded = ShardedPolicy(source, layout, sizes.rollout_tp)
             self.runtime, weights = self._sharded.runtime, self._sharded.weights
         else:
-            device = None if isinstance(source, models.UnloadedModel) else module.device
+            device = None if unloaded else module.device
             self.runtime = PolicyRuntime(source, device=device)
             weights = SharedWeights(module)
         # Not registered as a child, which would put "policy." before every name. The root has the
@@ -270,7 +241,7 @@ class HybridActor(nn.Module):
             self.__dict__[shared] = getattr(module, shared)
         self.training = module.training
         options: dict[str, Any] = dict(rollout_options or {})
-        context = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+        context = getattr(text, "max_position_embeddings", None)
         self._max_model_len = int(options.get("max_model_len") or context or 0)
         try:
             self.runtime.init_rollout(rollout_engine, weights, options)
@@ -299,8 +270,8 @@ class HybridActor(nn.Module):
     ) -> Self:
         """Load any causal LM from a folder or hub id.
 
-        `dtype` is one of DTYPES; `device` None leaves the model on the CPU, and on many ranks
-        it must be None: each has its own. The tokenizer is that of `path`, where it has one, unless
+        `dtype` is one of DTYPES; `device` None leaves the model on the CPU, and on many ranks it
+        must be None: each has its own. The tokenizer is that of `path`, where it has one, unless
         another is given. Raises ConfigError for a wrong `hybrid_config`, dtype or engine and
         ModelError for a folder that is no whole model or whose tokenizer doesn't fit it, before
         weights are read.
@@ -325,26 +296,17 @@ class HybridActor(nn.Module):
         loaded = _tokenizer(path, tokenizer)
         if loaded is not None:
             models.check_vocabulary(vocabulary, loaded, str(path))
-        policy: PreTrainedModel | models.UnloadedModel
-        if world_size > 1:  # each rank reads its shard
-            policy = models.open_model(path, name)
-        else:
-            policy = models.load_model(path, name)
-            if device is not None:
-                policy.to(device)  # type: ignore[arg-type]  # a str is fine
-        return cls(
-            policy,
-            hybrid_config,
-            tokenizer=loaded,
-            rollout_engine=rollout_engine,
-            rollout_options=rollout_options,
-        )
+        # Of many ranks each reads its shard.
+        policy: Any = (models.open_model if world_size > 1 else models.load_model)(path, name)
+        if device is not None:
+            policy.to(device)
+        engine: Any = {"rollout_engine": rollout_engine, "rollout_options": rollout_options}
+        return cls(policy, hybrid_config, tokenizer=loaded, **engine)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The policy's own forward pass, with its arguments and outputs.
 
-        On many ranks each passes its rows (ranks that differ in tp only: the same rows); all call
-        it together, and backward leaves the gradients' mean over the data-parallel ranks.
+        Of many ranks each passes its rows, and backward leaves the mean of their gradients.
         """
         self._trained |= torch.is_grad_enabled()
         if self._sharded is not None:
@@ -359,10 +321,7 @@ class HybridActor(nn.Module):
         return self
 
     def to_rollout(self) -> Self:
-        """Turn to sampling: `eval()`, and the engine ready for its first token.
-
-        `generate` does this by itself; call it to pay for the switch at a chosen time.
-        """
+        """Turn to sampling: `eval()`, and the engine ready; `generate` does it by itself."""
         self.eval()
         self.refresh()
         prepare = getattr(self.engine, "prepare", None)
@@ -378,40 +337,28 @@ class HybridActor(nn.Module):
     ) -> Tensor:
         """Complete left-padded prompts: `[batch · num_return_sequences, prompt + new]`, int64.
 
-        Takes `input_ids` (or `inputs`) and `attention_mask`, both `[batch, prompt]`,
-        `max_new_tokens` or `max_length`, `do_sample`, `temperature`, `top_k`, `top_p`,
-        `num_return_sequences`, `eos_token_id` and `pad_token_id`, with transformers' defaults, the
-        model's `generation_config` included. Rows are padded on the right after their end token,
-        to the longest. Draws come from torch's global generator. The mode stays as it is, and
-        dropout is off. Raises ConfigError for any other argument and for values out of range,
-        DataError for inputs that are not left-padded prompts.
+        Takes `input_ids` (or `inputs`) and `attention_mask`, both `[batch, prompt]`, and
+        transformers' arguments of length, sampling and special tokens, with its defaults and the
+        model's `generation_config`. Rows are padded on the right after their end token, to the
+        longest. Draws come from torch's global generator. The mode stays as it is, and dropout is
+        off. Raises ConfigError for any other argument and for values out of range, DataError for
+        inputs that are not left-padded prompts.
         """
-        call, problem = None, None
-        try:
+        with self._sharded.peers.together() if self._sharded is not None else nullcontext():
             self._check_open()
             call = read_call(self.policy, self._max_model_len, inputs, generation_config, kwargs)
-        except EngineError as error:
-            problem = error
-        self._raise_everywhere(problem)
-        assert call is not None
         return call.sequences(self.rollout(call.prompts, call.params))
 
     def rollout(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
-        """Complete token lists with the newest weights, with log-probs and policy version.
-
-        On many ranks all call it together, each with its own prompts, and get their completions.
-        """
+        """Complete token lists, with log-probs and policy version; many ranks call it together."""
         self.refresh()
         if self._sharded is None:
             return self.engine.generate(prompts, params)
-        task = self._sharded.peers.scatter(prompts, params)
-        done, problem = list[Completion](), None
-        try:
+        peers = self._sharded.peers
+        task = peers.scatter(prompts, params)
+        with peers.together():
             done = self.engine.generate(task.prompts, task.params)
-        except EngineError as error:
-            problem = error
-        self._raise_everywhere(problem)
-        return self._sharded.peers.gather(task, done)
+        return peers.gather(task, done)
 
     def refresh(self) -> None:
         """Make the rollout engine serve the newest weights; `generate` does it by itself.
@@ -437,7 +384,6 @@ class HybridActor(nn.Module):
 
     @property
     def engine(self) -> RolloutEngine:
-        """The rollout engine."""
         return self.runtime.engine
 
     @property
@@ -447,11 +393,9 @@ class HybridActor(nn.Module):
 
     @property
     def received_bytes(self) -> int:
-        """What this rank received in the latest switch to rollout."""
         return self.runtime.rollout_weights.received_bytes
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The policy's, names included."""
         return self.policy.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -462,17 +406,13 @@ class HybridActor(nn.Module):
         return self.policy.load_state_dict(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **options: object) -> None:
-        """Write the policy as transformers does; many ranks call it together, and rank 0 writes.
-
-        Raises StorageError, on every rank, if it can't be written.
-        """
+        """Write the policy as transformers does; all ranks call it together."""
         if self._sharded is not None:
             self._sharded.save_pretrained(folder, **options)
         else:
             models.save_policy(self.policy, folder, options)
 
     def close(self) -> None:
-        """Close the rollout engine; the policy stays as it is."""
         self._closed = True
         self.runtime.close()
 
@@ -488,13 +428,6 @@ class HybridActor(nn.Module):
     def _check_open(self) -> None:
         if self._closed:
             raise RolloutError("the actor was closed and samples no more; create another one")
-
-    def _raise_everywhere(self, problem: EngineError | None) -> None:
-        """Raise this rank's problem, or another rank's."""
-        if self._sharded is not None:
-            self._sharded.peers.raise_everywhere(problem)
-        elif problem is not None:
-            raise problem
 
 
 def _writes(parameters: Iterable[Tensor]) -> tuple[int, int]:
@@ -517,13 +450,13 @@ def _tokenizer(
     path: str | Path, tokenizer: PreTrainedTokenizerBase | str | Path | None
 ) -> PreTrainedTokenizerBase | None:
     """The given one, or that of the model's folder; None for a folder without one."""
-    if tokenizer is None:
-        names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-        folder = Path(path)
-        if folder.is_dir() and not any((folder / name).exists() for name in names):
-            return None
-        return load_tokenizer(path)
-    return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).exists() for name in names):
+        return None
+    return load_tokenizer(path)
 
 
 Mode = Literal["train", "rollout", "eval"]
@@ -532,19 +465,17 @@ Mode = Literal["train", "rollout", "eval"]
 def measure_switch_overhead(
     actor: HybridActor, mode: Mode = "train", repeats: int = 9
 ) -> dict[str, float]:
-    """Switch `actor` into `mode` (eval is another name of rollout) `repeats` times and return what
-    one switch costs.
+    """What one switch of `actor` into `mode` costs; eval is another name of rollout.
 
-    `latency_ms` is the median time until the first token, or the first training forward, can be
-    computed; each switch to "rollout" comes after a write to every weight, as an optimizer step
-    makes. `mem_increase_mb` (10⁶ bytes) is what one switch allocates: on a GPU the peak above the
-    level before, elsewhere the sum of all new tensor storage, of which nothing is subtracted.
-    `latency_min_ms` is the fastest, which other work on the machine disturbs least, and
-    `received_mb` what one switch brought to this rank from others; 0 where storage is shared.
-    All ranks of an actor call it together.
+    `latency_ms` is the median time of `repeats` switches until the first token, or the first
+    training forward, can be computed, and `latency_min_ms` the fastest; each switch to "rollout"
+    comes after a write to every weight, as an optimizer step makes. `mem_increase_mb` (10⁶ bytes)
+    is what one switch allocates: on a GPU the peak above the level before, elsewhere the sum of all
+    new tensor storage. `received_mb` is what one switch brought to this rank from others. All ranks
+    of an actor call it together.
 
-    Weights keep their bits and the actor its mode; its policy version rises. Raises ConfigError
-    for another mode, or fewer than one repeat.
+    Weights keep their bits and the actor its mode; its policy version rises. Raises ConfigError for
+    another mode, or fewer than one repeat.
     """
     if mode not in ("train", "rollout", "eval"):
         raise ConfigError(f"mode={mode!r} is unknown; use 'train', or 'rollout' ('eval')")
@@ -572,7 +503,6 @@ def measure_switch_overhead(
 
 
 def _leave(actor: HybridActor, mode: Mode) -> None:
-    """Bring the actor into the other mode."""
     if mode == "train":
         actor.to_rollout()
         return
@@ -592,15 +522,14 @@ def _timed(switch: Callable[[], object], device: torch.device) -> float:
 
 
 def _allocated(switch: Callable[[], object], device: torch.device) -> int:
-    """Bytes that `switch` allocates for tensors."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        switch()
-        return torch.cuda.max_memory_allocated(device) - before
-    with StorageCounter() as counter:
-        switch()
-    return counter.bytes
+    if device.type != "cuda":
+        with StorageCounter() as counter:
+            switch()
+        return counter.bytes
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    switch()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 class StorageCounter(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """Optimizer, learning-rate schedule and gradient clipping, for SFT, actor and critic.
 
-Also the update rule, float32 masters of narrower weights, and loss scaling for float16.
+Also float32 masters of narrower weights, and loss scaling for float16.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ LARGEST = 2.0**24
 
 
 class LossScale:
-    """The factor that a loss is multiplied with, and its gradients divided by: small float16
-    gradients must not vanish (arXiv:1710.03740, section 3.2).
+    """The factor of a float16 loss, by which gradients are divided: small ones must not vanish.
 
-    It halves where gradients overflow, which skips the update, and doubles after
-    `GROWTH_INTERVAL` updates in a row.
+    It halves where gradients overflow, which skips the update, and doubles after `GROWTH_INTERVAL`
+    updates in a row (arXiv:1710.03740, section 3.2).
     """
 
     def __init__(self, value: float = 2.0**16) -> None:
         self.value, self.updates = value, 0
 
     def grow(self) -> None:
-        """An update was taken."""
         self.updates += 1
         if self.updates >= GROWTH_INTERVAL:
             self.value, self.updates = min(2 * self.value, LARGEST), 0
@@ -51,11 +49,9 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, and the updates since it changed."""
         return {"value": self.value, "updates": float(self.updates)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore `state_dict`."""
         self.value, self.updates = float(state["value"]), int(state["updates"])
 
 
@@ -69,28 +65,14 @@ def update_metrics(norms: Sequence[float], scale: LossScale | None) -> dict[str,
     return metrics
 
 
-REDUCED = (torch.bfloat16, torch.float16)
-
-
 def has_master(parameter: Tensor) -> bool:
-    """Whether the optimizer keeps a float32 master of a parameter."""
-    return parameter.dtype in REDUCED
-
-
-def make_master(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    """A float32 copy of this rank's part of a parameter (arXiv:1710.03740, section 3.1).
-
-    The optimizer updates masters and rounds them into the working weights in place, which rollout
-    may share: an update below the working dtype's resolution is lost there, and not in the master.
-    """
-    return local_tensor(parameter).detach().to(device, torch.float32, copy=True)
+    return parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 def accumulate_in_float32(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Make backward passes leave float32 gradients in `parameters` of `model`, and add to them.
 
-    FSDP reduces in float32, casts the sum to the parameter's dtype and stores that: it is widened
-    then, and what later passes add is added in float32.
+    FSDP reduces in float32 and stores the parameter's dtype: its gradients are widened then.
     """
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     for parameter in parameters:
@@ -107,20 +89,18 @@ def _widen(parameter: Tensor) -> None:
 
 
 def make_update_rule(
-    config: OptimConfig,
-    stored: Sequence[Tensor],
-    working: Mapping[Tensor, nn.Parameter],
+    config: OptimConfig, stored: Sequence[Tensor], working: Mapping[Tensor, nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The rule that updates `stored`: masters of the parameters `working`, or the weights.
 
     Biases, norms and other vectors get no weight decay. AdamW of masters alone is one compiled pass
     where that can be. All are elementwise, so that each rank may update its shards.
     """
-    groups: list[dict[str, object]] = []
-    if matrices := [tensor for tensor in stored if tensor.dim() >= 2]:
-        groups.append({"params": matrices})
-    if vectors := [tensor for tensor in stored if tensor.dim() < 2]:
-        groups.append({"params": vectors, "weight_decay": 0.0})
+    groups: list[dict[str, object]] = [
+        {"params": [tensor for tensor in stored if tensor.dim() >= 2]},
+        {"params": [tensor for tensor in stored if tensor.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "SGD":
         return torch.optim.SGD(groups, momentum=config.momentum, **options)
@@ -142,8 +122,8 @@ class Optimizer:
     Create it after the model's parameters were sharded over `ranks`, which then take every step
     together. With `offload`, moments and masters stay in CPU memory and are on the device only
     while their parameters are updated. `tied_duplicates` are updated, but only another pipeline
-    stage's copy of them counts in the gradient norm. A loss that float16 weights have is to be
-    multiplied by `loss_scale`, if any.
+    stage's copy of them counts in the gradient norm. A loss of float16 weights is to be multiplied
+    by `loss_scale`, if any.
     """
 
     def __init__(
@@ -175,21 +155,20 @@ class Optimizer:
             self._rule, lambda step: learning_rate_factor(step, total_steps, config)
         )
         self._clip = config.grad_clip
-        self.lr = self._next_lr()  # of the latest step; before the first step, of that
-
-    def _next_lr(self) -> float:
-        return float(self._schedule.get_last_lr()[0])
+        self.lr = float(self._schedule.get_last_lr()[0])  # of the latest step, or of the first
 
     def _stored_part(self, name: str) -> Tensor:
         """The tensor that is updated: a master, the parameter, or a view of this rank's shard.
 
+        Masters (arXiv:1710.03740, section 3.1) are rounded into the working weights in place, which
+        rollout may share: an update below the working dtype's resolution is lost there alone.
         Gradients of views are set group by group, so that only one group's moments are needed.
         """
         parameter = self._named[name]
+        part = local_tensor(parameter)
         if name in self._with_master:
-            return make_master(parameter, self._resting_device(name))
-        view = self._offload or isinstance(parameter, DTensor)
-        return local_tensor(parameter) if view else parameter
+            return part.detach().to(self._resting_device(name), torch.float32, copy=True)
+        return part if self._offload or isinstance(parameter, DTensor) else parameter
 
     def zero_gradients(self) -> None:
         """Set every gradient to 0: the update is that of the moments alone."""
@@ -197,7 +176,6 @@ class Optimizer:
             parameter.grad = gradients.zero_gradient(parameter)
 
     def clear_gradients(self) -> None:
-        """Set all gradients to None."""
         for parameter in (*self.parameters, *self._stored.values()):
             parameter.grad = None
 
@@ -208,8 +186,10 @@ class Optimizer:
         scale the update is skipped and the scale halved, otherwise, or at a scale of 1,
         DivergedError is raised, on all ranks alike.
         """
-        self.lr = self._next_lr()
-        self._unscale_gradients()
+        self.lr = float(self._schedule.get_last_lr()[0])
+        if self.loss_scale is not None:
+            local = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_(local, 1.0 / self.loss_scale.value)
         norm = self._clip_gradients()
         if not math.isfinite(norm):
             self.clear_gradients()
@@ -228,25 +208,17 @@ class Optimizer:
         fsdp.reshard(self._model)  # weights that a pass without backward gathered are outdated
         return norm
 
-    def _unscale_gradients(self) -> None:
-        if self.loss_scale is not None:
-            found = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(found, 1.0 / self.loss_scale.value)
-
     def _clip_gradients(self) -> float:
-        if self._ranks is None or self._ranks.mesh is None:
-            if self._compiled is None:
-                return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
-            found = [p.grad for p in self.parameters if p.grad is not None]
-            norm = float(nn.utils.get_total_norm(found))
-            self._compiled.factor = min(1.0, self._clip / (norm + 1e-6))
-            return norm
-        return gradients.clip_grad_norm(
-            self.parameters, self._ranks, self._clip, self._tied_duplicates
-        )
+        if self._ranks is not None and self._ranks.mesh is not None:
+            duplicates = self._tied_duplicates
+            return gradients.clip_grad_norm(self.parameters, self._ranks, self._clip, duplicates)
+        if self._compiled is None:
+            return float(nn.utils.clip_grad_norm_(self.parameters, self._clip))
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self._compiled.factor = min(1.0, self._clip / (float(norm) + 1e-6))
+        return float(norm)
 
     def _parts(self) -> Iterator[list[str]]:
-        """Names of the parameters that are updated together."""
         if not self._offload:
             yield list(self._named)
             return
@@ -260,7 +232,6 @@ class Optimizer:
         yield part
 
     def _update(self, names: list[str]) -> None:
-        """Update the parameters `names`; those without a gradient stay."""
         self._move_state(names, to_device=True)
         rounded: list[str] = []
         for name in names:
@@ -282,16 +253,6 @@ class Optimizer:
         if self._offload:
             self._move_state(names, to_device=False)
 
-    def offload(self) -> None:
-        """Move moments and masters to CPU memory, e.g. before a rollout; the next step moves them
-        back."""
-        self._move_state(list(self._named), to_device=False)
-
-    def load(self) -> None:
-        """Move moments and masters to the device, unless they stay in CPU memory between steps."""
-        if not self._offload:
-            self._move_state(list(self._named), to_device=True)
-
     def _move_state(self, names: list[str], *, to_device: bool) -> None:
         if self._compiled is not None:
             return  # all of it is in CPU memory
@@ -309,10 +270,7 @@ class Optimizer:
         return torch.device("cpu") if self._offload else local_tensor(self._named[name]).device
 
     def state_dict(self) -> StateDict:
-        """The moments, and the master, by parameter name; the schedule's step; no copies.
-
-        On many ranks they are those of this rank's shards.
-        """
+        """This rank's moments and masters, by parameter name, and the schedule's step."""
         state = self._rule.state
         moments = {name: dict(state[p]) for name, p in self._stored.items() if p in state}
         for name in self._with_master:
@@ -329,8 +287,8 @@ class Optimizer:
         """Restore `state_dict`, copying its tensors; learning rates are the configuration's.
 
         Working weights are not touched, and a master that is not there stays as it is. Raises
-        CheckpointError, before anything has changed, for moments of another model or of another
-        kind of optimizer.
+        CheckpointError, before anything has changed, for moments of another model or kind of
+        optimizer.
         """
         if (kind := state.get("kind", "Adam")) != self._kind:
             raise CheckpointError(
@@ -338,12 +296,12 @@ class Optimizer:
                 "the one that was saved, or start again from the saved weights"
             )
         for name, saved in state["moments"].items():
-            wanted = list(self._stored[name].shape) if name in self._stored else None
-            found = next(list(moment.shape) for moment in saved.values() if moment.dim())
-            if wanted != found:
+            here = list(self._stored[name].shape) if name in self._stored else None
+            there = next(list(moment.shape) for moment in saved.values() if moment.dim())
+            if here != there:
                 raise CheckpointError(
-                    f"the saved optimizer has moments of shape {found} for {name!r}, the model "
-                    f"{wanted or 'no such parameter'}; resume with the model that was saved"
+                    f"the saved optimizer has moments of shape {there} for {name!r}, the model "
+                    f"{here or 'no such parameter'}; resume with the model that was saved"
                 )
         self._rule.state.clear()
         for name, saved in state["moments"].items():

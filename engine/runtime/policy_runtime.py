@@ -1,12 +1,10 @@
-"""A policy on this process's ranks: one object for training, for rollout, and for its model folder.
-
-It joins a sharded model, its rollout weights and its version. Roles are in `engine.workers`.
-"""
+"""A policy on this process's ranks, for training, for rollout, and for its model folder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,11 +44,9 @@ class SleepingEngine(RolloutEngine, Protocol):
 class PolicyRuntime:
     """A policy's sharded weights, the rollout engine over them, and their version.
 
-    `HybridActor` has one, and the actor, rollout and reference workers of a process share one
-    (`WorkerContext.process`).
-
-    `sharded` trains; `rollout_weights` are the same weights for `engine`; `version` counts updates.
-    `loaded_in_shards`: no rank ever had all of it.
+    `HybridActor` has one, and the workers of a process share one (`WorkerContext.process`).
+    `sharded` trains; `rollout_weights` are the same weights for `engine`; `version` counts
+    updates. `loaded_in_shards`: no rank ever had all of it.
     """
 
     def __init__(
@@ -61,10 +57,7 @@ class PolicyRuntime:
         *,
         device: torch.device | None = None,
     ) -> None:
-        """Shard `model` in place over `ranks` (None: one rank); every rank passes the same one.
-
-        `device`: where the model is and stays; None moves it to this process's device.
-        """
+        """Shard `model` in place; `device`: where it is and stays, None: this process's."""
         ranks, config = ranks or Ranks(Layout()), config or ParallelConfig()
         self.sharded = ShardedModel(model, ranks, config, device=device)
         self.loaded_in_shards = isinstance(model, models.UnloadedModel)
@@ -76,7 +69,6 @@ class PolicyRuntime:
 
     @property
     def module(self) -> ModelPart:
-        """This rank's shard of the policy."""
         return self.sharded.module
 
     @property
@@ -110,16 +102,15 @@ class PolicyRuntime:
         Weights wake before they are synchronised, the KV cache after. With `force` also when the
         engine has this version. Raises RolloutError where old and new weights may be mixed.
         """
-        engine = self.engine
-        sleeper = engine if self._sleep_level and isinstance(engine, SleepingEngine) else None
-        asleep = sleeper is not None and sleeper.asleep
-        if sleeper is not None and asleep:
-            sleeper.wake_weights()
-        lost = asleep and self._sleep_level == 2
+        engine, asleep = self.engine, None
+        if self._sleep_level and isinstance(engine, SleepingEngine) and engine.asleep:
+            asleep = engine
+            asleep.wake_weights()
+        lost = asleep is not None and self._sleep_level == 2
         if force or lost or engine.policy_version != self.version:
             self.rollout_weights.sync_weights(engine, self.version)
-        if sleeper is not None and asleep:
-            sleeper.wake_kv()
+        if asleep is not None:
+            asleep.wake_kv()
         check_version(engine, self.version)
         self.rollout_weights.require_intact()
 
@@ -129,10 +120,7 @@ class PolicyRuntime:
             self.engine.sleep(self._sleep_level)
 
     def pack_weights(self, sender: WeightSender | None = None) -> Batch:
-        """The weights for rollout in other processes: what `WeightSender.send` gives.
-
-        All ranks call it together; ranks above 0 get the version alone.
-        """
+        """The weights for rollout elsewhere; all ranks call it, those above 0 get the version."""
         named = self._transferred()
         if self.sharded.ranks.rank:
             for _ in named:  # a collective each
@@ -141,10 +129,10 @@ class PolicyRuntime:
         return (sender or WeightSender()).send(named, self.version)
 
     def load_weights(self, packed: Batch) -> int:
-        """Write packed weights, full or a delta, into the policy in place; return their version.
+        """Write packed weights into the policy in place; return their version.
 
-        Raises WorkerError for weights of a model of another size, and WeightSyncError where the
-        process needs them in full: it samples nothing until then.
+        Raises WorkerError for a model of another size, WeightSyncError where they are needed in
+        full.
         """
         self.version = self._receiver.load(_transferred_tensors(self.module), packed)
         return self.version
@@ -154,18 +142,14 @@ class PolicyRuntime:
         self._receiver.check()
 
     def full_model(self, load: Callable[[], PreTrainedModel]) -> Any:
-        """The policy with its newest weights on rank 0, None on others; all ranks call it.
-
-        One rank returns its module; of several, rank 0 fills the full policy that `load()` loads.
-        """
+        """The policy, newest, on rank 0, where `load()` may be filled; None on others."""
         ranks = self.sharded.ranks
         if ranks.layout.world_size == 1:
             return self.module
-        full = {
-            name: tensor.to("cpu", copy=True)
-            for name, tensor in self._transferred()
-            if ranks.rank == 0
-        }
+        full: dict[str, Tensor] = {}
+        for name, tensor in self._transferred():
+            if ranks.rank == 0:
+                full[name] = tensor.to("cpu", copy=True)
         if ranks.rank:
             return None
         model = load()
@@ -194,7 +178,6 @@ class PolicyRuntime:
                 pass
 
     def close(self) -> None:
-        """Close the rollout engine, if there is one; the policy stays as it is."""
         if self._engine is not None:
             self._engine.close()
 
@@ -208,10 +191,7 @@ class PolicyRuntime:
 
 
 def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (tied ones once) and buffers that a state dict holds, by name.
-
-    Of a model with adapters: these alone, since all processes load the same base.
-    """
+    """Parameters (tied ones once) and buffers of a state dict, by name; or adapters alone."""
     if models.has_adapters(model):
         return {name: p.data for name, p in models.adapter_parameters(model).items()}
     named: dict[str, Tensor] = dict(model.named_parameters())
@@ -222,8 +202,6 @@ def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class StartModel:
-    """The model that training begins with."""
-
     path: str  # folder or hub id
     dtype: str  # e.g. "bfloat16"
     lora: LoRAConfig | None = None
@@ -234,15 +212,11 @@ class StartModel:
         """To be loaded by the ranks that keep it, where that can be."""
         return models.open_policy_model(self.path, self.dtype, self.lora, self.seed)
 
-    def load(self) -> PreTrainedModel:
-        """Whole."""
-        return models.load_policy_model(self.path, self.dtype, self.lora, self.seed)
-
     def load_on(self, device: torch.device) -> PreTrainedModel:
-        """Whole, read straight onto `device`."""
         opened = self.open()
-        model: Any = opened.module if isinstance(opened, models.UnloadedModel) else opened
+        model: Any = opened
         if isinstance(opened, models.UnloadedModel):
+            model = opened.module
             load_shards(model, opened, device, device)
         moved: PreTrainedModel = model.to(device)
         return moved
@@ -254,11 +228,12 @@ def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
     Ranks gather it a tensor at a time, merged with its adapters, which rank 0 writes; what was
     loaded whole on each rank is put together on rank 0. Raises StorageError there.
     """
-    ranks = policy.sharded.ranks
+    ranks, tokenizer = policy.sharded.ranks, start.tokenizer or start.path
     if ranks.layout.world_size == 1 or not policy.loaded_in_shards:
-        model = policy.full_model(start.load)
+        load = partial(models.load_policy_model, start.path, start.dtype, start.lora, start.seed)
+        model = policy.full_model(load)
         if ranks.rank == 0:
-            models.save_model(model, load_tokenizer(start.tokenizer or start.path), folder)
+            models.save_model(model, load_tokenizer(tokenizer), folder)
         return
 
     adapters: dict[str, Tensor] = {}
@@ -267,7 +242,6 @@ def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         opened: Any = start.open()
-        tokenizer = load_tokenizer(start.tokenizer or start.path)
-        models.save_tensors(opened.module, tensors, tokenizer, folder, adapters)
+        models.save_tensors(opened.module, tensors, load_tokenizer(tokenizer), folder, adapters)
 
     policy.write_full(write, merged_tensors(policy.sharded, adapters) if adapters else None)

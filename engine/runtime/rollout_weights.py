@@ -1,7 +1,6 @@
 """The weights that a rollout engine decodes with: the trainer's own storage, or a resharded copy.
 
-Where a rank's training shards are those that its rollout needs, both use one storage. Otherwise
-only the boxes that ranks lack are exchanged (`engine.parallel.reshard`), into buffers of the
+Only the boxes that ranks lack are exchanged (`engine.parallel.reshard`), into buffers of the
 rollout's layout or into vLLM's own parameters. `rollout_weights` and `vllm_weights` choose.
 """
 
@@ -29,6 +28,7 @@ from engine.parallel.reshard import plan_reshard
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES, Box, rollout_shard_map
 from engine.rollout.native.decoding_weights import TPModelShard
 from engine.rollout.protocol import RolloutEngine
+from engine.runtime.apply_layout import floating_dtype
 from engine.runtime.sharded_model import ShardedModel
 from engine.storage.weight_files import file_tensors
 
@@ -37,10 +37,7 @@ from engine.storage.weight_files import file_tensors
 def merged_tensors(
     sharded: ShardedModel, adapters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each full tensor of the policy without adapters, W + α/r · B·A where it has one.
-
-    All ranks iterate to the end together; `adapters` are all of them, in full.
-    """
+    """Each full tensor of the policy, W + α/r · B·A where it has adapters; all ranks iterate."""
     scales = adapter_scales(sharded.module)
     module: Any = sharded.module
     transposed = bool(module.peft_config[ADAPTER].fan_in_fan_out)
@@ -126,29 +123,23 @@ class ReshardedWeights(RolloutWeights):
     """Buffers in the rollout's layout; an exchange fills what a rank lacks."""
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout) -> None:
-        config = sharded.module.config
-        device, dtype = next(sharded.module.parameters()).device, _dtype(sharded.module)
-        stored = gather_shard_map(sharded.module, rename=sharded.full_name)
+        module, config, rank = sharded.module, sharded.module.config, sharded.ranks.rank
+        device, dtype = next(module.parameters()).device, floating_dtype(module)
+        stored = gather_shard_map(module, rename=sharded.full_name)
         target_map = rollout_shard_map(stored.shapes, to, ModelShape.of(config), dtype)
-        own = plan_reshard(stored, target_map).for_rank(sharded.ranks.rank)
-        target: dict[str, Tensor]
+        own = plan_reshard(stored, target_map).for_rank(rank)
         if to.tp == 1:
             self.model = _empty_model(config, dtype, device)
             target = {name: p.data for name, p in self.model.named_parameters()}
         else:
-            target = {
-                name: torch.empty(shape, dtype=dtype, device=device)
-                for name, shape in own.target_shapes().items()
-            }
-        source = local_tensors(sharded.module, rename=sharded.full_name)
-        self._exchange = Exchange(own, source, target)
+            target = _buffers(own.target_shapes(), dtype, device)
+        self._exchange = Exchange(own, local_tensors(module, rename=sharded.full_name), target)
         self.refresh()
         if to.tp > 1:
-            index, group = _tp_group(to, sharded.ranks.rank)
+            index, group = _tp_group(to, rank)
             self.model = TPModelShard(config, target, group, index)
 
     def refresh(self) -> None:
-        """Exchange the boxes that ranks lack."""
         self.received_bytes = self._exchange.run().received
 
     def require_intact(self) -> None:
@@ -163,7 +154,6 @@ class AdapterWeights(RolloutWeights):
         self.refresh()
 
     def refresh(self) -> None:
-        """Gather the adapters, which are small, and copy them in place."""
         parameters = adapter_parameters(self.model)
         with torch.no_grad():
             for name, full in self._sharded.full_tensors(parameters.__contains__):
@@ -173,24 +163,21 @@ class AdapterWeights(RolloutWeights):
 class MergedWeights(RolloutWeights):
     """A policy with adapters as tensor-parallel ranks decode it: shards of W + α/r · B·A.
 
-    The base is frozen: its shards are sent once, or are the trainer's own. At each refresh ranks
-    gather the adapters, which are small, and each merges its own part of the matrices.
+    At each refresh ranks gather the adapters, which are small, and merge their own part of them.
     """
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout, *, shared: bool) -> None:
-        """All ranks of the policy call it together.
+        """`shared`: training and rollout have the same shards, so that the base needs no copy.
 
-        `shared`: training and rollout have the same shards, so that the base needs no copy. Raises
-        ConfigError for adapters that are not plain LoRA, and for a quantised base.
+        Raises ConfigError for adapters that are not plain LoRA, and for a quantised base.
         """
-        self._sharded = sharded
+        self._sharded, rank = sharded, sharded.ranks.rank
         self._scales = adapter_scales(sharded.module)
         own = local_tensors(sharded.module, rename=self._base_name)
-        dtype = next(iter(own.values())).dtype
+        first = next(iter(own.values()))
         stored = gather_shard_map(sharded.module, rename=self._base_name)
         shape = ModelShape.of(sharded.module.config)
-        target_map = rollout_shard_map(stored.shapes, to, shape, dtype)
-        rank = sharded.ranks.rank
+        target_map = rollout_shard_map(stored.shapes, to, shape, first.dtype)
         self._boxes: dict[str, Box] = {
             name: shard.box
             for name, parameter in target_map.parameters.items()
@@ -200,11 +187,7 @@ class MergedWeights(RolloutWeights):
         self._base = own
         if not shared:
             plan = plan_reshard(stored, target_map).for_rank(rank)
-            device = next(iter(own.values())).device
-            self._base = {
-                name: torch.empty(size, dtype=dtype, device=device)
-                for name, size in plan.target_shapes().items()
-            }
+            self._base = _buffers(plan.target_shapes(), first.dtype, first.device)
             Exchange(plan, own, self._base).run()
         self._tensors = {
             name: torch.empty_like(tensor) if self._module(name) in self._scales else tensor
@@ -216,7 +199,6 @@ class MergedWeights(RolloutWeights):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge the newest adapters; all ranks of the policy call it together."""
         adapters = dict(self._sharded.full_tensors(lambda name: ".lora_" in name))
         for name, merged in self._tensors.items():
             module = self._module(name)
@@ -248,7 +230,6 @@ class VllmWeights(RolloutWeights):
         self.engine_options = {"rank_groups": to.tp_groups(), "load": False}
 
     def sync_weights(self, engine: RolloutEngine, version: int) -> None:
-        """Exchange weights; after a failure midway the engine refuses to serve."""
         assert isinstance(engine, VllmRanks)
         if self._exchange is None:
             self._exchange = self._plan(engine)
@@ -271,11 +252,7 @@ class VllmWeights(RolloutWeights):
 
 
 class StreamedWeights(RolloutWeights):
-    """vLLM that loads full tensors, which are gathered one by one.
-
-    It runs in processes of its own, or over the policy's ranks (`to`), where it quantises them or
-    lays them out by rules of its own, as GPT-NeoX's heads and experts.
-    """
+    """vLLM in processes of its own, or that quantises: loads full tensors, gathered one by one."""
 
     def __init__(self, sharded: ShardedModel, to: RolloutLayout | None = None) -> None:
         self._sharded = sharded
@@ -285,7 +262,6 @@ class StreamedWeights(RolloutWeights):
             self.engine_options["rank_groups"] = to.tp_groups()
 
     def sync_weights(self, engine: RolloutEngine, version: int) -> None:
-        """All ranks of the policy call it together."""
         assert isinstance(engine, VllmRanks)
         kind = self.model.config.model_type
         engine.update_from(file_tensors(kind, self._sharded.full_tensors()), version)
@@ -338,17 +314,19 @@ def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) 
 
 def _tp_group(to: RolloutLayout, rank: int) -> tuple[int, dist.ProcessGroup]:
     """This rank's index in, and the group of, the ranks that decode together."""
-    own_group: dist.ProcessGroup | None = None
-    for members in to.tp_groups():  # all ranks create all groups
-        group = dist.new_group(list(members), sort_ranks=False)  # shards are in this order
-        if rank in members:
-            own_group = group
-    assert own_group is not None
+    # All ranks create all groups; shards are in the order of the members.
+    groups = {tuple(m): dist.new_group(list(m), sort_ranks=False) for m in to.tp_groups()}
+    [own_group] = [group for members, group in groups.items() if rank in members]
     return to.place(rank).tp, own_group
 
 
+def _buffers(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    return {name: torch.empty(s, dtype=dtype, device=device) for name, s in shapes.items()}
+
+
 def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A full model whose weights are uninitialised."""
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()  # else a tied head stays a parameter of its own, which no exchange fills
@@ -357,14 +335,9 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
 
 
 def _meta_model(sharded: ShardedModel) -> PreTrainedModel:
-    """A model with the policy's configuration and dtype, without storage."""
-    module = sharded.module
+    config, dtype = copy.deepcopy(sharded.module.config), floating_dtype(sharded.module)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(module.config), dtype=_dtype(module), trust_remote_code=False
+            config, dtype=dtype, trust_remote_code=False
         )
     return model
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in module.parameters() if p.is_floating_point())

@@ -1,8 +1,7 @@
 """A model sharded over a role's ranks, one or many, and passes of micro-batches over it.
 
 How rows become mini-batches and micro-batches within a token budget, and `ShardedModel`, whose
-passes are the same under every layout. `engine.models` defines a forward pass, `engine.parallel`
-shards a model; the optimizer is in `optimizer`, its saved state in `train_state`.
+passes are the same under every layout.
 """
 
 from __future__ import annotations
@@ -23,29 +22,9 @@ from engine.batch import FIELDS, Batch
 from engine.config import OptimConfig, ParallelConfig
 from engine.data.collate import shared_prompt_batches, token_budget_batches
 from engine.errors import DataError
-from engine.models import BaseModelView
-from engine.models.forward import (
-    OutputReader,
-    Outputs,
-    distance,
-    hidden_states,
-    model_logits,
-    packing_error,
-)
-from engine.models.packing import (
-    PackedRows,
-    Packing,
-    Sequences,
-    is_worthwhile,
-    left_align,
-    pack,
-    packed_forward,
-    packing_of,
-    prefix_tree_batches,
-    prompt_tree,
-    same_prompts,
-    worthwhile_tree,
-)
+from engine.models import BaseModelView, forward
+from engine.models import packing as row_packing
+from engine.models.forward import OutputReader, Outputs
 from engine.models.policy import UnloadedModel
 from engine.models.vocabulary_head import TokenStatistics, require_vocabulary_head, token_statistics
 from engine.parallel import fsdp, gradients
@@ -56,12 +35,7 @@ from engine.parallel.pipeline_parallel import OnHidden, Pipeline
 from engine.parallel.process_groups import Ranks, init_process_group
 from engine.parallel.sequence_parallel import local_tokens, split_packed, split_tokens, sum_tokens
 from engine.parallel.vocab_parallel import VocabParallelStatistics
-from engine.runtime.apply_layout import (
-    accept,
-    apply_layout,
-    check_sample,
-    floating_dtype,
-)
+from engine.runtime import apply_layout
 from engine.runtime.optimizer import LossScale, Optimizer
 
 
@@ -74,13 +48,16 @@ def minibatch_indices(
     ranks get equally many of them, so that they step together: with several data-parallel ranks
     each splits its own rows into equal parts. Raises DataError if a rank has fewer rows than that.
     """
-    group = ranks.group(*DATA_AXES)
-    total = rows if group is None else _total(rows, ranks)
+    alone, total = ranks.group(*DATA_AXES) is None, rows
+    if not alone:
+        assert ranks.mesh is not None
+        local = torch.tensor(rows, device=ranks.mesh.device_type)
+        total = int(ranks.sum_over(local, DATA_AXES))
     count = math.ceil(total / size) if size else 1
     if count <= 1:
         return [torch.arange(rows)]
     order = torch.randperm(rows, generator=generator)
-    if group is None:
+    if alone:
         return list(order.split(size))
     if rows < count:
         raise DataError(
@@ -90,21 +67,14 @@ def minibatch_indices(
     return list(order.tensor_split(count))
 
 
-def _total(rows: int, ranks: Ranks) -> int:
-    """Rows of all data-parallel ranks."""
-    assert ranks.mesh is not None
-    return int(ranks.sum_over(torch.tensor(rows, device=ranks.mesh.device_type), DATA_AXES))
-
-
 def micro_batches(
-    batch: Batch, max_tokens: int, packing: Packing = False
+    batch: Batch, max_tokens: int, packing: row_packing.Packing = False
 ) -> Iterator[tuple[Tensor, Batch]]:
     """Cut a batch into runs of rows, each within the token budget.
 
     Padded rows are of similar length; with packing, where it is worthwhile, rows that share a
-    prompt, or more, stay together as far as the budget allows, and what they share counts once.
-    Yields row numbers `[b]` and those rows, their prompt and response columns trimmed to the
-    longest of them.
+    prompt, or more, stay together, and what they share counts once. Yields row numbers `[b]` and
+    those rows, their prompt and response columns trimmed to the longest of them.
     """
     for index in _cut(batch, max_tokens, packing):
         rows = torch.tensor(index)
@@ -112,30 +82,27 @@ def micro_batches(
         yield rows, trim(batch if all_rows else batch.rows(rows))
 
 
-def _cut(batch: Batch, max_tokens: int, packing: Packing) -> list[list[int]]:
+def _cut(batch: Batch, max_tokens: int, packing: row_packing.Packing) -> list[list[int]]:
     mask, width = batch["attention_mask"], batch["responses"].shape[1]
     lengths = mask.sum(1).tolist()
     padded = token_budget_batches(lengths, max_tokens)
     if not packing or not lengths:
         return padded
     prompts = mask[:, : mask.shape[1] - width].sum(1)
-    ids, prompt_lengths = left_align(batch).input_ids, prompts.tolist()
-    groups = same_prompts(ids, prompts)
-    by_prompt = prompt_tree(groups, prompt_lengths)
+    ids, prompt_lengths = row_packing.left_align(batch).input_ids, prompts.tolist()
+    groups = row_packing.same_prompts(ids, prompts)
+    by_prompt = row_packing.prompt_tree(groups, prompt_lengths)
     positions = sum(len(rows) * max(lengths[i] for i in rows) for rows in padded)
-    tree = worthwhile_tree(ids, lengths, prompt_lengths, by_prompt)
-    if tree is not None and is_worthwhile(packing, tree.size(lengths), positions):
-        return prefix_tree_batches(tree, ids, lengths, prompt_lengths, max_tokens)
-    if not is_worthwhile(packing, by_prompt.size(lengths), positions):
+    tree = row_packing.worthwhile_tree(ids, lengths, prompt_lengths, by_prompt)
+    if tree is not None and row_packing.is_worthwhile(packing, tree.size(lengths), positions):
+        return row_packing.prefix_tree_batches(tree, ids, lengths, prompt_lengths, max_tokens)
+    if not row_packing.is_worthwhile(packing, by_prompt.size(lengths), positions):
         return padded
     return shared_prompt_batches(groups, lengths, prompt_lengths, max_tokens)
 
 
 def trim(batch: Batch) -> Batch:
-    """Drop the columns that are padding in every row; widths P and R shrink together.
-
-    Fields that the batch's table doesn't know stay as they are.
-    """
+    """Drop the columns that are padding in every row; widths P and R shrink together."""
     mask, width = batch["attention_mask"], batch["responses"].shape[1]
     prompt_width = mask.shape[1] - width
     p = int(mask[:, :prompt_width].sum(1).max())
@@ -152,10 +119,7 @@ def trim(batch: Batch) -> Batch:
 def untrimmed(
     batch: Batch, passes: Sequence[tuple[Tensor, Batch]], parts: Sequence[Tensor]
 ) -> Tensor:
-    """`[b, P+R, K]` of each of `batch`'s micro-batches as `[B, P+R, K]`: 0 where they were trimmed.
-
-    `parts` may be more than `passes`; dummy passes come last.
-    """
+    """`[b, P+R, K]` of each micro-batch as `[B, P+R, K]`: 0 where they were trimmed."""
     width, response = batch["input_ids"].shape[1], batch["responses"].shape[1]
     out = parts[0].new_zeros(len(batch), width, parts[0].shape[2])
     for (rows, micro), part in zip(passes, parts, strict=False):
@@ -166,11 +130,9 @@ def untrimmed(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A rank's part of a micro-batch's sequences."""
-
-    seqs: Sequences
+    seqs: row_packing.Sequences
     positions: Tensor  # [b, L / sp] of its columns in the full sequences
-    rows: PackedRows | None  # the part of packed rows; None: they are padded
+    rows: row_packing.PackedRows | None  # the part of packed rows; None: they are padded
 
 
 Metrics = dict[str, MeanAccumulator]
@@ -179,17 +141,13 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 
 
 def init_mesh(layout: Layout, rank: int, world_size: int, address: str) -> Ranks:
-    """This process's place in `layout`; makes the default process group where there is none.
-
-    `address`: where the ranks meet, "host:port"; unused by a layout of one rank.
-    """
+    """This process's place in `layout`; `address`: where the ranks meet, "host:port"."""
     if layout.world_size > 1 and not dist.is_initialized():
         init_process_group(address, rank, world_size, RENDEZVOUS_TIMEOUT_S)
     return Ranks.form(layout, process_device().type)
 
 
 def process_device() -> torch.device:
-    """This process's CUDA device, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -207,8 +165,7 @@ class ShardedModel:
     them in `train_stages` where the model `has_stages`, then calls `all_reduce_gradients`; the
     loop is `TrainingWorker.accumulate`. A batch is this rank's rows, and a loss divides by the
     counts of all ranks' rows (`global_counts`). Ranks that differ in tp, sp or pp only have the
-    same rows, compute the same loss and get the same outputs: with sequence parallelism each
-    computes its part of every sequence, and the outputs are summed.
+    same rows, compute the same loss and get the same outputs.
     """
 
     def __init__(
@@ -219,20 +176,19 @@ class ShardedModel:
         *,
         device: torch.device | None = None,
     ) -> None:
-        """Shard `model` in place; every rank passes the same full one. `module` is this rank's.
+        """Shard `model` in place; every rank passes the same full, or unloaded, one.
 
-        Of an unloaded model each rank reads its shards. `device`: where the model is and stays;
-        None moves it to this process's device.
+        `device`: where the model is and stays; None moves it to this process's device.
         """
         self.ranks, self.config = ranks, config
         self.device = device or process_device()
         if isinstance(model, nn.Module) and device is None:
             model = model.to(self.device)
-        self.module = apply_layout(model, ranks, config, self.device)
+        self.module = apply_layout.apply_layout(model, ranks, config, self.device)
         self._pipeline: Pipeline | None = None  # the schedule of this rank's stage
         if ranks.size("pp") > 1:
             name = config.compute_dtype
-            dtype = getattr(torch, name) if name else floating_dtype(self.module)
+            dtype = getattr(torch, name) if name else apply_layout.floating_dtype(self.module)
             width = self.module.config.hidden_size
             self._pipeline = Pipeline(self.module, ranks, width, dtype, self.device)
         self._adapters_off = self._packing_checked = False
@@ -245,7 +201,6 @@ class ShardedModel:
         return base
 
     def statistics(self) -> TokenStatistics:
-        """How log-probs are computed from this rank's logits."""
         if self.ranks.size("tp") == 1:
             return token_statistics
         return VocabParallelStatistics.of(self.module.config.vocab_size, self.ranks.submesh("tp"))
@@ -253,20 +208,13 @@ class ShardedModel:
     def micro_batches(
         self, batch: Batch, max_tokens: int, rows: Tensor | None = None
     ) -> list[tuple[Tensor, Batch]]:
-        """Row numbers and rows of micro-batches within the token budget: see `micro_batches`.
-
-        `rows`: those of the batch that are passed, row numbers being among them; None: all.
-        """
+        """`micro_batches` of the batch, or of its `rows`, row numbers being among them."""
         self._check_packing(batch)
         chosen = batch if rows is None else batch.rows(rows)
-        return list(micro_batches(chosen, max_tokens, packing_of(self.module)))
+        return list(micro_batches(chosen, max_tokens, row_packing.packing_of(self.module)))
 
     def pad_passes(self, micros: Sequence[Batch], batch: Batch) -> list[Batch]:
-        """`micros` on this rank's device, and dummies up to the largest number of any rank.
-
-        Ranks gather sharded weights together, so all must run equally many passes; a dummy is a
-        row of `batch`.
-        """
+        """`micros` on this rank's device, and dummies: all ranks run equally many passes."""
         self._check_packing(batch)
         passes = [self._to_device(micro) for micro in micros]
         if not fsdp.shards_weights(self.ranks):
@@ -278,8 +226,7 @@ class ShardedModel:
     def outputs(
         self, batch: Batch, passes: Sequence[tuple[Tensor, Batch]], reader: OutputReader
     ) -> Outputs:
-        """`reader`'s outputs `[B, R, …]` for all rows of `batch`, on the CPU; `passes` are its
-        micro-batches, each with its row numbers."""
+        """`reader`'s outputs `[B, R, …]` on the CPU; `passes` are row numbers and micro-batches."""
         shape, out = batch["responses"].shape, dict[str, Tensor]()
         micros = self.pad_passes([micro for _, micro in passes], batch)
         for index, outputs in enumerate(self._outputs(micros, reader)):  # dummies too
@@ -320,16 +267,11 @@ class ShardedModel:
 
     @property
     def has_stages(self) -> bool:
-        """Whether the model is a pipeline, whose passes `train_stages` runs."""
         return self._pipeline is not None
 
     @contextmanager
     def forward(self, micro: Batch, reader: OutputReader) -> Iterator[Outputs]:
-        """`reader`'s outputs `[b, R]` of one micro-batch, of a model without stages.
-
-        The loss and its backward pass belong into the block: autocast and routers' replay end with
-        it.
-        """
+        """`reader`'s outputs `[b, R]` of a micro-batch; its backward pass is in the block."""
         with self._forward_context(), reader.around(self.module, micro):
             if not self._shards_sequences:
                 yield fsdp.run_forward(self.module, lambda: reader.from_model(self.module, micro))
@@ -342,14 +284,15 @@ class ShardedModel:
             yield self._sum_parts(fsdp.run_forward(self.module, run))
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times `loss_scale`, where there is one."""
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     def train_stages(
         self, passes: Sequence[Batch], count: int, reader: OutputReader, loss: Loss
     ) -> list[Metrics]:
-        """Run all passes forward and backward through the pipeline; those from `count` on are
-        dummies. Returns the metrics of `loss` on the last stage, none on others."""
+        """Run all passes, from `count` on dummies, forward and backward through the pipeline.
+
+        Returns the metrics of `loss` on the last stage, none on others.
+        """
         shares, parts = [self._share(micro) for micro in passes], list[Metrics]()
 
         def read(index: int, hidden: Tensor) -> Tensor:
@@ -379,7 +322,7 @@ class ShardedModel:
 
         def run() -> Tensor:
             if not self._shards_sequences:
-                return model_logits(self.module, left_align(micro))
+                return forward.model_logits(self.module, row_packing.left_align(micro))
             hidden, seqs = self._hidden(micro)
             return require_vocabulary_head(self.module)(seqs.states(hidden))
 
@@ -387,11 +330,9 @@ class ShardedModel:
             return fsdp.run_forward(self.module, run)
 
     def any_rank_has(self, count: int) -> bool:
-        """Whether `count` is above 0 on any rank."""
         return self.ranks.max_over(count, DATA_AXES) > 0
 
     def global_count(self, count: int) -> int:
-        """The sum of all data-parallel ranks' counts."""
         if self.ranks.group(*DATA_AXES) is None:
             return count
         return int(self.ranks.sum_over(torch.tensor(count, device=self.device), DATA_AXES))
@@ -399,9 +340,7 @@ class ShardedModel:
     def global_counts(self, mask: Tensor) -> Denominators:
         """Denominators of `mask [B, T]` over all ranks' rows."""
         local = Denominators.from_mask(mask)
-        counts = torch.tensor(
-            [local.tokens, local.sequences], dtype=torch.float64, device=self.device
-        )
+        counts = torch.tensor([local.tokens, local.sequences]).to(self.device, torch.float64)
         tokens, sequences = self.ranks.sum_over(counts, DATA_AXES).tolist()
         return Denominators(tokens, sequences, local.width)
 
@@ -423,23 +362,16 @@ class ShardedModel:
         )
 
     def full_name(self, name: str) -> str:
-        """The name in the full model of a parameter of this rank.
-
-        The last stage's copy of a tied embedding has the embedding's name.
-        """
+        """The full model's name of this rank's parameter; of a tied copy the embedding's."""
         return self._tied_copies.get(name, name)
 
     def full_tensors(
         self, wanted: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the full model, one at a time; all ranks iterate to the end together.
-
-        `wanted`: of which names; None: of all.
-        """
+        """Every (`wanted`) tensor of the full model; all ranks iterate to the end together."""
         return gather_full_tensors(self.module, self.ranks, self._tied_copies, wanted)
 
     def load_full_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy full tensors into this rank's shards."""
         load_full_tensors(self.module, tensors, self.ranks, self._tied_copies)
 
     @property
@@ -453,21 +385,20 @@ class ShardedModel:
 
     def _check_packing(self, batch: Batch) -> None:
         """The first time, see that packed rows give what padded ones do; else pad from then on."""
-        if self._packing_checked or not packing_of(self.module):
+        if self._packing_checked or not row_packing.packing_of(self.module):
             return
         self._packing_checked = True
-        error = self._packing_error(check_sample(batch))
-        accept(self.module, error, self.ranks, self.config)
+        error = self._packing_error(apply_layout.check_sample(batch))
+        apply_layout.accept(self.module, error, self.ranks, self.config)
 
     def _packing_error(self, sample: Batch) -> float:
-        """How far the module's packed rows are from padded ones; see `forward.packing_error`."""
         training = self.module.training
         self.module.eval()  # without dropout
 
         def run() -> float:
             if not self._shards_sequences and self._pipeline is None:
-                return packing_error(self.module, sample)
-            return distance(*(self._states(sample, packing) for packing in (True, False)))
+                return forward.packing_error(self.module, sample)
+            return forward.distance(*(self._states(sample, packing) for packing in (True, False)))
 
         with torch.no_grad(), self._forward_context():
             error = run() if self.has_stages else fsdp.run_forward(self.module, run)
@@ -480,61 +411,58 @@ class ShardedModel:
         return Batch({n: t.to(self.device) for n, t in micro.as_dict().items()}, micro.columns)
 
     def _read_hidden(
-        self, reader: OutputReader, hidden: Tensor, seqs: Sequences, micro: Batch
+        self, reader: OutputReader, hidden: Tensor, seqs: row_packing.Sequences, micro: Batch
     ) -> Outputs:
-        """Outputs of all tokens, from this rank's part of the last stage's hidden states."""
         return self._sum_parts(reader.from_hidden(self.module, hidden, seqs, micro))
 
     def _sum_parts(self, local: Outputs) -> Outputs:
-        """Outputs of all tokens, from each rank's part of the sequences."""
         return {name: sum_tokens(value, self.ranks) for name, value in local.items()}
 
-    def _hidden(self, micro: Batch, packing: Packing | None = None) -> tuple[Tensor, Sequences]:
+    def _hidden(
+        self, micro: Batch, packing: row_packing.Packing | None = None
+    ) -> tuple[Tensor, row_packing.Sequences]:
         """Hidden states of this rank's part of the sequences, and the tokens in it."""
         share = self._share(micro, packing)
         if share.rows is None:
-            return hidden_states(self.module, share.seqs, position_ids=share.positions), share.seqs
+            return forward.hidden_states(
+                self.module, share.seqs, position_ids=share.positions
+            ), share.seqs
         module: Any = self.module
-        return packed_forward(module.base_model, share.rows).last_hidden_state, share.seqs
+        return row_packing.packed_forward(
+            module.base_model, share.rows
+        ).last_hidden_state, share.seqs
 
-    def _states(self, sample: Batch, packing: Packing) -> Tensor:
-        """Hidden states [N, H] of all ranks' tokens, for a sample that is packed, or not.
-
-        Of stages the last one has them, others none.
-        """
-        states: list[Tensor] = []
+    def _states(self, sample: Batch, packing: row_packing.Packing) -> Tensor:
+        """Hidden states [N, H] of all ranks' tokens, packed or not; of stages on the last one."""
         if self._pipeline is None:
             hidden, local = self._hidden(sample, packing)
-            states = [hidden]
         else:
-            share = self._share(sample, packing)
-            local = share.seqs
+            share, states = self._share(sample, packing), list[Tensor]()
             self._run_stages([share], lambda _, last: states.append(last), backward=False)
-        if not states:
-            return torch.zeros(0, 1)
-        [hidden] = states
+            if not states:
+                return torch.zeros(0, 1)
+            [hidden], local = states, share.seqs
         merged = hidden.new_zeros(*sample["responses"].shape, hidden.shape[-1])
-        part, full = local.to(hidden.device), left_align(sample).to(hidden.device)
+        part, full = local.to(hidden.device), row_packing.left_align(sample).to(hidden.device)
         merged[part.rows, part.columns] = local.states(hidden)
         return sum_tokens(merged, self.ranks)[full.rows, full.columns]
 
-    def _share(self, micro: Batch, packing: Packing | None = None) -> _Share:
-        """This rank's part of the sequences."""
-        seqs = left_align(micro)
-        rows = pack(self.module, seqs, packing, multiple=self.ranks.size("sp", "tp"))
-        if rows is None and not self._shards_sequences:
-            columns = torch.arange(seqs.input_ids.shape[1], device=seqs.input_ids.device)
-            return _Share(seqs, columns[None], None)
-        if rows is None:
-            ids, positions = split_tokens(seqs.input_ids, self.ranks)
-            places = seqs.positions
-        else:
+    def _share(self, micro: Batch, packing: row_packing.Packing | None = None) -> _Share:
+        seqs = row_packing.left_align(micro)
+        rows = row_packing.pack(self.module, seqs, packing, multiple=self.ranks.size("sp", "tp"))
+        if rows is not None:
             ids, positions = split_packed(rows.input_ids, rows.position_ids, self.ranks)
             places = rows.index(*(t.to(ids.device) for t in (seqs.rows, seqs.positions)))
             rows = replace(rows, input_ids=ids, position_ids=positions)
             seqs = seqs.to(ids.device)
+        elif self._shards_sequences:
+            ids, positions = split_tokens(seqs.input_ids, self.ranks)
+            places = seqs.positions
+        else:
+            columns = torch.arange(seqs.input_ids.shape[1], device=seqs.input_ids.device)
+            return _Share(seqs, columns[None], None)
         mine, columns = local_tokens(places, ids.shape[1], self.ranks)
-        local = Sequences(
+        local = row_packing.Sequences(
             ids,
             seqs.rows[mine],
             columns,
@@ -545,7 +473,6 @@ class ShardedModel:
         return _Share(local, positions, rows)
 
     def _run_stages(self, shares: Sequence[_Share], read: OnHidden, *, backward: bool) -> None:
-        """Send this rank's parts of micro-batches through the pipeline."""
         assert self._pipeline is not None
         with self._forward_context():
             self._pipeline.run(
@@ -558,13 +485,11 @@ class ShardedModel:
 
     @property
     def _shards_sequences(self) -> bool:
-        """Whether ranks split sequences between them."""
         return self.ranks.size("sp") > 1
 
     @contextmanager
     def _forward_context(self) -> Iterator[None]:
-        """Adapters off, where they are to be; autocast, where FSDP doesn't cast the weights and
-        they are not of that dtype already."""
+        """Adapters off, where they are to be; autocast, where FSDP doesn't cast the weights."""
         module: Any = self.module
         adapters = BaseModelView(module).weights() if self._adapters_off else nullcontext()
         with self._autocast(), adapters:

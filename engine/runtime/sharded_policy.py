@@ -1,14 +1,11 @@
-"""A policy on many ranks with the interface of a model on one rank, for training scripts.
-
-Also collective generation: each rank passes its own prompts and gets their completions back.
-"""
+"""A policy on many ranks with the interface of a model on one rank, for training scripts."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +21,7 @@ from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import ParallelConfig
-from engine.errors import ConfigError, EngineError, RolloutError, StorageError
+from engine.errors import ConfigError, EngineError, RolloutError
 from engine.models import UnloadedModel, has_adapters, save_policy
 from engine.parallel import fsdp, gradients
 from engine.parallel.layout import Layout, rollout_layout
@@ -42,8 +39,6 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RolloutTask:
-    """What this rank's rollout group decodes."""
-
     prompts: list[Sequence[int]]  # may be empty
     params: SamplingParams  # of the first rank; `first_prompt` numbers the prompts of all ranks
     by_data_index: dict[int, Prompts]  # the prompts of all ranks
@@ -54,7 +49,7 @@ class RolloutPeers:
 
     Ranks of one data-parallel index (they differ in tp only) pass the same prompts. The ranks of a
     rollout group decode the union of their prompts together; groups with the same union decode a
-    part of it each. Only Python objects are exchanged here, no weights.
+    part of it each.
     """
 
     def __init__(self, layout: Layout, rank: int, groups: Sequence[Sequence[int]]) -> None:
@@ -67,14 +62,20 @@ class RolloutPeers:
         self._union_of = indices
         self._group = next(g for g, members in enumerate(self._groups) if rank in members)
 
-    def raise_everywhere(self, problem: EngineError | None) -> None:
-        """Raise on every rank if any has a `problem`: its own error, else the lowest rank's."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise a problem of the block on every rank: its own error, else the lowest rank's."""
+        problem: EngineError | None = None
         try:
-            problems: list[EngineError | None] = self._gather(problem)
+            yield
+        except EngineError as error:
+            problem = error
+        problems: list[EngineError | None] = []
+        try:
+            problems = self._gather(problem)
         except RolloutError:
             if problem is None:
                 raise
-            problems = []  # this rank's own problem is the cause
         if problem is not None:
             raise problem
         for rank, other in enumerate(problems):
@@ -82,14 +83,10 @@ class RolloutPeers:
                 raise type(other)(f"rank {rank} of {len(problems)}: {other}")
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether any rank's `flag` is set."""
         return any(self._gather(flag))
 
     def scatter(self, prompts: Prompts, params: SamplingParams) -> RolloutTask:
-        """What this rank's group decodes of all ranks' prompts.
-
-        Raises ConfigError, on every rank, where their arguments differ.
-        """
+        """What this rank's group decodes; ConfigError, on every rank, where arguments differ."""
         calls = self._gather((list(map(list, prompts)), params))
         by_index, first = self._by_data_index(calls), calls[0][1]
         for rank, (_, other) in enumerate(calls):
@@ -135,7 +132,6 @@ class RolloutPeers:
         return {index: prompts for index, (_, prompts) in by_index.items()}
 
     def _data_index(self, rank: int) -> int:
-        """The index of `rank` among the training layout's data-parallel ranks."""
         where = self._layout.coordinates(rank)
         return where["dp"] * self._layout.fsdp + where["fsdp"]
 
@@ -161,10 +157,7 @@ class ShardedPolicy:
     def __init__(
         self, policy: PreTrainedModel | UnloadedModel, layout: Layout, rollout_tp: int
     ) -> None:
-        """Shard `policy` in place; every rank passes the same one, in full or unloaded.
-
-        Raises ConfigError, on every rank, for a model that can't be sharded so.
-        """
+        """Shard `policy` in place; ConfigError, on every rank, for one that can't be."""
         model: PreTrainedModel = policy.module if isinstance(policy, UnloadedModel) else policy
         if has_adapters(model) and rollout_tp > 1:
             raise ConfigError(
@@ -205,30 +198,20 @@ class ShardedPolicy:
         return output
 
     def reshard(self) -> None:
-        """Free weights that a forward pass without backward gathered."""
         fsdp.reshard(self.module)
 
     def sync_weights(self) -> None:
-        """Synchronise the rollout engine with the newest weights.
-
-        Raises RolloutError on every rank if the exchange failed on any.
-        """
-        problem: EngineError | None = None
-        try:
-            self.runtime.sync_weights(force=True)
-        except EngineError as error:
-            problem = error
-        except RuntimeError as error:
-            problem = RolloutError(
-                f"the weights did not reach the rollout ranks: {error}; restart the ranks"
-            )
-        self.peers.raise_everywhere(problem)
+        """Synchronise the rollout engine; RolloutError on every rank if any failed."""
+        with self.peers.together():
+            try:
+                self.runtime.sync_weights(force=True)
+            except RuntimeError as error:
+                raise RolloutError(
+                    f"the weights did not reach the rollout ranks: {error}; restart the ranks"
+                ) from error
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy full tensors, or a `state_dict` of these ranks, into this rank's shard.
-
-        Raises CheckpointError for full tensors of another model.
-        """
+        """Copy full tensors, or these ranks' `state_dict`; CheckpointError for another model's."""
         if any(isinstance(tensor, DTensor) for tensor in state.values()):
             self.module.load_state_dict(state)
         else:
@@ -240,22 +223,13 @@ class ShardedPolicy:
                     full[name].copy_(tensor)
 
     def save_pretrained(self, folder: str | Path, **options: object) -> None:
-        """Gather the weights and let the first rank write them; all ranks call it together.
-
-        Raises StorageError, on every rank, where the first could not write them.
-        """
-        first = self.runtime.sharded.ranks.rank == 0
+        """Gather the weights and let rank 0 write them; all raise its StorageError."""
         model = self.runtime.full_model(self._empty)
-        problem: EngineError | None = None
-        if first:
-            try:
+        with self.peers.together():  # no rank continues before the folder is written
+            if self.runtime.sharded.ranks.rank == 0:
                 save_policy(model, folder, options)
-            except StorageError as error:
-                problem = error
-        self.peers.raise_everywhere(problem)  # no rank continues before the folder is written
 
     def _empty(self) -> Any:
-        """A full policy whose weights are still to be filled."""
         if self._full is not None:
             return copy.deepcopy(self._full)
         dtype, config = floating_dtype(self.module), self._config
@@ -284,15 +258,8 @@ def _gather_logits(
     mesh: DeviceMesh, vocabulary: int, head: nn.Module, args: object, local: Tensor
 ) -> Tensor:
     """All ranks' logits concatenated, `[…, V]`; each rank's gradient is that of its own."""
-    shape = (*local.shape[:-1], vocabulary)
-    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    split = DTensor.from_local(
-        local,
-        mesh,
-        [Shard(local.dim() - 1)],
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+    shape = torch.Size((*local.shape[:-1], vocabulary))
+    stride, shard = torch.empty(shape, device="meta").stride(), [Shard(local.dim() - 1)]
+    split = DTensor.from_local(local, mesh, shard, run_check=False, shape=shape, stride=stride)
     logits: Tensor = split.redistribute(placements=[Replicate()]).to_local()
     return logits

@@ -1,7 +1,4 @@
-"""The state of a sharded model in training: saved once, loaded under any layout and in any dtype.
-
-Which files it goes to is in `engine.checkpoint`.
-"""
+"""The state of a sharded model in training: saved once, loaded under any layout and dtype."""
 
 from __future__ import annotations
 
@@ -31,8 +28,6 @@ _FLOATS = ("float32", "bfloat16", "float16")  # weights of one may be loaded as 
 
 @dataclass(frozen=True, slots=True)
 class _LocalTensor:
-    """This rank's part of a parameter or buffer."""
-
     module_name: str  # in this rank's module, e.g. "model.layers.0.mlp.up_proj.weight"
     name: str  # in the full model
     shape: tuple[int, ...]  # of the full tensor
@@ -44,13 +39,14 @@ class _LocalTensor:
         """The full tensor's dtype and shape, e.g. "float32 [97, 32]"."""
         return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.shape)}"
 
+    def description(self) -> StateDict:
+        """Which part of which tensor it is, as `_saved_boxes` reads it."""
+        offset, size = list(self.box.offset), list(self.box.size)
+        return {"of": self.kind, "shape": list(self.shape), "offset": offset, "size": size}
+
 
 class ShardedTrainState:
-    """A sharded model's optimizer and the generator of its mini-batches; saves and loads all three.
-
-    Of a model with adapters only these are saved: its base stays as loaded. All ranks call each
-    method together.
-    """
+    """A sharded model's optimizer and mini-batch generator; all ranks call each method together."""
 
     def __init__(
         self, sharded: ShardedModel, config: OptimConfig, total_steps: int, seed: int
@@ -61,27 +57,14 @@ class ShardedTrainState:
         self._saved_names: tuple[set[str], dict[str, str]] | None = None
 
     def state_dict(self) -> StateDict:
-        """The live tensors that this rank saves."""
         writes, _ = self._assign_saves()
         parts = [part for part in self._local_tensors() if part.name in writes]
         optimizer = self.optimizer.state_dict()
         moments = optimizer.pop("moments")
         return {
             "model": {part.name: part.tensor for part in parts},
-            BOXES: {
-                part.name: {
-                    "of": part.kind,
-                    "shape": list(part.shape),
-                    "offset": list(part.box.offset),
-                    "size": list(part.box.size),
-                }
-                for part in parts
-            },
-            "moments": {
-                part.name: moments[part.module_name]
-                for part in parts
-                if part.module_name in moments
-            },
+            BOXES: {part.name: part.description() for part in parts},
+            "moments": {p.name: moments[p.module_name] for p in parts if p.module_name in moments},
             "optimizer": optimizer,
             "rng": {"minibatches": self.generator.get_state()},
         }
@@ -92,10 +75,7 @@ class ShardedTrainState:
         _check(_saved_boxes(saved), kinds)
 
     def load(self, own: RankState, saved: Sequence[RankState]) -> None:
-        """Restore what ranks saved, weights in place: rollout may share their storage.
-
-        Raises CheckpointError, before anything has changed, for the state of another model.
-        """
+        """Restore what ranks saved, in place; CheckpointError first, if of another model."""
         self.check(saved)
         boxes = _saved_boxes(saved)
         stored = list(self._local_tensors())
@@ -145,10 +125,9 @@ class ShardedTrainState:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, saved: Sequence[RankState]) -> None:
-    """Fill a full model, in place, with the weights that all ranks of a role saved.
+    """Fill a full model, or its adapters, with the weights that all ranks of a role saved.
 
-    Of a model with adapters, these alone. Raises CheckpointError, before anything has changed, for
-    the state of another model.
+    Raises CheckpointError, before anything has changed, for the state of another model.
     """
     adapters = has_adapters(model)
     parts = [
@@ -164,8 +143,6 @@ def load_weights(model: nn.Module, saved: Sequence[RankState]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _SavedBox:
-    """A box of a parameter that a rank saved."""
-
     kind: str  # of the full tensor
     elements: int  # of the full tensor
     box: Box
@@ -183,7 +160,6 @@ def _saved_boxes(saved: Sequence[RankState]) -> dict[str, list[_SavedBox]]:
 
 
 def _check(boxes: dict[str, list[_SavedBox]], kinds: dict[str, str]) -> None:
-    """Raise CheckpointError unless the checkpoint has all of this model."""
     for name in sorted(boxes.keys() | kinds.keys()):
         there = boxes[name][0].kind if name in boxes else "missing"
         here = kinds.get(name, "missing")

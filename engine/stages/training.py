@@ -39,8 +39,8 @@ from engine.storage.filesystem import shared_store
 from engine.storage.s3 import Objects
 from engine.tracking.metric_logs import FILE as METRICS_FILE
 from engine.tracking.metric_logs import PACKAGES, MetricLogs, open_metric_logs, require_packages
-from engine.trainers.fault_tolerance import run_with_retries
 from engine.trainers.offline import OfflineTrainer, SFTExample, SFTTrainer, is_on_ray, offline_dtype
+from engine.trainers.resume import run_with_retries
 
 COPY_SECONDS = 30.0  # between two looks at what has grown
 CLOSE_SECONDS = 60.0  # for the last copy

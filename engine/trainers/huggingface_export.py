@@ -1,7 +1,4 @@
-"""Checkpoints of a run as Hugging Face folders: one in this process, or each during training.
-
-A policy that is in memory is saved by `engine.runtime.policy_runtime`.
-"""
+"""Checkpoints of a run as Hugging Face folders: one in this process, or each during training."""
 
 from __future__ import annotations
 
@@ -36,12 +33,9 @@ CONFIG = "config.json"  # written last to an object store: a folder with it is c
 
 def start_model_info(spec: RunSpec) -> dict[str, object]:
     """What a checkpoint records of the start model: path, dtype and adapters."""
-    path = Path(spec.model_path)
-    return {
-        "model": str(path.absolute()) if path.is_dir() else spec.model_path,
-        "dtype": spec.dtype,
-        "lora": spec.lora.model_dump(mode="json"),
-    }
+    path = spec.model_path
+    model = str(Path(path).absolute()) if Path(path).is_dir() else path
+    return {"model": model, "dtype": spec.dtype, "lora": spec.lora.model_dump(mode="json")}
 
 
 def export_policy(
@@ -50,11 +44,10 @@ def export_policy(
     """Write the policy in an RL checkpoint, and its tokenizer, as the actor itself saves them.
 
     `checkpoint` is a checkpoint's folder, or a run's (its newest good one is taken); `target` must
-    not exist. Both may be local or s3://. `model` is the folder or hub id that training started
-    from (default: the one that the checkpoint names). Checksums of all files are verified; the
-    folder appears complete or, in an object store, with its config.json last. Returns the
-    checkpoint's address. Raises CheckpointError, ModelError for a start model that isn't there,
-    and StorageError.
+    not exist. Both may be local or s3://. `model` is the start model's folder or hub id (default:
+    the one that the checkpoint names). Checksums of all files are verified; the folder appears
+    complete or, in an object store, with its config.json last. Returns the checkpoint's address.
+    Raises CheckpointError, ModelError for a start model that isn't there, and StorageError.
     """
     source, folder = resolve_checkpoint(checkpoint), Folder(target)
     if is_exported(folder) or (folder.is_local and (folder.sizes() or folder.folders())):
@@ -68,16 +61,12 @@ def export_policy(
 
 
 def write_policy(checkpoint: str | Path, folder: str | Path, model: str | Path) -> None:
-    """Write the policy in one checkpoint among the files of a local folder, file by file.
-
-    `model` is the start model. Raises as `export_policy` does.
-    """
+    """Write the policy in one checkpoint among the files of a local folder; as `export_policy`."""
     policy, path, _ = _load_policy(str(checkpoint), model)
     save_model(policy, load_tokenizer(path), Path(folder))
 
 
 def is_exported(folder: Folder) -> bool:
-    """Whether a complete model folder is there."""
     return CONFIG in folder.sizes()
 
 
@@ -96,10 +85,6 @@ def resolve_checkpoint(checkpoint: str | Path) -> str:
 
 
 def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel, str, int]:
-    """The policy in a checkpoint, the start model that it was loaded into, and its step.
-
-    Raises CheckpointError for the checkpoint of another model.
-    """
     values = read_controller_state(source).values
     start = values.get("policy")
     if start is None:
@@ -165,7 +150,7 @@ class BackgroundExporter:
     A process of its own (`python -m engine.export`) does it: loading a model changes global random
     generators and defaults, which training relies on. A failed export is logged and skipped;
     pending ones are found by listing the folders, so that a resumed run exports what the run before
-    it left. `engine.checkpoint.store` deletes old exports.
+    it left.
     """
 
     def __init__(self, store: CheckpointStore, model: str, timeout_s: float) -> None:
@@ -205,11 +190,8 @@ class BackgroundExporter:
                 log.warning("no model folders of checkpoints: %s; training continues", error)
 
     def _next_unexported(self) -> str | None:
-        """The oldest checkpoint that is not exported."""
-        for name in self._store.complete():
-            if name not in self._given_up and not is_exported(self._target(name)):
-                return name
-        return None
+        pending = (name for name in self._store.complete() if name not in self._given_up)
+        return next((name for name in pending if not is_exported(self._target(name))), None)
 
     def _export_checkpoint(self, name: str) -> None:
         source, folder = self._store.root / name, self._target(name)

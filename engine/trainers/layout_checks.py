@@ -1,7 +1,6 @@
 """Which layouts an RL run's roles can have, by its settings, its model and the model's experts.
 
 `check_layouts` is called once the placement is known, `check_parallel` by training on rows too.
-Other checks are in `run_plan`, what layouts are in `run_spec`.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ def check_layouts(
 ) -> None:
     """Raise ConfigError for layouts that the settings, or the model, don't allow."""
     for role in ("actor", "critic"):
-        parallel, layout = parallel_of(role, config), layout_of(role, config)
-        critic_path = config.critic.model_path if role == "critic" else ""
-        read = (
-            text_config(critic_path) if critic_path and model_config is not None else model_config
-        )
-        check_parallel(f"{role}.parallel", parallel, lora, read)
+        layout, read = layout_of(role, config), model_config
+        if role == "critic" and config.critic.model_path and model_config is not None:
+            read = text_config(config.critic.model_path)
+        check_parallel(f"{role}.parallel", parallel_of(role, config), lora, read)
         if layout.world_size > 1 and config.trainer.placement == "local":
             raise ConfigError(
                 f"{role}.parallel is a layout of {layout.world_size} ranks ({layout}), and "
                 "trainer.placement=local runs one process; set trainer.placement=ray"
             )
     _check_actor(config)
+    if sampler_count(config.trainer):
+        _check_samplers(config)
     if model_config is not None:
         _check_moe(config, model_config)
 
@@ -48,8 +47,7 @@ def check_parallel(
             if (size := getattr(parallel, axis)) > 1 and Experts.of(model_config) is not None:
                 raise ConfigError(
                     f"{name}.{axis}={size} with a mixture of experts ({model_config.model_type}): "
-                    f"experts are spread by fsdp alone; set {axis} to 1 and {name}.fsdp to the "
-                    "number of ranks"
+                    f"fsdp alone spreads experts; set {axis} to 1 and {name}.fsdp to the ranks"
                 )
         check_layout(layout, layout.world_size, ModelShape.of(model_config))
     if parallel.offload_params and layout.fsdp * layout.sp == 1:
@@ -62,25 +60,23 @@ def check_parallel(
 
 
 def _check_actor(config: RLConfig) -> None:
-    layout, rollout = layout_of("actor", config), config.rollout
+    layout, rollout, actor = layout_of("actor", config), config.rollout, config.actor
     if config.reference.offload_params and layout.fsdp * layout.sp == 1:
         raise ConfigError(
             "reference.offload_params is FSDP's; set actor.parallel.fsdp to 2 or more"
         )
-    apart = sampler_count(config.trainer) > 0
-    if not apart and layout.world_size % rollout_tp(config):
+    tp = rollout_tp(config)
+    if not sampler_count(config.trainer) and layout.world_size % tp:
         raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} does not divide the "
-            f"actor's {layout.world_size} ranks ({layout}); choose a divisor"
+            f"rollout.tensor_parallel_size={tp} does not divide the actor's {layout.world_size} "
+            f"ranks ({layout}); choose a divisor"
         )
-    full = config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
-    if layout.pp > 1 and full:
+    if layout.pp > 1 and actor.use_kl_loss and actor.kl_loss_type == "full":
         raise ConfigError(
             f"actor.kl_loss_type=full with actor.parallel.pp={layout.pp}: the exact KL needs both "
             "models' logits in one place; choose an estimator such as low_var_kl, or pp=1"
         )
-    _check_samplers(config)
-    size, least = config.actor.ppo_mini_batch_size, 2 * layout.data_ranks
+    size, least = actor.ppo_mini_batch_size, 2 * layout.data_ranks
     if choose_dataflow(config.algorithm).pairs and 0 < size < least:
         raise ConfigError(
             f"actor.ppo_mini_batch_size={size} holds no pair of completions for each of "
@@ -93,27 +89,22 @@ def _check_actor(config: RLConfig) -> None:
                 f"{size} {name} don't give each of the actor's {layout.world_size} ranks one; "
                 "raise trainer.train_batch_size or use fewer ranks"
             )
-    copies = layout.world_size // rollout_tp(config)
-    if rollout.parts > 1 and prompts // copies < rollout.parts:
+    each = prompts // max(1, layout.world_size // tp)
+    if rollout.parts > 1 and each < rollout.parts:
         raise ConfigError(
-            f"rollout.parts={rollout.parts} is more than the {prompts // copies} prompts that "
-            f"each of {copies} copies of the policy decodes (trainer.train_batch_size={prompts}); "
-            "lower it"
+            f"rollout.parts={rollout.parts} is more than the {each} prompts that each copy of the "
+            f"policy decodes (trainer.train_batch_size={prompts}); lower it"
         )
 
 
 def _check_samplers(config: RLConfig) -> None:
-    """Raise ConfigError for processes that only decode and can't be as they are asked for."""
     samplers, rollout = sampler_count(config.trainer), config.rollout
-    if not samplers:
-        return
     why, tp = f"with trainer.mode={config.trainer.mode}", rollout.tensor_parallel_size
     capabilities = engine_capabilities(rollout)
     if tp > 1 and not capabilities.own_processes:
         raise ConfigError(
             f"rollout.tensor_parallel_size={tp} {why} and rollout.engine={rollout.engine}: a "
-            "sampler is one process; set it to 1, or rollout.engine=vllm with "
-            "rollout.vllm.in_process=false, which starts processes of its own"
+            "sampler is one process; set it to 1, or use vllm with rollout.vllm.in_process=false"
         )
     if samplers > config.trainer.train_batch_size:
         raise ConfigError(
@@ -123,13 +114,11 @@ def _check_samplers(config: RLConfig) -> None:
     if samplers > 1 and capabilities.remote:
         raise ConfigError(
             f"trainer.rollout_workers={samplers} {why} and rollout.engine={rollout.engine}: one "
-            "process speaks to all servers, and brings them their weights; set it to 1, and name "
-            "the servers in rollout.server.urls"
+            "process speaks to all servers; set it to 1, and name them in rollout.server.urls"
         )
     pools = {role: pool for pool in config.trainer.pools for role in pool.roles}
     gpus = pools["sampler"].gpus if "sampler" in pools else 0.0
-    decodes_here = not capabilities.remote
-    if decodes_here and "actor" in pools and pools["actor"].gpus and not gpus:
+    if not capabilities.remote and "actor" in pools and pools["actor"].gpus and not gpus:
         raise ConfigError(
             "trainer.pools gives the actor GPUs and the processes that only decode none, which "
             f"would decode on the CPU; add {{roles: [sampler], gpus: {tp}}}"
@@ -142,10 +131,6 @@ def _check_samplers(config: RLConfig) -> None:
 
 
 def _check_moe(config: RLConfig, model_config: PretrainedConfig) -> None:
-    """Raise ConfigError for settings that this model's experts don't take, or that it has none for.
-
-    `model_config` is transformers' of the policy.
-    """
     rollout, kind = config.rollout, model_config.model_type
     setting = _routing_setting(config)
     if setting and kind not in MIXTURES:
@@ -160,8 +145,7 @@ def _check_moe(config: RLConfig, model_config: PretrainedConfig) -> None:
     if rollout.tensor_parallel_size > 1 and not splits_experts:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} with a mixture of "
-            f"experts ({kind}) and rollout.engine={rollout.engine}: it doesn't split experts over "
-            "ranks; set it to 1, or rollout.engine=vllm"
+            f"experts ({kind}): {rollout.engine} doesn't split them; set it to 1, or use vllm"
         )
     if setting:
         _check_routing(config, setting)

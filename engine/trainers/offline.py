@@ -1,8 +1,4 @@
-"""The loop of training on rows of a dataset, and the warm start (SFT).
-
-Where the model is, batches, steps, checkpoints and resumption. Preferences and rewards are in
-`preference_learning` and `reward_training`.
-"""
+"""The loop of training on rows of a dataset, and the warm start (SFT)."""
 
 from __future__ import annotations
 
@@ -14,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from engine.batch import Batch, Future
 from engine.checkpoint import Checkpoint, CheckpointStore, Saver
@@ -35,15 +32,10 @@ from engine.errors import CheckpointError, ConfigError, DataError
 from engine.models import resolve_dtype, text_config
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers import fault_tolerance
+from engine.trainers import resume
 from engine.trainers.layout_checks import check_parallel
-from engine.trainers.resume import changed_settings, flat
 from engine.workers.role import WorkerContext
 from engine.workers.supervised import OfflineWorker, SFTWorker
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 
 T = TypeVar("T")
 W = TypeVar("W", bound=OfflineWorker)
@@ -51,9 +43,8 @@ W = TypeVar("W", bound=OfflineWorker)
 
 def is_on_ray(config: OfflineConfig) -> bool:
     """Whether the model is in Ray actors: as `placement` says, or where there are several ranks."""
-    if config.placement is None:
-        return Layout.of(config.parallel).world_size > 1
-    return config.placement == "ray"
+    several = Layout.of(config.parallel).world_size > 1
+    return several if config.placement is None else config.placement == "ray"
 
 
 def check_offline_layout(
@@ -67,8 +58,7 @@ def check_offline_layout(
             f"{section}.parallel is a layout of {layout.world_size} ranks ({layout}), and "
             f"{section}.placement=local runs one process; set {section}.placement=ray"
         )
-    roles = [pool.roles for pool in config.pools]
-    if roles not in ([], [(section,)]):
+    if (roles := [pool.roles for pool in config.pools]) not in ([], [(section,)]):
         raise ConfigError(
             f"{section}.pools has the roles {roles}; there is one pool here, of roles [{section}]"
         )
@@ -91,34 +81,6 @@ def offline_placement(config: OfflineConfig) -> Placement:
         start_timeout_s=config.start_timeout_s,
         call_timeout_s=config.step_timeout_s,
     )
-
-
-def _launch_ranks(
-    worker: type[OfflineWorker],
-    model: PreTrainedModel | StartModel,
-    config: OfflineConfig,
-    seed: int,
-) -> Roles:
-    """Start the ranks on Ray; each loads what it keeps.
-
-    Raises ConfigError for a layout that can't be, or a model that no rank can load, and
-    PlacementError where the cluster has no room.
-    """
-    layout, section = Layout.of(config.parallel), config.section
-    if not isinstance(model, StartModel):
-        raise ConfigError(
-            f"{section}.parallel is {layout} on Ray, whose processes load the model themselves, "
-            "and a model in memory was given; give StartModel(path, dtype), or set "
-            f"{section}.placement=local"
-        )
-    check_offline_layout(config, model.lora or LoRAConfig(), text_config(model.path))
-    spec = RoleSpec(
-        section,
-        worker,
-        {"model": model, "config": config, "seed": seed},
-        layout=layout if layout.world_size > 1 else None,
-    )
-    return launch(offline_placement(config), [spec])
 
 
 def done(value: T | Future[T]) -> T:
@@ -151,9 +113,10 @@ MAY_DIFFER = {
 
 def recorded_settings(config: OfflineConfig) -> dict[str, object]:
     """The settings of a section that a checkpoint records, by dotted name, e.g. "sft.packing"."""
-    return flat({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
+    return resume.flat({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
 
 
+_CHUNK = 1024  # examples of one call to the ranks
 Example = TypeVar("Example")
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
 
@@ -189,24 +152,32 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         can't train, and PlacementError, before any rank starts.
         """
         self.config = config = self._checked(config)
+        section, layout = config.section, Layout.of(config.parallel)
         if isinstance(model, StartModel):
             model = replace(model, dtype=offline_dtype(model.dtype, model.path, config))
+        options: Any = {"model": model, "config": config, "seed": seed}
         self._worker: W | None = None
         self._roles: Roles | None = None
-        if is_on_ray(config):
-            self._roles = _launch_ranks(self.worker_class, model, config, seed)
-        else:
+        if not is_on_ray(config):
             check_offline_layout(config, LoRAConfig())
-            context = WorkerContext(config.section)
-            self._worker = self.worker_class(context, model=model, config=config, seed=seed)
+            self._worker = self.worker_class(WorkerContext(section), **options)
+        elif isinstance(model, StartModel):
+            check_offline_layout(config, model.lora or LoRAConfig(), text_config(model.path))
+            ranks = layout if layout.world_size > 1 else None
+            spec = RoleSpec(section, self.worker_class, options, layout=ranks)
+            self._roles = launch(offline_placement(config), [spec])
+        else:
+            raise ConfigError(
+                f"{section}.parallel is {layout} on Ray, whose processes load the model "
+                "themselves, and a model in memory was given; give StartModel(path, dtype), or "
+                f"set {section}.placement=local"
+            )
         self.seed, self.start = seed, start
         self.pad_token_id, self.on_step = pad_token_id, on_step
         self.on_resume: OnResume = lambda folder, step: None
 
-    def _checked(self, config: Any) -> OfflineConfig:
-        """The settings of this trainer; raise ConfigError for those of another."""
-        checked: OfflineConfig = config
-        return checked
+    def _checked(self, config: Any) -> Any:
+        return config
 
     @abstractmethod
     def validate(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -222,10 +193,14 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         metrics: dict[str, float] = done(ranks.update(batch))
         return metrics
 
+    def _chunks(self, examples: Sequence[Example]) -> Iterator[Batch]:
+        for start in range(0, len(examples), _CHUNK):
+            yield self._collate(examples[start : start + _CHUNK])
+
     def _prepare(
         self, train: Sequence[Example], validation: Sequence[Example], folder: str | Path | None
     ) -> tuple[Sequence[Example], Sequence[Example]]:
-        """What the start model has to say of the examples, before any step."""
+        """Examples with what the start model has to say of them, before any step."""
         return train, validation
 
     @property
@@ -250,10 +225,10 @@ class OfflineTrainer(ABC, Generic[Example, W]):
 
         With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every `save_freq` steps,
         at the end and on a pre-emption notice (SIGTERM), and training continues from the newest one
-        there, or else from the newest one in `resume_from`, whatever layout wrote it. Raises
-        DataError when there is nothing to train on, EngineError when training diverges,
-        CheckpointError for a checkpoint of other settings or another `start`,
-        LockedCheckpointsError while another run uses the folder, PreemptedError after a notice.
+        there, or else in `resume_from`, whatever layout wrote it. Raises DataError when there is
+        nothing to train on, EngineError when training diverges, CheckpointError for a checkpoint of
+        other settings or another `start`, LockedCheckpointsError while another run uses the folder,
+        PreemptedError after a notice.
         """
         if not train:
             raise DataError(self.no_rows)
@@ -262,21 +237,21 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             train, validation = self._prepare(train, validation, checkpoint_dir)
             done(self._ranks.begin(total))
             settings = self._settings(len(train))
-            saver = self._saver(checkpoint_dir) if checkpoint_dir else None
+            section, limit = self.config.section, self.config.step_timeout_s
+            groups = {} if self._roles is None else {section: self._roles[section]}
+            saver = Saver(self._store(checkpoint_dir), groups, limit) if checkpoint_dir else None
             begin, metrics, changed = self._resume(saver, resume_from, settings)
             if begin >= total:
                 log.warning("%s is at step %d of %d already", self.what, begin, total)
             recorded = {"settings": settings, "changed_settings": changed}
-            grace_s = self.config.preemption_grace_s
             with (
-                fault_tolerance.PreemptionNotice(grace_s) as notice,
-                fault_tolerance.finish_save_on_error(saver, notice),
+                resume.PreemptionNotice(self.config.preemption_grace_s) as notice,
+                resume.finish_save_on_error(saver, notice),
             ):
                 steps = range(begin, total)
                 last = self._train(train, validation, steps, saver, recorded, notice) or metrics
-                fault_tolerance.ensure_last_save(
-                    saver, lambda: self._save(saver, total, recorded, last)
-                )
+                save = partial(self._save, saver, total, recorded, last)
+                resume.ensure_last_save(saver, save)
                 return last
 
     def _train(
@@ -286,14 +261,14 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         steps: range,
         saver: Saver | None,
         recorded: StateDict,
-        notice: fault_tolerance.PreemptionNotice,
+        notice: resume.PreemptionNotice,
     ) -> dict[str, float]:
         total, config = steps.stop, self.config
         metrics: dict[str, float] = {}
         for step, rows in enumerate(self._batches(train, total)[steps.start :], steps.start + 1):
             notice.step, start = step, time.perf_counter()
             batch = self._collate([train[i] for i in rows])
-            with fault_tolerance.lost_workers_explained(notice):
+            with resume.lost_workers_explained(notice):
                 measured = self._update(batch)
                 seconds = time.perf_counter() - start
                 measured["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds
@@ -305,28 +280,25 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             if step == total or step % config.save_freq == 0 or notice.received:
                 self._save(saver, step, recorded, metrics)
             if notice.received and step < total:
-                fault_tolerance.raise_preempted(saver, step)
+                resume.raise_preempted(saver, step)
         return metrics
 
     def _resume(
         self, saver: Saver | None, elsewhere: str | Path | None, settings: dict[str, object]
     ) -> tuple[int, dict[str, float], list[StateDict]]:
-        """Load the newest checkpoint, the run's own or `elsewhere`; return its step, its metrics
-        and what changed in the settings since (0, {}, [])."""
-        if saver is None:
-            return 0, {}, []
-        checkpoint, here = saver.store.latest(), True
-        if checkpoint is None and elsewhere is not None:
-            checkpoint, here = self._store(elsewhere).latest(), False
-        if checkpoint is None:
+        """Load the newest checkpoint; return its step, its metrics and what has changed since."""
+        checkpoint = here = saver.store.latest() if saver is not None else None
+        if saver is not None and here is None and elsewhere is not None:
+            checkpoint = self._store(elsewhere).latest()
+        if saver is None or checkpoint is None:
             return 0, {}, []
         may_change = [f"{self.config.section}.{name}" for name in MAY_CHANGE]
         defaults = recorded_settings(type(self.config)())
-        changed = changed_settings(checkpoint, settings, may_change, defaults)
+        changed = resume.changed_settings(checkpoint, settings, may_change, defaults)
         self._load(saver, checkpoint)
         metrics = dict(checkpoint.state["metrics"])
         self.on_resume(checkpoint.folder, checkpoint.step)
-        if not here:  # the next attempt looks in the run's own folder
+        if here is None:  # the next attempt looks in the run's own folder
             recorded = {"settings": settings, "changed_settings": changed}
             self._save(saver, checkpoint.step, recorded, metrics)
         return checkpoint.step, metrics, changed
@@ -361,7 +333,6 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             log.warning("no checkpoint at step %d: %s; training continues", step, error)
 
     def total_steps(self, rows: int) -> int:
-        """Optimizer steps that the configuration asks for over `rows` examples."""
         return total_steps(self.config, rows)
 
     def save(self, folder: str | Path, tokenizer: str | Path) -> None:
@@ -369,18 +340,14 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         done(self._ranks.save(str(folder), str(tokenizer)))
 
     def close(self) -> None:
-        """Stop the ranks, if they are other processes."""
         if self._roles is not None:
             self._roles.close()
 
     @property
     def _ranks(self) -> W:
-        """The worker in this process, or the group of those elsewhere, whose calls are futures."""
-        if self._worker is not None:
-            return self._worker
-        assert self._roles is not None
-        group: Any = self._roles[self.config.section]
-        return group
+        """The worker in this process, or the group whose calls are futures."""
+        group: Any = self._roles and self._roles[self.config.section]
+        return self._worker or group
 
     @contextmanager
     def _own_threads_and_draws(self) -> Iterator[None]:
@@ -392,11 +359,6 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         with torch.random.fork_rng(devices=[]):
             yield
 
-    def _saver(self, folder: str | Path) -> Saver:
-        role = self.config.section
-        groups = {} if self._roles is None else {role: self._roles[role]}
-        return Saver(self._store(folder), groups, self.config.step_timeout_s)
-
     def _store(self, folder: str | Path) -> CheckpointStore:
         config = self.config
         restart = config.on_damaged_checkpoints == "restart"
@@ -405,14 +367,13 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for what may change."""
         inputs = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
-        return recorded_settings(self.config) | flat(inputs)
+        return recorded_settings(self.config) | resume.flat(inputs)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order.
 
-        A batch is drawn at random and sorted by length only into micro-batches: batches of rows of
-        one length would be batches of one answer style, and their token means would weigh the
-        short ones many times over.
+        A batch is drawn at random, and sorted by length only into micro-batches: rows of one length
+        have one answer style.
         """
         generator = torch.Generator().manual_seed(self.seed)
         size = min(self.config.train_batch_size, len(train))
@@ -430,15 +391,12 @@ class OfflineTrainer(ABC, Generic[Example, W]):
 
 
 def total_steps(config: OfflineConfig, rows: int) -> int:
-    """Optimizer steps that a configuration asks for over `rows` examples."""
     size = min(config.train_batch_size, rows)
     return config.max_steps or math.ceil(config.epochs * math.ceil(rows / size))
 
 
 @dataclass(frozen=True, slots=True)
 class SFTExample:
-    """One encoded pair."""
-
     prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
     response_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
 
@@ -459,7 +417,6 @@ class SFTTrainer(OfflineTrainer[SFTExample, SFTWorker]):
         return done(self._ranks.validation_loss(self._collate(examples)))["validation_loss"]
 
     def validate(self, examples: Sequence[SFTExample]) -> dict[str, float]:
-        """`loss`: see `validation_loss`."""
         return {"loss": self.validation_loss(examples)}
 
     def _collate(self, examples: Sequence[SFTExample]) -> Batch:

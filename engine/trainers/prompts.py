@@ -19,7 +19,7 @@ from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.order import observed_rates
 from engine.data.templates import encode_prompts, with_template_variables
-from engine.rollout.stream import Begun, PartialGroup, take_partial_groups, with_partial_groups
+from engine.rollout.stream import PartialGroup, take_partial_groups, with_partial_groups
 
 
 class PromptStream:
@@ -35,7 +35,6 @@ class PromptStream:
         self._observed: list[tuple[object, float]] = []  # prompts and pass rates since that draw
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Collate data rows into a batch of prompts."""
         prompts = [row["prompt"] for row in rows]
         encoded = encode_prompts(self._tokenizer, prompts, "rows of a step")
         if (truncation := self.loader.truncation) is not None:
@@ -48,7 +47,6 @@ class PromptStream:
         return batch or self._draw()
 
     def prefetch(self) -> None:
-        """Prepare the next batch while workers are busy."""
         with span("next prompts"):
             self._batch = self._batch or self._draw()
 
@@ -63,7 +61,6 @@ class PromptStream:
 
     @property
     def wants_rates(self) -> bool:
-        """Whether the loader chooses prompts by their pass rates."""
         return self.loader.wants_rates
 
     def observe(self, sampled: Batch) -> None:
@@ -75,65 +72,54 @@ class PromptStream:
             self._observed.append((prompt, rate))
 
     def state_dict(self, unfinished: Sequence[Batch] = ()) -> StateDict:
-        """The position in the data: tensors and plain values.
-
-        `unfinished` are single prompts that were handed out and have no finished group yet, with
-        their partial completions.
-        """
+        """The position in the data, and `unfinished` prompts with their partial completions."""
         drawn = [take_partial_groups(prompt) for prompt in (*unfinished, *self._resumed)]
         ahead = self._batch is not None
         return {
             "loader": self._loader_state if ahead else self.loader.state_dict(),
             "given": self._handed_out if ahead else 0,
             "observed": to_json_values(self._observed) if ahead else [],
-            "again": [_data_row(prompt) for prompt, _ in drawn],
+            "again": [
+                to_json_values({k: v[0] for k, v in prompt.columns.items() if k != "prompt_ids"})
+                for prompt, _ in drawn
+            ],
             "begun": [partial.tree() if partial is not None else None for _, [partial] in drawn],
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore `state_dict`."""
         self.loader.load_state_dict(state["loader"])
         self._batch, self._handed_out = None, int(state["given"])
-        observed = state.get("observed", [])  # after the draw, so that it is the same again
+        observed = [(prompt, rate) for prompt, rate in state.get("observed", [])]
         if self._handed_out or observed:
             self._batch = self._draw()
-        for prompt, rate in observed:
+        for prompt, rate in observed:  # after the draw, so that it is the same again
             self.loader.observe(prompt, rate)
-        self._observed = [(prompt, rate) for prompt, rate in observed]
-        self._resumed = deque(
-            with_partial_groups(self.encode([row]), [_partial(tree)])
-            if tree
-            else self.encode([row])
-            for row, tree in zip(state["again"], state["begun"], strict=True)
-        )
+        self._observed = observed
+        begun = zip(state["again"], state["begun"], strict=True)
+        self._resumed = deque(self._encode_begun(row, tree) for row, tree in begun)
+
+    def _encode_begun(self, row: dict[str, Any], tree: Any) -> Batch:
+        prompt = self.encode([row])
+        if not tree:
+            return prompt
+        kind = PartialEpisodes if "episodes" in tree else PartialGroup
+        return with_partial_groups(prompt, [kind.from_tree(tree)])
 
     def _draw(self) -> Batch:
         self._loader_state, self._observed = self.loader.state_dict(), []
         return self.encode(self.loader.next_batch())
 
 
-def _partial(tree: Any) -> Begun:
-    return PartialEpisodes.from_tree(tree) if "episodes" in tree else PartialGroup.from_tree(tree)
-
-
-def _data_row(prompt: Batch) -> Any:
-    return to_json_values({k: v[0] for k, v in prompt.columns.items() if k != "prompt_ids"})
-
-
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Prompts and their finished completions."""
-
     prompts: Batch
     completions: Batch  # whole groups, with the versions of the weights that sampled them
 
     def to_tree(self) -> StateDict:
-        """Tensors and plain values."""
         return {"prompts": batch_to_tree(self.prompts), "done": batch_to_tree(self.completions)}
 
     @staticmethod
     def from_tree(tree: StateDict) -> Rollout:
-        """Restore `to_tree`; tuples and arrays in columns become lists."""
         return Rollout(batch_from_tree(tree["prompts"]), batch_from_tree(tree["done"]))
 
 
@@ -147,7 +133,6 @@ def to_json_values(value: object) -> Any:
 
 
 def batch_to_tree(batch: Batch) -> StateDict:
-    """Tensors and plain values of a batch."""
     return {
         "tensors": {name: batch[name] for name in batch.names},
         "columns": {name: to_json_values(list(column)) for name, column in batch.columns.items()},

@@ -1,7 +1,4 @@
-"""What a run resumes from and what it hands over: checkpoints, recorded settings, the final step.
-
-Checkpoints themselves are in `engine.checkpoint`.
-"""
+"""How a run ends and goes on: pre-emption, retries, checkpoints, settings, the final step."""
 
 from __future__ import annotations
 
@@ -9,19 +6,26 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import FrameType
+from typing import Literal, NoReturn, Self, TypeVar
 
-from engine.checkpoint import Checkpoint, CheckpointStore, Saver
+from engine import errors
+from engine.checkpoint import Checkpoint, CheckpointStore, Saver, find_latest
 from engine.checkpoint.state_dict import StateDict
 from engine.config import RLConfig
 from engine.controller.groups import Roles
+from engine.controller.local_groups import threads_left_behind
 from engine.errors import CheckpointError
 from engine.trainers.huggingface_export import BackgroundExporter
 from engine.trainers.run_spec import RunSpec
-from engine.workers.stateful import StatefulWorker
+from engine.workers.role import StatefulWorker
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +64,10 @@ def changed_settings(
     differences = {n: f"{n} is {there.get(n)!r} there and {settings.get(n)!r} here" for n in names}
     allowed = tuple(f"{name}." for name in may_change)
     refused = [differences[n] for n in names if not f"{n}.".startswith(allowed)]
+    if len(refused) > _MAX_LISTED:
+        refused[_MAX_LISTED:] = [f"{len(refused) - _MAX_LISTED} more"]
     if refused:
-        more = len(refused) - _MAX_LISTED
-        shown = refused[:_MAX_LISTED] + ([f"{more} more"] if more > 0 else [])
-        raise _refused(checkpoint, ", ".join(shown))
+        raise _refused(checkpoint, ", ".join(refused))
     if differences:
         log.warning("%s: settings changed: %s", checkpoint.folder, ", ".join(differences.values()))
     new = [
@@ -111,7 +115,6 @@ MAY_CHANGE = (
 
 
 def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
-    """The saver of a run's roles under `folder` (local or s3://)."""
     settings = spec.config.trainer
     store = CheckpointStore(
         folder,
@@ -120,9 +123,8 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
         restart=settings.on_damaged_checkpoints == "restart",
     )
     stateful = sorted(r for r in roles if issubclass(roles[r].worker_class, StatefulWorker))
-    groups = {
-        role: roles[role] for role in dict.fromkeys((*_LOAD_ORDER, *stateful)) if role in roles
-    }
+    ordered = dict.fromkeys((*_LOAD_ORDER, *stateful))
+    groups = {role: roles[role] for role in ordered if role in roles}
     exporter = None
     if settings.save_huggingface:
         exporter = BackgroundExporter(store, spec.model_path, settings.step_timeout_s)
@@ -132,10 +134,9 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
 def save_episodes(
     folder: str | Path, before: str | Path | None, roles: Roles, spec: RunSpec
 ) -> None:
-    """Have a step's episodes saved beside its checkpoints while they are rolled out, in mode sync,
-    and go on from there or from `before`, the folder that the run resumes from.
+    """In mode sync, have a step's episodes saved beside its checkpoints while they are rolled out.
 
-    Other modes have what they roll out ahead in checkpoints.
+    They go on from there, or from `before`, the folder that the run resumes from.
     """
     if not spec.config.rollout.multi_turn.enable or spec.config.trainer.mode != "sync":
         return
@@ -149,8 +150,8 @@ def save_episodes(
 def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[str, object]:
     """The settings that a checkpoint records, by dotted name: a resumed run must share them.
 
-    Those in `MAY_CHANGE` may have changed. Left out are length, save frequency, placement, layouts
-    and deadlines, which may differ. The roles' own states identify model and adapters.
+    Those in `MAY_CHANGE` may have changed; length, save frequency, placement, layouts and deadlines
+    are left out.
     """
     trainer = config.trainer
     rl = config.model_dump(mode="json", exclude=_MAY_DIFFER)
@@ -165,8 +166,6 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class FinalModel:
-    """The step whose policy a run hands over."""
-
     step: int
     last: int  # step of the run
     score: float | None  # mean reward on the validation rows; None: not validated at that step
@@ -187,8 +186,7 @@ class FinalModel:
 
 def is_new_best(history: Sequence[Metrics]) -> bool:
     """Whether the last of the steps has the highest validation reward so far, or equals it."""
-    ranked = _ranked(history)
-    return bool(ranked) and ranked[0] is history[-1]
+    return any(row is history[-1] for row in _ranked(history)[:1])
 
 
 def choose_final_model(
@@ -196,8 +194,8 @@ def choose_final_model(
 ) -> FinalModel:
     """The step to hand over, from a finished run's history (a row a step, at least one).
 
-    `best` is the highest validation reward, the later one of equals; without validation it is the
-    last step. Where a better step's checkpoint is gone, a warning says so and the next one counts.
+    `best` is the highest validation reward, the later one of equals; without validation the last
+    step. Where a better step's checkpoint is gone, a warning says so and the next one counts.
     """
     last = history[-1]
     end = int(last["step"])
@@ -219,25 +217,188 @@ def choose_final_model(
 
 
 def carry_best(saver: Saver, history: Sequence[Metrics], resumed: Checkpoint) -> None:
-    """Copy the best step's checkpoint from the folder that a run resumed from into its own.
-
-    Does nothing where the run resumed from the best step itself. A failure is logged: the run then
-    hands over the best step of those whose checkpoints it has.
-    """
+    """Copy the best step's checkpoint from the folder that a run resumed from into its own."""
     ranked = _ranked(history)
-    if not ranked or ranked[0] is history[-1]:
+    if not ranked or ranked[0] is history[-1]:  # the run resumed from the best step itself
         return
+    step = int(ranked[0]["step"])
     try:
-        source = CheckpointStore(resumed.folder.rpartition("/")[0])
-        best = source.newest_of(int(ranked[0]["step"]))
+        best = CheckpointStore(resumed.folder.rpartition("/")[0]).newest_of(step)
         if best is not None:
             saver.wait()  # its commit removes folders that it doesn't know
             saver.store.adopt(best)
     except CheckpointError as error:
-        log.warning("the best step so far, %d, may be lost: %s", int(ranked[0]["step"]), error)
+        log.warning("the best step so far, %d, may be lost: %s", step, error)
 
 
 def _ranked(history: Sequence[Metrics]) -> list[Metrics]:
     """The validated steps, best first, the later one of equals before the other."""
     measured = [row for row in history if math.isfinite(row.get(SCORE, math.nan))]
     return sorted(measured, key=lambda row: (row[SCORE], row["step"]), reverse=True)
+
+
+class PreemptionNotice:
+    """Watches for SIGTERM while training runs; a context manager.
+
+    After the signal `received` is true, and the training code has `grace_s` seconds to finish its
+    step and save; then PreemptedError is raised wherever the main thread is. Outside of the main
+    thread, where Python delivers no signals, `received` stays false.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s, self._at = grace_s, 0.0
+        self.step = 0  # the one that is being taken, for messages
+        self._main = threading.current_thread() is threading.main_thread()
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    @property
+    def received(self) -> bool:
+        return self._at > 0.0
+
+    def seconds_left(self) -> float:
+        """Seconds until the deadline; `grace_s` before the signal."""
+        if not self.received:
+            return self._grace_s
+        return max(0.0, self._at + self._grace_s - time.monotonic())
+
+    def __enter__(self) -> Self:
+        if self._main:
+            handlers = ((signal.SIGTERM, self._on_sigterm), (signal.SIGALRM, self._on_deadline))
+            self._before = {number: signal.signal(number, handler) for number, handler in handlers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
+            self._at = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+            log.warning(
+                "SIGTERM: the current step is finished and saved, within %g s", self._grace_s
+            )
+
+    def _on_deadline(self, number: int, frame: FrameType | None) -> NoReturn:
+        raise errors.PreemptedError(
+            f"pre-empted, and no step was finished and saved in {self._grace_s:g} s; the run "
+            "resumes from the checkpoint before (trainer.save_freq, trainer.preemption_grace_s)"
+        )
+
+
+def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:
+    """Wait for the last save; if it failed, start it once more with `save`.
+
+    A second failure is logged as an error and not raised: the trained model is worth more than its
+    last checkpoint, and the caller saves it.
+    """
+    if saver is None or _is_durable(saver):
+        return
+    save()
+    if not _is_durable(saver):
+        log.error(
+            "the last step, %d, has NO CHECKPOINT: its save failed twice. The trained model is "
+            "handed over all the same; a run that is started again trains once more from %s. Look "
+            "at %s before it is needed",
+            saver.unsaved_step,
+            _next_start(saver),
+            saver.store.root,
+        )
+
+
+def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
+    """Wait for the save of `step`, if the run has checkpoints, and raise PreemptedError."""
+    if saver is None:
+        raise errors.PreemptedError(
+            f"pre-empted after step {step}, without a checkpoint folder: the run starts again from "
+            "the beginning"
+        )
+    _is_durable(saver)
+    saved = "" if saver.unsaved_step is None else ", which was not saved"
+    raise errors.PreemptedError(
+        f"pre-empted after step {step}{saved}; the run continues from {_next_start(saver)}"
+    )
+
+
+@contextmanager
+def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Iterator[None]:
+    """On any exception, give the save in flight as long as a pre-emption notice would."""
+    try:
+        yield
+    except BaseException as error:
+        if saver is not None:
+            saver.drain(notice.seconds_left())
+        if saver is None or not isinstance(error, errors.DivergedError):
+            raise
+        raise errors.DivergedError(
+            f"{error}; the last good step is that of {_next_start(saver)}: a run that is started "
+            "again with a lower learning rate goes on from there"
+        ) from error
+
+
+@contextmanager
+def lost_workers_explained(notice: PreemptionNotice) -> Iterator[None]:
+    """After a notice, workers may be stopped before this process: that is a pre-emption."""
+    try:
+        yield
+    except errors.WorkerError as error:
+        if not notice.received:
+            raise
+        raise errors.PreemptedError(
+            f"pre-empted in step {notice.step}, whose workers are gone; the run continues from its "
+            "last checkpoint"
+        ) from error
+
+
+def _next_start(saver: Saver) -> str:
+    """Where a run that is started again begins, by what is in the folder now."""
+    try:
+        newest = saver.store.latest()
+    except errors.CheckpointError as error:
+        return f"the newest good checkpoint in {saver.store.root}, which can't be read now: {error}"
+    return "the beginning" if newest is None else newest.folder
+
+
+def _is_durable(saver: Saver) -> bool:
+    """Wait for the save in flight; return whether the last one is durable. Logs a failure."""
+    try:
+        saver.wait()
+    except errors.CheckpointError as error:
+        log.warning("no checkpoint at step %s: %s", saver.unsaved_step, error)
+    return saver.unsaved_step is None
+
+
+T = TypeVar("T")
+
+
+def run_with_retries(
+    make: Callable[[], AbstractContextManager[T]],
+    work: Callable[[T], None],
+    checkpoint_dir: str | Path,
+    max_attempts: int,
+) -> None:
+    """Call `work` with a trainer; after a WorkerError again with a new one, which resumes.
+
+    A trainer rank isn't replaced alone, as a rollout worker is: all ranks share each step. Raises
+    the last WorkerError when `max_attempts` attempts in a row got past no new checkpoint (so rare
+    failures in a long run don't count), or where a call in this process can't be ended.
+    """
+    failed = newest = 0  # attempts that got past no new checkpoint; the step of the newest
+    while True:
+        try:
+            with make() as trainer:
+                work(trainer)
+            return
+        except errors.WorkerError as error:
+            try:
+                checkpoint = find_latest(checkpoint_dir)
+            except errors.DamagedCheckpointError:  # the next attempt says that all are
+                checkpoint = None
+            step, cause = checkpoint.step if checkpoint else 0, str(error).splitlines()[0]
+            failed = 1 if step > newest else failed + 1
+            newest = max(newest, step)
+            if failed >= max_attempts or threads_left_behind():
+                raise
+            log.warning("a worker was lost (%s); resuming from step %d", cause, step)

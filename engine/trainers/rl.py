@@ -1,9 +1,7 @@
-"""The RL trainer: prompts in, an improved policy out.
+"""The RL trainer: prompts in, an improved policy out; `RLTrainer._train` is the loop.
 
-`RLTrainer` is built from what `run_plan.plan_run` gives, and `_train` is the loop: weights to the
-samplers, rollout, update, validation, checkpoint. What a step computes is in `engine.dataflows`,
-what a role does in `engine.workers`, where roles run in `engine.controller`, and what is sampled
-ahead in `rollout_modes`.
+What a step computes is in `engine.dataflows`, what a role does in `engine.workers`, where roles run
+in `engine.controller`, and what is sampled ahead in `rollout_modes`.
 """
 
 from __future__ import annotations
@@ -26,10 +24,12 @@ from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
 from engine.storage.json_rows import Row
-from engine.trainers import fault_tolerance, resume, run_spec, step_record
+from engine.trainers import resume, run_spec, step_metrics
 from engine.trainers.huggingface_export import resolve_checkpoint, start_model_info
 from engine.trainers.prompts import PromptStream
+from engine.trainers.resume import PreemptionNotice
 from engine.trainers.run_plan import plan_run
+from engine.trainers.step_record import StepRecorder
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +42,10 @@ OnRollouts = Callable[[str, int, Batch], None]  # "train" or "validation", step,
 class RLTrainer:
     """Improves the policy in `model_path` on the prompts of `loader`.
 
-    A context manager: leaving it stops the workers. `on_step(step, total_steps, metrics)` is
-    called after every step; every `trainer.test_freq` steps and after the last one the metrics
-    have `validation/reward`, the mean reward on the rows `validation`. Raises ConfigError or
-    PlacementError before any worker starts. `on_resume(folder, step)` is called after a resumption,
-    `on_rollouts(split, step, batch)` with what each step and validation decoded.
+    A context manager: leaving it stops the workers. `on_step(step, total_steps, metrics)` is called
+    after every step; every `trainer.test_freq` steps and after the last one the metrics have
+    `validation/reward`, the mean reward on the rows `validation`. Raises ConfigError or
+    PlacementError before any worker starts.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class RLTrainer:
         self.on_rollouts: OnRollouts = lambda split, step, batch: None
         self.tokenizer = load_tokenizer(model_path)
         prompts = PromptStream(loader, self.tokenizer)
-        source_class = run_spec.get_rollout_source(self.config.trainer.mode)
+        source_class = run_spec.rollout_source(self.config.trainer)
         self.algo = Algo(
             self.config,
             spec.needs,
@@ -88,7 +87,7 @@ class RLTrainer:
             more_prompts=None if source_class.filters_groups else prompts.next_batch,
         )
         self.roles = launch(run_spec.placement_of(spec), run_spec.role_specs(spec))
-        self.source = source_class(run_spec.SourceInputs(spec, self.roles, prompts, self.algo))
+        self.source = source_class(spec, self.roles, prompts, self.algo)
         self.step = 0
         self.history: list[Metrics] = []  # a row a step, since step 1
         self.changed_settings: list[StateDict] = []  # when this run was resumed, see `run_settings`
@@ -100,15 +99,13 @@ class RLTrainer:
         checkpoint_dir: str | Path | None = None,
         resume_from: str | Path | None = None,
     ) -> Metrics:
-        """Run `num_steps` more steps (default: up to the configured total); return the last
-        step's metrics.
+        """Run `num_steps` steps, or up to the configured total; return the last step's metrics.
 
-        With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every
-        `trainer.save_freq` steps, at the end and on a pre-emption notice (SIGTERM), and a run
-        that has just begun resumes from the newest one there, or else from the newest one in
-        `resume_from`, or else from what `trainer.resume_from` names. Raises CheckpointError when
-        that is of other settings, LockedCheckpointsError while another run uses the folder,
-        PreemptedError after a notice.
+        With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every `trainer.save_freq`
+        steps, at the end and on a pre-emption notice (SIGTERM), and a run that has just begun
+        resumes from the newest one there, in `resume_from`, or in `trainer.resume_from`. Raises
+        CheckpointError when that is of other settings, LockedCheckpointsError while another run
+        uses the folder, PreemptedError after a notice.
         """
         with hold_lock(checkpoint_dir):
             saver = self._open_checkpoints(checkpoint_dir, resume_from)
@@ -119,12 +116,12 @@ class RLTrainer:
                     "this run is at step %d of %d already; nothing to train", self.step, stop
                 )
             root = None if saver is None else saver.store.root
-            with fault_tolerance.PreemptionNotice(settings.preemption_grace_s) as notice:
+            with PreemptionNotice(settings.preemption_grace_s) as notice:
                 with (
-                    fault_tolerance.finish_save_on_error(saver, notice),
+                    resume.finish_save_on_error(saver, notice),
                     self.source.running(stop),
-                    fault_tolerance.lost_workers_explained(notice),
-                    step_record.StepRecorder(self.spec, self.roles, self.algo, root) as recorder,
+                    resume.lost_workers_explained(notice),
+                    StepRecorder(self.spec, self.roles, self.algo, root) as recorder,
                 ):
                     metrics = self._train(stop, saver, notice, recorder)
                 if saver is not None:
@@ -135,57 +132,55 @@ class RLTrainer:
         self,
         stop: int,
         saver: Saver | None,
-        notice: fault_tolerance.PreemptionNotice,
-        recorder: step_record.StepRecorder,
+        notice: PreemptionNotice,
+        recorder: StepRecorder,
     ) -> Metrics:
-        """The loop: new weights to the samplers, rollout and update, validation, checkpoint."""
         settings, metrics = self.config.trainer, Metrics()
         while self.step < stop:
             notice.step = self.algo.step = self.step + 1
-            record = recorder.begin(self.step + 1)
+            recorder.begin(self.step + 1)
             started = time.perf_counter()
             self.roles.begin_step(self.step + 1)
+
             self.source.update_weights(self.step)
-            record.prompts = self.source.next_prompts()
-            result = self.dataflow.step(record.roles, record.prompts, self.algo)
+            recorder.prompts = self.source.next_prompts()
+            result = self.dataflow.step(recorder.roles, recorder.prompts, self.algo)
             # A step that learns nothing counts as a version of the policy as well.
             updates = result.updates or [self.roles.actor.skip_update()]
             self.source.prefetch()
             update_metrics = [update.result() for update in updates]
             self.step += 1
-            record.metrics = self._metrics(result.batch, update_metrics, started)
+
+            recorder.metrics = metrics = self._metrics(result.batch, update_metrics, started)
             recorder.end()
-            metrics = dict(record.metrics)
             self.on_rollouts("train", self.step, result.batch.resolve())
             if saver is not None:
-                metrics |= saver.take_metrics()
+                metrics = metrics | saver.take_metrics()
             if self.validation and _is_due(self.step, stop, settings.test_freq):
-                metrics |= self.validate(self.validation)
+                metrics = metrics | self.validate(self.validation)
             self.on_step(self.step, stop, metrics)
             self.history.append({"step": float(self.step)} | metrics)
-            keeps_best = settings.final_model == "best" and resume.SCORE in metrics
+
             save_due = notice.received or _is_due(self.step, stop, settings.save_freq)
-            if saver is not None and (
-                save_due or (keeps_best and resume.is_new_best(self.history))
-            ):
+            keeps_best = settings.final_model == "best" and resume.SCORE in metrics
+            if saver and (save_due or (keeps_best and resume.is_new_best(self.history))):
                 self.save_checkpoint(saver, metrics)
             if notice.received and self.step < stop:
-                fault_tolerance.raise_preempted(saver, self.step)
+                resume.raise_preempted(saver, self.step)
         if saver is not None:
-            fault_tolerance.ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
+            resume.ensure_last_save(saver, lambda: self.save_checkpoint(saver, metrics))
         return metrics
 
     def validate(self, rows: Sequence[Row]) -> Metrics:
-        """Of completions to the prompts of `rows`, as `rollout.val_kwargs` says (greedy ones):
-        `validation/reward`, their mean, …"""
+        """Metrics of completions to the prompts of `rows`, decoded as `rollout.val_kwargs` says."""
         prompts = self.source.prompts.encode(rows)
         batch = LazyBatch(self.roles.rollout.generate_validation(prompts))
         batch |= self.roles.reward.score(batch)
         self.on_rollouts("validation", self.step, batch.resolve())
-        return step_record.validation_metrics(batch.resolve())
+        return step_metrics.validation_metrics(batch.resolve())
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
-        """Resume from the newest good checkpoint of a folder; return it, or None without one."""
+        """Resume from the newest good checkpoint of a folder and return it; None without one."""
         saver = self.make_saver(checkpoint_dir)
         checkpoint = saver.store.latest()
         if checkpoint is not None:
@@ -199,7 +194,6 @@ class RLTrainer:
         return checkpoint
 
     def make_saver(self, folder: str | Path) -> Saver:
-        """A saver of this run's checkpoints under `folder`."""
         return resume.make_saver(folder, self.roles, self.spec)
 
     def save_checkpoint(self, saver: Saver, metrics: Metrics) -> None:
@@ -212,21 +206,18 @@ class RLTrainer:
 
     def state_dict(self) -> StateDict:
         """What a checkpoint holds besides the states of the roles."""
-        return (
-            {
-                "step": self.step,
-                "settings": self._settings(),
-                "changed_settings": self.changed_settings,
-                "policy": start_model_info(self.spec),
-                "algo": self.algo.state_dict(),
-                "history": self.history,
-            }
-            | self.source.state_dict()
-            | {"rng": process_rng()}
-        )
+        return {
+            "step": self.step,
+            "settings": self._settings(),
+            "changed_settings": self.changed_settings,
+            "policy": start_model_info(self.spec),
+            "algo": self.algo.state_dict(),
+            "history": self.history,
+            **self.source.state_dict(),
+            "rng": process_rng(),
+        }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore `state_dict`; the roles are restored before."""
         self.source.load_state_dict(state)
         self.step = int(state["step"])
         self.algo.load_state_dict(state["algo"])
@@ -238,22 +229,17 @@ class RLTrainer:
         return write_trace(self.spans, path) if self.spans else None
 
     def save(self, folder: str | Path) -> None:
-        """Write the policy and tokenizer as a Hugging Face folder."""
         self.roles.actor.save(str(folder)).result()
 
     def close(self) -> None:
-        """Stop the workers and free their memory."""
         self.roles.close()
 
     def _metrics(self, lazy: LazyBatch, updates: list[Metrics], start: float) -> Metrics:
         """The metrics of the step that began at `start` and has just ended; records its spans."""
         batch, seconds = lazy.resolve(), time.perf_counter() - start
-        metrics = (
-            step_record.step_metrics(batch, seconds)
-            | self.algo.take_metrics()
-            | self.source.metrics()
-        )
-        metrics |= step_record.staleness_metrics(batch, self.step - 1)
+        metrics = step_metrics.step_metrics(batch, seconds)
+        metrics |= self.algo.take_metrics() | self.source.metrics()
+        metrics |= step_metrics.staleness_metrics(batch, self.step - 1)
         sampled = self.algo.take_sampled() or [lazy]
         for rollout in sampled if self.source.prompts.wants_rates else ():
             self.source.observe(rollout.resolve())
@@ -267,28 +253,28 @@ class RLTrainer:
         self, checkpoint_dir: str | Path | None, resume_from: str | Path | None
     ) -> Saver | None:
         """The saver of `fit`; a run at step 0 resumes from the checkpoints that there are."""
-        saver = None if checkpoint_dir is None else self.make_saver(checkpoint_dir)
+        saver = None
         if checkpoint_dir is not None:
+            saver = self.make_saver(checkpoint_dir)
             resume.save_episodes(checkpoint_dir, resume_from, self.roles, self.spec)
         if self.step > 0 or (checkpoint_dir is not None and self.resume(checkpoint_dir)):
             return saver
         resumed = None if resume_from is None else self.resume(resume_from)
-        if resumed is None:
-            if not self.config.trainer.resume_from:
-                return saver
+        if resumed is None and self.config.trainer.resume_from:
             resumed = self.load_checkpoint(resolve_checkpoint(self.config.trainer.resume_from))
-        if saver is not None:  # the next attempt looks in `checkpoint_dir`
+        if resumed is not None and saver is not None:  # the next attempt looks in `checkpoint_dir`
             self.save_checkpoint(saver, self.history[-1] if self.history else {})
             if self.config.trainer.final_model == "best":
                 resume.carry_best(saver, self.history, resumed)
         return saver
 
-    def _settings(self) -> dict[str, object]:
-        return resume.run_settings(self.config, self.spec.max_response_length, self.spec.seed)
+    def _settings(self, config: RLConfig | None = None) -> dict[str, object]:
+        spec = self.spec
+        return resume.run_settings(config or self.config, spec.max_response_length, spec.seed)
 
     def _restore(self, saver: Saver, checkpoint: Checkpoint) -> None:
-        defaults = resume.run_settings(RLConfig(), self.spec.max_response_length, self.spec.seed)
-        changed = resume.changed_settings(checkpoint, self._settings(), resume.MAY_CHANGE, defaults)
+        settings, defaults = self._settings(), self._settings(RLConfig())
+        changed = resume.changed_settings(checkpoint, settings, resume.MAY_CHANGE, defaults)
         self.load_state_dict(saver.restore(checkpoint))
         self.changed_settings = changed
         self.on_resume(checkpoint.folder, self.step)

@@ -4,8 +4,6 @@
 - one_step_off: step k+1 is sampled during the update of step k, so it is one version behind.
 - async: rollout workers never stop; a step takes what is fresh enough (AReaL, arXiv:2505.24298;
   in-flight weight updates as in PipelineRL, arXiv:2509.19128).
-
-The training loop and the dataflows are the same for all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from engine.dataflows.algo import Algo
 from engine.errors import WeightSyncError
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers import run_spec
-from engine.trainers.prompts import Rollout
+from engine.trainers.prompts import PromptStream, Rollout
 
 
 @run_spec.register_rollout_source("sync")
@@ -44,8 +42,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _PendingRollout:
-    """Completions that the sampler is working on."""
-
     prompts: Batch
     completions: Future[Batch]
     weights: PublishedWeights | None = None  # that they are sampled under; None: from a checkpoint
@@ -57,9 +53,11 @@ class _AheadSource(run_spec.RolloutSource):
 
     off_policy = True
 
-    def __init__(self, inputs: run_spec.SourceInputs) -> None:
-        super().__init__(inputs)
-        self._spec, self._config = inputs.spec, inputs.spec.config.trainer
+    def __init__(
+        self, spec: run_spec.RunSpec, roles: Roles, prompts: PromptStream, algo: Algo
+    ) -> None:
+        super().__init__(spec, roles, prompts, algo)
+        self._spec, self._config = spec, spec.config.trainer
         self._last_step = 0
 
     @classmethod
@@ -79,8 +77,10 @@ class OneStepOffSource(_AheadSource):
 
     extra_roles = frozenset({"sampler"})
 
-    def __init__(self, inputs: run_spec.SourceInputs) -> None:
-        super().__init__(inputs)
+    def __init__(
+        self, spec: run_spec.RunSpec, roles: Roles, prompts: PromptStream, algo: Algo
+    ) -> None:
+        super().__init__(spec, roles, prompts, algo)
         self._pending: _PendingRollout | None = None
         self._version = 0
         self._weights: PublishedWeights | None = None
@@ -115,14 +115,12 @@ class OneStepOffSource(_AheadSource):
     def load_state_dict(self, state: StateDict) -> None:
         self.roles.sampler.load_weights(self.roles.actor.weights()).result()
         super().load_state_dict(state)
-        self._pending = None
-        for tree in state["queue"]:  # one at most
-            rollout = Rollout.from_tree(tree)
-            self._pending = _PendingRollout(rollout.prompts, Ready(rollout.completions))
+        rollouts = [Rollout.from_tree(tree) for tree in state["queue"]]  # one at most
+        pending = [_PendingRollout(r.prompts, Ready(r.completions)) for r in rollouts]
+        self._pending = pending[0] if pending else None
 
     @property
     def _another_step(self) -> bool:
-        """Whether a step follows the next one."""
         return self._version + 1 < self._last_step
 
     def _sample(self) -> _PendingRollout:
@@ -135,17 +133,16 @@ class OneStepOffSource(_AheadSource):
         return _PendingRollout(prompts, self.roles.sampler.generate(prompts), weights, loading)
 
     def _completions(self, rollout: _PendingRollout) -> Future[Batch]:
-        """Wait until the weights are loaded; after a failed delta send the full ones, and sample
-        again."""
-        if rollout.loading is not None:
-            loading, rollout.loading = rollout.loading, None
-            try:
+        """Wait for the weights; where a delta failed, sample again with the full ones."""
+        loading, rollout.loading = rollout.loading, None
+        try:
+            if loading is not None:
                 loading.result()
-            except WeightSyncError as error:
-                assert rollout.weights is not None
-                log.warning("the sampler gets the full weights: %s", error)
-                self.roles.sampler.load_weights(rollout.weights.full).result()
-                rollout.completions = self.roles.sampler.generate(rollout.prompts)
+        except WeightSyncError as error:
+            assert rollout.weights is not None
+            log.warning("the sampler gets the full weights: %s", error)
+            self.roles.sampler.load_weights(rollout.weights.full).result()
+            rollout.completions = self.roles.sampler.generate(rollout.prompts)
         return rollout.completions
 
 
@@ -158,9 +155,11 @@ class AsyncSource(_AheadSource):
 
     filters_groups = True
 
-    def __init__(self, inputs: run_spec.SourceInputs) -> None:
-        super().__init__(inputs)
-        self._filter = SignalFilter(inputs.algo, self.prompts.observe)
+    def __init__(
+        self, spec: run_spec.RunSpec, roles: Roles, prompts: PromptStream, algo: Algo
+    ) -> None:
+        super().__init__(spec, roles, prompts, algo)
+        self._filter = SignalFilter(algo, prompts.observe)
         self._rollout: AsyncRollout | None = None
         self._restored: list[Rollout] = []  # of a checkpoint, until the rollout starts
 
@@ -219,11 +218,10 @@ class AsyncSource(_AheadSource):
         return self._rollout
 
     def _start(self, weights: PublishedWeights) -> AsyncRollout:
-        config, restored = self._config, self._restored
-        self._restored = []
+        config, (restored, self._restored) = self._config, (self._restored, [])
         # A server that loads, or finishes what it has begun first, is silent that long.
-        remote = engine_capabilities(self._spec.config.rollout).remote
-        loading = self._spec.config.rollout.server.timeout_s if remote else 0.0
+        rollout = self._spec.config.rollout
+        loading = rollout.server.timeout_s if engine_capabilities(rollout).remote else 0.0
         silence = config.rollout_silence_s + loading
         return AsyncRollout(
             [f"sampler{i}" for i in range(config.rollout_workers)],
@@ -240,12 +238,11 @@ class AsyncSource(_AheadSource):
             score=self.roles.reward.score_part,
             weights=weights,
             keep=self._filter.accepts,
-            finished=[(rollout.prompts, rollout.completions) for rollout in restored],
+            finished=[(group.prompts, group.completions) for group in restored],
             timeout_s=config.step_timeout_s,
         )
 
     def _spawn(self, name: str, attempt: int) -> Roles:
-        """Start one process of a rollout worker."""
         spec = run_spec.rollout_worker_spec(name, self._spec)
         placement = run_spec.rollout_worker_placement(name, self._spec)
         return launch(placement, [spec], recorder=self.roles.recorder)
@@ -265,7 +262,6 @@ class SignalFilter:
         self._in_a_row = 0  # groups without signal
 
     def accepts(self, group: Batch) -> bool:
-        """Whether a scored group may be learned from."""
         self._observe(group)
         if not self._settings.enable:
             return True

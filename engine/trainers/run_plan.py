@@ -1,14 +1,13 @@
 """`plan_run` checks and resolves an RL run's settings: they become the `RunSpec` it is built from.
 
 `check_config` has the checks that need no model and no machines: whether settings make sense
-together, and which have no effect. What a run is made of is in `run_spec`, which layouts can be in
-`layout_checks`, the layout for the machines that are there in `auto_placement`.
+together, and which have no effect.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from pydantic import BaseModel
@@ -17,7 +16,7 @@ from engine.agents.environment_protocol import environment_class
 from engine.algorithms import advantages
 from engine.algorithms.correction import check_correction
 from engine.algorithms.divergences import check_kind
-from engine.config import KLControlConfig, LoRAConfig, RLConfig, TeacherConfig
+from engine.config import LoRAConfig, RLConfig, TeacherConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Dataflow, RequiredPasses
@@ -28,7 +27,7 @@ from engine.rewards import Scorer
 from engine.rewards.formats import NAME as ENVIRONMENT
 from engine.rollout.protocol import ENGINE_SETTINGS, check_engine_settings, engine_capabilities
 from engine.trainers import run_spec
-from engine.trainers.auto_placement import model_dtype, resolve_auto, run_roles
+from engine.trainers.auto_placement import model_dtype, resolve_auto
 from engine.trainers.layout_checks import check_layouts
 from engine.workers import algorithm_options
 
@@ -64,7 +63,7 @@ def plan_run(
     )
     check_layouts(config, lora, text_config(model_path))
     _check_other_models(config, dataflow, model_path, max_model_len)
-    needs, roles = run_roles(config)
+    needs, roles = run_spec.run_roles(config)
     return run_spec.RunSpec(
         model_path,
         run_spec.effective_config(config),
@@ -80,10 +79,7 @@ def plan_run(
 
 
 def check_config(config: RLConfig, max_response_length: int | None = None) -> Dataflow:
-    """Raise ConfigError for unknown names, contradictions and settings without effect.
-
-    Returns the dataflow that the settings name.
-    """
+    """Return the dataflow; ConfigError for contradictions and settings without effect."""
     import_plugins(config.plugins)
     algorithm = config.algorithm
     dataflow = choose_dataflow(algorithm)
@@ -99,12 +95,8 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     check_engine_settings(config.rollout)
     _check_rewards(config, max_response_length)
     correction = algorithm.rollout_correction
-    check_correction(
-        correction.rollout_is,
-        correction.rollout_is_threshold,
-        correction.rollout_rs,
-        correction.rollout_rs_threshold,
-    )
+    fields = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+    check_correction(*attrgetter(*fields)(correction))
     _check_mode(config)
     _check_multi_turn(config, dataflow)
     _check_pools(config, dataflow)
@@ -129,7 +121,6 @@ _SERVED = tuple(
 
 
 def _check_teachers(config: RLConfig) -> None:
-    """Raise ConfigError for teachers, a loss or a layout that don't go together."""
     algorithm, settings = config.algorithm, config.algorithm.distillation
     if not algorithm.teachers:
         raise ConfigError(
@@ -141,12 +132,11 @@ def _check_teachers(config: RLConfig) -> None:
             "actor.use_kl_loss with algorithm.dataflow=distillation: the KL to the teacher is "
             "what is learned already; set actor.use_kl_loss=false"
         )
-    compares = settings.loss != "policy_gradient"
     for i, teacher in enumerate(settings.teachers):
         if teacher.url:
             _check_served(config, f"algorithm.distillation.teachers[{i}].url={teacher.url}")
     parallel = config.actor.parallel
-    if compares and (parallel.tp > 1 or parallel.pp > 1):
+    if settings.loss != "policy_gradient" and (parallel.tp > 1 or parallel.pp > 1):
         raise ConfigError(
             f"algorithm.distillation.loss={settings.loss} with actor.parallel.tp={parallel.tp} and "
             f"pp={parallel.pp}: it needs all logits of a token in one place; set both to 1 (dp, "
@@ -157,7 +147,7 @@ def _check_teachers(config: RLConfig) -> None:
 
 
 def _compares_whole_vocabularies(config: RLConfig) -> bool:
-    """Whether student and teachers meet in one process, as both have logits over all tokens."""
+    """Whether student and teachers meet in one process."""
     settings = config.algorithm.distillation
     return settings.loss != "policy_gradient" and not settings.top_k
 
@@ -165,8 +155,7 @@ def _compares_whole_vocabularies(config: RLConfig) -> bool:
 def _check_served(config: RLConfig, setting: str) -> None:
     if _compares_whole_vocabularies(config):
         raise ConfigError(
-            f"{setting} with algorithm.distillation.loss={config.algorithm.distillation.loss} and "
-            "top_k=0: a server gives log-probs of the likeliest tokens alone; set "
+            f"{setting} with top_k=0: a server gives log-probs of the likeliest tokens alone; set "
             "algorithm.distillation.top_k, to 16 for instance"
         )
     if config.rollout.temperature != 1:
@@ -181,7 +170,7 @@ _OF_EPISODES = ("gae_turn", "grpo", "grpo_passk", "grpo_turn", "gpg", "maxrl", "
 
 
 def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
-    """Raise ConfigError for what episodes don't go with, and for a reward that needs episodes."""
+    environment = config.rollout.agent.environment.name
     if not config.rollout.multi_turn.enable:
         if config.reward.name == ENVIRONMENT:
             raise ConfigError(
@@ -189,12 +178,12 @@ def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
                 "rollout.multi_turn.enable=true and rollout.agent.environment.name, or name another"
             )
         return
-    if not config.rollout.agent.environment.name:
+    if not environment:
         raise ConfigError(
             "rollout.multi_turn.enable needs rollout.agent.environment.name, a registered "
             "environment or package.module:Class; set it"
         )
-    environment_class(config.rollout.agent.environment.name)
+    environment_class(environment)
     for setting, advice in _refused(config, dataflow):
         raise ConfigError(f"{setting} doesn't go with rollout.multi_turn.enable; {advice}")
 
@@ -202,144 +191,133 @@ def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
 def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     """Settings that episodes don't go with, and what to set."""
     rollout, capabilities = config.rollout, engine_capabilities(config.rollout)
-    ahead = run_spec.sampler_count(config.trainer) > 0
+    engine, mode = f"rollout.engine={rollout.engine}", config.trainer.mode
     if not capabilities.streams:
-        advice = "turns are decoded in a stream: use native, vllm or server"
-        yield f"rollout.engine={rollout.engine}", advice
-    if rollout.tensor_parallel_size > 1 and not capabilities.own_processes:
-        setting = f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
-        advice = "turns are decoded on one rank each: set it to 1"
-        yield (
-            setting,
-            advice + (", or rollout.vllm.in_process=false" if capabilities.loads_shards else ""),
-        )
-    if ahead and (tp := config.actor.parallel.tp) > 1:
+        yield engine, "turns are decoded in a stream: use native, vllm or server"
+    if (tp := rollout.tensor_parallel_size) > 1 and not capabilities.own_processes:
+        apart = ", or rollout.vllm.in_process=false" if capabilities.loads_shards else ""
+        advice = f"turns are decoded on one rank each: set it to 1{apart}"
+        yield f"rollout.tensor_parallel_size={tp}", advice
+    if run_spec.sampler_count(config.trainer) and (tp := config.actor.parallel.tp) > 1:
         advice = "validation would decode turns on several ranks: set it to 1, or mode=sync"
-        yield f"actor.parallel.tp={tp} with trainer.mode={config.trainer.mode}", advice
+        yield f"actor.parallel.tp={tp} with trainer.mode={mode}", advice
     if capabilities.remote and rollout.server.api == "tgi":
         advice = "it takes text, and would read sampled ids as others: use api=openai"
         yield "rollout.server.api=tgi", advice
     if rollout.agent.turn_timeout_s is not None and not capabilities.cuts:
-        setting = f"rollout.agent.turn_timeout_s with rollout.engine={rollout.engine}"
         advice = "it answers whole turns: limit them by rollout.multi_turn.max_turn_length"
-        yield setting, advice
+        yield f"rollout.agent.turn_timeout_s with {engine}", advice
     if rollout.enable_rollout_routing_replay:
         yield "rollout.enable_rollout_routing_replay", "remove it"
     if config.reward.overlong_buffer.enable:
-        setting = "reward.overlong_buffer.enable"
-        yield setting, "limit turns by rollout.multi_turn.max_assistant_turns"
-    if rollout.multi_turn.history == "branches":
-        name = config.algorithm.adv_estimator
-        if dataflow.name not in ("grpo", "ppo") or name not in _OF_EPISODES:
-            setting = f"rollout.multi_turn.history=branches with algorithm.adv_estimator={name}"
-            setting += f" and dataflow {dataflow.name}"
-            yield setting, f"choose one of {', '.join(_OF_EPISODES)}, or history=append"
+        advice = "limit turns by rollout.multi_turn.max_assistant_turns"
+        yield "reward.overlong_buffer.enable", advice
+    estimator, name = config.algorithm.adv_estimator, dataflow.name
+    joins = name in ("grpo", "ppo") and estimator in _OF_EPISODES
+    if rollout.multi_turn.history == "branches" and not joins:
+        setting = "rollout.multi_turn.history=branches with algorithm.adv_estimator="
+        advice = f"choose one of {', '.join(_OF_EPISODES)}, or history=append"
+        yield f"{setting}{estimator} and dataflow {name}", advice
 
 
-_KL_LOSS = ("kl_loss_coef", "kl_loss_type")
-_POLICY_LOSS = (
-    *algorithm_options.ACTOR_FIELDS,
-    "loss_agg_mode",
-    "loss_scale_factor",
-    "entropy_coeff",
-    "old_log_probs",
+_KL_LOSS = ("actor.kl_loss_coef", "actor.kl_loss_type")
+_KL_SCHEDULE = [f"algorithm.kl_ctrl.{name}" for name in ("horizon", "target_kl")]
+_LOSS_OF_ADVANTAGES = (
+    *(f"actor.{name}" for name in algorithm_options.ACTOR_FIELDS),
+    "actor.entropy_coeff",
+    "actor.old_log_probs",
+    "actor.policy_loss.*",
 )
-_DIVERGENCES = tuple(name for name in _POLICY_LOSS if not name.startswith("loss_"))
-_KL_SCHEDULE = tuple(sorted(set(KLControlConfig.model_fields) - {"type", "kl_coef"}))
-
-Fields = tuple[str, ...] | None  # of a section; None: all of them
+_AGGREGATION = ("actor.loss_agg_mode", "actor.loss_scale_factor")
+_ADVANTAGES = (
+    "algorithm.adv_estimator",
+    *(f"algorithm.{name}" for name in algorithm_options.ADVANTAGE_FIELDS),
+    "algorithm.options",
+    "algorithm.use_kl_in_reward",
+    "algorithm.rollout_correction.*",
+    "reward.whiten",
+)
 
 
 def unused_settings(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
-    """Changed settings that nothing reads, each with the reason: they are refused, so that nobody
-    tunes them."""
-    for unread, why, sections in _unread_sections(config, dataflow):
-        for path, fields in sections.items() if unread else ():
-            for field, value in algorithm_options.changed(attrgetter(path)(config), fields).items():
+    for unread, why, settings in _unread_settings(config, dataflow):
+        for setting in settings if unread else ():
+            path, _, field = setting.rpartition(".")
+            fields = None if field == "*" else (field,)
+            for name, value in algorithm_options.changed(attrgetter(path)(config), fields).items():
                 shown = "" if isinstance(value, BaseModel) else f"={value}"
-                yield f"{path}.{field}{shown}", why
+                yield f"{path}.{name}{shown}", why
     if config.algorithm.filter_groups.enable and not dataflow.refills:
         yield "algorithm.filter_groups.enable", f"with dataflow {dataflow.name}; use dapo"
     if "teacher" in dataflow.roles:
         yield from _unused_distillation(config)
 
 
-def _unread_sections(
+def _unread_settings(
     config: RLConfig, dataflow: Dataflow
-) -> Iterator[tuple[bool, str, dict[str, Fields]]]:
-    """Sections of the settings, or fields of them, that a part of the run would read: whether the
-    run does without that part, and why."""
-    algorithm, actor, rollout, trainer = (
-        config.algorithm,
-        config.actor,
-        config.rollout,
-        config.trainer,
-    )
+) -> Iterator[tuple[bool, str, Iterable[str]]]:
+    """Whether the run lacks a part, why, and the settings (`section.*`: all) it would read."""
+    algorithm, actor, rollout = config.algorithm, config.actor, config.rollout
+    reward, trainer, name = config.reward, config.trainer, dataflow.name
+
     # A coefficient of 0 turns the KL term off.
     kl_loss = _KL_LOSS if actor.kl_loss_coef else _KL_LOSS[1:]
-    yield not actor.use_kl_loss, "without actor.use_kl_loss", {"actor": kl_loss}
+    yield not actor.use_kl_loss, "without actor.use_kl_loss", kl_loss
     why = "without algorithm.use_kl_in_reward"
-    yield not algorithm.use_kl_in_reward, why, {"algorithm": ("kl_penalty", "kl_ctrl")}
+    yield not algorithm.use_kl_in_reward, why, ["algorithm.kl_penalty", "algorithm.kl_ctrl"]
     why = "with algorithm.kl_ctrl.type=fixed"
-    yield algorithm.kl_ctrl.type == "fixed", why, {"algorithm.kl_ctrl": _KL_SCHEDULE}
+    yield algorithm.kl_ctrl.type == "fixed", why, _KL_SCHEDULE
 
     unread = [f for f in ENGINE_SETTINGS if f not in engine_capabilities(rollout).settings]
     sections = [f for f in unread if isinstance(getattr(rollout, f), BaseModel)]
-    engine: dict[str, Fields] = {f"rollout.{name}": None for name in sections}
-    engine["rollout"] = tuple(f for f in unread if f not in sections)
+    engine = [f"rollout.{f}.*" if f in sections else f"rollout.{f}" for f in unread]
     yield True, f"with rollout.engine={rollout.engine}", engine
 
     why = f"with trainer.mode={trainer.mode}"
-    fields: tuple[str, ...] = ("staleness", "rollout_silence_s", "max_rollout_restarts")
-    yield trainer.mode != "async", why, {"trainer": fields}
-    fields = ("rollout_workers", "rollout_threads", "delta_sync")
-    yield not run_spec.sampler_count(trainer), why, {"trainer": fields, "rollout": ("dtype",)}
+    queue = ("staleness", "rollout_silence_s", "max_rollout_restarts")
+    yield trainer.mode != "async", why, [f"trainer.{field}" for field in queue]
+    workers = ("trainer.rollout_workers", "trainer.rollout_threads", "trainer.delta_sync")
+    yield not run_spec.sampler_count(trainer), why, [*workers, "rollout.dtype"]
 
-    name = dataflow.name
-    without_critic = "critic" not in RequiredPasses.of(config, dataflow).roles(dataflow)
+    critic = "critic" in RequiredPasses.of(config, dataflow).roles(dataflow)
     why = f"with dataflow {name}, which has no critic"
-    yield without_critic, why, {"critic": None, "trainer": ("critic_warmup",)}
+    yield not critic, why, ["critic.*", "trainer.critic_warmup"]
     why = f"with dataflow {name}, which makes no preference pairs"
-    yield not dataflow.pairs, why, {"algorithm.preference": None}
-    why = "without algorithm.dataflow=distillation"
-    yield "teacher" not in dataflow.roles, why, {"algorithm": ("teacher", "distillation")}
-    compares = "teacher" in dataflow.roles and algorithm.distillation.loss != "policy_gradient"
+    yield not dataflow.pairs, why, ["algorithm.preference.*"]
+    teacher, why = "teacher" in dataflow.roles, "without algorithm.dataflow=distillation"
+    yield not teacher, why, ["algorithm.teacher", "algorithm.distillation"]
+    compares = teacher and algorithm.distillation.loss != "policy_gradient"
     why = f"with algorithm.distillation.loss={algorithm.distillation.loss}"
-    fields = (*_DIVERGENCES, "router_aux_loss_coef", "router_replay")
-    yield compares, why, {"actor": fields, "actor.policy_loss": None}
-    why = "without algorithm.filter_groups.enable"
+    routers = ("actor.router_aux_loss_coef", "actor.router_replay")
+    yield compares, why, [*_LOSS_OF_ADVANTAGES, *routers]
     unfiltered = not algorithm.filter_groups.enable and not dataflow.refills
-    yield unfiltered, why, {"algorithm.filter_groups": None}
-    weighs = run_spec.effective_config(config).algorithm.rollout_correction.rollout_is is not None
+    why = "without algorithm.filter_groups.enable"
+    yield unfiltered, why, ["algorithm.filter_groups.*"]
+    correction = run_spec.effective_config(config).algorithm.rollout_correction
     fields = ("rollout_is_threshold", "rollout_is_batch_normalize")
-    yield not weighs, "without rollout_is", {"algorithm.rollout_correction": fields}
+    weights = [f"algorithm.rollout_correction.{field}" for field in fields]
+    yield correction.rollout_is is None, "without rollout_is", weights
     why = f"with dataflow {name}, which has no advantages"
-    fields = ("adv_estimator", *algorithm_options.ADVANTAGE_FIELDS, "options", "use_kl_in_reward")
-    yield (
-        not dataflow.uses_advantages,
-        why,
-        {"algorithm": fields, "algorithm.rollout_correction": None, "reward": ("whiten",)},
-    )
+    yield not dataflow.uses_advantages, why, _ADVANTAGES
     why = f"with dataflow {name}, whose loss is one of pairs"
-    yield dataflow.pairs, why, {"actor": (*_POLICY_LOSS, *kl_loss), "actor.policy_loss": None}
+    yield dataflow.pairs, why, [*_LOSS_OF_ADVANTAGES, *_AGGREGATION, *kl_loss]
 
     why = "without reward.overlong_buffer.enable"
-    yield not config.reward.overlong_buffer.enable, why, {"reward.overlong_buffer": None}
-    measures = "teacher" in dataflow.roles and not dataflow.uses_advantages
+    yield not reward.overlong_buffer.enable, why, ["reward.overlong_buffer.*"]
+    measures = teacher and not dataflow.uses_advantages
     why = f"with dataflow {name}, which learns from its teacher alone"
-    yield measures, why, {"reward": ("clip", "overlong_buffer")}
+    yield measures, why, ["reward.clip", "reward.overlong_buffer"]
     components = algorithm.adv_estimator == "gdpo" and dataflow.uses_advantages
     why = "with adv_estimator=gdpo, which takes the reward's components as they are"
-    yield components, why, {"reward": ("clip", "whiten", "overlong_buffer")}
-    yield components, f"{why} (gdpo_reward_weights)", {"reward": ("weights",)}
-    yield components, why, {"algorithm": ("use_kl_in_reward",)}
+    yield components, why, ["reward.clip", "reward.whiten", "reward.overlong_buffer"]
+    yield components, f"{why} (gdpo_reward_weights)", ["reward.weights"]
+    yield components, why, ["algorithm.use_kl_in_reward"]
     why = "without rollout.multi_turn.enable"
-    episodes: dict[str, Fields] = {"rollout.multi_turn": None, "rollout.agent": None}
-    yield not rollout.multi_turn.enable, why, episodes
+    yield not rollout.multi_turn.enable, why, ["rollout.multi_turn.*", "rollout.agent.*"]
     why = "without rollout.val_kwargs.do_sample"
-    yield not rollout.val_kwargs.do_sample, why, {"rollout.val_kwargs": None}
+    yield not rollout.val_kwargs.do_sample, why, ["rollout.val_kwargs.*"]
     why = "with trainer.log_rollouts_freq=0"
-    yield not trainer.log_rollouts_freq, why, {"trainer": ("log_rollouts_rows",)}
+    yield not trainer.log_rollouts_freq, why, ["trainer.log_rollouts_rows"]
 
 
 def _unused_distillation(config: RLConfig) -> Iterator[tuple[str, str]]:
@@ -389,16 +367,16 @@ def _check_tokens(setting: str, path: str, model_path: str, why: str) -> None:
 
 
 def _check_pairs(config: RLConfig, dataflow: Dataflow) -> None:
-    if config.rollout.n < 2:
+    n, size = config.rollout.n, config.actor.ppo_mini_batch_size
+    if n < 2:
         raise ConfigError(
-            f"rollout.n={config.rollout.n} with algorithm.dataflow={dataflow.name}: it compares "
-            "the completions of one prompt; set rollout.n to 2 or more"
+            f"rollout.n={n} with algorithm.dataflow={dataflow.name}: it compares the completions "
+            "of one prompt; set rollout.n to 2 or more"
         )
-    if config.actor.ppo_mini_batch_size % 2:
+    if size % 2:
         raise ConfigError(
-            f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size} with "
-            f"algorithm.dataflow={dataflow.name}: it counts completions, which are learned from in "
-            "pairs; set an even number, or 0 for all"
+            f"actor.ppo_mini_batch_size={size} with algorithm.dataflow={dataflow.name}: it learns "
+            "from pairs of completions; set an even number, or 0 for all"
         )
 
 
@@ -413,43 +391,40 @@ def _check_rewards(config: RLConfig, max_response_length: int | None) -> None:
         )
     scorer = Scorer(reward, config.plugins)
     scorer.close()
-    components = scorer.components
-    if config.algorithm.adv_estimator == "gdpo" and components == ():
+    if config.algorithm.adv_estimator == "gdpo" and scorer.components == ():
         raise ConfigError(
-            f"algorithm.adv_estimator=gdpo normalises each component of a reward, and "
-            f"reward.name={reward.name} has none; choose one with components, such as "
-            "answer_and_format"
+            "algorithm.adv_estimator=gdpo normalises each component of a reward, and "
+            f"reward.name={reward.name} has none; choose one such as answer_and_format"
         )
 
 
 def _check_mode(config: RLConfig) -> None:
     mode, engine, parts = config.trainer.mode, config.rollout.engine, config.rollout.parts
-    streams = engine_capabilities(config.rollout).streams
-    if mode == "async" and not streams:
+    capabilities = engine_capabilities(config.rollout)
+    if mode == "async" and not capabilities.streams:
         raise ConfigError(
             f"trainer.mode=async with rollout.engine={engine}, which decodes whole batches and "
             "can't stream; use native, vllm or server, or trainer.mode=one_step_off"
         )
-    remote = engine_capabilities(config.rollout).remote
-    if mode == "async" and remote and config.rollout.server.weights == "none":
+    if mode == "async" and capabilities.remote and config.rollout.server.weights == "none":
         raise ConfigError(
-            "trainer.mode=async with rollout.server.weights=none: completions of a policy that "
-            "never changes get too old (trainer.staleness); choose a hook that brings new weights"
+            "trainer.mode=async with rollout.server.weights=none: completions get too old "
+            "(trainer.staleness); choose a hook that brings new weights"
         )
-    if parts > 1 and (run_spec.sampler_count(config.trainer) or not streams):
+    if parts > 1 and (run_spec.sampler_count(config.trainer) or not capabilities.streams):
         raise ConfigError(
             f"rollout.parts={parts} needs trainer.mode=sync and an engine that streams, such as "
             "rollout.engine=native; leave it at 1"
         )
-    if config.algorithm.rollout_correction.enabled and config.actor.old_log_probs == "rollout":
+    needed_by = ""
+    if run_spec.rollout_source(config.trainer).off_policy:
+        needed_by = f"trainer.mode={mode}"
+    elif config.algorithm.rollout_correction.enabled:
+        needed_by = "algorithm.rollout_correction"
+    if needed_by and config.actor.old_log_probs == "rollout":
         raise ConfigError(
-            "actor.old_log_probs=rollout with algorithm.rollout_correction: the correction "
-            "compares the trainer's log-probs with those of sampling; set old_log_probs to auto"
-        )
-    if run_spec.get_rollout_source(mode).off_policy and config.actor.old_log_probs == "rollout":
-        raise ConfigError(
-            f"actor.old_log_probs=rollout with trainer.mode={mode}: completions are of older "
-            "weights, so the trainer's own log-probs are needed; set old_log_probs to auto"
+            f"actor.old_log_probs=rollout with {needed_by}, which needs the trainer's own "
+            "log-probs; set old_log_probs to auto"
         )
 
 
@@ -457,7 +432,7 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     pools = config.trainer.pools
     if not pools:
         return
-    source = run_spec.get_rollout_source(config.trainer.mode)
+    source = run_spec.rollout_source(config.trainer)
     roles = RequiredPasses.of(config, dataflow).roles(dataflow) | source.extra_roles
     placed = [role for pool in pools for role in pool.roles]
     if run_spec.sampler_count(config.trainer) and "sampler" in placed:
@@ -468,7 +443,7 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
                 f"trainer.pools puts sampler into one pool with {sorted(set(apart) - {'sampler'})}"
                 "; it decodes while they compute, so give it a pool of its own"
             )
-    if set(placed) != roles or len(placed) != len(set(placed)):
+    if sorted(placed) != sorted(roles):
         raise ConfigError(
             f"trainer.pools places {sorted(placed)}, but this run has {sorted(roles)}; give each "
             "of them one pool"
@@ -479,8 +454,8 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     policy = next(pool.roles for pool in pools if "actor" in pool.roles)
     for role, needed in beside.items():
         if needed and role in placed and role not in policy:
+            other = " (trainer.mode=one_step_off samples apart)" if role == "rollout" else ""
             raise ConfigError(
                 f"trainer.pools puts {role} apart from actor, whose weights it reads in place; put "
-                "both into one pool"
-                + (" (trainer.mode=one_step_off samples apart)" if role == "rollout" else "")
+                f"both into one pool{other}"
             )

@@ -1,8 +1,7 @@
 """What an RL run is made of before it starts: its roles, their layouts, and their placement.
 
-The roles that a dataflow can name and how each is built, how their models are sharded, the
-interface and the registry of rollout sources. Sources are in `rollout_modes`, checks in
-`run_plan`.
+The interface and the registry of rollout sources are here as well; sources are in `rollout_modes`,
+checks in `run_plan`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine.batch import Batch
 from engine.checkpoint.state_dict import StateDict
@@ -29,6 +28,12 @@ from engine.errors import ConfigError
 from engine.parallel.layout import Layout, RankGrid, rollout_layout
 from engine.registry import Registry
 from engine.rollout.protocol import engine_capabilities
+from engine.workers.actor import ActorWorker
+from engine.workers.agent_rollout import AgentRolloutWorker, AgentStreamWorker
+from engine.workers.critic import CriticWorker
+from engine.workers.frozen_models import ReferenceWorker, TeacherWorker
+from engine.workers.reward_worker import RewardWorker
+from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
 
 if TYPE_CHECKING:
     from engine.controller.groups import Roles
@@ -37,29 +42,19 @@ if TYPE_CHECKING:
     from engine.workers.role import Worker
 
 
-@dataclass(frozen=True, slots=True)
-class SourceInputs:
-    """What a source is built from."""
-
-    spec: RunSpec
-    roles: Roles
-    prompts: PromptStream
-    algo: Algo
-
-
 class RolloutSource(ABC):
     """Gives each step its prompts, whose completions may be sampled already.
 
-    Owns the prompts and everything that is sampled and not used yet, with its checkpoint state.
-    The defaults are those of rollout that is not ahead of the trainer.
+    Owns the prompts and all that is sampled and not used yet, with its checkpoint state. The
+    defaults are those of rollout that is not ahead of the trainer.
     """
 
     off_policy: ClassVar[bool] = False  # completions may be of older weights than the update's
     extra_roles: ClassVar[frozenset[str]] = frozenset()  # that it calls, besides the dataflow's
     filters_groups: ClassVar[bool] = False  # drops groups without signal itself (DAPO)
 
-    def __init__(self, inputs: SourceInputs) -> None:
-        self.roles, self.prompts = inputs.roles, inputs.prompts
+    def __init__(self, spec: RunSpec, roles: Roles, prompts: PromptStream, algo: Algo) -> None:
+        self.roles, self.prompts = roles, prompts
 
     @classmethod
     def samplers(cls, config: TrainerConfig) -> int:
@@ -77,22 +72,16 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def next_prompts(self) -> Batch:
-        """The prompts of the next step.
-
-        What is sampled of them already is provided to the roles: the dataflow's
-        `roles.rollout.generate(prompts)` returns it.
-        """
+        """The prompts of the next step; `rollout.generate` returns what is sampled of them."""
 
     def prefetch(self) -> None:
         """Prepare the prompts of the step after this one while workers are busy."""
         self.prompts.prefetch()
 
     def observe(self, sampled: Batch) -> None:
-        """Look at a rollout of the step that has just ended, with its scores."""
         self.prompts.observe(sampled)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the source itself."""
         return {}
 
     def take_spans(self) -> list[Span]:
@@ -104,7 +93,7 @@ class RolloutSource(ABC):
         return {"queue": [], "prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore `state_dict`. The actor's weights are restored before."""
+        """Restore `state_dict`; the actor's weights are restored before."""
         self.prompts.load_state_dict(state["prompts"])
 
 
@@ -116,21 +105,17 @@ _SOURCES: Registry[type[RolloutSource]] = Registry(
 )
 
 
-def register_rollout_source(
-    mode: str,
-) -> Callable[[type[RolloutSource]], type[RolloutSource]]:
-    """Make a source selectable as `trainer.mode=<mode>`."""
-    return _SOURCES.register(mode)
+register_rollout_source = _SOURCES.register
 
 
-def get_rollout_source(mode: str) -> type[RolloutSource]:
-    """The source of a mode; raise ConfigError for an unknown one."""
-    return _SOURCES.get(mode)
+def rollout_source(config: TrainerConfig) -> type[RolloutSource]:
+    """The source of `trainer.mode`; raise ConfigError for an unknown one."""
+    return _SOURCES.get(config.mode)
 
 
 def sampler_count(config: TrainerConfig) -> int:
     """Number of processes of a run that only decode, with a copy of the policy."""
-    return get_rollout_source(config.mode).samplers(config)
+    return rollout_source(config).samplers(config)
 
 
 # Roles whose model is sharded like the actor's.
@@ -149,21 +134,20 @@ def parallel_of(role: str, config: RLConfig) -> ParallelConfig:
 
 
 def layout_of(role: str, config: RLConfig) -> Layout:
-    """The layout of a role's ranks."""
     return Layout.of(parallel_of(role, config))
 
 
 def pool_size(roles: Iterable[str], config: RLConfig) -> int:
     """Processes of a pool; raises ConfigError where its roles disagree."""
     layouts = {role: layout_of(role, config) for role in roles}
-    sizes = {layout.world_size for layout in layouts.values()}
-    if len(sizes) > 1:
+    size, *others = {layout.world_size for layout in layouts.values()}
+    if others:
         text = ", ".join(f"{role}: {layout}" for role, layout in layouts.items())
         raise ConfigError(
             f"roles that share processes have layouts of different sizes ({text}); make them "
             "equal, or give them pools of their own (trainer.pools)"
         )
-    return sizes.pop()
+    return size
 
 
 def call_layout(role: str, config: RLConfig) -> RankGrid | None:
@@ -196,45 +180,34 @@ ROLES: Registry[Callable[[RunSpec], RoleSpec]] = Registry(
 )
 register_role = ROLES.register
 
-R = TypeVar("R", ActorConfig, CriticConfig)
-
 
 @register_role("actor")
 def _actor(spec: RunSpec) -> RoleSpec:
-    from engine.workers.actor import ActorWorker
-
     config = spec.config
-    rows = choose_dataflow(config.algorithm).rows_an_update(config)
     options = {
-        "config": _with_warmup(config.actor, rows),
         "lora": spec.lora,
         "temperature": config.rollout.temperature,
-        "total_steps": config.trainer.total_training_steps * _steps_per_update(config.actor, rows),
-        "seed": spec.seed,
         "preference": config.algorithm.preference,
         "distillation": config.algorithm.distillation,
         "sum_pi_squared": spec.needs.sum_pi_squared,
         "sampler_dtype": config.rollout.dtype,
         "delta_sync": config.trainer.delta_sync,
     }
-    return RoleSpec("actor", ActorWorker, _model(spec) | options)
+    rows = spec.dataflow.rows_an_update(config)
+    return RoleSpec(
+        "actor", ActorWorker, _model(spec) | _training(spec, config.actor, rows) | options
+    )
 
 
 @register_role("critic")
 def _critic(spec: RunSpec) -> RoleSpec:
-    from engine.workers.critic import CriticWorker
-
     config = spec.config
     rows = config.trainer.train_batch_size * config.rollout.n
-    options = {
-        "config": _with_warmup(config.critic, rows),
-        "total_steps": config.trainer.total_training_steps * _steps_per_update(config.critic, rows),
-        "seed": spec.seed,
-        "parallel": parallel_of("critic", config),
-    }
+    options = _model(spec) | _training(spec, config.critic, rows)
+    options |= {"parallel": parallel_of("critic", config)}
     if config.critic.model_path:
         options["model_path"] = config.critic.model_path
-    return RoleSpec("critic", CriticWorker, _model(spec) | options)
+    return RoleSpec("critic", CriticWorker, options)
 
 
 @register_role("rollout")
@@ -256,18 +229,12 @@ def _sampler(spec: RunSpec) -> RoleSpec:
 def _rollout_class(spec: RunSpec, *, streams: bool = False) -> type[Worker]:
     """The worker that samples completions, or episodes, in batches or as a stream."""
     if spec.config.rollout.multi_turn.enable:
-        from engine.workers.agent_rollout import AgentRolloutWorker, AgentStreamWorker
-
         return AgentStreamWorker if streams else AgentRolloutWorker
-    from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
-
     return StreamRolloutWorker if streams else RolloutWorker
 
 
 @register_role("reference")
 def _reference(spec: RunSpec) -> RoleSpec:
-    from engine.workers.frozen_models import ReferenceWorker
-
     options = _model(spec) | _frozen(spec) | {"base_of_policy": True}
     if spec.config.reference.offload_params:
         options["parallel"] = options["parallel"].model_copy(update={"offload_params": True})
@@ -276,8 +243,6 @@ def _reference(spec: RunSpec) -> RoleSpec:
 
 @register_role("teacher")
 def _teacher(spec: RunSpec) -> RoleSpec:
-    from engine.workers.frozen_models import TeacherWorker
-
     algorithm = spec.config.algorithm
     options = {"teachers": algorithm.teachers, "settings": algorithm.distillation}
     return RoleSpec("teacher", TeacherWorker, _model(spec) | _frozen(spec) | options)
@@ -285,8 +250,6 @@ def _teacher(spec: RunSpec) -> RoleSpec:
 
 @register_role("reward")
 def _reward(spec: RunSpec) -> RoleSpec:
-    from engine.workers.reward_worker import RewardWorker
-
     config = spec.config
     options = {"model_path": spec.model_path, "config": config.reward, "plugins": config.plugins}
     return RoleSpec("reward", RewardWorker, options)
@@ -297,7 +260,6 @@ def _model(spec: RunSpec) -> dict[str, Any]:
 
 
 def _policy_copy(spec: RunSpec) -> dict[str, str]:
-    """The model of a sampler, which has a copy of the policy."""
     return {"model_path": spec.model_path, "dtype": spec.config.rollout.dtype or spec.dtype}
 
 
@@ -322,76 +284,22 @@ def _frozen(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _steps_per_update(role: ActorConfig | CriticConfig, rows: int) -> int:
-    return role.ppo_epochs * math.ceil(rows / (role.ppo_mini_batch_size or rows))
-
-
-def _with_warmup(role: R, rows: int) -> R:
-    """The section with `optim.warmup_steps`, if given, counted in optimizer steps."""
-    if role.optim.warmup_steps is None:
-        return role
-    steps = role.optim.warmup_steps * _steps_per_update(role, rows)
-    optim = role.optim.model_copy(update={"warmup_steps": steps})
-    return role.model_copy(update={"optim": optim})
+def _training(spec: RunSpec, role: ActorConfig | CriticConfig, rows: int) -> dict[str, Any]:
+    """The role's section and its optimizer steps, in which `optim.warmup_steps` is counted too."""
+    steps = role.ppo_epochs * math.ceil(rows / (role.ppo_mini_batch_size or rows))  # an update
+    if role.optim.warmup_steps is not None:
+        warmup = {"warmup_steps": role.optim.warmup_steps * steps}
+        role = role.model_copy(update={"optim": role.optim.model_copy(update=warmup)})
+    total = spec.config.trainer.total_training_steps * steps
+    return {"config": role, "total_steps": total, "seed": spec.seed}
 
 
 # Roles that share the policy's process, in build order.
 _COLOCATED = ("actor", "rollout", "reference", "teacher", "critic")
 
 
-def effective_config(config: RLConfig) -> RLConfig:
-    """The settings with what the mode implies: off-policy rollout gets an importance correction.
-
-    Truncated importance sampling by token, unless a correction is configured.
-    """
-    off_policy = get_rollout_source(config.trainer.mode).off_policy
-    if not off_policy or config.algorithm.rollout_correction.enabled:
-        return config
-    correction = config.algorithm.rollout_correction.model_copy(update={"rollout_is": "token"})
-    algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
-    return config.model_copy(update={"algorithm": algorithm})
-
-
-def resolve_placement(config: RLConfig) -> RLConfig:
-    """The settings with `trainer.placement` chosen where they leave it open.
-
-    `local` where this process can hold all roles: each has one rank, rollout waits for training and
-    wants no process for itself, there are no pools, and no Ray to join. Else `ray`.
-    """
-    trainer = config.trainer
-    if trainer.placement:
-        return config
-    source, engine = get_rollout_source(trainer.mode), engine_capabilities(config.rollout)
-    apart = (
-        source.off_policy
-        or source.extra_roles
-        or trainer.pools
-        or engine.own_processes
-        or engine.exclusive
-        or any(layout_of(role, config).world_size > 1 for role in ("actor", "critic"))
-    )
-    ray = sys.modules.get("ray")
-    joined = bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
-    placement = "ray" if apart or joined else "local"
-    return config.model_copy(
-        update={"trainer": trainer.model_copy(update={"placement": placement})}
-    )
-
-
-def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
-    """Raise ConfigError if the rollout engine can't decode with adapters."""
-    if lora.rank and not engine_capabilities(config.rollout).adapters:
-        raise ConfigError(
-            f"model.lora.rank={lora.rank} with rollout.engine={config.rollout.engine}, which "
-            "doesn't decode with adapters; set rollout.engine to native, vllm or server, or "
-            "model.lora.rank=0"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """Everything that the roles of a run are built from."""
-
     model_path: str
     config: RLConfig
     needs: RequiredPasses
@@ -405,8 +313,11 @@ class RunSpec:
 
     @property
     def dataflow(self) -> Dataflow:
-        """The algorithm's step."""
         return choose_dataflow(self.config.algorithm)
+
+    @property
+    def samplers(self) -> int:
+        return sampler_count(self.config.trainer)
 
     @property
     def sampler_threads(self) -> int:
@@ -416,36 +327,27 @@ class RunSpec:
         return self.config.trainer.rollout_threads or max(1, self.cores // 2)
 
     @property
-    def samplers(self) -> int:
-        """Number of processes that only decode."""
-        return sampler_count(self.config.trainer)
-
-    @property
     def cores(self) -> int:
         """CPU cores of the run on this machine."""
         return self.config.trainer.threads or os.cpu_count() or 1
 
 
 def placement_of(spec: RunSpec) -> Placement:
-    """`trainer.pools`; by default the policy's roles share a process, others have one each.
-
-    The policy's process gets the cores that samplers leave.
-    """
-    if spec.config.trainer.pools:
-        sized = [
-            Pool(world_size=pool_size(pool.roles, spec.config), **dict(pool))
-            for pool in spec.config.trainer.pools
-            if spec.roles.intersection(pool.roles)  # else of rollout workers, which come later
-        ]
-        return _placement(spec.config, tuple(sized))
-    taken = spec.samplers * spec.sampler_threads
-    policy, *others = default_pools(spec.roles)
-    pools = [_with_ranks(Pool(policy, cpus=float(max(1, spec.cores - taken))), spec.config)]
-    pools += [_with_ranks(Pool(roles, cpus=0.0), spec.config) for roles in others]
+    """`trainer.pools`; by default the policy's roles share a process, others have one each."""
+    config, pools = spec.config, list[Pool]()
+    if config.trainer.pools:
+        for pool in config.trainer.pools:
+            if spec.roles.intersection(pool.roles):  # else of rollout workers, which come later
+                pools.append(Pool(world_size=pool_size(pool.roles, config), **dict(pool)))
+        return _placement(config, pools)
+    cores = max(1, spec.cores - spec.samplers * spec.sampler_threads)
+    for roles in default_pools(spec.roles):
+        ranks = pool_size(roles, config)
+        share = float(cores // ranks) if cores >= ranks else cores / ranks
+        pools.append(Pool(roles, ranks, cpus=0.0 if pools else share))
     if "sampler" in spec.roles:
-        cpus = float(spec.sampler_threads)
-        pools.append(Pool(("sampler",), world_size=spec.samplers, cpus=cpus))
-    return _placement(spec.config, tuple(pools))
+        pools.append(Pool(("sampler",), spec.samplers, cpus=float(spec.sampler_threads)))
+    return _placement(config, pools)
 
 
 def default_pools(roles: Collection[str]) -> list[tuple[str, ...]]:
@@ -454,48 +356,86 @@ def default_pools(roles: Collection[str]) -> list[tuple[str, ...]]:
     return [policy, *((role,) for role in sorted({*roles} - {*policy, "sampler"}))]
 
 
-def _with_ranks(pool: Pool, config: RLConfig) -> Pool:
-    """The pool with the number of processes of its layout, which share its cores."""
-    size = pool_size(pool.roles, config)
-    each = pool.cpus // size if pool.cpus >= size else pool.cpus / size
-    return replace(pool, world_size=size, cpus=each)
+def run_roles(config: RLConfig) -> tuple[RequiredPasses, frozenset[str]]:
+    """The passes over a batch that a run needs, and the roles that it starts."""
+    dataflow = choose_dataflow(config.algorithm)
+    needs = RequiredPasses.of(effective_config(config), dataflow)
+    return needs, needs.roles(dataflow) | rollout_source(config.trainer).extra_roles
+
+
+def effective_config(config: RLConfig) -> RLConfig:
+    """The settings, with importance sampling by token where off-policy rollout has none."""
+    off_policy = rollout_source(config.trainer).off_policy
+    if not off_policy or config.algorithm.rollout_correction.enabled:
+        return config
+    correction = config.algorithm.rollout_correction.model_copy(update={"rollout_is": "token"})
+    algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
+    return config.model_copy(update={"algorithm": algorithm})
+
+
+def resolve_placement(config: RLConfig) -> RLConfig:
+    """The settings with `trainer.placement` chosen: `local` where this process can hold all roles.
+
+    Each has one rank, and rollout wants no process for itself; there are no pools, no Ray to join.
+    """
+    trainer = config.trainer
+    if trainer.placement:
+        return config
+    source, engine = rollout_source(trainer), engine_capabilities(config.rollout)
+    apart = (
+        source.off_policy
+        or source.extra_roles
+        or trainer.pools
+        or engine.own_processes
+        or engine.exclusive
+        or any(layout_of(role, config).world_size > 1 for role in ("actor", "critic"))
+    )
+    ray = sys.modules.get("ray")
+    joined = bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
+    placed = {"placement": "ray" if apart or joined else "local"}
+    return config.model_copy(update={"trainer": trainer.model_copy(update=placed)})
+
+
+def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
+    """Raise ConfigError if the rollout engine can't decode with adapters."""
+    if lora.rank and not engine_capabilities(config.rollout).adapters:
+        raise ConfigError(
+            f"model.lora.rank={lora.rank} with rollout.engine={config.rollout.engine}, which "
+            "doesn't decode with adapters; set rollout.engine to native, vllm or server, or "
+            "model.lora.rank=0"
+        )
 
 
 def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:
     """Placement of one process of asynchronous rollout: the pool `sampler`, if there is one."""
-    sampler_pool = next((p for p in spec.config.trainer.pools if p.roles == ("sampler",)), None)
     pool = Pool((name,), cpus=float(spec.sampler_threads))
-    if sampler_pool is not None:
-        pool = Pool(**dict(sampler_pool) | {"roles": (name,)})
-    return _placement(spec.config, (pool,))
+    for given in spec.config.trainer.pools:
+        if given.roles == ("sampler",):
+            pool = Pool(**dict(given) | {"roles": (name,)})
+    return _placement(spec.config, [pool])
 
 
-def _placement(config: RLConfig, pools: tuple[Pool, ...]) -> Placement:
+def _placement(config: RLConfig, pools: Iterable[Pool]) -> Placement:
+    trainer = config.trainer
     return Placement(
-        pools=pools,
-        kind="local" if config.trainer.placement == "local" else "ray",  # others are resolved
-        start_timeout_s=config.trainer.start_timeout_s,
-        call_timeout_s=config.trainer.step_timeout_s,
-        timeline=config.trainer.timeline_steps > 0,
+        pools=tuple(pools),
+        kind="local" if trainer.placement == "local" else "ray",  # others are resolved
+        start_timeout_s=trainer.start_timeout_s,
+        call_timeout_s=trainer.step_timeout_s,
+        timeline=trainer.timeline_steps > 0,
     )
 
 
 def role_specs(spec: RunSpec) -> list[RoleSpec]:
     """How to build each role of the run; raises ConfigError for a role that isn't registered."""
-    config = spec.config
+    config, plugins = spec.config, spec.config.plugins
     return [
-        replace(
-            ROLES.get(name)(spec),
-            name=name,
-            layout=call_layout(name, config),
-            plugins=config.plugins,
-        )
+        replace(ROLES.get(name)(spec), name=name, layout=call_layout(name, config), plugins=plugins)
         for name in sorted(spec.roles)
     ]
 
 
 def rollout_worker_spec(name: str, spec: RunSpec) -> RoleSpec:
-    """How to build one worker of asynchronous rollout."""
     options = _sampling(spec) | _policy_copy(spec)
     worker = _rollout_class(spec, streams=True)
     return RoleSpec(name, worker, options, plugins=spec.config.plugins)

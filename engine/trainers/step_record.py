@@ -1,6 +1,7 @@
-"""Metrics and records of single RL steps; `python -m engine.replay` runs a recorded step again.
+"""Records of single RL steps, and `replay`, which runs one again (`python -m engine.replay`).
 
-The metrics are of the batch that a step learned from.
+What rollout and rewards gave is recorded; log-probs, values, advantages and updates are computed
+again, from the recorded weights and generators, in one process or on ranks as it was recorded.
 """
 
 from __future__ import annotations
@@ -8,152 +9,35 @@ from __future__ import annotations
 import io
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Self, cast
+from dataclasses import dataclass
+from typing import Any, Literal, Self, cast
 
 import torch
 
-from engine.algorithms.masked import Groups
 from engine.batch import Batch, Future, Ready
 from engine.checkpoint import CheckpointStore, Saver
-from engine.checkpoint.state_dict import StateDict, process_rng
+from engine.checkpoint.state_dict import StateDict, process_rng, set_process_rng
 from engine.config import LoRAConfig, RLConfig
 from engine.config.rl import RECORDS
 from engine.controller.groups import Roles, WorkerGroup
+from engine.controller.launch import launch
+from engine.controller.placement import Placement, Pool
+from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError, ConfigError, EngineError, PreemptedError
+from engine.registry import import_plugins
 from engine.storage.folder import Folder
+from engine.trainers import run_spec
 from engine.trainers.prompts import batch_from_tree, batch_to_tree, to_json_values
-from engine.trainers.run_spec import RunSpec, layout_of, placement_of
-
-
-def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
-    """Reward, lengths, truncation, group signal and throughput of a step.
-
-    Means of rewards leave out the rows whose reward failed.
-    """
-    width = batch["responses"].shape[1]
-    lengths = batch["attention_mask"][:, -width:].sum(1).float()
-    tokens = float(batch["attention_mask"].sum())
-    failed, last_rows = batch["reward_error"], whole_rows(batch)
-    scored = last_rows & ~failed
-    scores, group_ids = completion_scores(batch)[scored], batch["group_ids"][scored]
-    groups = Groups.of(group_ids, torch.ones_like(group_ids, dtype=torch.bool))
-    metrics = {
-        "reward/mean": float(scores.mean()),
-        "reward/std": float(scores.std(correction=0)),
-        "reward/errors": float(failed[last_rows].float().mean()),
-        "reward/groups_with_signal": float((groups.range(scores) > 0).float().mean()),
-        "response/length_mean": float(lengths.mean()),
-        "response/length_max": float(lengths.max()),
-        "response/truncated": float(batch["truncated"].float().mean()),
-        "perf/step_s": seconds,
-        "perf/tokens_per_s": tokens / seconds,
-    }
-    if "has_format" in batch:
-        metrics["reward/format_rate"] = float(batch.columns["has_format"].astype(float).mean())
-    return metrics | reward_metrics(batch, "reward") | episode_metrics(batch, "episode")
-
-
-def validation_metrics(batch: Batch) -> dict[str, float]:
-    """`validation/reward`, the mean of all completions; of several a prompt also `reward_best`, the
-    mean over prompts of the best one. `reward_metrics` and `episode_metrics` below `validation/`.
-    """
-    last_rows = whole_rows(batch)
-    scores, groups = completion_scores(batch)[last_rows], batch["group_ids"][last_rows]
-    metrics = {"validation/reward": float(scores.mean())}
-    members = torch.unique(groups, return_inverse=True)[1]
-    if (count := int(members.max()) + 1) < len(scores):
-        best = torch.full((count,), -torch.inf).scatter_reduce(0, members, scores.float(), "amax")
-        metrics["validation/reward_best"] = float(best.mean())
-    metrics |= reward_metrics(batch, "validation")
-    return metrics | episode_metrics(batch, "validation/episode")
-
-
-def completion_scores(batch: Batch) -> torch.Tensor:
-    """Each row's score `[B]`; that of the whole episode, where it has several rows."""
-    scores = batch["token_level_scores"].sum(1)
-    if "episode_ids" not in batch:
-        return scores
-    episode = torch.unique(batch["episode_ids"], return_inverse=True)[1]
-    return torch.zeros_like(scores).index_add(0, episode, scores)[episode]
-
-
-def whole_rows(batch: Batch) -> torch.Tensor:
-    """One row of each completion, bool `[B]`: the last, where an episode has several."""
-    if "continues" in batch:
-        return ~batch["continues"]
-    return torch.ones(len(batch), dtype=torch.bool)
-
-
-def episode_metrics(batch: Batch, prefix: str) -> dict[str, float]:
-    """Turns, tokens, ends and what environments said, of a batch of episodes; else nothing.
-
-    Numbers and booleans of `info` that all finished episodes have are averaged.
-    """
-    if "episode_turns" not in batch:
-        return {}
-    rows = whole_rows(batch)
-    columns = {name: values[rows.numpy()] for name, values in batch.columns.items()}
-    turns, ends = columns["episode_turns"].astype(float), columns["episode_end"]
-    width = batch["responses"].shape[1]
-    response, sampled = batch["attention_mask"][:, -width:].sum(), batch["response_mask"].sum()
-    metrics = {
-        f"{prefix}/turns_mean": float(turns.mean()),
-        f"{prefix}/turns_max": float(turns.max()),
-        f"{prefix}/observed_tokens": float(response - sampled) / len(turns),
-        f"{prefix}/environment_s": float(columns["environment_seconds"].astype(float).mean()),
-    }
-    for end in ("done", "turns", "tokens", "seconds", "turn_seconds", "failed"):
-        metrics[f"{prefix}/end_{end}"] = float((ends == end).mean())
-    metrics[f"{prefix}/dropped"] = float(batch["episode_failed"][rows].float().mean())
-    infos = [info for info, end in zip(columns["episode_info"], ends, strict=True) if end == "done"]
-    for name in sorted(set.intersection(*map(set, infos)) if infos else ()):
-        values = [info[name] for info in infos]
-        if all(isinstance(value, bool | int | float) for value in values):
-            metrics[f"{prefix}/{name}"] = sum(map(float, values)) / len(values)
-    return metrics
-
-
-def reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
-    """Share of right completions and means of the components, of all and by source.
-
-    A batch of one source has no metrics by source. Rows whose reward failed count as wrong, and
-    are left out of means.
-    """
-    last_rows = whole_rows(batch)
-    scored = last_rows & ~batch["reward_error"]
-    right = torch.tensor(batch.columns["reward_correct"].astype(float))
-    means: dict[str, torch.Tensor] = {}
-    if "reward_components" in batch:
-        names = batch.columns["reward_component_names"][0]
-        means = dict(zip(names, batch["reward_components"].unbind(1), strict=True))
-    metrics = {f"{prefix}/correct": float(right[last_rows].mean())}
-    metrics |= {f"{prefix}/{name}": float(column[scored].mean()) for name, column in means.items()}
-    means = {"mean": completion_scores(batch)} | means
-    sources = [str(source) for source in batch.columns.get("data_source", ())]
-    names = sorted(set(sources))
-    for source in names if len(names) > 1 else ():
-        rows = last_rows & torch.tensor([other == source for other in sources])
-        metrics[f"{prefix}/{source}/correct"] = float(right[rows].mean())
-        if (rows & scored).any():
-            for name, column in means.items():
-                metrics[f"{prefix}/{source}/{name}"] = float(column[rows & scored].mean())
-    return metrics
-
-
-def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """How many updates behind the trainer's `version` the completions were started."""
-    behind = (version - batch["policy_version"]).float()
-    return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
-
+from engine.trainers.step_metrics import step_metrics
 
 log = logging.getLogger(__name__)
 
-RUN_AGAIN = ("actor", "reference", "teacher", "critic")  # others' results are part of the record
-STATE = "state"
-_LEARN = ("actor", "critic")  # of those: have a state
+_RUN_AGAIN = ("actor", "reference", "teacher", "critic")  # others' results are recorded
+_STATE = "state"
+_LEARNING = ("actor", "critic")
 _FILE = "step.pt"
 _VERSION = 1
 _RUN = ("model_path", "max_response_length", "max_model_len", "seed", "dtype")
@@ -162,28 +46,13 @@ _MORE_PROMPTS = ("prompts", "next_batch")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a step whose result is recorded."""
-
     role: str  # e.g. "rollout"
     method: str  # e.g. "generate"
     result: Future[object]
 
 
-@dataclass
-class OpenRecord:
-    """What a step fills in while it runs; `roles` note the calls that are made through them."""
-
-    step: int
-    roles: Roles
-    calls: list[Call] = field(default_factory=list)
-    prompts: Batch | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A record that was read."""
-
     folder: Folder
     step: int
     config: RLConfig
@@ -196,68 +65,53 @@ class StepRecord:
     error: str  # "" of one that did not
 
 
-class _RecordingGroup:
-    """A worker group whose calls are recorded with their futures."""
-
-    def __init__(self, group: WorkerGroup, calls: list[Call]) -> None:
-        self._group, self._calls = group, calls
-
-    def __getattr__(self, name: str) -> object:
-        method = getattr(self._group, name)
-        if not callable(method):
-            return method
-
-        def recorded(*arguments: object, **keywords: object) -> Future[object]:
-            result: Future[object] = method(*arguments, **keywords)
-            self._calls.append(Call(self._group.role, name, result))
-            return result
-
-        return recorded
-
-
 class StepRecorder:
     """Records the steps that `debug` asks for, in `recorded/` under the folder of checkpoints.
 
     A record is a folder: `state/`, a checkpoint of what learns from just before the step, and
-    `step.pt`: settings, prompts, what rollout and rewards gave, and what was measured.
+    `step.pt`: settings, prompts, what rollout and rewards gave, and what was measured. A step calls
+    `roles`, and sets `prompts` and `metrics`.
 
     A context manager around the steps: it records the one that fails. What can't be written costs
     a warning, never the run. Raises ConfigError without a folder.
     """
 
-    def __init__(self, spec: RunSpec, roles: Roles, algo: Algo, root: Folder | None) -> None:
-        self._spec, self._roles, self._algo = spec, roles, algo
+    def __init__(
+        self, spec: run_spec.RunSpec, roles: Roles, algo: Algo, root: Folder | None
+    ) -> None:
+        self._spec, self._all_roles, self._algo = spec, roles, algo
         self._settings, self._root = spec.config.debug, root
-        self._open: tuple[OpenRecord, Folder] | None = None  # of the step that is being recorded
         self._more_prompts = algo.more_prompts
+        self._folder: Folder | None = None  # of the step that is being recorded
         if root is None and self._settings.enabled:
             raise ConfigError(
                 "debug.record_steps and debug.record_failed write beside the checkpoints, and this "
                 "run has none; give fit a checkpoint_dir, or leave them out"
             )
 
-    def begin(self, step: int) -> OpenRecord:
-        """What a step fills in, which goes on until `end`; it is recorded if it is to be."""
-        record = OpenRecord(step, self._roles)
+    def begin(self, step: int) -> None:
+        """Begin a step, which goes on until `end`; it is recorded if it is to be."""
+        self._step, self.roles = step, self._all_roles
+        self.prompts: Batch | None = None
+        self.metrics: dict[str, float] = {}
+        self._calls: list[Call] = []
         chosen = step in self._settings.record_steps
         if self._root is None or not (chosen or self._settings.record_failed):
-            return record
+            return
         folder = self._root / RECORDS / f"step_{step}"
-        if self._try(lambda: self._save_state(folder, step)):
-            record.roles = self._recording_roles(record.calls)
-            self._algo.more_prompts = _recording_prompts(self._more_prompts, record.calls)
-            self._open = record, folder
-        return record
+        if self._try(lambda: self._save_state(folder)):
+            self._folder, self.roles = folder, self._recording_roles()
+            self._algo.more_prompts = self._record_more_prompts if self._more_prompts else None
 
     def end(self, failure: str = "") -> None:
         """Write the step's record if it was asked for, failed, or measured what is not finite."""
         self._algo.more_prompts = self._more_prompts
-        if self._open is None:
+        folder, self._folder = self._folder, None
+        if folder is None:
             return
-        (record, folder), self._open = self._open, None
-        finite = all(map(math.isfinite, record.metrics.values()))
-        if failure or not finite or record.step in self._settings.record_steps:
-            self._try(lambda: self._write(record, folder, failure))
+        finite = all(map(math.isfinite, self.metrics.values()))
+        if failure or not finite or self._step in self._settings.record_steps:
+            self._try(lambda: self._write(folder, failure))
         else:
             self._try(folder.remove)
 
@@ -266,50 +120,53 @@ class StepRecorder:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Write the record of a step that failed; none of one that was pre-empted."""
-        if isinstance(error, PreemptedError) and self._open is not None:
-            self._try(self._open[1].remove)
+        if isinstance(error, PreemptedError) and self._folder is not None:
+            self._try(self._folder.remove)
         elif isinstance(error, Exception):
             self.end(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
-    def _save_state(self, folder: Folder, step: int) -> None:
+    def _save_state(self, folder: Folder) -> None:
         """Write the models and optimizers, before the step changes them."""
-        groups = {name: self._roles[name] for name in _LEARN if name in self._roles}
-        limit = self._spec.config.trainer.step_timeout_s
-        saver = Saver(CheckpointStore((folder / STATE).uri, keep_last=1), groups, limit)
-        saver.save(step - 1, {"algo": self._algo.state_dict(), "rng": process_rng()})
+        roles, limit = self._all_roles, self._spec.config.trainer.step_timeout_s
+        groups = {name: roles[name] for name in _LEARNING if name in roles}
+        saver = Saver(CheckpointStore((folder / _STATE).uri, keep_last=1), groups, limit)
+        saver.save(self._step - 1, {"algo": self._algo.state_dict(), "rng": process_rng()})
         saver.wait()
 
-    def _recording_roles(self, calls: list[Call]) -> Roles:
-        groups = {
-            name: self._roles[name]
-            if name in RUN_AGAIN
-            else cast(WorkerGroup, _RecordingGroup(self._roles[name], calls))
-            for name in self._roles
-        }
-        return Roles(groups, close=lambda: None, recorder=self._roles.recorder)
+    def _recording_roles(self) -> Roles:
+        groups = {name: self._all_roles[name] for name in self._all_roles}
+        for name in groups.keys() - {*_RUN_AGAIN}:
+            groups[name] = cast(WorkerGroup, _RecordingGroup(groups[name], self._calls))
+        return Roles(groups, close=lambda: None, recorder=self._all_roles.recorder)
 
-    def _write(self, record: OpenRecord, folder: Folder, failure: str) -> None:
+    def _record_more_prompts(self) -> Batch:
+        assert self._more_prompts is not None
+        batch = self._more_prompts()
+        self._calls.append(Call(*_MORE_PROMPTS, Ready(batch)))
+        return batch
+
+    def _write(self, folder: Folder, failure: str) -> None:
         spec, config = self._spec, self._spec.config
-        if record.prompts is None:
+        if self.prompts is None:
             raise CheckpointError("the step failed before it had prompts")
-        pool = next(p for p in placement_of(spec).pools if "actor" in p.roles)
+        pool = next(p for p in run_spec.placement_of(spec).pools if "actor" in p.roles)
         tree = {
             "version": _VERSION,
-            "step": record.step,
+            "step": self._step,
             "config": config.model_dump(mode="json"),
             "run": {name: getattr(spec, name) for name in _RUN}
             | {"lora": spec.lora.model_dump(mode="json")},
-            "ranks": layout_of("actor", config).world_size,
+            "ranks": run_spec.layout_of("actor", config).world_size,
             "threads": max(1, int(pool.cpus)),
-            "prompts": batch_to_tree(record.prompts),
-            "calls": list(_finished(record.calls)),
-            "metrics": {name: float(value) for name, value in record.metrics.items()},
+            "prompts": batch_to_tree(self.prompts),
+            "calls": list(_finished(self._calls)),
+            "metrics": {name: float(value) for name, value in self.metrics.items()},
             "error": failure,
         }
         file = io.BytesIO()
         torch.save(tree, file)
         folder.write(_FILE, [file.getbuffer()])
-        log.warning("step %d is recorded: python -m engine.replay %s", record.step, folder)
+        log.warning("step %d is recorded: python -m engine.replay %s", self._step, folder)
 
     def _try(self, action: Callable[[], None]) -> bool:
         """Whether the action succeeded; a failure is a warning."""
@@ -321,16 +178,23 @@ class StepRecorder:
         return True
 
 
-def _recording_prompts(
-    more: Callable[[], Batch] | None, calls: list[Call]
-) -> Callable[[], Batch] | None:
-    def recorded() -> Batch:
-        assert more is not None
-        batch = more()
-        calls.append(Call(*_MORE_PROMPTS, Ready(batch)))
-        return batch
+class _RecordingGroup:
+    """A worker group whose calls are recorded with their futures."""
 
-    return None if more is None else recorded
+    def __init__(self, group: WorkerGroup, calls: list[Call]) -> None:
+        self._group, self._calls = group, calls
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+        if not callable(method):
+            return method
+
+        def recorded(*arguments: object, **keywords: object) -> Future[object]:
+            result: Future[object] = method(*arguments, **keywords)
+            self._calls.append(Call(self._group.role, name, result))
+            return result
+
+        return recorded
 
 
 def _finished(calls: list[Call]) -> Iterator[StateDict]:
@@ -379,3 +243,127 @@ def read_record(folder: str) -> StepRecord:
             f"{record}/{_FILE} can't be read as a record ({type(error).__name__}); it is damaged "
             "or of another program: record the step again"
         ) from error
+
+
+class _RecordedGroup:
+    """In place of a role that is not run again: gives out results in the order of the calls."""
+
+    def __init__(self, record: StepRecord, calls: Iterator[Call], role: str) -> None:
+        self._record, self._calls, self._role = record, calls, role
+
+    def __getattr__(self, method: str) -> Callable[..., Future[object]]:
+        return lambda *arguments, **keywords: self._next(method)
+
+    def _next(self, method: str) -> Future[object]:
+        call = next(self._calls, None)
+        if call is None:
+            failed = self._record.error
+            why = f"it failed there: {failed}" if failed else "this code asks for more"
+            raise CheckpointError(f"the record ends before {self._role}.{method}: {why}")
+        if (call.role, call.method) != (self._role, method):
+            raise CheckpointError(
+                f"the step asks for {self._role}.{method} where the record has "
+                f"{call.role}.{call.method}; replay it with the code that recorded it"
+            )
+        return call.result
+
+
+def replay(
+    record: StepRecord, model: str = "", threads: int = 0, *, on_ranks: bool = False
+) -> dict[str, float]:
+    """The metrics of the step, run again in this process, or on ranks as it was recorded.
+
+    `model`: where the start model is now; `threads`: of a process, as recorded without. Raises the
+    EngineError that the step ends with, CheckpointError for a damaged record.
+    """
+    import_plugins(record.config.plugins)
+    dataflow = choose_dataflow(record.config.algorithm)
+    needs, used = run_spec.run_roles(record.config)
+    again = used & frozenset(_RUN_AGAIN)
+    run = record.run | ({"model_path": model} if model else {})
+    config = record.config if on_ranks else _one_rank(record.config)
+    spec = run_spec.RunSpec(config=config, needs=needs, roles=again, **run)
+    size = run_spec.layout_of("actor", config).world_size
+    gpus = next((p.gpus for p in config.trainer.pools if "actor" in p.roles), 0.0)
+    pool = Pool(run_spec.default_pools(again)[0], size, float(threads or record.threads), gpus)
+    limit = record.config.trainer.step_timeout_s
+    kind: Literal["local", "ray"] = "local" if size == 1 else "ray"
+    placement = Placement((pool,), kind=kind, call_timeout_s=limit)
+    with launch(placement, run_spec.role_specs(spec)) as live:
+        calls = iter(record.calls)
+        recorded = {
+            name: cast(WorkerGroup, _RecordedGroup(record, calls, name)) for name in used - again
+        }
+        more_prompts, method = _MORE_PROMPTS
+        prompts = _RecordedGroup(record, calls, more_prompts)
+        algo = Algo(
+            record.config,
+            needs,
+            max_response_length=spec.max_response_length,
+            seed=spec.seed,
+            more_prompts=lambda: cast(Batch, getattr(prompts, method)().result()),
+        )
+        groups = {name: live[name] for name in again}
+        store = CheckpointStore((record.folder / _STATE).uri)
+        if (state := store.latest()) is None:
+            raise CheckpointError(f"{store.root} has no checkpoint; record the step again")
+        learning = {name: groups[name] for name in _LEARNING if name in groups}
+        begin = Saver(store, learning, limit).restore(state)
+        algo.load_state_dict(begin["algo"])
+        set_process_rng(begin["rng"])
+        algo.step, start = record.step, time.perf_counter()
+        roles = Roles(groups | recorded, close=lambda: None)
+        result = dataflow.step(roles, record.prompts, algo)
+        updates = [update.result() for update in result.updates]
+        metrics = step_metrics(result.batch.resolve(), time.perf_counter() - start)
+        metrics |= algo.take_metrics()
+        for update in updates:
+            metrics |= update
+        return metrics
+
+
+def _one_rank(config: RLConfig) -> RLConfig:
+    """The settings with every role on one rank, and no process that only decodes."""
+    actor, critic = config.actor, config.critic
+    one = {
+        **dict.fromkeys(("dp", "fsdp", "sp", "tp", "pp"), 1),
+        **dict.fromkeys(("offload_params", "offload_optimizer"), False),
+    }
+    changes = {
+        "actor": {"parallel": actor.parallel.model_copy(update=one)},
+        "critic": {"parallel": critic.parallel and critic.parallel.model_copy(update=one)},
+        "reference": {"offload_params": False},
+        "rollout": {"tensor_parallel_size": 1},
+        "trainer": {"pools": (), "mode": "sync", "placement": "local"},
+    }
+    sections = {
+        name: getattr(config, name).model_copy(update=values) for name, values in changes.items()
+    }
+    return config.model_copy(update=sections)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One metric, as recorded and as it is now; NaN for one that is not there."""
+
+    name: str
+    recorded: float
+    replayed: float
+
+    def same(self, tolerance: float) -> bool:
+        """Whether both are equal, or differ by a share of at most `tolerance`; near 0 by less."""
+        a, b, least = self.recorded, self.replayed, tolerance * tolerance
+        if math.isnan(a) or math.isnan(b):
+            return math.isnan(a) and math.isnan(b)
+        return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=least)
+
+
+def compare(record: StepRecord, metrics: dict[str, float]) -> list[Compared]:
+    """Every metric that a replay has, without times, and those of updates that it lacks."""
+    gone = [name for name in record.metrics if name.startswith(("actor/", "critic/"))]
+    names = dict.fromkeys([*metrics, *gone])
+    return [
+        Compared(name, record.metrics.get(name, math.nan), metrics.get(name, math.nan))
+        for name in names
+        if not name.startswith("perf/")
+    ]

@@ -1,9 +1,8 @@
 """The roles that train: one optimizer step after another, and the actor, whose policy RL improves.
 
 `TrainingWorker.accumulate` is the loop over micro-batches of every such role: forward pass, loss,
-backward pass. `ActorWorker` is the policy: log-probs, updates, and its weights for rollout and
-files. Passes over this rank's shard of a model are in `engine.runtime.sharded_model`, losses in
-`engine.algorithms`.
+backward pass. Passes over this rank's shard of a model are in `engine.runtime.sharded_model`,
+losses in `engine.algorithms`.
 """
 
 from __future__ import annotations
@@ -16,17 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.algorithms import policy_losses
+from engine.algorithms import policy_losses, preference_losses
 from engine.algorithms.aggregation import Denominators, accumulate_mean, aggregate, compute_means
 from engine.algorithms.correction import GAP_PREFIXES, gap_metrics
 from engine.algorithms.critic_loss import rows_with_gradient
 from engine.algorithms.divergences import kl_estimate
-from engine.algorithms.preference_losses import (
-    Pairs,
-    PreferenceOutput,
-    get_pair_loss,
-    sequence_log_probs,
-)
 from engine.batch import TOKENS, Batch
 from engine.checkpoint.format import RankState
 from engine.checkpoint.state_dict import StateDict
@@ -39,34 +32,20 @@ from engine.config import (
 )
 from engine.data.collate import token_budget_batches
 from engine.errors import CheckpointError
-from engine.models.forward import (
-    DivergenceReader,
-    LogProbReader,
-    OutputReader,
-    Outputs,
-    ReferenceLogits,
-    TokenOutputs,
-)
+from engine.models import forward
 from engine.parallel.layout import Layout
+from engine.runtime import sharded_model
 from engine.runtime.optimizer import update_metrics
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
-from engine.runtime.sharded_model import (
-    Loss,
-    Metrics,
-    ShardedModel,
-    init_mesh,
-    minibatch_indices,
-    trim,
-    untrimmed,
-    zero_loss,
-)
+from engine.runtime.sharded_model import Loss, Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState, same_start, weights_fingerprint
 from engine.weight_transfer import WeightSender
 from engine.workers.algorithm_options import policy_loss_options, preference_options
-from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import StatefulWorker
+from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
-ResponseLoss = Callable[[Outputs, Batch], PreferenceOutput]  # of a micro-batch's responses
+ResponseLoss = Callable[
+    [forward.Outputs, Batch], preference_losses.PreferenceOutput
+]  # of a micro-batch's responses
 
 
 class TrainingWorker(StatefulWorker):
@@ -79,19 +58,20 @@ class TrainingWorker(StatefulWorker):
     def mini_batches(
         self, batch: Batch, config: ActorConfig | CriticConfig, unit: int = 1
     ) -> Iterator[Batch]:
-        """The rows of each optimizer step of an update, epoch by epoch, in the order of the seed.
-
-        Each `unit` consecutive rows stay together.
-        """
+        """The rows of each optimizer step of an update; `unit` consecutive rows stay together."""
         units, size = torch.arange(len(batch)).view(-1, unit), config.ppo_mini_batch_size // unit
+        ranks, generator = self.sharded.ranks, self.train_state.generator
         for _ in range(config.ppo_epochs):
-            ranks, generator = self.sharded.ranks, self.train_state.generator
-            for index in minibatch_indices(len(units), size, ranks, generator):
-                all_rows = len(index) == len(units)
-                yield batch if all_rows else batch.rows(units[index].flatten())
+            for index in sharded_model.minibatch_indices(len(units), size, ranks, generator):
+                yield batch if len(index) == len(units) else batch.rows(units[index].flatten())
+
+    def finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
+        """The metrics of all ranks' micro-batches, and of the optimizer steps of an update."""
+        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
+        return metrics | update_metrics(norms, self.train_state.optimizer.loss_scale)
 
     def accumulate(
-        self, batch: Batch, micros: Sequence[Batch], reader: OutputReader, loss: Loss
+        self, batch: Batch, micros: Sequence[Batch], reader: forward.OutputReader, loss: Loss
     ) -> list[Metrics]:
         """Add the gradients of `loss` over micro-batches of `batch`, summed over all ranks' rows.
 
@@ -110,7 +90,7 @@ class TrainingWorker(StatefulWorker):
                 parts.append(metrics)
             for micro in passes[len(micros) :]:  # for collectives of ranks that have more rows
                 with sharded.forward(micro, reader) as outputs:
-                    zero_loss(outputs).backward()
+                    sharded_model.zero_loss(outputs).backward()
         sharded.all_reduce_gradients()
         return parts
 
@@ -118,7 +98,7 @@ class TrainingWorker(StatefulWorker):
         self,
         batch: Batch,
         response_loss: ResponseLoss,
-        reader: OutputReader,
+        reader: forward.OutputReader,
         max_tokens: int,
         *,
         unit: int,
@@ -135,22 +115,37 @@ class TrainingWorker(StatefulWorker):
         # A micro-batch of N units has unit · N rows, as wide as the longest.
         for index in token_budget_batches(lengths.tolist(), max(1, max_tokens // unit)):
             rows = (unit * real[index])[:, None] + within
-            micros.append(trim(batch.rows(rows.flatten())))
-        loss = partial(_mean_response_loss, response_loss=response_loss, units=units)
+            micros.append(sharded_model.trim(batch.rows(rows.flatten())))
+
+        def loss(outputs: forward.Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+            out = response_loss(outputs, micro)
+            mean = accumulate_mean(out.loss, torch.ones_like(out.loss))
+            return out.loss.sum() / units, dict(out.metrics) | {"loss": mean}
+
         return self.accumulate(batch, micros, reader, loss)
 
     def accumulate_pairs(
         self,
         batch: Batch,
-        pair_loss: Callable[[Pairs], PreferenceOutput],
-        reader: OutputReader,
+        pair_loss: Callable[[preference_losses.Pairs], preference_losses.PreferenceOutput],
+        reader: forward.OutputReader,
         max_tokens: int,
     ) -> list[Metrics]:
-        """Add the gradients of the mean loss over the real pairs of all ranks: of rows 2i, 2i+1.
+        """Add the gradients of the mean loss over all ranks' real pairs: of rows 2i, 2i+1."""
 
-        `reader`'s log-probs must be of the temperature that the reference's are.
-        """
-        response_loss = partial(_pair_loss, pair_loss=pair_loss)
+        def response_loss(
+            outputs: forward.Outputs, micro: Batch
+        ) -> preference_losses.PreferenceOutput:
+            policy, length = preference_losses.sequence_log_probs(
+                outputs["log_probs"], micro["response_mask"]
+            )
+            reference = micro.get("ref_response_log_probs")
+            if "ref_log_probs" in micro:
+                reference, _ = preference_losses.sequence_log_probs(
+                    micro["ref_log_probs"], micro["response_mask"]
+                )
+            return pair_loss(as_pairs(policy, length, reference))
+
         return self.accumulate_responses(batch, response_loss, reader, max_tokens, unit=2)
 
     def state_dict(self) -> StateDict:
@@ -162,30 +157,11 @@ class TrainingWorker(StatefulWorker):
         self.train_state.load(own, saved)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore the `state_dict` of a single rank."""
         own = RankState.of(state)
         self.load_sharded_state(own, [own])
 
 
-def _mean_response_loss(
-    outputs: Outputs, micro: Batch, *, response_loss: ResponseLoss, units: int
-) -> tuple[Tensor, Metrics]:
-    out = response_loss(outputs, micro)
-    mean = accumulate_mean(out.loss, torch.ones_like(out.loss))
-    return out.loss.sum() / units, dict(out.metrics) | {"loss": mean}
-
-
-def _pair_loss(
-    outputs: Outputs, micro: Batch, *, pair_loss: Callable[[Pairs], PreferenceOutput]
-) -> PreferenceOutput:
-    policy, length = sequence_log_probs(outputs["log_probs"], micro["response_mask"])
-    reference = micro.get("ref_response_log_probs")
-    if "ref_log_probs" in micro:
-        reference, _ = sequence_log_probs(micro["ref_log_probs"], micro["response_mask"])
-    return pair_loss(as_pairs(policy, length, reference))
-
-
-def as_pairs(policy: Tensor, length: Tensor, reference: Tensor | None) -> Pairs:
+def as_pairs(policy: Tensor, length: Tensor, reference: Tensor | None) -> preference_losses.Pairs:
     """Pairs of rows 2i and 2i+1, chosen and rejected: log-probs and lengths of responses `[2N]`."""
     sides = {
         "policy_chosen": policy[0::2],
@@ -195,7 +171,7 @@ def as_pairs(policy: Tensor, length: Tensor, reference: Tensor | None) -> Pairs:
     }
     if reference is not None:
         sides |= {"ref_chosen": reference[0::2], "ref_rejected": reference[1::2]}
-    return Pairs(**sides)
+    return preference_losses.Pairs(**sides)
 
 
 class ActorWorker(TrainingWorker):
@@ -260,7 +236,10 @@ class ActorWorker(TrainingWorker):
         )
         out = self.sharded.outputs(batch, passes, reader)
         out = {"old_log_probs": out.pop("log_probs")} | out
-        return Batch(out | ({"routed_experts": untrimmed(batch, passes, chosen)} if chosen else {}))
+        return Batch(
+            out
+            | ({"routed_experts": sharded_model.untrimmed(batch, passes, chosen)} if chosen else {})
+        )
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -278,7 +257,7 @@ class ActorWorker(TrainingWorker):
             parts += self._accumulate(mini, gap=gap)
             norms.append(self.train_state.optimizer.step())
             gap = False  # the weights are not those that sampled any more
-        return self._finish_update(parts, norms)
+        return self.finish_update(parts, norms)
 
     def _accumulate(self, mini: Batch, *, gap: bool = False) -> list[Metrics]:
         """Add the gradients of the policy loss over one mini-batch.
@@ -301,11 +280,14 @@ class ActorWorker(TrainingWorker):
             return [skipped]
         rows = None if bool(active.all()) else active
         passes = self.sharded.micro_batches(mini, config.max_tokens_per_micro_batch, rows)
-        full = config.use_kl_loss and config.kl_loss_type == "full"
+        reference = None
+        if config.use_kl_loss and config.kl_loss_type == "full":
+            assert self.context.process.reference is not None, "the exact KL needs one here"
+            reference = self.context.process.reference.logits
         reader = self._reader(
             entropy=True,
             entropy_gradient=config.entropy_coeff > 0,
-            reference=self._reference_logits() if full else None,
+            reference=reference,
             router_balance=config.router_aux_loss_coef > 0,
             replay=config.router_replay.mode != "disabled",
         )
@@ -313,14 +295,11 @@ class ActorWorker(TrainingWorker):
         return [skipped, *self.accumulate(mini, [micro for _, micro in passes], reader, loss)]
 
     def _policy_loss(
-        self, outputs: Outputs, micro: Batch, *, denominators: Denominators, gap: bool
+        self, outputs: forward.Outputs, micro: Batch, *, denominators: Denominators, gap: bool
     ) -> tuple[Tensor, Metrics]:
-        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL of one micro-batch.
-
-        Of a mixture-of-experts model, + router_aux_loss_coef · the routers' balance.
-        """
+        """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL (+ the routers' balance)."""
         config, mask = self.config, micro["response_mask"]
-        tokens = TokenOutputs(**outputs)
+        tokens = forward.TokenOutputs(**outputs)
         assert tokens.entropy is not None
         policy_loss = policy_losses.get_policy_loss(config.policy_loss.loss_mode)
         out = policy_loss(
@@ -351,8 +330,7 @@ class ActorWorker(TrainingWorker):
             metrics |= gap_metrics(tokens.log_probs, micro["rollout_log_probs"], mask)
         return loss, metrics
 
-    def _kl(self, tokens: TokenOutputs, micro: Batch) -> Tensor | None:
-        """KL to the reference `[B, R]`, where the batch or the process has one."""
+    def _kl(self, tokens: forward.TokenOutputs, micro: Batch) -> Tensor | None:
         if tokens.full_kl is not None:
             return tokens.full_kl
         if "ref_log_probs" not in micro:
@@ -365,17 +343,16 @@ class ActorWorker(TrainingWorker):
     def update_pairs(self, batch: Batch) -> dict[str, float]:
         """Take the optimizer steps of one batch of pairs: rows 2i are chosen, 2i+1 rejected.
 
-        Reads `ref_log_probs [B, R]`, unless the preference loss has no reference. A step may have
-        fewer pairs than there are ranks.
+        Reads `ref_log_probs [B, R]`, unless the preference loss has no reference.
         """
         options = preference_options(self.preference)
-        pair_loss = partial(get_pair_loss(self.preference.loss), **options)
+        pair_loss = partial(preference_losses.get_pair_loss(self.preference.loss), **options)
         budget = self.config.max_tokens_per_micro_batch
         parts, norms = list[Metrics](), list[float]()
         for mini in self.mini_batches(batch, self.config, unit=2):
             parts += self.accumulate_pairs(mini, pair_loss, self._reader(), budget)
             norms.append(self.train_state.optimizer.step())
-        return self._finish_update(parts, norms)
+        return self.finish_update(parts, norms)
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update_distilled(self, batch: Batch) -> dict[str, float]:
@@ -386,7 +363,7 @@ class ActorWorker(TrainingWorker):
         """
         config, teachers = self.distillation, self.context.process.teachers
         assert config.loss != "policy_gradient", "that is a policy gradient's update"
-        reader = DivergenceReader(
+        reader = forward.DivergenceReader(
             self.temperature,
             config.loss,
             config.beta,
@@ -400,10 +377,10 @@ class ActorWorker(TrainingWorker):
             loss = partial(self._divergence_loss, denominators=denominators)
             parts += self.accumulate(mini, [micro for _, micro in passes], reader, loss)
             norms.append(self.train_state.optimizer.step())
-        return self._finish_update(parts, norms)
+        return self.finish_update(parts, norms)
 
     def _divergence_loss(
-        self, outputs: Outputs, micro: Batch, *, denominators: Denominators
+        self, outputs: forward.Outputs, micro: Batch, *, denominators: Denominators
     ) -> tuple[Tensor, Metrics]:
         mask, names = micro["response_mask"], ("divergence", "entropy")
         metrics = {name: accumulate_mean(outputs[name].detach(), mask) for name in names}
@@ -415,21 +392,15 @@ class ActorWorker(TrainingWorker):
         self.policy.version += 1
         return {}
 
-    def _finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
-        """Raise the policy's version; return the metrics of all ranks' micro-batches and steps."""
+    def finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
         self.policy.version += 1
-        optimizer = self.train_state.optimizer
-        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
-        metrics |= update_metrics(norms, optimizer.loss_scale) | {"lr": optimizer.lr}
+        metrics = super().finish_update(parts, norms) | {"lr": self.train_state.optimizer.lr}
         return {k if k.startswith(GAP_PREFIXES) else f"actor/{k}": v for k, v in metrics.items()}
 
-    def _reference_logits(self) -> ReferenceLogits:
-        reference = self.context.process.reference
-        assert reference is not None, "the exact KL needs a reference in the same process"
-        return reference.logits
-
-    def _reader(self, **options: Any) -> LogProbReader:
-        return LogProbReader(self.temperature, statistics=self.sharded.statistics(), **options)
+    def _reader(self, **options: Any) -> forward.LogProbReader:
+        return forward.LogProbReader(
+            self.temperature, statistics=self.sharded.statistics(), **options
+        )
 
     def _aggregate(self, values: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
         scale_factor = self.config.loss_scale_factor
@@ -447,23 +418,17 @@ class ActorWorker(TrainingWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> str:
-        """Write the policy, its adapters and its tokenizer as a Hugging Face folder."""
         save_ranks(self.policy, self._start_model, Path(folder))
         return folder
 
     def state_dict(self) -> StateDict:
-        """Weights, moments, the generator that shuffles mini-batches, and the version."""
         own = {"policy_version": self.policy.version, "start": self.start}
         if self.lora.rank:
             own |= {"lora_alpha": self.lora.alpha}
         return super().state_dict() | own
 
     def load_sharded_state(self, own: RankState, saved: list[RankState]) -> None:
-        """Restore what all ranks saved, in place: engines that share the weights see it too.
-
-        Raises CheckpointError for the state of another model, even one of the same shape, and for
-        adapters of another alpha.
-        """
+        """As its base; raises CheckpointError for another model, and for another alpha."""
         alpha = own.get("lora_alpha")
         if alpha is not None and self.lora.rank and alpha != self.lora.alpha:  # not seen in shapes
             raise CheckpointError(

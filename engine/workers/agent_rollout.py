@@ -1,8 +1,4 @@
-"""The rollout role of multi-turn runs: it plays episodes with environments.
-
-Also finished groups of episodes as batches, and the file that holds the episodes of a step
-under way.
-"""
+"""The rollout role of multi-turn runs: it plays episodes with environments."""
 
 from __future__ import annotations
 
@@ -71,15 +67,11 @@ class SavedRollout:
     def __init__(
         self, folder: str, stem: str, settings: str, every_s: float, before: str = ""
     ) -> None:
-        """Save every `every_s` seconds below `folder`; go on from there, or from `before`.
-
-        `settings` stands for all that a rollout depends on, but for what `identity` has.
-        """
+        """Save every `every_s` seconds below `folder`; go on from there, or from `before`."""
         self._folder, self._name = Folder(f"{folder}/{FOLDER}"), f"{stem}.safetensors"
         self._sources = [self._folder, *([Folder(f"{before}/{FOLDER}")] if before else [])]
         self._settings, self._every_s = settings, every_s
-        self._first, self._saved = True, 0.0
-        self._written = False
+        self._saved, self._written = 0.0, False
 
     def identity(self, prompts: Batch, version: int, seed: int, n: int) -> str:
         """What a rollout is: these prompts, under this version's weights, with this noise."""
@@ -88,12 +80,9 @@ class SavedRollout:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def begin(self, identity: str) -> SavedGroups:
-        """What was saved of a rollout that begins now; later ones than the first have nothing.
-
-        A run that has resumed has the weights of its checkpoint then, bit for bit.
-        """
-        first, self._first, self._saved = self._first, False, time.monotonic()
-        for source in self._sources if first else ():
+        """What was saved of a rollout that begins now; only the first one may have something."""
+        sources, self._sources, self._saved = self._sources, [], time.monotonic()
+        for source in sources:
             try:
                 groups = self._read(source, identity)
             except (EngineError, ValueError, KeyError, safetensors.SafetensorError) as error:
@@ -106,7 +95,6 @@ class SavedRollout:
         return {}
 
     def _read(self, source: Folder, identity: str) -> SavedGroups:
-        """What a folder has of this rollout."""
         if self._name not in source.entries():
             return {}
         self._written |= source is self._folder
@@ -135,7 +123,6 @@ class SavedRollout:
         self._saved = time.monotonic()
 
     def end(self) -> None:
-        """The rollout is whole: remove its file."""
         if not self._written:
             return
         self._written = False
@@ -196,20 +183,13 @@ class EpisodeGroups(Groups):
                 self._player.add(episode, dict(columns), trees.get(episode.index))
 
     def partial_groups(self, seconds: float = _REPORT_STATES_S) -> dict[int, PartialEpisodes]:
-        """Copies of all unfinished groups, by key; playing continues.
-
-        An episode whose environment doesn't answer within `seconds` is as it was the last time.
-        """
+        """Copies of unfinished groups, by key; older ones where an environment is too slow."""
         self._trees |= self._player.save(seconds)
-        groups = self._episodes | (self._retained or {})
         partial: dict[int, PartialEpisodes] = {}
-        for key, episodes in groups.items():
-            trees = []
-            for episode in episodes:
-                if episode.end is not None:
-                    self._trees[id(episode)] = save_episode(episode)
-                if id(episode) in self._trees:
-                    trees.append(self._trees[id(episode)])
+        for key, episodes in (self._episodes | (self._retained or {})).items():
+            ended = [episode for episode in episodes if episode.end is not None]
+            self._trees |= {id(episode): save_episode(episode) for episode in ended}
+            trees = [self._trees[id(e)] for e in episodes if id(e) in self._trees]
             partial[key] = PartialEpisodes(trees)
         return partial
 
@@ -246,18 +226,11 @@ _STATES_S = 0.2  # of a rollout, for environments to give their states
 
 
 def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environments:
-    """The environments of a run, in processes of their own or in this one."""
-    name, options = agent.environment.name, agent.environment.options
+    name, options, limit = agent.environment.name, agent.environment.options, agent.call_timeout_s
     if not agent.num_workers:
-        make = partial(make_environment, name, options)
-        return LocalEnvironments(make, timeout_s=agent.call_timeout_s)
-    return EnvironmentPool(
-        name,
-        options,
-        plugins=plugins,
-        processes=agent.num_workers,
-        timeout_s=agent.call_timeout_s,
-    )
+        return LocalEnvironments(partial(make_environment, name, options), timeout_s=limit)
+    processes = agent.num_workers
+    return EnvironmentPool(name, options, plugins=plugins, processes=processes, timeout_s=limit)
 
 
 def length_with_tools(
@@ -286,24 +259,16 @@ class AgentRolloutWorker(RolloutWorker):
         plugins: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
-        """`max_model_len` is that of episodes whose prompts show no tools; `template_variables`
-        are those of the chat template that prompts are rendered with; `plugins` are the modules
-        that may register the environment."""
+        """`max_model_len` is that of episodes whose prompts show no tools."""
         turns, agent = config.multi_turn, config.agent
         self.environments = open_environments(agent, plugins)
         try:
-            tokenizer = with_template_variables(
-                load_tokenizer(model_path), template_variables or {}
-            )
+            variables = template_variables or {}
+            tokenizer = with_template_variables(load_tokenizer(model_path), variables)
             tools = self.environments.tools
-            max_model_len = length_with_tools(model_path, tokenizer, tools, max_model_len)
-            super().__init__(
-                context,
-                model_path=model_path,
-                config=config,
-                max_model_len=max_model_len,
-                **options,
-            )
+            longest = length_with_tools(model_path, tokenizer, tools, max_model_len)
+            options |= {"model_path": model_path, "config": config, "max_model_len": longest}
+            super().__init__(context, **options)
         except BaseException:
             self.environments.close()
             raise
@@ -317,35 +282,24 @@ class AgentRolloutWorker(RolloutWorker):
             drop=agent.on_limit == "drop",
         )
         self._saved: SavedRollout | None = None
-        parser = resolve_call_parser(turns.format)
-        self.episodes = EpisodeTokenizer(
-            tokenizer,
-            self.stop,
-            partial(parsed_action, parser) if self.environments.tools else plain_action,
-            turns.history,
-        )
+        read = partial(parsed_action, resolve_call_parser(turns.format)) if tools else plain_action
+        self.episodes = EpisodeTokenizer(tokenizer, self.stop, read, turns.history)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_episodes(self, folder: str, settings: str, before: str = "") -> None:
-        """Save the episodes of rollouts under way below `folder`, where the checkpoints are.
-
-        The first rollout from now on goes on from what is there, or in `before`, if it is the same.
-        `settings` stands for the run's.
-        """
+        """Save rollouts under way beside the checkpoints; go on from there, or from `before`."""
         if every_s := self.config.agent.save_freq_s:
             self._saved = SavedRollout(folder, self._stem(), settings, every_s, before)
 
     def _sample(self, prompts: Batch, how: Decoding) -> Batch:
         n, saved = how.n, self._saved if how.draws == "training" else None
-        params = self._params(replace(how, n=1))
+        params, keys = self._params(replace(how, n=1)), prompts["group_ids"].tolist()
         groups = self._open_groups(params, n, retain=saved is not None)
         done: dict[int, Batch] = {}
-        identity = ""
-        begun = prompts
+        identity, begun = "", prompts
         if saved is not None:
             identity = saved.identity(prompts, self.policy.version, params.seed, n)
             parts = saved.begin(identity)
-            keys = prompts["group_ids"].tolist()
             begun = with_partial_groups(prompts, [parts.get(key) for key in keys])
         try:
             groups.submit(begun)
@@ -358,12 +312,13 @@ class AgentRolloutWorker(RolloutWorker):
             self.policy.sleep()
         if saved is not None:
             saved.end()
-        return Batch.concat([done[key] for key in prompts["group_ids"].tolist()])
+        return Batch.concat([done[key] for key in keys])
 
     def _open_stream(self) -> EpisodeGroups:
         return self._open_groups(self._params(replace(self._of_training(), n=1)), self.config.n)
 
     def _open_groups(self, params: SamplingParams, n: int, retain: bool = False) -> EpisodeGroups:
+        agent = self.config.agent
         stream = open_stream(
             self.policy.engine,
             params,
@@ -371,7 +326,6 @@ class AgentRolloutWorker(RolloutWorker):
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,
         )
-        agent = self.config.agent
         player = EpisodePlayer(
             stream,
             self.environments,
@@ -379,18 +333,19 @@ class AgentRolloutWorker(RolloutWorker):
             call_seconds=agent.call_timeout_s,
             failure_reward=agent.error_reward if agent.on_error == "score" else None,
         )
+
+        def new_episode(key: int, index: int, prompt_ids: list[int]) -> Episode:
+            return Episode(key, 0, index, self.episodes, self.limits, prompt_ids)
+
         return EpisodeGroups(
             stream,
             player,
-            self._new_episode,
+            new_episode,
             n=n,
             pad_token_id=self.tokenizer.pad_token_id,
             branches=self.config.multi_turn.history == "branches",
             retain=retain,
         )
-
-    def _new_episode(self, key: int, index: int, prompt_ids: list[int]) -> Episode:
-        return Episode(key, 0, index, self.episodes, self.limits, prompt_ids)
 
     def close(self) -> None:
         self.environments.close()
@@ -398,7 +353,4 @@ class AgentRolloutWorker(RolloutWorker):
 
 
 class AgentStreamWorker(StreamRolloutWorker, AgentRolloutWorker):
-    """Plays episodes without waiting for a batch of them (trainer.mode=async).
-
-    Those that play go on under new weights; a group is handed over when its last episode ends.
-    """
+    """Plays episodes without waiting for a batch of them (trainer.mode=async)."""

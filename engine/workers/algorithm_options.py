@@ -1,14 +1,13 @@
 """Converts configuration fields to the options of a registered algorithm.
 
 As in verl, one section has the options of all policy losses. An algorithm gets those it reads; a
-field that differs from its default and that the algorithm does not read is an error, so that no
-setting is silently ignored. A plugin's algorithm declares its options' names, types and defaults,
-and takes them from a section's `options`.
+changed field that it does not read is an error, so that no setting is silently ignored. A plugin's
+algorithm declares its options, and takes them from a section's `options`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
@@ -49,14 +48,12 @@ _KTO_FIELDS = ("desirable_weight", "undesirable_weight")
 
 def policy_loss_options(config: ActorConfig) -> dict[str, object]:
     """Options of `actor.policy_loss.loss_mode`; raise ConfigError for an unused one."""
-    name = config.policy_loss.loss_mode
+    loss, section, name = config.policy_loss, "actor.policy_loss", config.policy_loss.loss_mode
     read = policy_losses.options(name)
     options = _changed_options(config, "actor", ACTOR_FIELDS, name, read)
-    options |= _changed_options(config.policy_loss, "actor.policy_loss", _LOSS_FIELDS, name, read)
-    settings = {field: f"actor.{field}" for field in ACTOR_FIELDS}
-    settings |= {field: f"actor.policy_loss.{field}" for field in _LOSS_FIELDS}
-    plugin = config.policy_loss.options
-    options |= _plugin_options(plugin, "actor.policy_loss.options", read, settings)
+    for option in loss.options.keys() & {*ACTOR_FIELDS}:
+        raise ConfigError(f"{section}.options.{option} is a setting of its own; set actor.{option}")
+    options |= _section_options(loss, section, _LOSS_FIELDS, name, read)
     policy_losses.get_policy_loss(name).check_options(options)
     mode = policy_losses.aggregation_mode(name, config.loss_agg_mode)
     if config.loss_scale_factor is not None and mode != "seq-mean-token-sum-norm":
@@ -102,16 +99,18 @@ def check_preference_training(config: PreferenceTrainingConfig) -> None:
 
 
 def _section_options(
-    config: AlgorithmConfig | PreferenceConfig,
+    config: AlgorithmConfig | PolicyLossConfig | PreferenceConfig,
     section: str,
     fields: tuple[str, ...],
     name: str,
     read: Options,
 ) -> dict[str, Any]:
-    """A section's changed fields and its `options`, as the algorithm `name` reads them."""
-    settings = {field: f"{section}.{field}" for field in fields}
+    """A section's changed fields and its `options`; one that is also a field is an error."""
+    for option in config.options.keys() & {*fields}:
+        setting = f"{section}.{option}"
+        raise ConfigError(f"{section}.options.{option} is a setting of its own; set {setting}")
     options = _changed_options(config, section, fields, name, read)
-    return options | _plugin_options(config.options, f"{section}.options", read, settings)
+    return options | read.parse(config.options, f"{section}.options")
 
 
 def changed(config: BaseModel, fields: Iterable[str] | None = None) -> dict[str, object]:
@@ -136,16 +135,3 @@ def _changed_options(
                 f"{', '.join(sorted(read)) or 'no options'}); remove it"
             )
     return options
-
-
-def _plugin_options(
-    plugin_options: Mapping[str, object],
-    section: str,
-    declared: Options,
-    settings: Mapping[str, str],
-) -> dict[str, object]:
-    """Parse a section's `options`; an option that is also a field of a section is an error."""
-    for option in plugin_options:
-        if option in settings:
-            raise ConfigError(f"{section}.{option} is a setting of its own; set {settings[option]}")
-    return declared.parse(plugin_options, section)

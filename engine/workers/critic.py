@@ -6,14 +6,13 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.algorithms.aggregation import Denominators, accumulate_mean, aggregate, compute_means
+from engine.algorithms.aggregation import Denominators, accumulate_mean, aggregate
 from engine.algorithms.critic_loss import value_loss
 from engine.batch import TOKENS, Batch
 from engine.config import CriticConfig, LoRAConfig, ParallelConfig
 from engine.models import open_critic_model
 from engine.models.forward import Outputs, ValueReader
 from engine.parallel.layout import Layout
-from engine.runtime.optimizer import update_metrics
 from engine.runtime.sharded_model import Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState
 from engine.workers.actor import TrainingWorker
@@ -34,12 +33,9 @@ class CriticWorker(TrainingWorker):
         dtype: str = "float32",
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """`parallel` is how the model is sharded; None: one rank."""
-        parallel = parallel or ParallelConfig()
         super().__init__(context)
-        self.config = config
-        layout = Layout.of(parallel)
-        ranks = init_mesh(layout, context.rank, context.world_size, context.address)
+        self.config, parallel = config, parallel or ParallelConfig()
+        ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
         lora = LoRAConfig.model_validate(config.lora.model_dump())
         model = open_critic_model(model_path, dtype, lora, seed)  # without dropout
         self.sharded = ShardedModel(model, ranks, parallel)
@@ -58,12 +54,9 @@ class CriticWorker(TrainingWorker):
         for mini in self.mini_batches(batch, self.config):
             parts += self._accumulate(mini)
             norms.append(self.train_state.optimizer.step())
-        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
-        metrics |= update_metrics(norms, self.train_state.optimizer.loss_scale)
-        return {f"critic/{k}": v for k, v in metrics.items()}
+        return {f"critic/{k}": v for k, v in self.finish_update(parts, norms).items()}
 
     def _accumulate(self, mini: Batch) -> list[Metrics]:
-        """Add the gradients of the value loss over one mini-batch."""
         denominators = self.sharded.global_counts(mini["response_mask"])
         passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
         loss = partial(self._value_loss, denominators=denominators)

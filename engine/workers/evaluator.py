@@ -1,12 +1,9 @@
-"""The roles of evaluation: a model that nobody trains completes prompts or plays episodes.
-
-Judging and metrics are in `engine.evaluation`.
-"""
+"""The roles of evaluation: a model that nobody trains completes prompts or plays episodes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,12 +28,11 @@ from engine.runtime.sharded_model import init_mesh, process_device
 from engine.workers.agent_rollout import length_with_tools, open_environments
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
+_MAX_NUM_SEQS = 512  # completions, or turns of episodes, that are decoded at once
+
 
 class EvaluationWorker(Worker):
-    """Decodes with a copy of a model, or with this rank's tensor-parallel shards of one.
-
-    In bfloat16 on a GPU, in float32 on a CPU.
-    """
+    """Decodes with a copy of a model, or with this rank's tensor-parallel shards of one."""
 
     def __init__(
         self,
@@ -52,12 +48,8 @@ class EvaluationWorker(Worker):
         super().__init__(context)
         self._path, self._engine_name, self._tp = model_path, engine, tp
         self._dtype = "float32" if process_device().type == "cpu" else "bfloat16"
-        options = {
-            "max_num_seqs": 512,
-            "max_model_len": max_model_len,
-            "kv_cache_memory_mb": None,
-            "seed": seed,
-        }
+        options: dict[str, int | None] = {"kv_cache_memory_mb": None, "seed": seed}
+        options |= {"max_num_seqs": _MAX_NUM_SEQS, "max_model_len": max_model_len}
         self.engine = self._whole(options) if tp == 1 else self._sharded(options)
 
     @dispatch(Dispatch.DATA_PARALLEL, pad=True)
@@ -72,9 +64,8 @@ class EvaluationWorker(Worker):
         `prompts` has the column `prompt_ids`, and in `group_ids` each one's number among those of
         all ranks, by which its completions are drawn.
         """
-        rank_params = replace(
-            params, first_prompt=int(prompts["group_ids"][0]), stop_token_ids=self._stop
-        )
+        first = int(prompts["group_ids"][0])
+        rank_params = replace(params, first_prompt=first, stop_token_ids=self._stop)
         done = self.engine.generate(list(prompts.columns["prompt_ids"]), rank_params, on_progress)
         truncated = torch.tensor([completion.finish_reason == "length" for completion in done])
         return Batch({"truncated": truncated}, {"token_ids": [c.token_ids for c in done]})
@@ -106,9 +97,6 @@ class EvaluationWorker(Worker):
         return policy.engine
 
 
-_MAX_NUM_SEQS = 512  # episodes whose turns are decoded at once
-
-
 class EpisodeEvaluationWorker(EvaluationWorker):
     """Plays episodes with a copy of a model, as `rollout.multi_turn` and `rollout.agent` say."""
 
@@ -123,22 +111,18 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         plugins: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
-        """`max_model_len` is that of episodes whose prompts show no tools."""
         import_plugins(plugins)
         self.environments = open_environments(agent, plugins)
+        tools = self.environments.tools
         try:
             self.tokenizer = load_tokenizer(model_path)
-            self.max_model_len = length_with_tools(
-                model_path, self.tokenizer, self.environments.tools, max_model_len
-            )
-            super().__init__(
-                context, model_path=model_path, max_model_len=self.max_model_len, **options
-            )
+            longest = length_with_tools(model_path, self.tokenizer, tools, max_model_len)
+            super().__init__(context, model_path=model_path, max_model_len=longest, **options)
         except BaseException:
             self.environments.close()
             raise
-        self._multi_turn, self._agent = multi_turn, agent
-        self._parser = resolve_call_parser(multi_turn.format) if self.environments.tools else None
+        self._multi_turn, self._agent, self.max_model_len = multi_turn, agent, longest
+        self._parser = resolve_call_parser(multi_turn.format) if tools else None
         read = partial(parsed_action, self._parser) if self._parser is not None else plain_action
         self._episodes = EpisodeTokenizer(self.tokenizer, self._stop, read, multi_turn.history)
 
@@ -151,18 +135,15 @@ class EpisodeEvaluationWorker(EvaluationWorker):
     ) -> Batch:
         """`params.n` episodes a prompt: the column `episodes`, of `PlayedEpisode`.
 
-        `prompts` has the columns of the data set's rows, and in `group_ids` each one's number among
-        those of all ranks, by which its turns are drawn. Responses have `params.max_new_tokens`.
+        `prompts` has the columns of the data set's rows, and `group_ids` as
+        `EvaluationWorker.answer`'s.
         """
-        rows = [
-            {name: column[row] for name, column in prompts.columns.items() if name != "prompt_ids"}
-            for row in range(len(prompts))
-        ]
-        episodes = self._begun(prompts, params)
-        rank_params = replace(params, n=1, stop_token_ids=self._stop)
+        columns = {name: c for name, c in prompts.columns.items() if name != "prompt_ids"}
+        rows = [{name: c[row] for name, c in columns.items()} for row in range(len(prompts))]
+        episodes = list(self._new_episodes(prompts, params))
         stream = open_stream(
             self.engine,
-            rank_params,
+            replace(params, n=1, stop_token_ids=self._stop),
             max_num_seqs=_MAX_NUM_SEQS,
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,
@@ -181,11 +162,11 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             on_progress(len(episodes))
         done = [played(episode, self._parser) for episode in episodes]
         return Batch(
-            {"truncated": torch.tensor([one.truncated for one in done])},
+            {"truncated": torch.tensor([episode.truncated for episode in done])},
             {"token_ids": [_sampled(episode) for episode in episodes], "episodes": done},
         )
 
-    def _begun(self, prompts: Batch, params: protocol.SamplingParams) -> list[Episode]:
+    def _new_episodes(self, prompts: Batch, params: protocol.SamplingParams) -> Iterator[Episode]:
         """`params.n` episodes a row. Rows that pad a rank's share repeat a number."""
         limits = EpisodeLimits(
             max_response_length=params.max_new_tokens,
@@ -195,23 +176,12 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             seconds=self._agent.timeout_s,
             turn_seconds=self._agent.turn_timeout_s,
         )
-        seen: Counter[int] = Counter()
-        episodes = []
+        begun: Counter[int] = Counter()
         for row, key in enumerate(prompts["group_ids"].tolist()):
-            first = params.n * seen[key]
-            seen[key] += 1
-            episodes += [
-                Episode(
-                    key=key,
-                    row=row,
-                    index=first + i,
-                    tokenizer=self._episodes,
-                    limits=limits,
-                    fallback_prompt=list(prompts.columns["prompt_ids"][row]),
-                )
-                for i in range(params.n)
-            ]
-        return episodes
+            ids = list(prompts.columns["prompt_ids"][row])
+            for _ in range(params.n):
+                yield Episode(key, row, begun[key], self._episodes, limits, ids)
+                begun[key] += 1
 
     def close(self) -> None:
         self.environments.close()
@@ -219,7 +189,6 @@ class EpisodeEvaluationWorker(EvaluationWorker):
 
 
 def _sampled(episode: Episode) -> list[int]:
-    """The ids that the policy wrote, of all turns."""
     assert episode.transcript is not None
     turns = episode.transcript.finished()
     return [t for turn in turns for t, own in zip(turn.token_ids, turn.sampled, strict=True) if own]

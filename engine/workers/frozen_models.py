@@ -1,7 +1,4 @@
-"""The roles of frozen models beside the policy: the reference, and the teachers of distillation.
-
-They compute log-probs on the actor's ranks or ask servers, and learn nothing.
-"""
+"""The roles of frozen models beside the policy: the reference, and the teachers of distillation."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
 
 class ReferenceWorker(Worker):
-    """The policy as it was before RL, frozen: gives its log-probs.
-
-    Beside a policy with adapters it is that policy with them disabled; nothing is copied.
-    """
+    """The policy before RL; of a policy with adapters beside it, the one without them."""
 
     def __init__(
         self,
@@ -40,21 +34,13 @@ class ReferenceWorker(Worker):
         base_of_policy: bool = False,
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """Load the model, or use the process's policy with its adapters disabled.
-
-        The latter with `base_of_policy`. `parallel`: how the model is sharded; None: one rank.
-        """
         super().__init__(context)
         self.temperature, self.budget = temperature, max_tokens_per_micro_batch
         policy = context.process.policy if base_of_policy else None
         if policy is not None and has_adapters(policy.module):
             self.sharded = policy.sharded.without_adapters()
         else:
-            parallel = parallel or ParallelConfig()
-            layout = Layout.of(parallel)
-            ranks = init_mesh(layout, context.rank, context.world_size, context.address)
-            model = open_model(model_path, dtype).requires_grad_(False)
-            self.sharded = ShardedModel(model, ranks, parallel)
+            self.sharded = _load_frozen(context, model_path, dtype, parallel)
         if context.role == "reference":
             context.process.reference = self.sharded
 
@@ -78,6 +64,14 @@ class ReferenceWorker(Worker):
             self.temperature, statistics=sharded.statistics(), reference=reference
         )
         return sharded.read(batch, self.budget, reader)
+
+
+def _load_frozen(
+    context: WorkerContext, path: str, dtype: str, parallel: ParallelConfig | None
+) -> ShardedModel:
+    parallel = parallel or ParallelConfig()
+    ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
+    return ShardedModel(open_model(path, dtype).requires_grad_(False), ranks, parallel)
 
 
 _READS = (*TOKENS, "teacher_weights")
@@ -105,19 +99,14 @@ class TeacherWorker(Worker):
         """`model_path` is the student's; raises RolloutError for a server that isn't there."""
         super().__init__(context)
         self.settings, self.vocabulary = settings, int(text_config(model_path).vocab_size)
-        parallel, self.teachers = (
-            parallel or ParallelConfig(),
-            list[LoadedTeacher | ServedTeacher](),
-        )
-        ranks = init_mesh(Layout.of(parallel), context.rank, context.world_size, context.address)
+        self.teachers = list[LoadedTeacher | ServedTeacher]()
         budget = max_tokens_per_micro_batch
         for i, teacher in enumerate(teachers):
             if teacher.url:
                 section = f"algorithm.distillation.teachers[{i}]"
                 self.teachers.append(ServedTeacher(teacher, section, self.vocabulary))
                 continue
-            model = open_model(teacher.model, dtype).requires_grad_(False)
-            sharded = ShardedModel(model, ranks, parallel)
+            sharded = _load_frozen(context, teacher.model, dtype, parallel)
             self.teachers.append(LoadedTeacher(sharded, self.vocabulary, temperature, budget))
             context.process.teachers.append(sharded)
 
@@ -139,8 +128,10 @@ class TeacherWorker(Worker):
         writes=("teacher_ids", "teacher_log_probs", "teacher_weights"),
     )
     def top_k(self, batch: Batch) -> Batch:
-        """`teacher_ids [B, R, T·K]`, `teacher_log_probs [B, R, T·(K+1)]` and `teacher_weights
-        [B, T]`; with a teacher a row T is 1 in them."""
+        """`teacher_ids [B, R, T·K]`, `teacher_log_probs [B, R, T·(K+1)]`, `teacher_weights [B, T]`.
+
+        With a teacher a row T is 1 in them.
+        """
         weights, shape = batch["teacher_weights"], batch["responses"].shape
         k = min(self.settings.top_k, self.vocabulary)
         routed = bool(self.settings.route_by)
@@ -164,7 +155,6 @@ class TeacherWorker(Worker):
         )
 
     def close(self) -> None:
-        """Drop connections to servers."""
         for teacher in self.teachers:
             if isinstance(teacher, ServedTeacher):
                 teacher.server.close()
@@ -172,8 +162,6 @@ class TeacherWorker(Worker):
 
 
 class LoadedTeacher:
-    """A model on the ranks of the actor's layout."""
-
     together: bool  # ranks ask it together, about all rows
 
     def __init__(
@@ -184,21 +172,20 @@ class LoadedTeacher:
         self._temperature, self._budget = temperature, budget
 
     def log_probs(self, batch: Batch) -> Tensor:
-        """Log-probs `[B, R]` of the response tokens."""
         reader = LogProbReader(self._temperature, statistics=self.sharded.statistics())
         return self.sharded.read(batch, self._budget, reader)["log_probs"]
 
     def top_k(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens `[B, R, K]` (int32), and their log-probs and that of all others
-        `[B, R, K+1]`."""
+        """The likeliest tokens `[B, R, K]` (int32), and log-probs `[B, R, K+1]`.
+
+        The last log-prob is that of all other tokens.
+        """
         reader = TopKReader(self._temperature, k, self._vocabulary)
         out = self.sharded.read(batch, self._budget, reader)
         return out["teacher_ids"], out["teacher_log_probs"]
 
 
 class ServedTeacher:
-    """A model behind an address."""
-
     together = False
 
     def __init__(self, config: TeacherConfig, section: str, vocabulary: int) -> None:
@@ -206,14 +193,12 @@ class ServedTeacher:
         self._section = section
 
     def log_probs(self, batch: Batch) -> Tensor:
-        """As `LoadedTeacher`."""
         out = torch.zeros(batch["responses"].shape)
         for row, tokens in enumerate(self._ask(batch, 0)):
             out[row, : len(tokens)] = torch.tensor([token.log_prob for token in tokens])
         return out
 
     def top_k(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """As `LoadedTeacher`."""
         shape = batch["responses"].shape
         ids = torch.zeros((*shape, k), dtype=torch.int32)
         log_probs = torch.zeros((*shape, k + 1))
@@ -233,10 +218,8 @@ class ServedTeacher:
         seqs = left_align(batch)
         assert seqs.lengths is not None
         assert seqs.prompts is not None
-        lengths, starts = seqs.lengths.tolist(), seqs.prompts.tolist()
-        ids = seqs.input_ids.tolist()
-        rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
-        return self.server.read(rows, starts, k)
+        rows = zip(seqs.input_ids.tolist(), seqs.lengths.tolist(), strict=True)
+        return self.server.read([row[:length] for row, length in rows], seqs.prompts.tolist(), k)
 
 
 def _rows(teacher: LoadedTeacher | ServedTeacher, weights: Tensor) -> Tensor:

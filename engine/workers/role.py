@@ -1,11 +1,9 @@
-"""What every role has in common: where it runs, and how its methods are dispatched to ranks.
-
-State and checkpoints of roles are in `stateful`, delivery of calls to processes in
-`engine.controller`.
-"""
+"""What every role has in common: where it runs, how its methods are dispatched, and its state."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,8 +11,12 @@ from types import MethodType
 from typing import TYPE_CHECKING, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from engine.batch import Batch, BatchLike, Future
-from engine.errors import WorkerError
+from engine.checkpoint import format as checkpoint_format
+from engine.checkpoint.saver import Background
+from engine.checkpoint.state_dict import CpuStager, StateDict, process_rng, set_process_rng
+from engine.errors import CheckpointError, DamagedCheckpointError, DivergedError, WorkerError
 from engine.parallel.layout import Layout, RankGrid
+from engine.storage.folder import Folder
 
 if TYPE_CHECKING:
     from engine.runtime.policy_runtime import PolicyRuntime
@@ -37,8 +39,6 @@ class Dispatch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DispatchRule:
-    """How one method is dispatched."""
-
     mode: Dispatch
     unit: int = 1  # rows that stay together, e.g. 2 for pairs
     pad: bool = False  # rows are padded so that every rank gets equally many
@@ -47,7 +47,6 @@ class DispatchRule:
 
     @property
     def splits_rows(self) -> bool:
-        """Whether ranks get different rows."""
         return self.mode in (Dispatch.DATA_PARALLEL, Dispatch.DATA_PARALLEL_METRICS)
 
 
@@ -148,8 +147,6 @@ class ProcessState:
 
 @dataclass
 class WorkerContext:
-    """Where a role instance runs."""
-
     role: str  # e.g. "actor"
     rank: int = 0  # e.g. 0
     world_size: int = 1  # ranks of this role, e.g. 4
@@ -160,18 +157,98 @@ class WorkerContext:
     def __post_init__(self) -> None:
         self.layout = self.layout or Layout(dp=self.world_size)
 
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """This rank's place on each axis of the layout, e.g. {"dp": 1, "tp": 0}."""
-        assert self.layout is not None
-        return self.layout.coordinates(self.rank)
-
 
 class Worker:
-    """Base of all roles."""
-
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
     def close(self) -> None:
         """Free what the role holds; called once at the end."""
+
+
+WRITE_TIMEOUT_S = 1800.0  # a rank's whole write
+
+
+class StatefulWorker(Worker, ABC):
+    """A role whose state is saved in checkpoints, with its process's random generators.
+
+    Each first-level entry of its `state_dict` with tensors becomes a file.
+    """
+
+    ranks_alike = False  # whether any rank may load any rank's state
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._stager = CpuStager()
+        self._name = f"{context.role} rank {context.rank}"
+        self._writing = Background(f"{self._name}: writing its state", WRITE_TIMEOUT_S)
+
+    @abstractmethod
+    def state_dict(self) -> StateDict:
+        """The role's state; tensors may be the live ones."""
+
+    @abstractmethod
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load a saved state; raise CheckpointError, changing nothing, if it doesn't fit."""
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def save_state(self, folder: str) -> float:
+        """Copy the state, write it in the background, and return the seconds that the copy took.
+
+        Raises CheckpointError if the write before failed, DivergedError for weights not finite.
+        """
+        begin = time.perf_counter()
+        self._writing.wait()
+        try:
+            values, groups = self._stager.stage(self.state_dict() | {"process_rng": process_rng()})
+        except DivergedError as error:
+            raise DivergedError(f"{self._name}: {error}") from error
+
+        def write() -> None:
+            checkpoint_format.write_state(Folder(folder), self._stem(), values, groups)
+
+        self._writing.start(write)
+        return time.perf_counter() - begin
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def wait_saved(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
+        """Wait for the write; raise CheckpointError, once, if it failed."""
+        self._writing.wait(timeout_s)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Load this rank's state from a complete checkpoint, or change nothing.
+
+        Raises DamagedCheckpointError, and CheckpointError for another model or number of ranks.
+        """
+        context = self.context
+        try:
+            saved = self.read_saved(folder)
+            own = checkpoint_format.state_of_rank(
+                saved, context.rank, context.world_size, any_rank=self.ranks_alike
+            )
+            self.load_sharded_state(own, saved)
+        except DamagedCheckpointError:
+            raise
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {self._stem()}: {error}") from error
+        set_process_rng(own.get("process_rng"))
+
+    def read_saved(self, folder: str) -> list[checkpoint_format.RankState]:
+        """What every rank of this role has saved in a complete checkpoint."""
+        return checkpoint_format.read_role_states(folder, self.context.role)
+
+    def load_sharded_state(
+        self, own: checkpoint_format.RankState, saved: list[checkpoint_format.RankState]
+    ) -> None:
+        """Load `own`, one of `saved`; overridden where a rank needs what other ranks wrote."""
+        self.load_state_dict(own.state_dict())
+
+    def close(self) -> None:
+        self._writing.wait()
+        super().close()
+
+    def _stem(self) -> str:
+        return checkpoint_format.rank_file_prefix(
+            self.context.role, self.context.rank, self.context.world_size
+        )

@@ -1,8 +1,4 @@
-"""The rollout role: samples completions with the policy of its process, or with a copy of it.
-
-Batches, and the open stream of asynchronous RL with its finished groups. Episodes of several
-turns are in `agent_rollout`.
-"""
+"""The rollout role: samples completions with the policy of its process, or with a copy of it."""
 
 from __future__ import annotations
 
@@ -33,16 +29,10 @@ from engine.rollout.stream import (
     open_stream,
     take_partial_groups,
 )
+from engine.runtime import rollout_weights
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel
-from engine.runtime.rollout_weights import (
-    RolloutWeights,
-    SharedWeights,
-    rollout_weights,
-    vllm_weights,
-)
 from engine.runtime.sharded_model import process_device
-from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import StatefulWorker
+from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
 
 class Groups(ABC):
@@ -72,10 +62,7 @@ class Groups(ABC):
 
     @abstractmethod
     def submit(self, prompts: Batch) -> None:
-        """Add prompts, one row per group; their partial groups (`PARTIAL_GROUP`) are continued.
-
-        Raises RolloutError for partial groups of another kind, another prompt or another `n`.
-        """
+        """Add prompts, one row per group; continue their partial groups, or raise RolloutError."""
 
     @abstractmethod
     def partial_groups(self) -> Mapping[int, Begun]:
@@ -90,13 +77,10 @@ class Groups(ABC):
         self._stream.update_weights(None, version)
 
     def close(self) -> None:
-        """Stop sampling."""
         self._stream.close()
 
 
 class GroupStream(Groups):
-    """Decodes `params.n` completions of each prompt, and returns finished groups."""
-
     def __init__(
         self,
         engine: protocol.RolloutEngine,
@@ -147,11 +131,10 @@ class GroupStream(Groups):
             parts[key] += [(_part(item), item.completion.finish_reason) for item in items]
         partial = {}
         for key, pairs in parts.items():
-            pairs.sort(key=lambda pair: pair[0].completion_index)
             if len(pairs) == self._n:  # else a failed step still has finished ones to return
-                partial[key] = PartialGroup(
-                    tuple(p for p, _ in pairs), tuple(end for _, end in pairs)
-                )
+                pairs.sort(key=lambda pair: pair[0].completion_index)
+                completions, ends = zip(*pairs, strict=True)
+                partial[key] = PartialGroup(completions, ends)
         return partial
 
     def step(self) -> list[Batch]:
@@ -181,19 +164,25 @@ class GroupStream(Groups):
         items = sorted(self._finished.pop(key), key=lambda item: item.completion_index)
         done = [item.completion for item in items]
         versions = [_versions(completion) for completion in done]
-        fields: dict[str, torch.Tensor] = {
+        batch = _collate(self._prompts.pop(key), [0] * len(done), done, self._pad)
+        return batch | {
             "policy_version": torch.tensor([min(v) for v in versions]),
             "token_versions": pad(versions, 0, side="right"),
-            "truncated": torch.tensor([c.finish_reason == "length" for c in done]),
         }
-        batch = collate_completions(
-            self._prompts.pop(key),
-            [0] * len(done),
-            [c.token_ids for c in done],
-            [c.log_probs for c in done],
-            pad_token_id=self._pad,
-        )
-        return batch | fields
+
+
+def _collate(
+    prompts: Batch, rows: list[int], done: list[protocol.Completion], pad_token_id: int
+) -> Batch:
+    """Completions of the `rows` of prompts, and which of them were cut off."""
+    batch = collate_completions(
+        prompts,
+        rows,
+        [c.token_ids for c in done],
+        [c.log_probs for c in done],
+        pad_token_id=pad_token_id,
+    )
+    return batch | {"truncated": torch.tensor([c.finish_reason == "length" for c in done])}
 
 
 def _versions(done: protocol.Completion) -> list[int]:
@@ -235,10 +224,7 @@ _KIND = {"training": 0, "greedy": 1, "validation": 2}
 
 
 class RolloutWorker(StatefulWorker):
-    """Samples with the newest weights of its process's policy.
-
-    In a process without an actor it loads a copy of the policy, which `load_weights` updates.
-    """
+    """Samples with its process's policy, or with a copy that `load_weights` updates."""
 
     ranks_alike = True
 
@@ -267,12 +253,14 @@ class RolloutWorker(StatefulWorker):
         load = partial(start.load_on, device)
         if context.process.policy is None:
             context.process.policy = PolicyRuntime(load(), device=device)
-            weights: RolloutWeights = SharedWeights(context.process.policy.module)
+            weights: rollout_weights.RolloutWeights = rollout_weights.SharedWeights(
+                context.process.policy.module
+            )
         elif capabilities.loads_shards:
-            weights = vllm_weights(context.process.policy.sharded, config, load)
+            weights = rollout_weights.vllm_weights(context.process.policy.sharded, config, load)
         else:
             tp = config.tensor_parallel_size
-            weights = rollout_weights(context.process.policy.sharded, tp, load)
+            weights = rollout_weights.rollout_weights(context.process.policy.sharded, tp, load)
         self.policy = context.process.policy
         self.stop = stop_token_ids(self.tokenizer, weights.model.config)
         self._groups: Groups | None = None  # between `begin` and the last `next_part`
@@ -293,7 +281,7 @@ class RolloutWorker(StatefulWorker):
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate(self, prompts: Batch) -> Batch:
-        """Sample `rollout.n` completions a prompt: `[B·n]` rows in the layout of `engine.batch`."""
+        """`rollout.n` completions a prompt: `[B·n]` rows in the layout of `engine.batch`."""
         return self._sample(prompts, self._of_training())
 
     @dispatch(Dispatch.DATA_PARALLEL)
@@ -304,12 +292,9 @@ class RolloutWorker(StatefulWorker):
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate_validation(self, prompts: Batch) -> Batch:
         """Completions as `rollout.val_kwargs` says: one greedy one a prompt, or samples."""
-        settings = self.config.val_kwargs
-        if not settings.do_sample:
-            return self._sample(prompts, GREEDY)
-        n, temperature = settings.n, settings.temperature
-        decoding = Decoding(n, temperature, settings.top_k, settings.top_p, "validation")
-        return self._sample(prompts, decoding)
+        drawn = self.config.val_kwargs
+        how = Decoding(drawn.n, drawn.temperature, drawn.top_k, drawn.top_p, "validation")
+        return self._sample(prompts, how if drawn.do_sample else GREEDY)
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def begin(self, prompts: Batch) -> Batch:
@@ -336,10 +321,7 @@ class RolloutWorker(StatefulWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_weights(self, weights: Batch) -> int:
-        """Load the actor's weights, full or a delta; return their version.
-
-        Raises WeightSyncError where they are needed in full; nothing is sampled until then.
-        """
+        """Load weights, full or a delta; return their version, or raise WeightSyncError."""
         return self.policy.load_weights(weights)
 
     def _open_stream(self) -> Groups:
@@ -356,11 +338,7 @@ class RolloutWorker(StatefulWorker):
         return Decoding(config.n, config.temperature, config.top_k, config.top_p)
 
     def _params(self, how: Decoding, first_prompt: int = 0) -> protocol.SamplingParams:
-        """Parameters of the next rollout, with a new seed, after synchronising the weights.
-
-        `first_prompt` is the index of this rank's first prompt among those of all ranks: samples
-        must not depend on the number of ranks.
-        """
+        """Parameters of the next rollout, whose draws don't depend on the number of ranks."""
         self.policy.require_synced()
         self.policy.sync_weights()
         version = self.policy.version
@@ -382,20 +360,12 @@ class RolloutWorker(StatefulWorker):
         params = self._params(how, int(prompts["group_ids"][0]))
         done = self.policy.engine.generate(list(prompts.columns["prompt_ids"]), params)
         self.policy.sleep()
-        batch = collate_completions(
-            prompts,
-            [c.prompt_index for c in done],
-            [c.token_ids for c in done],
-            [c.log_probs for c in done],
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        rows, pad_token_id = [c.prompt_index for c in done], self.tokenizer.pad_token_id
+        batch = _collate(prompts, rows, done, pad_token_id)
         experts = [c.routed_experts for c in done if c.routed_experts is not None]
         if experts:
             batch |= {"routed_experts": pad_tokens(experts, batch["attention_mask"])}
-        return batch | {
-            "policy_version": torch.tensor([c.policy_version for c in done]),
-            "truncated": torch.tensor([c.finish_reason == "length" for c in done]),
-        }
+        return batch | {"policy_version": torch.tensor([c.policy_version for c in done])}
 
     def state_dict(self) -> StateDict:
         """How often this version was sampled from; the weights are the actor's state."""
@@ -414,8 +384,6 @@ class RolloutWorker(StatefulWorker):
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """What one call of `poll` returns."""
-
     groups: tuple[Batch, ...]  # finished groups, each `rollout.n` rows
     busy: int  # completions that are decoded or wait for a slot, e.g. 61
     version: int  # of the weights that it decodes with now
@@ -426,8 +394,7 @@ class PollResult:
 class StreamRolloutWorker(RolloutWorker):
     """A rollout role with its own copy of the policy that decodes continuously.
 
-    Between two calls its weights may change; unfinished completions continue under the new ones,
-    and every token carries the version that it was sampled under.
+    Between two calls its weights may change; each token has the version that it was sampled under.
     """
 
     def __init__(self, context: WorkerContext, **options: Any) -> None:
@@ -436,20 +403,16 @@ class StreamRolloutWorker(RolloutWorker):
 
     @dispatch(Dispatch.RANK_ZERO)
     def load_weights(self, weights: Batch) -> int:
-        """Continue under the actor's weights, full or a delta; return their version.
-
-        Raises WeightSyncError as RolloutWorker's does.
-        """
+        """As RolloutWorker's; unfinished completions continue under them."""
         version: int = super().load_weights(weights)
         self.stream.update_weights(version)
         return version
 
     @dispatch(Dispatch.RANK_ZERO)
     def poll(self, prompts: Batch | None, seconds: float, report: bool = False) -> PollResult:
-        """Submit `prompts` (one row a group, its key in `group_ids`) and decode for a while.
+        """Submit `prompts` (one row a group, its key in `group_ids`) and decode for `seconds`.
 
-        Returns after `seconds`, or as soon as nothing is left to decode; with `report` copies of
-        what isn't whole, too.
+        Returns sooner if nothing is left to decode; with `report` copies of what isn't whole, too.
         """
         self.policy.require_synced()
         if prompts is not None:

@@ -1,7 +1,4 @@
-"""The roles that learn from rows: warm start, preferences, reward models, step rewards.
-
-Each computes a model's loss on rows and updates it. The loops are in `engine.trainers.offline`.
-"""
+"""The roles that learn from rows: warm start, preferences, reward models, step rewards."""
 
 from __future__ import annotations
 
@@ -18,37 +15,22 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from engine.algorithms.aggregation import accumulate_mean, compute_means
-from engine.algorithms.preference_losses import (
-    PreferenceOutput,
-    bradley_terry,
-    get_pair_loss,
-    kto,
-    sequence_log_probs,
-)
+from engine import models
+from engine.algorithms import preference_losses
+from engine.algorithms.aggregation import accumulate_mean
 from engine.batch import Batch
 from engine.checkpoint.format import RankState, read_controller_state
 from engine.checkpoint.state_dict import BOXES
 from engine.config import OfflineConfig, PreferenceTrainingConfig, RewardModelTrainingConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError
-from engine.models import (
-    CriticModel,
-    UnloadedModel,
-    create_critic_model,
-    has_adapters,
-    open_critic_model,
-    save_model,
-    save_tensors,
-)
-from engine.models.forward import LogProbReader, Outputs, ValueReader
+from engine.models.forward import LogProbReader, OutputReader, Outputs, ValueReader
 from engine.models.value_head import classifier_of, classifier_tensors, save_adapted
 from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.module_shards import named_tensors
 from engine.runtime.apply_layout import load_shards
-from engine.runtime.optimizer import update_metrics
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
-from engine.runtime.sharded_model import Metrics, ShardedModel, init_mesh
+from engine.runtime.sharded_model import Loss, Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState, weights_fingerprint
 from engine.workers.actor import TrainingWorker
 from engine.workers.algorithm_options import kto_options, preference_options
@@ -56,11 +38,7 @@ from engine.workers.role import Dispatch, WorkerContext, dispatch
 
 
 class OfflineWorker(TrainingWorker):
-    """A model in training on rows of a dataset.
-
-    On a single rank it may be given the model itself, which it trains in place; ranks of a layout
-    each load what they keep of a `StartModel`.
-    """
+    """A model in training on rows; a single rank may be given it, and trains in place."""
 
     def __init__(
         self,
@@ -81,16 +59,12 @@ class OfflineWorker(TrainingWorker):
 
     def _open(
         self, model: PreTrainedModel | StartModel
-    ) -> PreTrainedModel | CriticModel | UnloadedModel:
-        """The model to train, to be loaded by the ranks that keep it where that can be."""
+    ) -> PreTrainedModel | models.CriticModel | models.UnloadedModel:
         return model.open() if isinstance(model, StartModel) else model
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def begin(self, total_steps: int) -> None:
-        """Make the optimizer of a run of so many steps.
-
-        Dropout, where the model has any, draws from the seed, on each data-parallel rank another.
-        """
+        """Make the optimizer of a run of so many steps; dropout draws from the seed."""
         torch.manual_seed(self.seed + self.sharded.ranks.index(*DATA_AXES))
         self.sharded.module.train()
         optim = self.config.optim
@@ -98,32 +72,29 @@ class OfflineWorker(TrainingWorker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str, tokenizer: str) -> str:
-        """Write the model, its adapters and the tokenizer in `tokenizer` as a Hugging Face
-        folder."""
+        """Write model, adapters and the tokenizer in `tokenizer` as a Hugging Face folder."""
         if self._start_model is None:
-            save_model(self.sharded.module, load_tokenizer(tokenizer), folder)
+            models.save_model(self.sharded.module, load_tokenizer(tokenizer), folder)
         else:
             save_ranks(self.policy, replace(self._start_model, tokenizer=tokenizer), Path(folder))
         return folder
 
     def read_saved(self, folder: str) -> list[RankState]:
-        """Of a run in one process as well, whose state is the controller's."""
         alone = read_controller_state(folder)
         return [alone] if BOXES in alone.values else super().read_saved(folder)
-
-    def _passes(self, batch: Batch) -> list[tuple[Tensor, Batch]]:
-        return self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch)
 
     def _reader(self) -> LogProbReader:
         return LogProbReader(1.0, statistics=self.sharded.statistics())
 
     def _step(self, parts: list[Metrics]) -> dict[str, float]:
-        """Take an optimizer step; return the micro-batches' metrics, `lr`, `grad_norm` and, of
-        float16 weights, their loss scale."""
-        metrics = compute_means(self.sharded.all_reduce_metrics(parts))
+        """Take an optimizer step; return its metrics and the micro-batches'."""
         optimizer = self.train_state.optimizer
-        metrics |= update_metrics([optimizer.step()], optimizer.loss_scale)
-        return metrics | {"lr": optimizer.lr}
+        return self.finish_update(parts, [optimizer.step()]) | {"lr": optimizer.lr}
+
+    def _accumulate(self, batch: Batch, reader: OutputReader, loss: Loss) -> list[Metrics]:
+        budget = self.config.max_tokens_per_micro_batch
+        micros = [micro for _, micro in self.sharded.micro_batches(batch, budget)]
+        return self.accumulate(batch, micros, reader, loss)
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
@@ -134,40 +105,27 @@ class OfflineWorker(TrainingWorker):
 
 
 class SFTWorker(OfflineWorker):
-    """Fine-tunes a model on rows of prompt and response."""
-
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def update(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on the mean loss over the response tokens of all ranks.
-
-        Returns `loss` (nats a token), `lr`, `grad_norm` and, of float16 weights, their loss scale.
-        """
+        """Take one optimizer step on the mean loss (nats) over all ranks' response tokens."""
         tokens = self.sharded.global_counts(batch["response_mask"]).tokens
-        micros = [micro for _, micro in self._passes(batch)]
-        loss = partial(_response_token_loss, tokens=tokens)
-        return self._step(self.accumulate(batch, micros, self._reader(), loss))
+
+        def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+            log_probs, mask = outputs["log_probs"], micro["response_mask"]
+            return -(log_probs * mask).sum() / tokens, {"loss": accumulate_mean(-log_probs, mask)}
+
+        return self._step(self._accumulate(batch, self._reader(), loss))
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def validation_loss(self, batch: Batch) -> dict[str, float]:
-        """`validation_loss`: the mean in nats over all ranks' response tokens, without dropout."""
-        passes = self._passes(batch)
+        """The mean in nats over all ranks' response tokens, without dropout."""
+        budget = self.config.max_tokens_per_micro_batch
         with self._without_dropout():
-            log_probs = self.sharded.outputs(batch, passes, self._reader())["log_probs"]
-        total = 0.0
-        for rows, micro in passes:
-            mask = micro["response_mask"]
-            total -= float((log_probs[rows, : mask.shape[1]] * mask).sum())
-        local = torch.tensor(total, dtype=torch.float64, device=self.sharded.device)
+            log_probs = self.sharded.read(batch, budget, self._reader())["log_probs"]
+        total = -(log_probs * batch["response_mask"]).sum(dtype=torch.float64)
         tokens = self.sharded.global_counts(batch["response_mask"]).tokens
-        return {"validation_loss": float(self.sharded.ranks.sum_over(local, DATA_AXES)) / tokens}
-
-
-def _response_token_loss(
-    outputs: Outputs, micro: Batch, *, tokens: float
-) -> tuple[Tensor, Metrics]:
-    """A micro-batch's share of the mean negative log-likelihood over `tokens` response tokens."""
-    log_probs, mask = outputs["log_probs"], micro["response_mask"]
-    return -(log_probs * mask).sum() / tokens, {"loss": accumulate_mean(-log_probs, mask)}
+        ranks, local = self.sharded.ranks, total.to(self.sharded.device)
+        return {"validation_loss": float(ranks.sum_over(local, DATA_AXES)) / tokens}
 
 
 class PreferenceWorker(OfflineWorker):
@@ -188,26 +146,21 @@ class PreferenceWorker(OfflineWorker):
         seed: int,
     ) -> None:
         self._frozen: Any = None  # a copy of the start model, for a live reference
-        super().__init__(context, model=model, config=config, seed=seed)
         self._live = config.reference == "live" and uses_reference(config)
+        super().__init__(context, model=model, config=config, seed=seed)
         self._reference: ShardedModel | None = None  # None: the policy, before it is trained
-        if has_adapters(self.sharded.module):
+        if models.has_adapters(self.sharded.module):
             self._reference = self.sharded.without_adapters()
         elif self._frozen is not None:
-            parallel = self.sharded.config
-            self._reference = ShardedModel(self._frozen, self.sharded.ranks, parallel)
+            ranks, parallel = self.sharded.ranks, self.sharded.config
+            self._reference = ShardedModel(self._frozen, ranks, parallel)
 
     def _open(
         self, model: PreTrainedModel | StartModel
-    ) -> PreTrainedModel | CriticModel | UnloadedModel:
-        opened = super()._open(model)
+    ) -> PreTrainedModel | models.CriticModel | models.UnloadedModel:
+        opened: Any = super()._open(model)
         self._fingerprint = weights_fingerprint(opened)
-        own: Any = opened
-        if (
-            self.config.reference == "live"
-            and uses_reference(self.config)
-            and not has_adapters(getattr(own, "module", own))
-        ):
+        if self._live and not models.has_adapters(getattr(opened, "module", opened)):
             again = super()._open(model) if isinstance(model, StartModel) else copy.deepcopy(model)
             self._frozen = again.eval() if isinstance(again, PreTrainedModel) else again
             self._frozen.requires_grad_(False)
@@ -215,13 +168,13 @@ class PreferenceWorker(OfflineWorker):
 
     @dispatch(Dispatch.RANK_ZERO)
     def start_fingerprint(self) -> str:
-        """A digest of a few values of each weight that training starts from, adapters left out."""
+        """A digest of a few values of each weight that training starts from, but for adapters."""
         return self._fingerprint
 
     @dispatch(Dispatch.RANK_ZERO)
     def has_adapters(self) -> bool:
         """Whether adapters are trained, and the reference is the model without them."""
-        return has_adapters(self.sharded.module)
+        return models.has_adapters(self.sharded.module)
 
     @dispatch(Dispatch.DATA_PARALLEL, unit=2, pad=True)
     def response_log_probs(self, batch: Batch, reference: bool) -> Batch:
@@ -234,25 +187,30 @@ class PreferenceWorker(OfflineWorker):
         """Take one optimizer step on the mean loss over the pairs, or the rows, of all ranks.
 
         Reads `ref_response_log_probs [B]`, where the loss has a reference that isn't live, and for
-        KTO `desirable [B]` bool.
+        KTO `desirable [B]` bool: its rows 2i+1 are completions of other prompts.
         """
         if self._live:
             ref = self._log_probs(batch, self._reference)
             batch = batch | {"ref_response_log_probs": ref}
-        budget = self.config.max_tokens_per_micro_batch
-        if self.config.loss == "kto":
-            return self._update_kto(batch, budget)
-        options = preference_options(self.config, "preference")
-        pair_loss = partial(get_pair_loss(self.config.loss), **options)
-        return self._step(self.accumulate_pairs(batch, pair_loss, self._reader(), budget))
-
-    def _update_kto(self, batch: Batch, budget: int) -> dict[str, float]:
-        """Rows 2i are completions of their prompts, rows 2i+1 those of other ones."""
+        budget, reader = self.config.max_tokens_per_micro_batch, self._reader()
+        if self.config.loss != "kto":
+            options = preference_options(self.config, "preference")
+            pair_loss = partial(preference_losses.get_pair_loss(self.config.loss), **options)
+            return self._step(self.accumulate_pairs(batch, pair_loss, reader, budget))
         point = self._reference_point(batch.rows(slice(1, None, 2)))
-        loss = partial(_kto_loss, reference_point=point, options=kto_options(self.config))
+        options = kto_options(self.config)
+
+        def loss(outputs: Outputs, micro: Batch) -> preference_losses.PreferenceOutput:
+            policy, _ = preference_losses.sequence_log_probs(
+                outputs["log_probs"], micro["response_mask"]
+            )
+            reference = micro["ref_response_log_probs"]
+            return preference_losses.kto(policy, reference, micro["desirable"], point, **options)
+
         rows = batch.rows(slice(0, None, 2))
-        parts = self.accumulate_responses(rows, loss, self._reader(), budget, unit=1)
-        return self._step(parts) | {"kl": point}
+        return self._step(self.accumulate_responses(rows, loss, reader, budget, unit=1)) | {
+            "kl": point
+        }
 
     def _reference_point(self, others: Batch) -> float:
         """KTO's z₀: max(0, mean of log π − log π_ref over all ranks' rows)."""
@@ -267,20 +225,11 @@ class PreferenceWorker(OfflineWorker):
         sharded, budget = model or self.sharded, self.config.max_tokens_per_micro_batch
         with self._without_dropout():
             log_probs = sharded.read(batch, budget, self._reader())["log_probs"]
-        return sequence_log_probs(log_probs, batch["response_mask"])[0].float()
-
-
-def _kto_loss(
-    outputs: Outputs, micro: Batch, *, reference_point: float, options: dict[str, float]
-) -> PreferenceOutput:
-    policy, _ = sequence_log_probs(outputs["log_probs"], micro["response_mask"])
-    reference = micro["ref_response_log_probs"]
-    return kto(policy, reference, micro["desirable"], reference_point, **options)
+        return preference_losses.sequence_log_probs(log_probs, batch["response_mask"])[0].float()
 
 
 def uses_reference(config: PreferenceTrainingConfig) -> bool:
-    """Whether the loss compares with a reference."""
-    return config.loss == "kto" or get_pair_loss(config.loss).needs_reference
+    return config.loss == "kto" or preference_losses.get_pair_loss(config.loss).needs_reference
 
 
 class RewardModelWorker(OfflineWorker):
@@ -293,7 +242,10 @@ class RewardModelWorker(OfflineWorker):
     config: RewardModelTrainingConfig
     of_tokens = False  # a score for each step, not for the whole
 
-    def _open(self, model: PreTrainedModel | StartModel) -> CriticModel | UnloadedModel:
+    def _open(
+        self, model: PreTrainedModel | StartModel
+    ) -> models.CriticModel | models.UnloadedModel:
+        opened: models.CriticModel | models.UnloadedModel
         if isinstance(model, StartModel):
             if model.lora is not None and (model.lora.from_folder or model.lora.quantize):
                 raise ConfigError(
@@ -302,8 +254,8 @@ class RewardModelWorker(OfflineWorker):
                 )
             opened = self._open_critic(model)
         else:
-            opened = create_critic_model(model)
-        critic = opened.module if isinstance(opened, UnloadedModel) else opened
+            opened = models.create_critic_model(model)
+        critic = opened.module if isinstance(opened, models.UnloadedModel) else opened
         critic.head.bias.requires_grad_(self.of_tokens)  # of sequences a classifier has none
         self._start_config = critic.config
         self._classifier(critic.head.weight.dtype, 0)  # or it could not be saved
@@ -315,18 +267,21 @@ class RewardModelWorker(OfflineWorker):
         return Batch({"scores": _last(self._values(batch), batch)})
 
     def _values(self, batch: Batch) -> Tensor:
-        """Values `[B, R]` before each response token, without dropout."""
         budget = self.config.max_tokens_per_micro_batch
         with self._without_dropout():
             return self.sharded.read(batch, budget, ValueReader())["values"]
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on the mean loss over the pairs of all ranks.
+        """Take one optimizer step on the mean loss over all ranks' pairs; reads `margin [B]`."""
+        center = self.config.center_rewards_coefficient
 
-        Reads `margin [B]`, the same of a pair's two rows.
-        """
-        loss = partial(_ranking_loss, center=self.config.center_rewards_coefficient)
+        def loss(outputs: Outputs, micro: Batch) -> preference_losses.PreferenceOutput:
+            scores, margin = _last(outputs["values"], micro), micro["margin"][0::2]
+            return preference_losses.bradley_terry(
+                scores[0::2], scores[1::2], margin, center_rewards_coefficient=center
+            )
+
         budget = self.config.max_tokens_per_micro_batch
         return self._step(self.accumulate_responses(batch, loss, ValueReader(), budget, unit=2))
 
@@ -341,14 +296,16 @@ class RewardModelWorker(OfflineWorker):
         saved_tokenizer.padding_side = "right"  # positions begin with the conversation
         dtype = next(self.sharded.module.parameters()).dtype
         model = self._classifier(dtype, saved_tokenizer.pad_token_id)
-        if has_adapters(self.sharded.module):
+        if models.has_adapters(self.sharded.module):
             critic = self._whole_critic()
             if critic is not None:
                 save_adapted(model, critic, saved_tokenizer, Path(folder))
             return folder
 
         def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
-            save_tensors(model, classifier_tensors(model, tensors), saved_tokenizer, Path(folder))
+            models.save_tensors(
+                model, classifier_tensors(model, tensors), saved_tokenizer, Path(folder)
+            )
 
         self.policy.write_full(write)
         return folder
@@ -356,8 +313,10 @@ class RewardModelWorker(OfflineWorker):
     def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
         return classifier_of(self._start_config, dtype, pad_token_id, of_tokens=self.of_tokens)
 
-    def _open_critic(self, start: StartModel) -> CriticModel | UnloadedModel:
-        return open_critic_model(start.path, start.dtype, start.lora, start.seed, "model.lora")
+    def _open_critic(self, start: StartModel) -> models.CriticModel | models.UnloadedModel:
+        return models.open_critic_model(
+            start.path, start.dtype, start.lora, start.seed, "model.lora"
+        )
 
     @torch.no_grad()
     def _whole_critic(self) -> Any:
@@ -370,10 +329,10 @@ class RewardModelWorker(OfflineWorker):
         if sharded.ranks.rank:
             return None
         assert start is not None, "ranks load their model"
-        opened = self._open_critic(start)
-        critic = opened.module if isinstance(opened, UnloadedModel) else opened
-        if isinstance(opened, UnloadedModel):
-            cpu = torch.device("cpu")
+        opened: Any = self._open_critic(start)
+        critic, cpu = opened, torch.device("cpu")
+        if isinstance(opened, models.UnloadedModel):
+            critic = opened.module
             load_shards(critic, opened, cpu, cpu)
         for name, tensor in named_tensors(critic).items():
             if name in full:
@@ -381,21 +340,12 @@ class RewardModelWorker(OfflineWorker):
         return critic
 
 
-def _ranking_loss(outputs: Outputs, micro: Batch, *, center: float) -> PreferenceOutput:
-    scores, margin = _last(outputs["values"], micro), micro["margin"][0::2]
-    return bradley_terry(scores[0::2], scores[1::2], margin, center_rewards_coefficient=center)
-
-
 def _last(values: Tensor, batch: Batch) -> Tensor:
-    """The value `[B]` at the one token that each row's mask names."""
-    return sequence_log_probs(values, batch["response_mask"])[0]
+    return preference_losses.sequence_log_probs(values, batch["response_mask"])[0]
 
 
 class ProcessRewardWorker(RewardModelWorker):
-    """Trains a token classifier of one label: σ(score) is the probability that a step is right.
-
-    Rows are of `collate_steps`: values before the tokens of `response_mask` are steps' scores.
-    """
+    """Trains a token classifier, on rows of `collate_steps`: σ(score) is that of a right step."""
 
     of_tokens = True
 
@@ -408,21 +358,18 @@ class ProcessRewardWorker(RewardModelWorker):
     def update_steps(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on the mean cross-entropy over the steps of all ranks."""
         steps = self.sharded.global_counts(batch["response_mask"]).tokens
-        micros = [micro for _, micro in self._passes(batch)]
-        loss = partial(_step_loss, steps=steps)
-        return self._step(self.accumulate(batch, micros, ValueReader(), loss))
+
+        def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Metrics]:
+            mask, labels, values = micro["response_mask"], micro["step_labels"], outputs["values"]
+            losses = F.binary_cross_entropy_with_logits(values, labels, reduction="none")
+            right = ((values > 0) == labels.bool()).double()
+            metrics = {"loss": losses, "accuracy": right, "scores": torch.sigmoid(values)}
+            named = {name: accumulate_mean(value.detach(), mask) for name, value in metrics.items()}
+            return (losses * mask).sum() / steps, named
+
+        return self._step(self._accumulate(batch, ValueReader(), loss))
 
     def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
         model = super()._classifier(dtype, pad_token_id)
         model.config.step_separator = self.config.step_separator
         return model
-
-
-def _step_loss(outputs: Outputs, micro: Batch, *, steps: float) -> tuple[Tensor, Metrics]:
-    """A micro-batch's share of the mean cross-entropy over `steps` steps."""
-    mask, labels, values = micro["response_mask"], micro["step_labels"], outputs["values"]
-    losses = F.binary_cross_entropy_with_logits(values, labels, reduction="none")
-    right = ((values > 0) == labels.bool()).double()
-    metrics = {"loss": losses, "accuracy": right, "scores": torch.sigmoid(values)}
-    named = {name: accumulate_mean(value.detach(), mask) for name, value in metrics.items()}
-    return (losses * mask).sum() / steps, named

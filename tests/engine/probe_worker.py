@@ -109,7 +109,8 @@ class Probe(Worker):
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def place(self) -> dict[str, int]:
-        return self.context.coordinates
+        assert self.context.layout is not None
+        return self.context.layout.coordinates(self.context.rank)
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def pid(self) -> int:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from engine.console import exit_130_on_ctrl_c, say
 from engine.errors import CheckpointError, EngineError
-from engine.trainers.step_record import StepRecord, read_record
-from engine.trainers.step_replay import compare, replay
+from engine.trainers.step_record import StepRecord, compare, read_record, replay
 
 _OTHER_LAYOUT = 1e-3  # relative: sums over ranks come in another order
 _ALWAYS_SHOWN = ("loss", "grad_norm")  # ends of names

@@ -14,8 +14,7 @@ from engine.controller.launch import launch
 from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.errors import CheckpointError
-from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.stateful import StatefulWorker
+from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
 
 class CountingWorker(StatefulWorker):
@@ -61,7 +60,7 @@ def start(size: int = 1000, critic: type[CountingWorker] = CountingWorker) -> An
     classes = {"actor": CountingWorker, "critic": critic}
     specs = [RoleSpec(role, kind, {"size": size}) for role, kind in classes.items()]
     placement = Placement(pools=tuple(Pool((role,)) for role in classes), kind="local")
-    return launch(placement, specs, 1)
+    return launch(placement, specs)
 
 
 def saver(store: CheckpointStore, roles: Any, timeout_s: float = 30.0) -> Saver:

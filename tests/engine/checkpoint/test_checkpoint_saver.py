@@ -306,7 +306,7 @@ class StuckWorker(CountingWorker):
 def test_roles_that_are_stopped_cost_one_deadline_together(tmp_path: Path) -> None:
     specs = [RoleSpec(role, StuckWorker) for role in ("actor", "critic", "rollout")]
     pool = Pool(("actor", "critic", "rollout"))
-    with launch(Placement((pool,), kind="local", call_timeout_s=1.0), specs, 1) as roles:
+    with launch(Placement((pool,), kind="local", call_timeout_s=1.0), specs) as roles:
         groups = {role: roles[role] for role in roles}
         begin = time.monotonic()
         with pytest.raises(
@@ -358,7 +358,7 @@ def assert_set(gate: threading.Event) -> None:
 def test_two_ranks_on_ray_are_saved_and_loaded(ray_cluster: None, tmp_path: Path) -> None:
     pool = Pool(("actor",), world_size=2, cpus=0.2)
     placement = Placement(pools=(pool,), kind="ray", call_timeout_s=60.0)
-    with launch(placement, [RoleSpec("actor", CountingWorker)], 1) as roles:
+    with launch(placement, [RoleSpec("actor", CountingWorker)]) as roles:
         saving = Saver(CheckpointStore(tmp_path), {"actor": roles.actor}, timeout_s=60.0)
         roles.actor.set(5).result()
         saving.save(5, {"step": 5})

@@ -5,6 +5,7 @@ With real ones: tests/engine/trainers/test_supervision.py.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -73,14 +74,16 @@ def test_memory_bounds_what_a_sampler_begins() -> None:
     def next_prompt() -> Batch:
         return Batch({"group_ids": torch.tensor([next(drawn)])}, {"prompt_ids": [[5]]})
 
-    with AsyncRollout(
-        list(samplers),
-        AdmissionLimits(batch=8, staleness=1),
-        HealthPolicy(),
-        spawn=spawn,
-        next_prompt=next_prompt,
-        score=Ready,
-        weights=PublishedWeights(0, Ready(Batch({"x": torch.zeros(1)}))),
+    with contextlib.closing(
+        AsyncRollout(
+            list(samplers),
+            AdmissionLimits(batch=8, staleness=1),
+            HealthPolicy(),
+            spawn=spawn,
+            next_prompt=next_prompt,
+            score=Ready,
+            weights=PublishedWeights(0, Ready(Batch({"x": torch.zeros(1)}))),
+        )
     ):
         _until(lambda: small.calls > 5)
         first = small.groups
@@ -107,15 +110,17 @@ def test_weights_that_the_actor_can_t_give_are_no_fault_of_the_sampler(whose: st
     full: Future[Batch] = Ready(Batch({"x": torch.zeros(1)}))
     if whose == "actor":
         full = Failed(WorkerError("actor rank 0 failed"))
-    with AsyncRollout(
-        ["sampler0"],
-        AdmissionLimits(batch=8, staleness=1),
-        HealthPolicy(max_restarts=2),
-        spawn=spawn,
-        next_prompt=lambda: Batch({"group_ids": torch.zeros(1)}, {"prompt_ids": [[5]]}),
-        score=Ready,
-        weights=PublishedWeights(0, full),
-        timeout_s=20.0,
+    with contextlib.closing(
+        AsyncRollout(
+            ["sampler0"],
+            AdmissionLimits(batch=8, staleness=1),
+            HealthPolicy(max_restarts=2),
+            spawn=spawn,
+            next_prompt=lambda: Batch({"group_ids": torch.zeros(1)}, {"prompt_ids": [[5]]}),
+            score=Ready,
+            weights=PublishedWeights(0, full),
+            timeout_s=20.0,
+        )
     ) as rollout:
         with pytest.raises(WorkerError, match=f"{whose} rank 0 failed"):
             rollout.take()
@@ -136,17 +141,19 @@ def test_a_cluster_without_room_ends_the_rollout_unless_another_sampler_runs(
             return sampler
         raise PlacementError(f"no room for {name}")
 
-    with AsyncRollout(
-        ["sampler0", "sampler1"],
-        AdmissionLimits(batch=8, staleness=1),
-        HealthPolicy(max_restarts=2, backoff=0.01 if placed else 1.0),
-        spawn=spawn,
-        next_prompt=lambda: Batch(
-            {"group_ids": torch.tensor([next(drawn)])}, {"prompt_ids": [[5]]}
-        ),
-        score=Ready,
-        weights=PublishedWeights(0, Ready(Batch({"x": torch.zeros(1)}))),
-        timeout_s=20.0,
+    with contextlib.closing(
+        AsyncRollout(
+            ["sampler0", "sampler1"],
+            AdmissionLimits(batch=8, staleness=1),
+            HealthPolicy(max_restarts=2, backoff=0.01 if placed else 1.0),
+            spawn=spawn,
+            next_prompt=lambda: Batch(
+                {"group_ids": torch.tensor([next(drawn)])}, {"prompt_ids": [[5]]}
+            ),
+            score=Ready,
+            weights=PublishedWeights(0, Ready(Batch({"x": torch.zeros(1)}))),
+            timeout_s=20.0,
+        )
     ) as rollout:
         if placed:
             _until(lambda: str(rollout.fleet.workers["sampler1"].state) == "failed")

@@ -10,7 +10,7 @@ import pytest
 
 from engine.checkpoint import CheckpointStore, Saver
 from engine.errors import WorkerError
-from engine.trainers.fault_tolerance import run_with_retries
+from engine.trainers.resume import run_with_retries
 
 
 def attempts(folder: Path, steps: Sequence[int], max_attempts: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from probe_worker import Probe
 
 from engine.batch import Batch, LazyBatch, Ready
-from engine.controller import ray_groups
+from engine.controller import local_groups, ray_groups
 from engine.controller.groups import Roles, WorkerGroup
 from engine.controller.launch import launch
 from engine.controller.local_groups import LocalGroup, LocalHost, threads_left_behind
@@ -36,7 +36,7 @@ def close_hosts() -> Iterator[None]:
     """End the threads of local groups."""
     yield
     while HOSTS:
-        HOSTS.pop().close()
+        local_groups.close_hosts([HOSTS.pop()])
 
 
 def batch(rows: int = 5) -> Batch:
@@ -314,7 +314,7 @@ def test_local_calls_return_at_once_and_run_in_order() -> None:
 def test_local_pools_overlap() -> None:
     pools = (Pool(("probe",)), Pool(("other",)))
     specs = [RoleSpec(role, Probe) for role in ROLES]
-    with launch(Placement(pools, kind="local"), specs, threads=1) as roles:
+    with launch(Placement(pools, kind="local"), specs) as roles:
         start = time.monotonic()
         slow, fast = roles.probe.nap(2.0), roles.other.nap(0.1)
         assert fast.result() == 0.1
@@ -355,7 +355,7 @@ def test_a_local_call_has_a_deadline_and_calls_behind_it_end_with_its_host() -> 
         group.spin(1.0).result()
     behind = group.whoami()
     start = time.monotonic()
-    HOSTS[-1].close(grace_s=0.1)
+    local_groups.close_hosts(HOSTS[-1:], 0.1)
     assert time.monotonic() - start < 0.8
     assert threads_left_behind() == ["probe+other/0"]
     until = time.monotonic() + 5.0
@@ -369,7 +369,7 @@ def test_a_local_call_has_a_deadline_and_calls_behind_it_end_with_its_host() -> 
 def test_a_local_call_in_foreign_code_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     group = local_group(1)
     group.nap(1.0)
-    HOSTS[-1].close(grace_s=0.1)
+    local_groups.close_hosts(HOSTS[-1:], 0.1)
     assert "probe+other/0: a call has not ended; left behind" in caplog.text
     assert threads_left_behind() == ["probe+other/0"]
     until = time.monotonic() + 5.0

@@ -53,13 +53,13 @@ def test_roles_without_a_pool() -> None:
     with pytest.raises(
         PlacementError, match=r"placement has \['a'\], the dataflow needs \['a', 'b"
     ):
-        launch(local(("a",)), [RoleSpec("a", Closing), RoleSpec("b", Closing)], threads=1)
+        launch(local(("a",)), [RoleSpec("a", Closing), RoleSpec("b", Closing)])
 
 
 def test_one_process_holds_one_rank() -> None:
     placement = Placement((Pool(("a",), world_size=2),), kind="local")
     with pytest.raises(PlacementError, match=r"2 ranks in one process; use trainer.placement=ray"):
-        launch(placement, [RoleSpec("a", Closing)], threads=1)
+        launch(placement, [RoleSpec("a", Closing)])
 
 
 def test_a_failed_launch_closes_what_it_built() -> None:
@@ -72,7 +72,7 @@ def test_a_failed_launch_closes_what_it_built() -> None:
     with pytest.raises(
         WorkerError, match="c rank 0: its construction failed with OSError: no such"
     ):
-        launch(local(("a",), ("b", "c")), specs, threads=1)
+        launch(local(("a",), ("b", "c")), specs)
     assert sorted(CLOSED) == ["a", "b"]
 
 
@@ -83,7 +83,7 @@ def test_all_roles_are_closed_though_one_fails_to() -> None:
         RoleSpec("b", Closing, {"stuck": True}),
         RoleSpec("c", Closing),
     ]
-    roles = launch(local(("a", "b"), ("c",)), specs, threads=1)
+    roles = launch(local(("a", "b"), ("c",)), specs)
     with pytest.raises(OSError, match="stuck"):
         roles.close()
     assert sorted(CLOSED) == ["a", "b", "c"]

@@ -157,7 +157,7 @@ def test_a_role_that_can_t_be_built(kind: Literal["ray", "local"]) -> None:
     wait_for_free_cpus()
     placement = Placement((Pool(("probe",), cpus=0.5),), kind)
     with pytest.raises(DataError) as caught:
-        launch(placement, [RoleSpec("probe", Probe, {"fail": "data"})], threads=1)
+        launch(placement, [RoleSpec("probe", Probe, {"fail": "data"})])
     assert str(caught.value) == "the probe refuses its data"
     assert caught.value.__notes__[0].startswith("raised in probe rank 0: its construction\nTrace")
     wait_for_free_cpus()

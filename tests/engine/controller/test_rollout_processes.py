@@ -19,7 +19,7 @@ from engine.errors import WorkerError
 
 
 def probe(name: str) -> Roles:
-    return launch(Placement((Pool((name,)),), "local"), [RoleSpec(name, Probe)], threads=1)
+    return launch(Placement((Pool((name,)),), "local"), [RoleSpec(name, Probe)])
 
 
 class Starts:

@@ -27,9 +27,14 @@ def placed(kind: Literal["ray", "local"], timeline: bool = True) -> Placement:
     return Placement(pools, kind, call_timeout_s=60, timeline=timeline)
 
 
+def overlap(one: Span, other: Span) -> bool:
+    """Whether both were under way at one moment."""
+    return one.start_ns < other.end_ns and other.start_ns < one.end_ns
+
+
 def run_two_roles(kind: Literal["ray", "local"], folder: Path) -> list[Span]:
     """Two roles meet in step 7, then one reads what the other gave; one more call in step 8."""
-    with launch(placed(kind), SPECS, threads=1) as roles:
+    with launch(placed(kind), SPECS) as roles:
         roles.begin_step(7)
         first = roles.probe.meet(str(folder))
         with span("advantages"):
@@ -50,10 +55,10 @@ def test_spans_show_the_overlap(
     spans = run_two_roles(kind, tmp_path)
     found = {f"{s.role}.{s.name}": s for s in spans}
     first, second, total = found["probe.meet"], found["other.meet"], found["other.total"]
-    assert first.overlaps(second)
-    assert second.overlaps(first)
-    assert not first.overlaps(total), "it needs the first one's result"
-    assert first.overlaps(found["controller.advantages"])
+    assert overlap(first, second)
+    assert overlap(second, first)
+    assert not overlap(first, total), "it needs the first one's result"
+    assert overlap(first, found["controller.advantages"])
     ended = time.time_ns() + 1e6  # the clock may be corrected meanwhile
     assert all(begun <= s.start_ns <= s.end_ns <= ended for s in spans)
     assert {s.step for s in spans if s.name != "whoami"} == {7}
@@ -122,9 +127,9 @@ def test_spans_nest_and_record_what_raises() -> None:
 
 
 def test_a_second_launch_can_join_a_timeline() -> None:
-    with launch(placed("local"), SPECS, threads=1) as roles:
+    with launch(placed("local"), SPECS) as roles:
         one = Placement((Pool(("late",)),), "local")
-        with launch(one, [RoleSpec("late", Probe)], 1, roles.recorder) as more:
+        with launch(one, [RoleSpec("late", Probe)], roles.recorder) as more:
             roles.begin_step(4)
             more.late.nap(0.0).result()
             [joined] = more.timeline()
@@ -133,7 +138,7 @@ def test_a_second_launch_can_join_a_timeline() -> None:
 
 
 def test_nothing_is_recorded_unless_asked_for() -> None:
-    with launch(placed("local", timeline=False), SPECS, threads=1) as roles:
+    with launch(placed("local", timeline=False), SPECS) as roles:
         roles.begin_step(1)
         assert roles.probe.nap(0.0).result() == 0.0
         assert roles.timeline() == []

@@ -15,7 +15,7 @@ from engine.agents.agent_loop import EpisodePlayer
 from engine.agents.episode import PlayedEpisode, after_prompt, played
 from engine.cli.rl_run import prompt_room
 from engine.config import DataConfig, EvaluateConfig, PipelineConfig, RewardConfig, RLConfig
-from engine.controller.local_groups import LocalGroup, LocalHost
+from engine.controller.local_groups import LocalGroup, LocalHost, close_hosts
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.data.collate import collate_prompts
 from engine.data.contract import EVALUATION_ROWS, check
@@ -87,7 +87,7 @@ def test_copies_of_the_model_share_the_episodes(tiny_folder: Path, copies: int, 
     with ExitStack() as stack:
         hosts = [LocalHost(WorkerHost([spec], rank, copies, threads=1)) for rank in range(copies)]
         for host in hosts:
-            stack.callback(host.close)
+            stack.callback(close_hosts, [host])
             host.host.build()
         shared = LocalGroup(spec, hosts).answer(asked, params).result().columns["episodes"]
     assert list(shared) == list(alone)

@@ -15,7 +15,7 @@ from tiny_engine import arithmetic_rows, write_tiny_folder
 
 from engine.batch import Batch
 from engine.config import EvaluateConfig, ParallelConfig
-from engine.controller.local_groups import LocalGroup, LocalHost
+from engine.controller.local_groups import LocalGroup, LocalHost, close_hosts
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.errors import ConfigError, PlacementError, RolloutError, WorkerError
 from engine.evaluation.decode import (
@@ -66,7 +66,7 @@ def test_shares_of_the_prompts_are_answered_as_by_one_process(
     with ExitStack() as closing:
         hosts = [LocalHost(WorkerHost([spec], rank, copies, threads=1)) for rank in range(copies)]
         for host in hosts:
-            closing.callback(host.close)
+            closing.callback(close_hosts, [host])
             host.host.build()
         group = LocalGroup(spec, hosts)
         found = [tokens(group.answer(asked, params).result()) for params in (GREEDY, SAMPLED)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -49,15 +50,15 @@ def gpus(count: int, gib: float) -> Cluster:
 
 
 def resolved(folder: Path, config: RLConfig, cluster: Cluster, rank: int = 0) -> RLConfig:
-    return auto.resolve_auto(
-        config,
-        model_path=str(folder),
-        lora=LoRAConfig(rank=rank),
-        dtype="float32",
-        max_response_length=RESPONSE,
-        max_model_len=LONGEST,
-        cluster=lambda: cluster,
-    )
+    with mock.patch.object(auto.planner, "read_cluster", return_value=cluster):
+        return auto.resolve_auto(
+            config,
+            model_path=str(folder),
+            lora=LoRAConfig(rank=rank),
+            dtype="float32",
+            max_response_length=RESPONSE,
+            max_model_len=LONGEST,
+        )
 
 
 def tight(folder: Path, config: RLConfig) -> Cluster:

@@ -156,7 +156,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "parts": (
         {"actor": {"parallel": {"fsdp": 2}}, "rollout": {"parts": 3}},
-        r"rollout.parts=3 is more than the 2 prompts that each of 2 copies",
+        r"rollout.parts=3 is more than the 2 prompts that each copy",
     ),
     "pairs": (
         {

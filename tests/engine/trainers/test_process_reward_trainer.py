@@ -21,7 +21,7 @@ from engine.data.training_examples import StepExample, collate_steps
 from engine.errors import ConfigError, DataError, RewardError
 from engine.rewards.model_based import process_reward_model
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers.reward_training import RewardModelTrainer
+from engine.trainers.preference_learning import RewardModelTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, find_latest
 from engine.config import RLConfig, SamplingConfig
-from engine.controller.local_groups import LocalHost
+from engine.controller.local_groups import LocalHost, close_hosts
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.data.loader import PromptLoader
 from engine.errors import (
@@ -37,9 +37,8 @@ from engine.errors import (
 from engine.rollout.stream import take_partial_groups
 from engine.storage.filesystem import process_start
 from engine.storage.folder import Folder
-from engine.trainers.fault_tolerance import run_with_retries
 from engine.trainers.prompts import PromptStream, Rollout
-from engine.trainers.resume import run_settings
+from engine.trainers.resume import run_settings, run_with_retries
 from engine.trainers.rl import RLTrainer
 from engine.workers.rollout_worker import GroupStream
 
@@ -553,7 +552,7 @@ def test_no_attempt_follows_one_whose_call_can_t_be_ended(
     def work(subject: RLTrainer) -> None:
         host = LocalHost(WorkerHost([RoleSpec("probe", Probe)], threads=1))
         host.submit(lambda: time.sleep(2.0))
-        host.close(grace_s=0.1)
+        close_hosts([host], 0.1)
         raise WorkerError("probe rank 0: nap gave no result within 0.1 s")
 
     with pytest.raises(WorkerError, match="gave no result"):

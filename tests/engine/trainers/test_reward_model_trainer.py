@@ -23,7 +23,7 @@ from engine.data.training_examples import PairExample, collate_scored, read_rewa
 from engine.errors import ConfigError
 from engine.rewards.model_based import reward_model
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers.reward_training import LikelihoodRewardTrainer, calibration_error
+from engine.trainers.preference_learning import LikelihoodRewardTrainer, calibration_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -28,7 +28,7 @@ from engine.dataflows.algo import StepResult
 from engine.dataflows.recipes import generate_and_score
 from engine.trainers.run_spec import register_role
 from engine.workers.role import Dispatch, dispatch
-from engine.workers.stateful import StatefulWorker
+from engine.workers.role import StatefulWorker
 
 
 class JudgeWorker(StatefulWorker):

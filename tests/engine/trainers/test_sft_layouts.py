@@ -20,7 +20,6 @@ from engine.config import LoRAConfig, SFTConfig, explain
 from engine.errors import ConfigError
 from engine.models import load_model
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers.fault_tolerance import run_with_retries
 from engine.trainers.offline import (
     SFTExample,
     SFTTrainer,
@@ -28,6 +27,7 @@ from engine.trainers.offline import (
     offline_dtype,
     offline_placement,
 )
+from engine.trainers.resume import run_with_retries
 
 
 def examples(rows: int, seed: int = 0) -> list[SFTExample]:

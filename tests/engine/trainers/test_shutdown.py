@@ -11,7 +11,7 @@ import pytest
 from engine.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore, Saver, find_latest
 from engine.errors import PreemptedError
 from engine.storage.folder import CheckpointStorageError
-from engine.trainers.fault_tolerance import (
+from engine.trainers.resume import (
     PreemptionNotice,
     ensure_last_save,
     finish_save_on_error,

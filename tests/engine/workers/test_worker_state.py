@@ -22,9 +22,8 @@ from engine.data.collate import collate_prompts
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.workers.actor import ActorWorker
 from engine.workers.critic import CriticWorker
-from engine.workers.role import WorkerContext
+from engine.workers.role import StatefulWorker, WorkerContext
 from engine.workers.rollout_worker import RolloutWorker
-from engine.workers.stateful import StatefulWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
