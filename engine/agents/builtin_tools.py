@@ -17,8 +17,8 @@ from typing import Any
 
 from engine.agents.tools import register_tool
 from engine.errors import ConfigError
-from engine.rewards.code import require_walls
-from engine.rewards.sandbox.run import Limits, Sandbox
+from engine.rewards.code import require_containment
+from engine.rewards.sandbox import Limits, Sandbox
 
 # Arithmetic on numbers alone: no names but a few, and no result that costs time to compute.
 
@@ -154,8 +154,7 @@ def python(code: str, *, timeout_s: float = 5.0, memory_mb: int = 512, weak: boo
     """
     with Sandbox(Limits(memory_mb=memory_mb, output_bytes=1 << 16)) as sandbox:
         ended = sandbox.run(f"source = {code!r}{_RUN}", timeout_s)
-    if ended.layers:
-        require_walls(tuple(name for name, there in ended.layers.items() if there), weak)
+    require_containment(ended.layers, weak)
     if ended.how == "late":
         return f"{ended.output}\nerror: the program took longer than {timeout_s:g} s"
     if ended.how == "lost":

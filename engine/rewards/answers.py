@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Literal
 
 from engine.errors import RewardError
-from engine.rewards.reward_function import register_reward
+from engine.rewards.reward_function import register_reward, register_row_reward
 
 # GSM8K's rule: the number after the last `####`.
 
@@ -65,29 +65,18 @@ def normalise_number(text: str) -> str | None:
     return plain if plain == "0" else sign + plain
 
 
-@register_reward("answer_match", answer=extract_answer, well_formed=has_format)
+@register_row_reward("answer_match", answer=extract_answer, well_formed=has_format)
 def answer_match(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    ground_truth: Sequence[object],
-    method: Literal["strict", "flexible"] = "strict",
-    **columns: Sequence[object],
-) -> list[float]:
-    """Score B completions 1.0 where `extract_answer` gives the ground truth, else 0.0.
-
-    Raises RewardError where a ground truth is not a number.
-    """
-    scores = []
-    for i, (completion, truth) in enumerate(zip(completions, ground_truth, strict=True)):
-        expected = normalise_number(str(truth))
-        if expected is None:
-            raise RewardError(
-                f"ground_truth of row {i} is {truth!r}, not a number; answer_match compares "
-                "numbers only, so correct the row or choose another reward.name"
-            )
-        scores.append(1.0 if extract_answer(completion, method=method) == expected else 0.0)
-    return scores
+    completion: str, truth: object, *, method: Literal["strict", "flexible"] = "strict"
+) -> bool:
+    """Whether `extract_answer` gives the ground truth; RewardError where that is no number."""
+    expected = normalise_number(str(truth))
+    if expected is None:
+        raise RewardError(
+            f"ground_truth is {truth!r}, not a number; answer_match compares numbers only, so "
+            "correct the row or choose another reward.name"
+        )
+    return extract_answer(completion, method=method) == expected
 
 
 @register_reward(
@@ -157,31 +146,19 @@ def _unwrapped(inner: str) -> str:
 _MATH_TAIL = 2000  # characters at the end that are searched for an answer without a box
 
 
-@register_reward(
+@register_row_reward(
     "math", pooled=True, imports=("engine.rewards._latex_equality",), answer=last_boxed
 )
-def math(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    ground_truth: Sequence[object],
-    boxed_only: bool = False,
-    **columns: Sequence[object],
-) -> list[float]:
-    """Score B completions 1.0 where they equal the ground truth as mathematics, else 0.0 (MATH).
+def math(completion: str, truth: object, *, boxed_only: bool = False) -> bool:
+    """Whether a completion's answer equals the ground truth as mathematics (MATH).
 
     The answer is in the last box; without one it is the last expression of the text, or with
     `boxed_only` none. A ground truth is LaTeX, e.g. "\\frac{1}{2}", or a solution that has it in a
     box. `math-verify` compares, which can take any time and memory: in a pool's process.
     """
-    pairs = zip(completions, ground_truth, strict=True)
-    return [float(_is_right(text, str(truth), boxed_only)) for text, truth in pairs]
-
-
-def _is_right(text: str, truth: str, boxed_only: bool) -> bool:
-    expected = (last_boxed(truth) or truth).strip().strip("$").strip()
-    boxed = last_boxed(text)
-    if boxed is None and (boxed_only or "\\boxed" in text):  # a box without an end holds no answer
+    expected = (last_boxed(str(truth)) or str(truth)).strip().strip("$").strip()
+    boxed = last_boxed(completion)
+    if boxed is None and (boxed_only or "\\boxed" in completion):  # a box without an end
         return False
     if boxed is not None and _plain(boxed) == _plain(expected):
         return True
@@ -189,7 +166,7 @@ def _is_right(text: str, truth: str, boxed_only: bool) -> bool:
         return False
     from engine.rewards._latex_equality import equal
 
-    answer = text[-_MATH_TAIL:] if boxed is None else f"\\boxed{{{boxed}}}"
+    answer = completion[-_MATH_TAIL:] if boxed is None else f"\\boxed{{{boxed}}}"
     return equal(f"\\boxed{{{expected}}}", answer)
 
 
@@ -223,33 +200,21 @@ def choice(text: str) -> str | None:
     return letters[-1] if letters else None
 
 
-@register_reward("multiple_choice", answer=choice)
-def multiple_choice(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    ground_truth: Sequence[object],
-    **columns: Sequence[object],
-) -> list[float]:
-    """Score B completions 1.0 where `choice` gives the ground truth's letter, else 0.0.
+@register_row_reward("multiple_choice", answer=choice)
+def multiple_choice(completion: str, truth: object) -> bool:
+    """Whether `choice` gives the ground truth: a letter, or the number of the right one from 0.
 
-    A ground truth is a letter, or the number of the right choice from 0. Raises RewardError where
-    it is neither.
+    Raises RewardError where it is neither.
     """
-    pairs = zip(completions, ground_truth, strict=True)
-    return [float(choice(text) == _letter(truth, i)) for i, (text, truth) in enumerate(pairs)]
-
-
-def _letter(truth: object, row: int) -> str:
-    text = str(truth).strip().strip("().").upper()
-    if text.isascii() and text.isdigit() and int(text[:3]) < 26:
-        return chr(ord("A") + int(text[:3]))
-    if len(text) == 1 and "A" <= text <= "Z":
-        return text
-    raise RewardError(
-        f"ground_truth of row {row} is {truth!r}; multiple_choice needs a letter from A to Z, or "
-        "the number of the right choice, from 0"
-    )
+    letter = str(truth).strip().strip("().").upper()
+    if letter.isascii() and letter.isdigit() and int(letter[:3]) < 26:
+        letter = chr(ord("A") + int(letter[:3]))
+    if len(letter) != 1 or not "A" <= letter <= "Z":
+        raise RewardError(
+            f"ground_truth is {truth!r}; multiple_choice needs a letter from A to Z, or the "
+            "number of the right choice, from 0"
+        )
+    return choice(completion) == letter
 
 
 # Text that equals the ground truth, or one of a list of right answers.
@@ -278,42 +243,22 @@ def normalised(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
-@register_reward("exact_match", answer=text_answer)
-def exact_match(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    ground_truth: Sequence[object],
-    after: str = "",
-    **columns: Sequence[object],
-) -> list[float]:
-    """Score B completions 1.0 or 0.0: equal but for blanks around.
+@register_row_reward("exact_match", answer=text_answer)
+def exact_match(completion: str, truth: object, *, after: str = "") -> bool:
+    """Whether a text equals the ground truth, or one of its list, but for blanks around.
 
     With `after`, what follows the last `after` counts, e.g. "Answer:".
     """
-    return _scores(completions, ground_truth, after, str.strip)
+    return _matches(completion, truth, after, str.strip)
 
 
-@register_reward("normalised_match", answer=text_answer)
-def normalised_match(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    ground_truth: Sequence[object],
-    after: str = "",
-    **columns: Sequence[object],
-) -> list[float]:
+@register_row_reward("normalised_match", answer=text_answer)
+def normalised_match(completion: str, truth: object, *, after: str = "") -> bool:
     """As `exact_match`, both sides `normalised`."""
-    return _scores(completions, ground_truth, after, normalised)
+    return _matches(completion, truth, after, normalised)
 
 
-def _scores(
-    completions: Sequence[str], truths: Sequence[object], after: str, form: Callable[[str], str]
-) -> list[float]:
-    scores = []
-    for text, truth in zip(completions, truths, strict=True):
-        answer = text_answer(text, after=after)
-        truths_of_row = truth if isinstance(truth, list | tuple) else [truth]
-        expected = {form(str(right)) for right in truths_of_row}
-        scores.append(float(answer is not None and form(answer) in expected))
-    return scores
+def _matches(completion: str, truth: object, after: str, form: Callable[[str], str]) -> bool:
+    answer = text_answer(completion, after=after)
+    truths = truth if isinstance(truth, list | tuple) else [truth]
+    return answer is not None and form(answer) in {form(str(right)) for right in truths}

@@ -26,20 +26,19 @@ from functools import cache
 from typing import Any, Protocol
 
 from engine.errors import RewardError
-from engine.rewards.reward_function import register_reward
-from engine.rewards.sandbox import programs
+from engine.rewards.reward_function import register_row_reward
+from engine.rewards.sandbox import Limits, Sandbox, programs
 from engine.rewards.sandbox.programs import Remote, ask
-from engine.rewards.sandbox.run import ALL, Limits, Sandbox, Walls
 
 _CLOSE = 1e-6  # of two numbers, relative or absolute
 
 
 @dataclass(slots=True)
 class Verdict:
-    """Which tests a program passed, and the walls that it ran behind."""
+    """Which tests a program passed, and the layers of containment, where they are known."""
 
     passed: list[bool] = field(default_factory=list)
-    layers: dict[str, bool] = field(default_factory=dict)
+    layers: tuple[str, ...] | None = None
 
 
 class CodeTests(Protocol):
@@ -47,9 +46,7 @@ class CodeTests(Protocol):
 
     def __len__(self) -> int: ...
 
-    def judge(
-        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
-    ) -> Verdict:
+    def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
         """Run them all within `seconds`, or with `stop` until one fails."""
         ...
 
@@ -64,17 +61,15 @@ class InputOutput:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def judge(
-        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
-    ) -> Verdict:
+    def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
         verdict, until = Verdict(), time.monotonic() + seconds
-        with Sandbox(limits, walls) as sandbox:
+        with Sandbox(limits) as sandbox:
             for stdin, expected in zip(self.inputs, self.outputs, strict=True):
                 left = until - time.monotonic()
                 if left <= 0:
                     break
                 ended = sandbox.run(program, left, stdin)
-                verdict.layers = verdict.layers or ended.layers
+                verdict.layers = ended.layers if verdict.layers is None else verdict.layers
                 ok = ended.well and same_output(ended.output, expected)
                 verdict.passed.append(ok)
                 if ended.how == "lost" or (stop and not ok):
@@ -93,12 +88,10 @@ class Calls:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def judge(
-        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
-    ) -> Verdict:
+    def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
         verdict, until = Verdict(), time.monotonic() + seconds
         channel, program_end = socket.socketpair()
-        with channel, Sandbox(limits, walls, program_end) as sandbox:
+        with channel, Sandbox(limits, program_end) as sandbox:
             sandbox.begin("served", program, seconds)
             try:
                 names = programs.receive(channel, until - time.monotonic())
@@ -107,7 +100,7 @@ class Calls:
                     try:
                         details = programs.encode((tuple(arguments), {}), repr)
                         result = ask(channel, "call", target, details, until=until)
-                        ok = not isinstance(result, Remote) and _same_result(result, expected)
+                        ok = not isinstance(result, Remote) and _is_right(result, expected)
                     except programs.Closed:
                         raise
                     except Exception:  # the program's own, or no value at all
@@ -145,14 +138,9 @@ class Assertions:
     def __len__(self) -> int:
         return self.count
 
-    def judge(
-        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
-    ) -> Verdict:
+    def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
         for_program, for_tests = socket.socketpair()
-        with (
-            Sandbox(limits, walls, for_program) as judged,
-            Sandbox(limits, walls, for_tests) as tests,
-        ):
+        with Sandbox(limits, for_program) as judged, Sandbox(limits, for_tests) as tests:
             judged.begin("served", program, seconds)
             tests.begin("tests", self.text, seconds, candidate=self.candidate)
             ended = tests.end()
@@ -163,17 +151,17 @@ class Assertions:
         return Verdict([ok is True for ok in passed][: self.count], ended.layers)
 
 
-def read_tests(truth: object, row: int) -> CodeTests:
+def read_tests(truth: object) -> CodeTests:
     """The tests of a ground truth; RewardError where it has none that can be read."""
     try:
         tests = _tests(_loaded(truth))
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError) as error:
         raise RewardError(
-            f"ground_truth of row {row} holds no test cases ({type(error).__name__}: {error}); "
+            f"ground_truth holds no test cases ({type(error).__name__}: {error}); "
             'give JSON with "inputs" and "outputs", assertions as Python text, or a list of those'
         ) from None
     if not len(tests):
-        raise RewardError(f"ground_truth of row {row} has no test cases; give at least one")
+        raise RewardError("ground_truth has no test cases; give at least one")
     return tests
 
 
@@ -185,10 +173,8 @@ def _tests(value: Any) -> CodeTests:
             return _pairs(value["inputs"], value["outputs"], value.get("fn_name"))
         for key in ("test", "test_list", "asserts"):
             if value.get(key) is not None:
-                lines = value[key]
-                text = lines if isinstance(lines, str) else "\n".join(map(str, lines))
-                setup = str(value.get("test_setup_code") or "")
-                return _assertions(f"{setup}\n{text}", str(value.get("entry_point") or ""))
+                text = f"{value.get('test_setup_code') or ''}\n{_text(value[key])}"
+                return _assertions(text, str(value.get("entry_point") or ""))
         raise ValueError(f"its keys are {sorted(map(str, value))}")
     cases = list(value)
     if all(isinstance(case, str) for case in cases):
@@ -269,7 +255,7 @@ def _same_word(word: str, expected: str) -> bool:
         return False
 
 
-def _same_result(result: object, expected: Any) -> bool:
+def _is_right(result: object, expected: Any) -> bool:
     """As `same_value`; some data sets put each result into a list of one (APPS)."""
     alone = isinstance(expected, list) and len(expected) == 1
     return same_value(result, expected) or (alone and same_value(result, expected[0]))
@@ -313,44 +299,41 @@ def has_program(text: str) -> bool:
     return text.count("```") >= 2
 
 
-@register_reward("code", pooled=True, well_formed=has_program)
+@register_row_reward("code", pooled=True, well_formed=has_program)
 def code(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    completion: str,
+    truth: object,
     *,
-    ground_truth: Sequence[object],
     timeout_s: float = 4.0,
     memory_mb: int = 512,
     partial: bool = False,
     weak: bool = False,
-    **columns: Sequence[object],
-) -> list[float]:
-    """Score B completions 1.0 or 0.0; with `partial` by the share of tests that pass.
+) -> float:
+    """1.0 where a program passes all of its tests, else 0.0; with `partial` the share that passes.
 
     `timeout_s` is for all tests of a completion, and below `reward.sample_timeout_s`. A ground
-    truth are test cases as `code_tests` reads them. Raises RewardError for one that has none, and
+    truth are test cases as `read_tests` reads them. Raises RewardError for one that has none, and
     where the host has neither seccomp nor a way to hide its files, unless `weak` allows that.
     """
-    scores = []
-    limits = Limits(memory_mb=memory_mb)
-    for i, (text, truth) in enumerate(zip(completions, ground_truth, strict=True)):
-        tests = read_tests(truth, i)
-        verdict = tests.judge(program(text), limits, timeout_s, stop=not partial)
-        if verdict.layers:
-            require_walls(tuple(name for name, there in verdict.layers.items() if there), weak)
-        passed = sum(verdict.passed) / len(tests)
-        scores.append(passed if partial else float(passed == 1))
-    return scores
+    tests = read_tests(truth)
+    verdict = tests.judge(
+        program(completion), Limits(memory_mb=memory_mb), timeout_s, stop=not partial
+    )
+    require_containment(verdict.layers, weak)
+    passed = sum(verdict.passed) / len(tests)
+    return passed if partial else float(passed == 1)
 
 
 @cache
-def require_walls(layers: tuple[str, ...], weak: bool) -> None:
-    """Say once what locks programs in; raise RewardError where that is too little."""
-    files = {"root", "landlock"} & set(layers)
-    if "seccomp" in layers and files:
+def require_containment(layers: tuple[str, ...] | None, weak: bool) -> None:
+    """Say once what locks programs in; raise RewardError where that is known to be too little."""
+    if layers is None:
+        return
+    hides_files = "root" in layers or "landlock" in layers
+    if "seccomp" in layers and hides_files:
         logger.info("programs run behind: %s", ", ".join(layers))
         return
-    lacking = "seccomp" if files else "namespaces or Landlock"
+    lacking = "seccomp" if hides_files else "namespaces or Landlock"
     given = ", ".join(layers) or "limits only"
     if not weak:
         raise RewardError(

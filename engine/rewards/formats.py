@@ -8,45 +8,42 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import RewardError
-from engine.rewards.reward_function import declared_components, register_reward, resolve_reward
+from engine.rewards.reward_function import (
+    declared_components,
+    register_reward,
+    register_row_reward,
+    resolve_reward,
+)
 
 
-@register_reward("regular_expression", pooled=True)
-def regular_expression(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    ground_truth: Sequence[object],
-    pattern: str = "",
-    **columns: Sequence[object],
-) -> list[float]:
-    """Score B completions 1.0 where `pattern` is found, else 0.0.
+@register_row_reward("regular_expression", pooled=True)
+def regular_expression(completion: str, truth: object, *, pattern: str = "") -> bool:
+    """Whether `pattern` is found; raise RewardError for a pattern that is none.
 
     Where `pattern` has a group `(?P<answer>…)`, what its last match reads must equal the ground
-    truth, but for blanks around. Raises RewardError for a pattern that is none.
+    truth, but for blanks around.
     """
     if not pattern:
         raise RewardError("regular_expression looks for nothing; set reward.options.pattern")
+    compiled = compiled_pattern(pattern)
+    if "answer" not in compiled.groupindex:
+        return compiled.search(completion) is not None
+    last = deque(compiled.finditer(completion), maxlen=1)
+    answer = last[0]["answer"] if last else None
+    return answer is not None and answer.strip() == str(truth).strip()
+
+
+def compiled_pattern(pattern: str) -> re.Pattern[str]:
+    """The regular expression `reward.options.pattern`; raise RewardError where it is none."""
     try:
-        compiled = re.compile(pattern)
+        return re.compile(pattern)
     except re.error as error:
         raise RewardError(f"reward.options.pattern={pattern!r} is no pattern: {error}") from None
-    pairs = zip(completions, ground_truth, strict=True)
-    return [float(_matches(compiled, text, truth)) for text, truth in pairs]
-
-
-def _matches(pattern: re.Pattern[str], text: str, truth: object) -> bool:
-    if "answer" not in pattern.groupindex:
-        return pattern.search(text) is not None
-    last = None
-    for last in pattern.finditer(text):  # noqa: B007 (the last one counts)
-        pass
-    read = last["answer"] if last else None
-    return read is not None and read.strip() == str(truth).strip()
 
 
 _TAGS = ("think", "answer")
@@ -70,16 +67,10 @@ def has_tags(text: str, tags: Sequence[str] = _TAGS) -> bool:
     return not rest
 
 
-@register_reward("think_format", well_formed=has_tags)
-def think_format(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    tags: tuple[str, ...] = _TAGS,
-    **columns: Sequence[object],
-) -> list[float]:
-    """Score B completions 1.0 or 0.0 for their form, right or wrong (DeepSeek-R1's format)."""
-    return [float(has_tags(text, tags)) for text in completions]
+@register_row_reward("think_format", well_formed=has_tags)
+def think_format(completion: str, truth: object, *, tags: tuple[str, ...] = _TAGS) -> bool:
+    """Whether a completion keeps its form, right or wrong (DeepSeek-R1's format)."""
+    return has_tags(completion, tags)
 
 
 _FENCE = "```"
@@ -94,33 +85,20 @@ def json_text(text: str) -> str:
     return block.removeprefix("json").strip()
 
 
-@register_reward("json_schema", pooled=True, imports=("jsonschema",), answer=json_text)
-def json_schema(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    *,
-    ground_truth: Sequence[object],
-    schema: dict[str, object] | None = None,
-    **columns: Sequence[object],
-) -> list[float]:
-    """Score B completions 1.0 where they are JSON that keeps a JSON schema, else 0.0.
+@register_row_reward("json_schema", pooled=True, imports=("jsonschema",), answer=json_text)
+def json_schema(completion: str, truth: object, *, schema: dict[str, object] | None = None) -> bool:
+    """Whether a completion is JSON that keeps a JSON schema.
 
-    Without `schema`, each row's ground truth is one, as JSON text. `$ref` reaches nothing outside
+    Without `schema`, the row's ground truth is one, as JSON text. `$ref` reaches nothing outside
     of the schema. Raises RewardError for a schema that is none.
     """
-    pairs = zip(completions, ground_truth, strict=True)
-    return [
-        float(_keeps_schema(text, truth if schema is None else schema)) for text, truth in pairs
-    ]
-
-
-def _keeps_schema(text: str, schema: object) -> bool:
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
     from referencing import Registry
 
     try:
-        rules = json.loads(schema) if isinstance(schema, str) else schema
+        rules: Any = truth if schema is None else schema
+        rules = json.loads(rules) if isinstance(rules, str) else rules
         if not isinstance(rules, Mapping | bool):
             raise ValueError(f"it is of type {type(rules).__name__}")
         validator = validator_for(rules)
@@ -131,12 +109,9 @@ def _keeps_schema(text: str, schema: object) -> bool:
             f"the JSON schema is none ({reason}); correct reward.options.schema or the ground truth"
         ) from None
     try:
-        value = json.loads(json_text(text), parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        return False
-    try:
+        value = json.loads(json_text(completion), parse_constant=_no_constant)
         return bool(validator(rules, registry=Registry()).is_valid(value))
-    except RecursionError:  # deeper than any answer needs to be
+    except (ValueError, RecursionError):  # no JSON, or deeper than any answer needs to be
         return False
 
 

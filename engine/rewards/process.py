@@ -1,8 +1,8 @@
 """A reward function in a process of its own, or in several, none of which can end the run.
 
-`RewardProcess` is the run's side, `open_service` makes what runs in the process: it loads the
-function and answers calls (`engine.worker_process`). `RewardPool` scores completion by completion
-in several processes. Imports neither torch nor pydantic.
+`RewardProcess` is the run's side, `RewardService` runs in the process: it loads the function and
+answers calls (`engine.worker_process`). `RewardPool` scores completion by completion in several
+processes. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
@@ -29,14 +29,15 @@ from engine.rewards.calls import (
     AT_ONCE,
     TURNS,
     RewardRows,
+    RewardScorer,
     RewardThreads,
     RowResult,
-    RowsEnded,
-    RowsStarted,
+    counted,
     late,
     score_single_rows,
 )
 from engine.rewards.reward_function import (
+    RegisteredReward,
     RewardFailure,
     Scores,
     declared_components,
@@ -45,97 +46,47 @@ from engine.rewards.reward_function import (
 )
 from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
 
-# In the reward's process.
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReward:
-    """The first request of a process: which function it calls."""
-
-    name: str  # as `reward.name`
-    options: Mapping[str, object]
-    modules: tuple[str, ...]  # those that may register it, likely ones first
-    memory_bytes: int = 0  # most address space of the process; 0: no limit
-
-
-@dataclass(frozen=True, slots=True)
-class RewardLoaded:
-    """Answers `LoadReward`."""
-
-    name: str  # in messages
-    components: tuple[str, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRows:
-    """A call on each entry of `rows`.
-
-    RowsEnded answers each, before it RowsStarted where there are several, None each tick, and
-    RowsDone where some don't end in time.
-    """
-
-    rows: Mapping[int, RewardRows]
-    timeout_s: float
-    components: tuple[str, ...] | None = None  # that must come back; None: any
-    tick_s: float = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class RowsDone:
-    """Nothing more comes for `ScoreRows`, though some calls have not ended."""
-
-
-def open_service(load: LoadReward, channel: Connection) -> RewardService:
-    """Load the function of a reward's process."""
-    return RewardService(load, channel)
+# In the reward's process. The first message has the arguments of `RewardService`, which answers
+# with the reward's name and components. Each further one is (rows, timeout_s, tick_s), which
+# `RewardThreads.events` answers, and None where some calls don't end in time.
 
 
 class RewardService:
     """The function, and whether it has drawn from the random generators."""
 
-    def __init__(self, load: LoadReward, channel: Connection) -> None:
-        if load.memory_bytes:
-            resource.setrlimit(resource.RLIMIT_AS, (load.memory_bytes, load.memory_bytes))
-        if ":" not in load.name:
-            import_reward(load.name, load.modules)
-        function = resolve_reward(load.name, load.options)
-        components = declared_components(load.name)
-        self._threads = RewardThreads(function, components, before_call=_seed)
+    def __init__(self, load: Mapping[str, Any], channel: Connection) -> None:
+        name, memory_bytes = load["name"], load["memory_bytes"]
+        if memory_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        if ":" not in name:
+            import_reward(name, load["modules"])
+        function = resolve_reward(name, load["options"])
+        self._threads = RewardThreads(function, declared_components(name), _seed)
         self._channel = channel
         self._draws = False
-        self.loaded = RewardLoaded(self._threads.name, components)
+        self.loaded = self._threads.name, self._threads.components
 
     def run(self) -> None:
         """Answer requests until the other end closes."""
-        while True:
-            try:
-                request: ScoreRows = self._channel.recv()
-            except EOFError:
-                return
-            self._score(request)
-            sys.stdout.flush()
+        with suppress(EOFError):
+            while True:
+                self._score(*self._channel.recv())
+                sys.stdout.flush()
 
-    def _score(self, request: ScoreRows) -> None:
+    def _score(self, rows: Mapping[int, RewardRows], timeout_s: float, tick_s: float) -> None:
         """Score rows side by side; one after the other if the function draws from generators."""
-        alone = next(iter(request.rows.values())) if len(request.rows) == 1 else None
-        if alone is not None:
-            _seed(alone)
+        if len(rows) == 1:
+            _seed(*rows.values())
         before = _generator_states()
-        left = len(request.rows)
-        for event in self._threads.events(
-            request.rows,
-            request.timeout_s,
-            components=request.components,
-            at_once=1 if self._draws else AT_ONCE,
-            tick_s=request.tick_s,
-        ):
-            left -= isinstance(event, RowsEnded)
-            if alone is None or not isinstance(event, RowsStarted):
-                self._channel.send(event)
-        if alone is not None and not self._draws:
+        left = len(rows)
+        at_once = 1 if self._draws else AT_ONCE
+        for key, result in self._threads.events(rows, timeout_s, at_once, tick_s):
+            left -= result is not None
+            self._channel.send((key, result))
+        if len(rows) == 1 and not self._draws:
             self._draws = _generator_states() != before
         if left:
-            self._channel.send(RowsDone())
+            self._channel.send(None)
 
 
 def _seed(rows: RewardRows) -> None:
@@ -158,7 +109,7 @@ def _generator_states() -> tuple[object, ...]:
 # The run's side.
 
 
-class RewardProcess:
+class RewardProcess(RewardScorer):
     """Calls a reward in its own process.
 
     The process keeps its state (a model that it loaded, say) between calls, until a call ends it or
@@ -169,9 +120,8 @@ class RewardProcess:
     def __init__(
         self,
         name: str,
-        options: Mapping[str, object] | None = None,
-        modules: tuple[str, ...] = (),
-        *,
+        options: Mapping[str, object] | None,
+        modules: tuple[str, ...],
         imports: tuple[str, ...] = (),
         memory_bytes: int = 0,
     ) -> None:
@@ -179,25 +129,20 @@ class RewardProcess:
 
         `imports`: see `WorkerProcess`. `memory_bytes` limits the process's address space.
         """
-        self._load = LoadReward(name, options or {}, modules, memory_bytes)
+        self._load = {
+            "name": name,
+            "options": options or {},
+            "modules": modules,
+            "memory_bytes": memory_bytes,
+        }
         self._process = WorkerProcess(
-            f"reward {name!r}", "engine.rewards.process:open_service", imports
+            f"reward {name!r}", "engine.rewards.process:RewardService", imports
         )
-        loaded = self._start()
-        self.name, self.components = loaded.name, loaded.components
-
-    def score_all(
-        self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
-    ) -> Scores:
-        self._restart()
-        deadline = time.monotonic() + timeout_s
-        results: dict[int, RowResult] = {}
-        request = ScoreRows({0: rows}, timeout_s, components)
-        self._score_group(request, deadline, timeout_s, set(), results)
-        result = results.get(0) or late(self.name, len(rows), timeout_s)
-        if isinstance(result, RewardFailure):
-            raise result
-        return result
+        try:
+            loaded: Any = self._process.start(self._load)
+        except WorkerError as error:
+            raise RewardError(str(error)) from None
+        self.name, self.components = loaded
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
         """As `RewardThreads.score_each`.
@@ -205,20 +150,24 @@ class RewardProcess:
         Rows that were under way as the process was lost are tried alone, so that only those that
         end it fail.
         """
+        self._restart()  # which has time of its own
         deadline = time.monotonic() + timeout_s
         groups = deque([list(rows)])
         results: dict[int, RowResult] = {}
         while groups and time.monotonic() < deadline:
             group = groups.popleft()
-            patience = _patience(timeout_s, deadline, len(groups) if len(group) == 1 else 0)
+            # Seconds without a word until it is held to be stuck, its lock held by C code. Each of
+            # those that are to be tried alone gets its share.
+            patience = min(max(2.0, timeout_s / TURNS), timeout_s / 2)
+            if len(rows) == 1:
+                patience = timeout_s
+            elif len(group) == 1 and groups:
+                patience = min(patience, (deadline - time.monotonic()) / (len(groups) + 1))
             started: set[int] = set()
-            try:
-                part = {row: rows[row] for row in group}
-                request = ScoreRows(part, timeout_s, tick_s=patience / 4)
-                self._score_group(request, deadline, patience, started, results)
+            part = {row: rows[row] for row in group}
+            lost = self._score_group(part, deadline, max(patience, 0.01), started, results)
+            if lost is None:
                 continue
-            except RewardFailure as failure:
-                lost = failure
             if not started and lost.cause == "crashed":  # the function can't even be loaded
                 return results | dict.fromkeys([*group, *chain(*groups)], lost)
             suspects = [row for row in group if row in started and row not in results]
@@ -236,75 +185,60 @@ class RewardProcess:
         """End the process and all that it left behind."""
         self._process.close()
 
+    def _restart(self) -> RewardFailure | None:
+        """Start the process if it isn't there; why it can't be, if so."""
+        try:
+            if not self._process.running:
+                self._process.start(self._load)
+        except (WorkerError, ConfigError) as error:
+            return RewardFailure("crashed", str(error))
+        return None
+
     def _score_group(
         self,
-        request: ScoreRows,
+        rows: Mapping[int, RewardRows],
         deadline: float,
         patience_s: float,
         started: set[int],
         results: dict[int, RowResult],
-    ) -> None:
-        """Score rows in one process, into `results`; raise RewardFailure where it is lost."""
-        self._restart()
+    ) -> RewardFailure | None:
+        """Score rows in the process, into `results`; why it was lost, if it was."""
+        if failure := self._restart():
+            return failure
+        request = rows, round(deadline - time.monotonic(), 2), patience_s / 4
         try:
             self._process.send(request, min(deadline, time.monotonic() + patience_s))
-            if len(request.rows) == 1:
-                started.update(request.rows)
-            while not request.rows.keys() <= results.keys():
-                message = self._process.receive(min(deadline, time.monotonic() + patience_s))
-                if isinstance(message, RowsStarted):
-                    started.add(message.key)
-                elif isinstance(message, RowsEnded):
-                    results[message.key] = message.result
-                elif isinstance(message, ProcessEnded):
-                    size = max(map(len, request.rows.values()))
-                    what = f"{size} completions" if size > 1 else "a completion"
-                    raise RewardFailure(
+            if len(rows) == 1:
+                started.update(rows)
+            while not rows.keys() <= results.keys():
+                message: Any = self._process.receive(min(deadline, time.monotonic() + patience_s))
+                if isinstance(message, ProcessEnded):
+                    return RewardFailure(
                         "crashed",
-                        f"the process of reward {self.name!r} {message.how} while it scored {what}",
+                        f"the process of reward {self.name!r} {message.how} while it scored "
+                        f"{counted(max(map(len, rows.values())))}",
                         message.stderr,
                     )
-                elif isinstance(message, RowsDone):
+                if message is None:
                     self._process.end()  # what hangs must not go on beside the next call
-                    return
+                    break
+                key, result = message
+                if result is not None:
+                    results[key] = result
+                elif key in rows:
+                    started.add(key)
         except TooLate:
             self._process.end()
             if time.monotonic() < deadline:
-                raise late(self.name, 1, patience_s) from None
-
-    def _start(self) -> RewardLoaded:
-        try:
-            loaded = self._process.start(self._load)
-        except WorkerError as error:
-            raise RewardError(str(error)) from None
-        assert isinstance(loaded, RewardLoaded)
-        return loaded
-
-    def _restart(self) -> None:
-        """Start the process if it isn't there; raise RewardFailure where that fails."""
-        if not self._process.running:
-            try:
-                self._start()
-            except (RewardError, ConfigError) as error:
-                raise RewardFailure("crashed", str(error)) from None
-
-
-def _patience(timeout_s: float, deadline: float, alone: int) -> float:
-    """Seconds without a word after which a process is held to be stuck, its lock held by C code.
-
-    `alone` is the number of rows that are still to be tried alone: each gets its share.
-    """
-    patience = min(max(2.0, timeout_s / TURNS), timeout_s / 2)
-    if alone:
-        patience = min(patience, (deadline - time.monotonic()) / (alone + 1))
-    return max(patience, 0.01)
+                return late(self.name, 1, patience_s)
+        return None
 
 
 MEMORY_BYTES = 4 << 30  # address space of a process; what needs more has no score
 _MOST_PROCESSES = 8  # unless asked for
 
 
-class RewardPool:
+class RewardPool(RewardScorer):
     """Calls a registered reward on single rows, each with a deadline, in several processes.
 
     For the engine's rules whose time and memory depend on what a model writes. A completion that
@@ -316,26 +250,21 @@ class RewardPool:
         self,
         name: str,
         options: Mapping[str, object] | None,
-        module: str,
-        *,
-        components: tuple[str, ...],
-        imports: tuple[str, ...] = (),
-        processes: int = 0,
-        sample_timeout_s: float = 5.0,
+        entry: RegisteredReward,
+        processes: int,
+        sample_timeout_s: float,
     ) -> None:
-        """`processes` of 0 are as many as cores, 8 at most."""
-        self.name = name
-        self.components: tuple[str, ...] | None = components
-        self._options, self._module = options, module
-        self._imports = (module, *imports)
+        """`entry` is that of `name`. `processes` of 0 are as many as cores, 8 at most."""
+        self.name, self.components = name, entry.components
+        self._options = options
+        self._module = entry.function.__module__
+        self._imports = (self._module, *entry.imports)
         self._size = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
         self._limit_s = sample_timeout_s
         self._free: list[RewardProcess] = []
 
-    def score_all(
-        self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
-    ) -> Scores:
-        return score_single_rows(self, rows, timeout_s, self.components)
+    def score_all(self, rows: RewardRows, timeout_s: float) -> Scores:
+        return score_single_rows(self, rows, timeout_s)
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
         waiting = deque(rows)
@@ -367,17 +296,11 @@ class RewardPool:
         """A process that is there, or one that is started now."""
         with suppress(IndexError):
             return self._free.pop()
-        return RewardProcess(
-            self.name,
-            self._options,
-            (self._module,),
-            imports=self._imports,
-            memory_bytes=MEMORY_BYTES,
-        )
+        return RewardProcess(self.name, self._options, (self._module,), self._imports, MEMORY_BYTES)
 
     def _score(self, process: RewardProcess, row: RewardRows, timeout_s: float) -> RowResult:
         try:
-            return process.score_all(row, timeout_s, self.components)
+            return process.score_all(row, timeout_s)
         except RewardFailure as failure:
             if failure.cause == "deadline" and timeout_s == self._limit_s:
                 return late(self.name, 1, timeout_s, "reward.sample_timeout_s")

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from engine.errors import ConfigError, RewardError
-from engine.registry import Options, Registry, import_plugins
+from engine.registry import Options, Registry, import_plugins, keyword_defaults
 
 RewardResult: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]]
 
@@ -54,23 +54,16 @@ def ordered_weights(
 ) -> list[float]:
     """Return a weight for each component in order, 1.0 where `weights` has none.
 
-    Without components it is [1.0], for a plain list's only column. `reward` is named in errors.
-    Raises ConfigError for a weight of a component that the reward does not have, and for one that
-    is not finite.
+    Without components it is [1.0], for a plain list's only column. Raises ConfigError for a weight
+    of a component that `reward` does not have, and for one that is not finite.
 
     >>> ordered_weights("answer_and_format", ("answer", "format"), {"format": 0.1})
     [1.0, 0.1]
     """
-    unknown = sorted(set(weights) - set(components))
-    if unknown and not components:
-        raise ConfigError(
-            f"reward.weights names {unknown}, but reward {reward!r} has no named components; "
-            "remove reward.weights, or choose a reward that returns components"
-        )
-    if unknown:
+    if unknown := sorted(set(weights) - set(components)):
         raise ConfigError(
             f"reward.weights names {unknown}, which reward {reward!r} does not have; "
-            f"its components are {list(components)}"
+            f"its components are {list(components)}: correct or remove reward.weights"
         )
     for name, weight in weights.items():
         if not math.isfinite(weight):
@@ -142,16 +135,13 @@ class Scores:
             ) from first
 
 
-def read(
-    name: str, result: object, size: int, components: tuple[str, ...] | None, first_row: int = 0
-) -> Scores:
+def read_result(name: str, result: object, size: int, first_row: int = 0) -> Scores:
     """Read what reward `name` returned for `size` completions, the first of them `first_row`.
 
-    `components` are the names expected, () for a plain list, None for whatever there is. Raises
-    RewardFailure ("malformed") for a result of another form; failures of single values are in
-    what is returned, under rows that count from 0.
+    Raises RewardFailure ("malformed") for a result of the wrong form; failures of single values are
+    in what is returned, under rows that count from 0.
     """
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     if isinstance(result, Mapping):
         names = tuple(result)
         if not (names and all(isinstance(key, str) for key in names)):
@@ -161,45 +151,39 @@ def read(
                 "it must have at least one component, each named by a string",
             )
         columns = [
-            _checked(f"reward {name!r}, component {key!r},", result[key], size) for key in names
+            _column(f"reward {name!r}, component {key!r},", result[key], size) for key in names
         ]
     else:
-        names, columns = (), [_checked(f"reward {name!r}", result, size)]
-    require_components(name, names, components)
+        columns = [_column(f"reward {name!r}", result, size)]
     scores: dict[int, list[float]] = {}
     failures: dict[int, RewardFailure] = {}
     for row, values in enumerate(zip(*columns, strict=True)):
-        numbers = [float32_or_nan(value) for value in values]
-        wrong = next((i for i, number in enumerate(numbers) if math.isnan(number)), None)
-        if wrong is None:
-            scores[row] = numbers
-            continue
-        part = f" as {names[wrong]!r}" if names else ""
-        failures[row] = RewardFailure(
-            "not_finite",
-            f"reward {name!r} returned {_short(values[wrong])}{part} for completion "
-            f"{first_row + row}; it must be a finite float",
-        )
+        scores[row] = [float32_or_nan(value) for value in values]
+        wrong = next((i for i, number in enumerate(scores[row]) if math.isnan(number)), None)
+        if wrong is not None:
+            del scores[row]
+            part = f" as {names[wrong]!r}" if names else ""
+            failures[row] = RewardFailure(
+                "not_finite",
+                f"reward {name!r} returned {_short(values[wrong])}{part} for completion "
+                f"{first_row + row}; it must be a finite float",
+            )
     return Scores.of(names, scores, failures)
 
 
-def _checked(who: str, values: Any, size: int) -> list[object]:
+def _column(who: str, values: Any, size: int) -> list[object]:
     """Return `values` as a list of `size` entries; raise RewardFailure where it is none."""
     try:
         if isinstance(values, str | bytes | Mapping | set | frozenset):
             raise TypeError
         count, entries = len(values), list(values)
     except TypeError:
-        raise RewardFailure(
-            "malformed",
-            f"{who} returned {type(values).__name__}; it must return a list of floats",
-        ) from None
-    if count != size:
-        raise RewardFailure(
-            "malformed",
-            f"{who} returned {count} values for {size} completions; return exactly one for each",
-        )
-    return entries
+        problem = f"returned {type(values).__name__}; it must return a list of floats"
+    else:
+        if count == size:
+            return entries
+        problem = f"returned {count} values for {size} completions; return exactly one for each"
+    raise RewardFailure("malformed", f"{who} {problem}")
 
 
 def require_components(
@@ -230,7 +214,7 @@ def _short(value: object) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:  # integers of thousands of digits have no text
-        return f"{type(value).__name__}"
+        return type(value).__name__
 
 
 # Reward functions by name. The options of one are its keyword-only parameters with defaults;
@@ -245,23 +229,20 @@ class RegisteredReward:
 
     function: RewardFunction
     components: tuple[str, ...]
-    pooled: bool = False
-    imports: tuple[str, ...] = ()
-    answer: Callable[..., str | None] | None = None
-    well_formed: Callable[..., bool] | None = None
-    right_from: str | Callable[..., float] | None = None
+    pooled: bool
+    imports: tuple[str, ...]
+    answer: Callable[..., str | None] | None
+    well_formed: Callable[..., bool] | None
+    right_from: str | Callable[..., float] | None
 
 
 _registry: Registry[RegisteredReward] = Registry(
     "reward",
     "reward.name",
-    (
-        "engine.rewards.answers",
-        "engine.rewards.formats",
-        "engine.rewards.code",
-        "engine.rewards.http_rewards",
-        "engine.rewards.model_based",
-    ),
+    [
+        f"engine.rewards.{module}"
+        for module in ("answers", "formats", "code", "http_rewards", "model_based")
+    ],
     "@register_reward(name)",
 )
 
@@ -304,6 +285,41 @@ def register_reward(
     return add
 
 
+def register_row_reward(
+    name: str, **details: Any
+) -> Callable[[Callable[..., float]], Callable[..., list[float]]]:
+    """Make a function that scores one completion a reward function, and register that.
+
+    It is called as `function(completion, ground_truth, **options)`; `details` are those of
+    `register_reward`. A RewardError that it raises is raised with the row's number.
+    """
+
+    def add(function: Callable[..., float]) -> Callable[..., list[float]]:
+        names = keyword_defaults(function)
+
+        @functools.wraps(function)
+        def reward(
+            prompts: Sequence[str],
+            completions: Sequence[str],
+            *,
+            ground_truth: Sequence[object] | None = None,
+            **columns: Any,
+        ) -> list[float]:
+            options = {name: value for name, value in columns.items() if name in names}
+            truths = [None] * len(completions) if ground_truth is None else ground_truth
+            scores: list[float] = []
+            for completion, truth in zip(completions, truths, strict=True):
+                try:
+                    scores.append(float(function(completion, truth, **options)))
+                except RewardError as error:
+                    raise RewardError(f"row {len(scores)}: {error}") from None
+            return scores
+
+        return register_reward(name, **details)(reward)
+
+    return add
+
+
 def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> RewardFunction:
     """Return the reward registered as `name`, or the function at `package.module:function`.
 
@@ -311,12 +327,34 @@ def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> Re
     Raises ConfigError where there is no such reward, where it can't be called as a reward function,
     and for an option that it doesn't declare.
     """
-    function: object = _registry.load(name) if ":" in name else _registry.get(name).function
+    function: Any = _registry.load(name) if ":" in name else _registry.get(name).function
     if not callable(function):
         raise ConfigError(f"reward.name={name!r} is {function!r}, which is not a function")
     _check_signature(name, function)
-    given = Options(f"reward {name!r}", function).parse(options or {}, "reward.options")
-    return _with_options(function, given) if given else function
+    parsed = Options(f"reward {name!r}", function).parse(options or {}, "reward.options")
+    if not parsed:
+        return function
+
+    @functools.wraps(function)
+    def configured(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Any:
+        return function(prompts, completions, **{**columns, **parsed})
+
+    return configured
+
+
+def _check_signature(name: str, function: Callable[..., object]) -> None:
+    """Refuse at once what could only fail after a whole rollout."""
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind([], [], ground_truth=[], any_other_column=[])
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.name={name!r} can't be called as a reward function ({error}); write it as "
+            "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
+        ) from None
 
 
 def registered_reward(name: str) -> RegisteredReward | None:
@@ -327,15 +365,15 @@ def registered_reward(name: str) -> RegisteredReward | None:
     return _registry.registered(_registry.load(name)) if ":" in name else _registry.get(name)
 
 
-def declared_components(reward: str | RewardFunction) -> tuple[str, ...] | None:
-    """Return the component names that a reward (its name, or the function) was registered with.
+def declared_components(name: str) -> tuple[str, ...] | None:
+    """Return the component names that a reward was registered with, () for a plain list.
 
-    () says that it returns a plain list; None that nothing is known before its first call, as for
-    a function at `package.module:function` that was not registered. Raises ConfigError for a name
-    that can't be resolved.
+    None says that nothing is known before its first call, as for a function at
+    `package.module:function` that was not registered. Raises ConfigError for a name that can't be
+    resolved.
     """
-    registered = _registry.registered(resolve_reward(reward) if isinstance(reward, str) else reward)
-    return None if registered is None else registered.components
+    entry = registered_reward(name)
+    return None if entry is None else entry.components
 
 
 def reward_module(name: str) -> str:
@@ -354,28 +392,3 @@ def import_reward(name: str, modules: Iterable[str]) -> None:
         import_plugins([module])
         if name in _registry.names():
             return
-
-
-def _with_options(function: RewardFunction, options: Mapping[str, object]) -> RewardFunction:
-    @functools.wraps(function)
-    def configured(
-        prompts: Sequence[str], completions: Sequence[str], **columns: Any
-    ) -> RewardResult | Awaitable[RewardResult]:
-        return function(prompts, completions, **{**columns, **options})
-
-    return configured
-
-
-def _check_signature(name: str, function: Callable[..., object]) -> None:
-    """Refuse at once what could only fail after a whole rollout."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none
-        return
-    try:
-        signature.bind([], [], ground_truth=[], any_other_column=[])
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.name={name!r} can't be called as a reward function ({error}); write it as "
-            "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
-        ) from None

@@ -73,59 +73,49 @@ def _read(channel: socket.socket, count: int, until: float) -> bytes:
 
 def encode(value: object, other: Callable[[object], object]) -> object:
     """A value as JSON that `decode` reads; `other` makes JSON of what has no such form."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | float | str):
         return value
-    if isinstance(value, int):
+    if isinstance(value, int):  # whose decimal digits Python limits
         return ["i", hex(value)]
-    if isinstance(value, float):
-        return ["f", float(value).hex()]
-    if isinstance(value, str):
-        return ["s", str(value)]
     if isinstance(value, bytes):
-        return ["b", bytes(value).hex()]
+        return ["b", value.hex()]
     if isinstance(value, complex):
-        return ["c", value.real.hex(), value.imag.hex()]
+        return ["c", value.real, value.imag]
+    if isinstance(value, dict):
+        return ["d", *([encode(k, other), encode(v, other)] for k, v in value.items())]
     for tag, kind in _KINDS.items():
         if isinstance(value, kind):
-            return [tag, [encode(entry, other) for entry in value]]
-    if isinstance(value, dict):
-        pairs = [[encode(key, other), encode(entry, other)] for key, entry in value.items()]
-        return ["d", pairs]
+            return [tag, *(encode(entry, other) for entry in value)]
     return other(value)
 
 
 def decode(coded: Any, other: Callable[[Any], object]) -> Any:
     """The value of `encode`; raise ValueError for what is none."""
-    if coded is None or isinstance(coded, bool):
+    if not isinstance(coded, list):
         return coded
     try:
-        tag, first = coded[0], coded[1]
-        if tag in _SIMPLE:
-            return _SIMPLE[tag](first)
+        tag, entries = coded[0], coded[1:]
+        if tag == "i":
+            return int(entries[0], 16)
+        if tag == "b":
+            return bytes.fromhex(entries[0])
         if tag == "c":
-            return complex(float.fromhex(first), float.fromhex(coded[2]))
-        if tag in _KINDS:
-            return _KINDS[tag](decode(entry, other) for entry in first)
+            return complex(*entries)
         if tag == "d":
-            return {decode(key, other): decode(entry, other) for key, entry in first}
+            return {decode(key, other): decode(entry, other) for key, entry in entries}
+        if tag in _KINDS:
+            return _KINDS[tag](decode(entry, other) for entry in entries)
         return other(coded)
     except (TypeError, IndexError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"no value: {error}") from None
 
 
 _KINDS: dict[str, Any] = {"l": list, "t": tuple, "S": set, "F": frozenset}
-_SIMPLE: dict[str, Callable[[str], object]] = {
-    "i": lambda text: int(text, 16),
-    "f": float.fromhex,
-    "s": str,
-    "b": bytes.fromhex,
-}
 
 
 # A tester has the tests and none of the judged code: what that defines, it calls in another sandbox
 # through `Remote`, value by value. So judged code never meets the answers that are expected.
 
-LAYERS = ("namespaces", "root", "user", "landlock", "seccomp")
 _PATIENCE_S = 3600.0  # deadlines are those of the sandbox
 
 
@@ -183,14 +173,12 @@ def _serve(code: str, channel: socket.socket) -> None:
     _execute(code, namespace)
     objects: list[object] = []
 
-    def kept(value: object) -> list[object]:
+    def reference(value: object) -> list[object]:
         objects.append(value)
         return ["o", len(objects) - 1]
 
     def object_of(coded: Any) -> Any:
-        if coded[0] != "o":
-            raise ValueError("no object")
-        return objects[coded[1]]
+        return objects[_reference_in(coded)[1]]
 
     names = [name for name in namespace if not name.startswith("__")]
     send(channel, names)
@@ -207,7 +195,7 @@ def _serve(code: str, channel: socket.socket) -> None:
             else:
                 arguments, words = decode(details, object_of)
                 value = object_of(target)(*arguments, **words)
-            answer = ["value", encode(value, kept)]
+            answer = ["value", encode(value, reference)]
         except SystemExit:
             raise
         except BaseException as error:
@@ -218,17 +206,16 @@ def _serve(code: str, channel: socket.socket) -> None:
 class Remote:
     """Something that judged code defines, in the sandbox where that runs."""
 
-    def __init__(self, channel: socket.socket, place: object) -> None:
-        self.__dict__["_remote"] = (channel, place)
+    def __init__(self, channel: socket.socket, reference: object) -> None:
+        self.__dict__["_remote"] = (channel, reference)
 
     def __call__(self, *arguments: object, **words: object) -> object:
-        channel, place = self._remote
-        details = encode((arguments, words), _place_of)
-        return ask(channel, "call", place, details)
+        channel, reference = self._remote
+        return ask(channel, "call", reference, encode((arguments, words), reference_of))
 
     def __getattr__(self, name: str) -> Any:
-        channel, place = self._remote
-        return ask(channel, "get", place, name)
+        channel, reference = self._remote
+        return ask(channel, "get", reference, name)
 
 
 def ask(
@@ -240,7 +227,7 @@ def ask(
 ) -> object:
     """Ask a served program; raise what it raised, as far as Python has that kind of error.
 
-    Raises messages.Closed where no answer comes by `until`, and for one that is none.
+    Raises Closed where no answer comes by `until`, and for one that is none.
     """
     left = min(_PATIENCE_S, until - time.monotonic())
     send(channel, [what, target, details], left)
@@ -249,19 +236,21 @@ def ask(
         raise Closed("no answer")
     status, answer = reply
     if status == "value":
-        return decode(answer, lambda coded: _remote(channel, coded))
-    kind = getattr(builtins, str(answer), RuntimeError)
-    is_error = isinstance(kind, type) and issubclass(kind, Exception)
-    raise kind("raised by the program") if is_error else RuntimeError(str(answer))
+        return decode(answer, lambda coded: Remote(channel, _reference_in(coded)))
+    kind = getattr(builtins, str(answer), None)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        raise RuntimeError(str(answer))
+    raise kind("raised by the program")
 
 
-def _remote(channel: socket.socket, coded: object) -> Remote:
+def _reference_in(coded: Any) -> list[Any]:
     if not isinstance(coded, list) or coded[0] != "o":
         raise ValueError("no object")
-    return Remote(channel, coded)
+    return coded
 
 
-def _place_of(value: object) -> object:
+def reference_of(value: object) -> object:
+    """By what a served program knows an object of its own."""
     if isinstance(value, Remote):
         return value._remote[1]
     raise TypeError(f"{type(value).__name__} can't be given to a program")
