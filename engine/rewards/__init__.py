@@ -1,7 +1,7 @@
 """What a completion is worth: reward functions by name, and calls of them that can't hang a run.
 
 Read `reward_function` first: what a reward is and what it returns. `scorer` is what trainers and
-evaluation use, `calls` and `process` call a function on threads or in processes of its own.
+evaluation use, `calls` calls a function on threads or in processes of its own.
 `answers`, `formats`, `code` (with `sandbox`), `http_rewards` and `model_based` are the rewards.
 """
 
@@ -11,7 +11,6 @@ from engine.rewards.reward_function import (
     RewardFunction,
     Scores,
     declared_components,
-    ordered_weights,
     register_reward,
     resolve_reward,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "Scores",
     "declared_components",
     "open_reward",
-    "ordered_weights",
     "register_reward",
     "require_rewards",
     "resolve_reward",

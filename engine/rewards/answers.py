@@ -106,8 +106,7 @@ def answer_and_format(
 # The answer in LaTeX's `\boxed{…}`, as MATH's solutions and many models write it.
 
 LONGEST = 1000  # characters of an answer in LaTeX
-_MARK = "\\boxed{"
-_MARKS = (_MARK, "\\fbox{")
+_MARKS = ("\\boxed{", "\\fbox{")
 
 
 def last_boxed(text: str) -> str | None:
@@ -126,21 +125,8 @@ def last_boxed(text: str) -> str | None:
         if letter in "{}" and text[i - 1] != "\\":
             depth += 1 if letter == "{" else -1
             if not depth:
-                return _unwrapped(text[first:i].strip())
+                return text[first:i].strip()
     return None
-
-
-def _unwrapped(inner: str) -> str:
-    """Remove the box that an answer in a box consists of, e.g. of "\\boxed{5}"."""
-    while inner.startswith(_MARK) and inner.endswith("}"):
-        within = inner[len(_MARK) : -1]
-        depth = 0
-        for letter in within:
-            depth += (letter == "{") - (letter == "}")
-            if depth < 0:
-                return inner
-        inner = within.strip()
-    return inner
 
 
 _MATH_TAIL = 2000  # characters at the end that are searched for an answer without a box

@@ -20,7 +20,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -31,6 +31,9 @@ from engine.rewards.sandbox import Limits, Sandbox, programs
 from engine.rewards.sandbox.programs import Remote, ask
 
 _CLOSE = 1e-6  # of two numbers, relative or absolute
+_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_LONGEST = 200_000  # characters of a program
+logger = logging.getLogger("engine.rewards")
 
 
 @dataclass(slots=True)
@@ -94,8 +97,7 @@ class Calls:
         with channel, Sandbox(limits, program_end) as sandbox:
             sandbox.begin("served", program, seconds)
             try:
-                names = programs.receive(channel, until - time.monotonic())
-                target = self._target(names, lambda name: ask(channel, "name", name, until=until))
+                target = self._target(channel, until)
                 for arguments, expected in zip(self.inputs, self.outputs, strict=True):
                     try:
                         details = programs.encode((tuple(arguments), {}), repr)
@@ -114,17 +116,16 @@ class Calls:
             verdict.layers = sandbox.end().layers
         return verdict
 
-    def _target(self, names: Sequence[str], of: Callable[[str], Any]) -> object:
+    def _target(self, channel: socket.socket, until: float) -> object:
         """What the program calls the function; LookupError where it has none of that name."""
+        names = programs.receive(channel, until - time.monotonic())
         first, _, method = self.name.partition(".")
         if not method and first not in names and "Solution" in names:  # LeetCode's form
             first, method = "Solution", first
         if first not in names:
             raise LookupError(self.name)
-        function = of(first)
-        if method:
-            function = getattr(function(), method)
-        return function._remote[1]
+        function: Any = ask(channel, "name", first, until=until)
+        return programs.reference_of(getattr(function(), method) if method else function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +134,10 @@ class Assertions:
 
     text: str
     candidate: str  # what `candidate` stands for; empty: nothing
-    count: int
 
     def __len__(self) -> int:
-        return self.count
+        statements = ast.parse(self.text).body
+        return sum(isinstance(statement, programs.TESTS) for statement in statements)
 
     def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
         for_program, for_tests = socket.socketpair()
@@ -148,37 +149,39 @@ class Assertions:
             passed = json.loads(ended.output) if ended.how == "itself" else []
         except ValueError:
             passed = []
-        return Verdict([ok is True for ok in passed][: self.count], ended.layers)
+        return Verdict([ok is True for ok in passed][: len(self)], ended.layers)
 
 
 def read_tests(truth: object) -> CodeTests:
     """The tests of a ground truth; RewardError where it has none that can be read."""
     try:
         tests = _tests(_loaded(truth))
+        if not len(tests):
+            raise ValueError("it has none")
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError) as error:
         raise RewardError(
             f"ground_truth holds no test cases ({type(error).__name__}: {error}); "
             'give JSON with "inputs" and "outputs", assertions as Python text, or a list of those'
         ) from None
-    if not len(tests):
-        raise RewardError("ground_truth has no test cases; give at least one")
     return tests
 
 
 def _tests(value: Any) -> CodeTests:
-    if isinstance(value, str):
-        return _assertions(value, "")
     if isinstance(value, Mapping):
         if "inputs" in value:
             return _pairs(value["inputs"], value["outputs"], value.get("fn_name"))
-        for key in ("test", "test_list", "asserts"):
-            if value.get(key) is not None:
-                text = f"{value.get('test_setup_code') or ''}\n{_text(value[key])}"
-                return _assertions(text, str(value.get("entry_point") or ""))
-        raise ValueError(f"its keys are {sorted(map(str, value))}")
+        keys = ("test", "test_list", "asserts")
+        given = [value[key] for key in keys if value.get(key) is not None]
+        if not given:
+            raise ValueError(f"its keys are {sorted(map(str, value))}")
+        text = f"{value.get('test_setup_code') or ''}\n{_text(given[0])}"
+        entry_point = str(value.get("entry_point") or "")
+        if entry_point and "check(" in text:
+            text += f"\ncheck({entry_point})\n"
+        return Assertions(text, entry_point)
+    if isinstance(value, str) or all(isinstance(case, str) for case in value):
+        return Assertions(_text(value), "")
     cases = list(value)
-    if all(isinstance(case, str) for case in cases):
-        return _assertions("\n".join(cases), "")
     name = next((case.get("fn_name") for case in cases if case.get("fn_name")), None)
     return _pairs([case["input"] for case in cases], [case["output"] for case in cases], name)
 
@@ -191,14 +194,6 @@ def _pairs(inputs: Iterable[Any], outputs: Iterable[Any], name: str | None) -> C
         arguments = [list(_call_arguments(text)) for text in inputs]
         return Calls(name, arguments, [_plain(_loaded(text)) for text in outputs])
     return InputOutput([_text(lines) for lines in inputs], [_text(lines) for lines in outputs])
-
-
-def _assertions(text: str, entry_point: str) -> Assertions:
-    if entry_point and "check(" in text:
-        text += f"\ncheck({entry_point})\n"
-    body = ast.parse(text).body
-    count = sum(isinstance(statement, ast.Assert | ast.Expr) for statement in body)
-    return Assertions(text, entry_point, count)
 
 
 def _loaded(value: object) -> object:
@@ -220,7 +215,6 @@ def _call_arguments(value: object) -> Any:
 
 
 def _text(value: str | Iterable[object]) -> str:
-    """Join lines."""
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
@@ -276,11 +270,6 @@ def same_value(value: object, expected: object) -> bool:
         close = math.isclose(value, expected, rel_tol=_CLOSE, abs_tol=_CLOSE)
         return close and not isinstance(value, bool)
     return type(value) is type(expected) and bool(value == expected)
-
-
-_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-_LONGEST = 200_000  # characters of a program
-logger = logging.getLogger("engine.rewards")
 
 
 def program(text: str) -> str:

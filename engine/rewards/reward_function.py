@@ -22,6 +22,7 @@ import math
 import reprlib
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -49,28 +50,6 @@ class RewardFunction(Protocol):
     ) -> RewardResult | Awaitable[RewardResult]: ...
 
 
-def ordered_weights(
-    reward: str, components: tuple[str, ...], weights: Mapping[str, float]
-) -> list[float]:
-    """Return a weight for each component in order, 1.0 where `weights` has none.
-
-    Without components it is [1.0], for a plain list's only column. Raises ConfigError for a weight
-    of a component that `reward` does not have, and for one that is not finite.
-
-    >>> ordered_weights("answer_and_format", ("answer", "format"), {"format": 0.1})
-    [1.0, 0.1]
-    """
-    if unknown := sorted(set(weights) - set(components)):
-        raise ConfigError(
-            f"reward.weights names {unknown}, which reward {reward!r} does not have; "
-            f"its components are {list(components)}: correct or remove reward.weights"
-        )
-    for name, weight in weights.items():
-        if not math.isfinite(weight):
-            raise ConfigError(f"reward.weights.{name}={weight} must be a finite number")
-    return [float(weights.get(name, 1.0)) for name in components] or [1.0]
-
-
 # What a reward function returned: one finite float per completion. Nothing is broadcast, cut or
 # filled up. A result of the wrong form is wrong as a whole; a wrong value in a well-formed result
 # is wrong for its completion alone.
@@ -80,13 +59,6 @@ _LONGEST_TRACEBACK = 8000  # characters
 _LARGEST = 3.4028234e38  # of float32, in which scores travel
 
 
-class RewardTraceback(Exception):
-    """Stands for an exception of another process; its text is that one's traceback."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
 class RewardFailure(RewardError):
     """Why a completion has no score; `__cause__` is the reward's own exception, if it raised."""
 
@@ -94,7 +66,7 @@ class RewardFailure(RewardError):
         super().__init__(message)
         self.cause: Cause = cause
         if traceback_text:
-            self.__cause__ = RewardTraceback(traceback_text)
+            self.__cause__ = RuntimeError(f"in another process\n{traceback_text}")
 
     def __reduce__(self) -> tuple[object, ...]:
         raised = self.__cause__
@@ -104,15 +76,15 @@ class RewardFailure(RewardError):
 
 @dataclass(slots=True)
 class Scores:
-    """What B completions are worth, and why some of them could not be scored."""
+    """What B completions are worth, and why some of them could not be scored.
+
+    `components` are K names in the columns' order, e.g. ("answer", "format"); () for a plain list,
+    whose one column has no name; None where nothing could be scored and nothing was known before.
+    """
 
     components: tuple[str, ...] | None
-    """K names in the columns' order, e.g. ("answer", "format"); () for a plain list, whose one
-    column has no name; None where no completion could be scored and nothing was known before."""
-    rows: list[list[float]]
-    """B rows of K floats (of one, for a plain list), all finite; 0 where there is no score."""
-    failures: dict[int, RewardFailure]
-    """Why there is none, by row."""
+    rows: list[list[float]]  # B of K floats (1, for a plain list), all finite; 0 without a score
+    failures: dict[int, RewardFailure]  # why there is none, by row
 
     @classmethod
     def of(
@@ -141,20 +113,19 @@ def read_result(name: str, result: object, size: int, first_row: int = 0) -> Sco
     Raises RewardFailure ("malformed") for a result of the wrong form; failures of single values are
     in what is returned, under rows that count from 0.
     """
+    who = f"reward {name!r}"
     names: tuple[str, ...] = ()
     if isinstance(result, Mapping):
         names = tuple(result)
         if not (names and all(isinstance(key, str) for key in names)):
             raise RewardFailure(
                 "malformed",
-                f"reward {name!r} returned a mapping with keys {list(names)}; "
+                f"{who} returned a mapping with keys {list(names)}; "
                 "it must have at least one component, each named by a string",
             )
-        columns = [
-            _column(f"reward {name!r}, component {key!r},", result[key], size) for key in names
-        ]
+        columns = [_column(f"{who}, component {key!r},", result[key], size) for key in names]
     else:
-        columns = [_column(f"reward {name!r}", result, size)]
+        columns = [_column(who, result, size)]
     scores: dict[int, list[float]] = {}
     failures: dict[int, RewardFailure] = {}
     for row, values in enumerate(zip(*columns, strict=True)):
@@ -165,8 +136,8 @@ def read_result(name: str, result: object, size: int, first_row: int = 0) -> Sco
             part = f" as {names[wrong]!r}" if names else ""
             failures[row] = RewardFailure(
                 "not_finite",
-                f"reward {name!r} returned {_short(values[wrong])}{part} for completion "
-                f"{first_row + row}; it must be a finite float",
+                f"{who} returned {_short(values[wrong])}{part} for completion {first_row + row}; "
+                "it must be a finite float",
             )
     return Scores.of(names, scores, failures)
 
@@ -330,7 +301,15 @@ def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> Re
     function: Any = _registry.load(name) if ":" in name else _registry.get(name).function
     if not callable(function):
         raise ConfigError(f"reward.name={name!r} is {function!r}, which is not a function")
-    _check_signature(name, function)
+    with suppress(ValueError):  # some builtins have no signature
+        signature = inspect.signature(function, follow_wrapped=False)
+        try:
+            signature.bind([], [], ground_truth=[], any_other_column=[])
+        except TypeError as error:  # which could only show after a whole rollout
+            raise ConfigError(
+                f"reward.name={name!r} can't be called as a reward function ({error}); write it as "
+                "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
+            ) from None
     parsed = Options(f"reward {name!r}", function).parse(options or {}, "reward.options")
     if not parsed:
         return function
@@ -340,21 +319,6 @@ def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> Re
         return function(prompts, completions, **{**columns, **parsed})
 
     return configured
-
-
-def _check_signature(name: str, function: Callable[..., object]) -> None:
-    """Refuse at once what could only fail after a whole rollout."""
-    try:
-        signature = inspect.signature(function, follow_wrapped=False)
-    except (TypeError, ValueError):  # some builtins have none
-        return
-    try:
-        signature.bind([], [], ground_truth=[], any_other_column=[])
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.name={name!r} can't be called as a reward function ({error}); write it as "
-            "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
-        ) from None
 
 
 def registered_reward(name: str) -> RegisteredReward | None:
@@ -368,19 +332,15 @@ def registered_reward(name: str) -> RegisteredReward | None:
 def declared_components(name: str) -> tuple[str, ...] | None:
     """Return the component names that a reward was registered with, () for a plain list.
 
-    None says that nothing is known before its first call, as for a function at
-    `package.module:function` that was not registered. Raises ConfigError for a name that can't be
-    resolved.
+    None, of a function at `package.module:function` that was not registered, says that nothing is
+    known before its first call. Raises ConfigError for a name that can't be resolved.
     """
     entry = registered_reward(name)
     return None if entry is None else entry.components
 
 
 def reward_module(name: str) -> str:
-    """The module of a reward, e.g. "my_rewards"; one that is named by its path isn't imported.
-
-    Raises ConfigError for a name that is not registered.
-    """
+    """The module of a reward, e.g. "my_rewards"; one that is named by its path isn't imported."""
     if ":" in name:
         return name.partition(":")[0]
     return str(getattr(_registry.get(name).function, "__module__", ""))

@@ -23,6 +23,8 @@ from engine.redaction import redact_values
 from engine.registry import keyword_defaults
 from engine.rewards.calls import (
     OnError,
+    RewardPool,
+    RewardProcess,
     RewardRows,
     RewardScorer,
     RewardThreads,
@@ -30,11 +32,9 @@ from engine.rewards.calls import (
     score,
     score_rows,
 )
-from engine.rewards.process import RewardPool, RewardProcess
 from engine.rewards.reward_function import (
     RewardFailure,
     Scores,
-    ordered_weights,
     registered_reward,
     resolve_reward,
     reward_module,
@@ -226,13 +226,22 @@ class Scorer:
         columns: Mapping[str, Sequence[object]],
         on_error: OnError | None = None,
     ) -> Scores:
-        """Score B completions (see `calls.score`); `on_error` stands in for the configured one."""
+        """Score B completions (see `calls.score`), with the configured `on_error` or this one."""
         on_error = on_error or self.config.on_error
         return score(self.reward, prompts, completions, columns, self.config.timeout_s, on_error)
 
     def weights(self, components: tuple[str, ...]) -> list[float]:
-        """The components' weights in order; [1.0] for one score without a name."""
-        return ordered_weights(self.config.name, components, self.config.weights)
+        """The components' weights in order, 1.0 unless given; [1.0] for one score without a name.
+
+        Raises ConfigError for a weight of no component.
+        """
+        weights = self.config.weights
+        if unknown := sorted(weights.keys() - {*components}):
+            raise ConfigError(
+                f"reward.weights names {unknown}, which reward {self.config.name!r} does not have; "
+                f"its components are {list(components)}: correct or remove reward.weights"
+            )
+        return [weights.get(name, 1.0) for name in components] or [1.0]
 
     def totals(self, scores: Scores) -> list[float]:
         """The weighted sum of each completion's components; 0 where there is no score."""

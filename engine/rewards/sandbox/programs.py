@@ -56,19 +56,22 @@ def receive(channel: socket.socket, seconds: float) -> Any:
 
 
 def _read(channel: socket.socket, count: int, until: float) -> bytes:
-    parts = b""
-    while len(parts) < count:
+    data = b""
+    while len(data) < count:
         left = until - time.monotonic()
         if left <= 0 or not select.select([channel], [], [], left)[0]:
             raise Closed("late")
         try:
-            some = channel.recv(min(count - len(parts), 1 << 16))
+            part = channel.recv(min(count - len(data), 1 << 16))
         except OSError as error:
             raise Closed(str(error)) from None
-        if not some:
+        if not part:
             raise Closed("gone")
-        parts += some
-    return parts
+        data += part
+    return data
+
+
+_KINDS: dict[str, Any] = {"l": list, "t": tuple, "S": set, "F": frozenset}
 
 
 def encode(value: object, other: Callable[[object], object]) -> object:
@@ -106,46 +109,42 @@ def decode(coded: Any, other: Callable[[Any], object]) -> Any:
         if tag in _KINDS:
             return _KINDS[tag](decode(entry, other) for entry in entries)
         return other(coded)
-    except (TypeError, IndexError, KeyError, OverflowError, RecursionError) as error:
+    except (TypeError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"no value: {error}") from None
-
-
-_KINDS: dict[str, Any] = {"l": list, "t": tuple, "S": set, "F": frozenset}
 
 
 # A tester has the tests and none of the judged code: what that defines, it calls in another sandbox
 # through `Remote`, value by value. So judged code never meets the answers that are expected.
 
+TESTS = (ast.Assert, ast.Expr)  # statements at the top level that are a test each
 _PATIENCE_S = 3600.0  # deadlines are those of the sandbox
 
 
-def connect(request: dict[str, Any], write: int) -> None:
+def connect(request: dict[str, Any], output: int) -> None:
     """Give this process its standard input and output; errors are thrown away."""
     stdin = os.memfd_create("stdin")
     os.write(stdin, request.get("stdin", "").encode("utf-8", "replace"))
     os.lseek(stdin, 0, os.SEEK_SET)
-    nowhere = os.open("/dev/null", os.O_WRONLY)
-    for source, target in ((stdin, 0), (write, 1), (nowhere, 2)):
+    for source, target in ((stdin, 0), (output, 1), (os.open("/dev/null", os.O_WRONLY), 2)):
         os.dup2(source, target)
-    for descriptor in (stdin, write, nowhere):
-        if descriptor > 2:
-            os.close(descriptor)
-    sys.stdin = os.fdopen(0, "r", encoding="utf-8", errors="replace", closefd=False)
-    sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="replace", closefd=False)
+        if source > 2:
+            os.close(source)
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        mode = "w" if descriptor else "r"
+        stream = os.fdopen(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)
+        setattr(sys, name, stream)
 
 
 def run(request: dict[str, Any], program_fd: int) -> None:
     """Run the program of a request, and end this process."""
     sys.argv = ["solution.py"]
     channel = socket.socket(fileno=program_fd)
-    kind = request["kind"]
     code = 1
     try:
-        if kind == "stdin":
+        if request["kind"] == "stdin":
             channel.close()
             _execute(request["code"], {"__name__": "__main__"})
-        elif kind == "served":
+        elif request["kind"] == "served":
             _serve(request["code"], channel)
         else:
             _test(request, channel)
@@ -180,8 +179,7 @@ def _serve(code: str, channel: socket.socket) -> None:
     def object_of(coded: Any) -> Any:
         return objects[_reference_in(coded)[1]]
 
-    names = [name for name in namespace if not name.startswith("__")]
-    send(channel, names)
+    send(channel, [name for name in namespace if not name.startswith("__")])
     while True:
         try:
             what, target, details = receive(channel, _PATIENCE_S)
@@ -259,29 +257,28 @@ def reference_of(value: object) -> object:
 def _test(request: dict[str, Any], channel: socket.socket) -> None:
     """Run the tests of a request, one top-level statement after the other, and print the verdict.
 
-    Each top-level assertion or call is a test. The verdict is a JSON list: true where it passed.
+    It is a JSON list: true for each test that passed.
     """
     verdict = sys.stdout
     sys.stdout = sys.stderr
     namespace: dict[str, object] = {"__name__": "tests"}
     passed: list[bool] = []
     statements = ast.parse(request["code"]).body
-    count = sum(isinstance(statement, ast.Assert | ast.Expr) for statement in statements)
+    count = sum(isinstance(statement, TESTS) for statement in statements)
     try:
         for name in receive(channel, _PATIENCE_S):
             namespace[str(name)] = ask(channel, "name", str(name))
         if request["candidate"]:
             namespace["candidate"] = namespace.get(request["candidate"])
         for statement in statements:
-            part = compile(ast.Module([statement], []), "tests.py", "exec")
+            ok = True
             try:
-                exec(part, namespace)
-                ok = True
+                exec(compile(ast.Module([statement], []), "tests.py", "exec"), namespace)
             except Closed:
                 break
             except BaseException:
                 ok = False
-            if isinstance(statement, ast.Assert | ast.Expr):
+            if isinstance(statement, TESTS):
                 passed.append(ok)
     except Closed:
         pass

@@ -231,7 +231,7 @@ def test_the_last_fenced_program_counts() -> None:
     ("truth", "said"),
     [
         ("x = (", "holds no test cases"),
-        ("x = 1", "has no test cases"),
+        ("x = 1", "it has none"),
         ({"answer": 3}, r"its keys are \['answer'\]"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         (None, "holds no test cases"),

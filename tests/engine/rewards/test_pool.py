@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.rewards import open_reward, score
-from engine.rewards.calls import RewardRows
-from engine.rewards.process import RewardPool
+from engine.rewards.calls import RewardPool, RewardRows
 
 PATTERN = r"(a+)+$|(?P<answer>\d+)"  # a text such as aaaaaaaaaaaaaaaaaaaaaaaaaaaaaab takes ages
 HANGS = "a" * 60 + "b"
