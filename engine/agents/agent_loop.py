@@ -24,17 +24,14 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from engine.agents.environment_process import (
+from engine.agents.environment_pool import (
     CLOSE_S,
     CallEnvironment,
     CallKind,
     EnvironmentHost,
     OpenEpisode,
 )
-from engine.agents.environment_protocol import (
-    Environment,
-    EnvironmentFailure,
-)
+from engine.agents.environment_protocol import Environment, EnvironmentFailure
 from engine.agents.episode import Episode
 from engine.agents.saved_episode import EpisodeTree, SavedTurn, load_episode, save_episode
 from engine.errors import EngineError, RolloutError

@@ -38,11 +38,6 @@ class ToolCall:
     arguments: Mapping[str, Any]
     id: str = ""  # repeated by the answer as `tool_call_id`
 
-    def message(self) -> Message:
-        """The call as an entry of an assistant message's `tool_calls`."""
-        function = {"name": self.name, "arguments": dict(self.arguments)}
-        return {"type": "function", "id": self.id, "function": function}
-
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -105,11 +100,6 @@ class ResumableEnvironment(Protocol):
     def set_state(self, state: object) -> None:
         """Continue the episode whose `get_state` this was, in place of `reset`."""
         ...
-
-
-def is_resumable(environment: object) -> bool:
-    """Whether an environment's episodes can be saved between turns."""
-    return isinstance(environment, ResumableEnvironment)
 
 
 def tool_schemas(environment: object) -> list[dict[str, object]]:

@@ -227,8 +227,6 @@ def test_so_it_is_with_environments_in_processes_of_their_own(hall: Hall, name: 
         second.submit(with_partial_groups(hall.prompts([0, 1]), [partial[0], partial[1]]))
         assert_same(finish(second, {}), expected)
         assert_same(finish(first, {}), expected)
-        assert pool.failures["raised"] == 2 * N - 2 * saved
-    assert not pool.failures["lost"]
 
 
 def test_a_saved_rollout_is_for_the_same_rollout_alone(hall: Hall, tmp_path: Path) -> None:

@@ -250,8 +250,6 @@ def test_episodes_are_begun_again_whose_process_ended_for_another_s_sake(
     options = {"fault": "die", "prompt": "0"}
     with EnvironmentPool("digit_games:SometimesGone", options, processes=1) as pool:
         episodes = table.play(None, pool=pool, width=1, places=6)
-        assert pool.failures["crashed"] == 2
-        assert pool.failures["lost"] >= 1
     assert bad == [True, False, False]
     for episode, free in zip(episodes, whole, strict=True):
         assert episode.transcript is not None
