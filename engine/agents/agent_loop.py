@@ -32,8 +32,7 @@ from engine.agents.environment_pool import (
     OpenEpisode,
 )
 from engine.agents.environment_protocol import Environment, EnvironmentFailure
-from engine.agents.episode import Episode
-from engine.agents.saved_episode import EpisodeTree, SavedTurn, load_episode, save_episode
+from engine.agents.episode import Episode, EpisodeTree, SavedTurn, load_episode, save_episode
 from engine.errors import EngineError, RolloutError
 from engine.rollout.stream import PartialCompletion, PartialRequest, RolloutStream
 

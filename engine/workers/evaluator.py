@@ -15,7 +15,7 @@ import torch
 
 from engine.agents.agent_loop import EpisodePlayer
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action, played
+from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action, summarize
 from engine.batch import Batch
 from engine.config import AgentConfig, MultiTurnConfig, ParallelConfig, RolloutConfig
 from engine.data.templates import stop_token_ids
@@ -149,7 +149,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         params: protocol.SamplingParams,
         on_progress: Callable[[int], None] | None = None,
     ) -> Batch:
-        """`params.n` episodes a prompt: the column `episodes`, of `PlayedEpisode`.
+        """`params.n` episodes a prompt: the column `episodes`, of `EpisodeSummary`.
 
         `prompts` has the columns of the data set's rows, and in `group_ids` each one's number among
         those of all ranks, by which its turns are drawn. Responses have `params.max_new_tokens`.
@@ -179,7 +179,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             stream.close()
         if on_progress is not None:
             on_progress(len(episodes))
-        done = [played(episode, self._parser) for episode in episodes]
+        done = [summarize(episode, self._parser) for episode in episodes]
         return Batch(
             {"truncated": torch.tensor([one.truncated for one in done])},
             {"token_ids": [_sampled(episode) for episode in episodes], "episodes": done},

@@ -14,8 +14,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments, MakeEnvironment
 from engine.agents.environment_pool import EnvironmentPool
-from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
-from engine.agents.saved_episode import PartialEpisodes
+from engine.agents.episode import (
+    Episode,
+    EpisodeLimits,
+    EpisodeTokenizer,
+    PartialEpisodes,
+    plain_action,
+)
 from engine.batch import Batch
 from engine.checkpoint.state_dict import extract_tensors, insert_tensors
 from engine.data.collate import collate_prompts
