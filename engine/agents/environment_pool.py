@@ -40,7 +40,6 @@ from engine.agents.environment_protocol import (
     Observation,
     ResumableEnvironment,
     checked_observation,
-    environment_class,
     environment_module,
     make_environment,
     tool_schemas,
@@ -214,7 +213,6 @@ class EnvironmentService:
         try:
             if ":" not in name:
                 import_plugins(load["plugins"])
-            environment_class(name)
             make = partial(make_environment, name, options)
             self._host = EnvironmentHost(f"environment {name!r}", make)
         except EngineError:

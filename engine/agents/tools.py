@@ -37,9 +37,7 @@ class Tool:
 
     name: str
     schema: Mapping[str, Any]  # {"type": "function", "function": {"name", …, "parameters"}}
-    function: Callable[
-        ..., Any
-    ]  # takes what `arguments` gives; a coroutine function, or a plain one
+    function: Callable[..., Any]  # of what `arguments` gives; a coroutine function or a plain one
     arguments: Callable[[Mapping[str, object]], dict[str, object]]
     """Checks and converts a call's arguments; raises ValueError with a sentence for the model."""
 
@@ -68,7 +66,8 @@ def function_tool(
     {'a': 2, 'b': 0}
     """
     name = getattr(function, "__name__", type(function).__name__)
-    bound_options = Options(f"tool {name!r}", function).parse(options or {}, f"tool {name!r}")
+    owner = Options(f"tool {name!r}", function)
+    bound_options = owner.parse(options or {}, f"tool {name!r}")
     description, described = _read_docstring(name, function)
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -76,8 +75,9 @@ def function_tool(
     except (NameError, TypeError, ValueError) as error:
         raise ConfigError(f"tool {name!r}: its type hints can't be read ({error})") from error
     fields: dict[str, Any] = {}
-    names = [p.name for p in parameters if not _is_option(p)]
-    for index, parameter in enumerate(p for p in parameters if not _is_option(p)):
+    arguments = [p for p in parameters if p.name not in owner]
+    names = [p.name for p in arguments]
+    for index, parameter in enumerate(arguments):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"tool {name!r} takes *{parameter.name}; name each argument")
         if parameter.name not in hints:
@@ -109,10 +109,6 @@ def function_tool(
         partial(function, **bound_options) if bound_options else function,
         partial(_arguments, model, names),
     )
-
-
-def _is_option(parameter: inspect.Parameter) -> bool:
-    return parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
 
 
 def _arguments(
@@ -152,9 +148,7 @@ def _plain(schema: object) -> Any:
 
 def _read_docstring(name: str, function: Callable[..., object]) -> tuple[str, dict[str, str]]:
     """The description, and that of each argument, of a docstring in Google's style."""
-    text = (
-        inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function))
-    )
+    text = inspect.getdoc(function if inspect.isroutine(function) else type(function))
     if not text or not text.strip():
         raise ConfigError(f"tool {name!r} has no docstring; the model reads there what it does")
     parts = _SECTION.split(text)
@@ -278,10 +272,11 @@ async def _text(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -
         arguments = tool.arguments(call.arguments)
     except (ValueError, TypeError) as error:
         return f"error: {text_of(error)}"
+    function = getattr(tool.function, "func", tool.function)  # below a `partial`
     deadline = asyncio.timeout(limits.timeout_s)
     try:
         async with deadline:
-            if inspect.iscoroutinefunction(inspect.unwrap(_function(tool.function))):
+            if inspect.iscoroutinefunction(inspect.unwrap(function)):
                 result = await tool.function(**arguments)
             else:
                 result = await on_thread(lambda: tool.function(**arguments))
@@ -292,13 +287,6 @@ async def _text(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -
         return f"error: TimeoutError: {text_of(error)}"
     except Exception as error:  # a user's tool may fail in any way
         return f"error: {type(error).__name__}: {text_of(error)}"
-
-
-def _function(called: Callable[..., object]) -> Callable[..., object]:
-    """The function below a `partial`."""
-    while hasattr(called, "func"):
-        called = called.func
-    return called
 
 
 def _readable(result: object) -> str:
