@@ -5,7 +5,7 @@ on a rollout's stream; `environment_pool` runs environments in processes of thei
 `environments` are here, and `tools`, `builtin_tools` and `mcp_servers`, which a policy calls.
 """
 
-from engine.agents.environment_pool import EnvironmentPool, PooledEpisode
+from engine.agents.environment_pool import EnvironmentPool
 from engine.agents.environment_protocol import (
     Action,
     Environment,
@@ -26,7 +26,6 @@ __all__ = [
     "EnvironmentPool",
     "Message",
     "Observation",
-    "PooledEpisode",
     "ResumableEnvironment",
     "ToolCall",
     "make_environment",

@@ -75,6 +75,10 @@ class OpenEpisode:
     A call that fails raises EnvironmentFailure by its future.
     """
 
+    def __init__(self, call: Callable[[CallKind, Any], Future[Any]]) -> None:
+        self._call = call
+        self._closed = False
+
     def reset(self, row: Mapping[str, object]) -> Future[Observation]:
         """Begin the episode of a row, also after a failure."""
         return self._call("reset", dict(row))
@@ -93,10 +97,9 @@ class OpenEpisode:
 
     def close(self) -> None:
         """Give the environment back; it plays other episodes, unless it failed."""
-        self._call("leave", None)
-
-    def _call(self, kind: CallKind, value: object) -> Future[Any]:
-        raise NotImplementedError
+        if not self._closed:
+            self._closed = True
+            self._call("leave", None)
 
 
 # Environments in an event loop, with a deadline for each call. A call that waits ends at its
@@ -299,7 +302,7 @@ class EnvironmentProcess:
     """
 
     def __init__(self, load: dict[str, Any]) -> None:
-        self.episodes = 0  # that are open, kept by the pool
+        self.episodes: set[int] = set()  # that are open
         self._load, self._who = load, f"environment {load['name']!r}"
         self._process = WorkerProcess(
             self._who, "engine.agents.environment_pool:EnvironmentService"
@@ -321,8 +324,10 @@ class EnvironmentProcess:
         self._put(None)
         return self._loaded.result()
 
-    def call(self, episode: int, kind: CallKind, value: object, timeout_s: float) -> Future[Any]:
+    def call(self, episode: int, timeout_s: float, kind: CallKind, value: object) -> Future[Any]:
         """Ask for a call; the future ends soon after `timeout_s` at the latest."""
+        if kind == "leave":
+            self.episodes.discard(episode)
         call = CallEnvironment(next(self._numbers), episode, kind, value, timeout_s)
         pending = _Pending(call, time.monotonic() + timeout_s + _GRACE_S, Future())
         pending.future.set_running_or_notify_cancel()  # nothing cancels it any more
@@ -505,7 +510,6 @@ class EnvironmentPool:
         load = {"name": name, "options": dict(options or {}), "plugins": plugins}
         count = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
         self._processes = [EnvironmentProcess(load) for _ in range(count)]
-        self.lock = threading.Lock()
         self._numbers = itertools.count(1)
         try:
             self.tools, self.resumable = self._processes[0].loaded()
@@ -513,12 +517,11 @@ class EnvironmentPool:
             self.close()
             raise
 
-    def open(self) -> PooledEpisode:
+    def open(self) -> OpenEpisode:
         """A place for one episode, in the process that has the fewest."""
-        with self.lock:
-            process = min(self._processes, key=lambda process: process.episodes)
-            process.episodes += 1
-        return PooledEpisode(self, process, next(self._numbers))
+        process, number = min(self._processes, key=lambda p: len(p.episodes)), next(self._numbers)
+        process.episodes.add(number)
+        return OpenEpisode(partial(process.call, number, self.timeout_s))
 
     def close(self) -> None:
         """End all processes and what they left behind; calls under way fail."""
@@ -535,21 +538,3 @@ class EnvironmentPool:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class PooledEpisode(OpenEpisode):
-    """An episode of a pool's process; `pool.open` makes them."""
-
-    def __init__(self, pool: EnvironmentPool, process: EnvironmentProcess, number: int) -> None:
-        self._pool, self._process, self._number = pool, process, number
-        self._closed = False
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            super().close()
-            with self._pool.lock:
-                self._process.episodes -= 1
-
-    def _call(self, kind: CallKind, value: object) -> Future[Any]:
-        return self._process.call(self._number, kind, value, self._pool.timeout_s)

@@ -351,9 +351,8 @@ class VerifiersEnvironment:
 
     It drives the model itself, through a client. Ours hands each request over as an observation and
     answers it with the policy's next turn, so that the transcript stays one of the very ids. The
-    row's `extra_info` names an example of the environment's own data set (`split`, `index`).
-    `verifiers_rows` makes such rows. The rubric's reward comes with the last turn, and its metrics
-    are the episode's `info`.
+    row's `extra_info` names an example of its data set (`verifiers_rows` makes such rows). The
+    rubric's reward comes with the last turn, and its metrics are the episode's `info`.
     """
 
     def __init__(self, *, id: str = "", arguments: Mapping[str, object] | None = None) -> None:

@@ -77,13 +77,6 @@ class Transcript:
 
     It is one training sequence, or several where a chat template rewrites earlier turns and the
     episode goes on as a branch.
-
-    >>> episode = Transcript([1, 5, 6])
-    >>> episode.add_turn([9, 2], [-0.1, -0.2], [0, 0])
-    >>> episode.add_observation([7, 8])
-    >>> episode.add_reward(1.0)
-    >>> episode.ids, episode.sequences[0].rewards
-    ([1, 5, 6, 9, 2, 7, 8], [0.0, 1.0, 0.0, 0.0])
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:

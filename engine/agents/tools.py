@@ -50,20 +50,6 @@ def function_tool(
     Keyword-only parameters with defaults are options: `options` set them, and the model doesn't see
     them. Raises ConfigError for a function that lacks a docstring, a type hint or the description
     of an argument, for a type without a JSON schema, and for an option that it doesn't declare.
-
-    >>> def add(a: int, b: int = 0) -> int:
-    ...     '''Add two numbers.
-    ...
-    ...     Args:
-    ...         a: One number.
-    ...         b: The other.
-    ...     '''
-    ...     return a + b
-    >>> tool = function_tool(add)
-    >>> tool.schema["function"]["parameters"]["properties"]["a"]
-    {'type': 'integer', 'description': 'One number.'}
-    >>> tool.arguments({"a": "2"})
-    {'a': 2, 'b': 0}
     """
     name = getattr(function, "__name__", type(function).__name__)
     owner = Options(f"tool {name!r}", function)

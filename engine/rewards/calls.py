@@ -312,10 +312,8 @@ def score(
     `columns` are the rows' other columns, `ground_truth` among them. Where the call on all rows
     raises, hangs or returns a malformed result (other components than before, say), each row is
     scored by itself, so that only those at fault have no score; a value that isn't finite costs its
-    row and no further call. Failures are logged as one warning. With `on_error="fail"` there is no
-    second try and the first failure is raised.
-
-    Raises RewardError then, and where columns don't fit the completions.
+    row and no further call. Failures are logged as one warning. With `on_error="fail"` the first
+    one raises RewardError, as do columns that don't fit the completions.
     """
     rows = RewardRows(prompts, completions, columns)
     if not len(rows):
@@ -587,9 +585,8 @@ _MOST_PROCESSES = 8  # unless asked for
 class RewardPool(RewardScorer):
     """Calls a registered reward on single rows, each with a deadline, in several processes.
 
-    For the engine's rules whose time and memory depend on what a model writes. A completion that
-    takes too long costs its process, which is forked again with all modules loaded, and no other
-    completion. The processes start with the first call.
+    A completion that takes too long costs its process, which is forked again with all modules
+    loaded, and no other completion. The processes start with the first call.
     """
 
     def __init__(

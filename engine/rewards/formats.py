@@ -141,7 +141,6 @@ def cosine_length(
     """Score B completions by the cosine of their length: a short right one is worth more.
 
     Yeo et al. 2025 (arXiv:2502.03373), with the values of open-r1; a short wrong one is worth less.
-    (DAPO's penalty near the limit of tokens is `reward.overlong_buffer`.)
     `answer` is the reward that says which are right; `right` and `wrong` are the scores of an
     empty completion and of one of `max_length` characters or more. Raises RewardError for an
     `answer` that has components.

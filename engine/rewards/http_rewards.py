@@ -53,8 +53,7 @@ async def _ask_each(
 ) -> list[T]:
     """Ask `count` times at once; where that raises RewardError, `missing` stands in, and a warning.
 
-    `ask` and `missing` are given a number from 0. `api_key_env` names the environment variable with
-    the server's key, if it is set.
+    `api_key_env` names the environment variable with the server's key, if it is set.
     """
     if concurrency < 1 or retries < 0 or timeout_s <= 0:
         raise RewardError(
@@ -225,13 +224,12 @@ async def judge(
     pass_from: float = 0.5,
     **columns: Sequence[object],
 ) -> Sequence[float]:
-    """Score B completions from 0 to 1, the ends of `scale`.
+    """Score B completions from 0 to 1, the ends of `scale`, by a model at e.g. "http://host/v1".
 
     `rubric` is a Jinja2 template of `prompt`, `completion`, `ground_truth`, `low`, `high` and the
-    data's columns; the number is what the last match of `pattern` reads. `url` is the endpoint's
-    base, e.g. "http://host:8000/v1". `budget` limits the requests of this process (0: no limit);
-    what is beyond it, has no number, or one outside of `scale`, has no score. Raises RewardError
-    without a model, and for a rubric or pattern that is none.
+    data's columns; the last match of `pattern` reads the number. What is beyond the `budget` (0: no
+    limit), or gets no number on the scale, has no score. Raises RewardError without a model, and
+    for a rubric or pattern that is none.
     """
     low, high = scale
     if not url or not model or not low < high:

@@ -48,10 +48,9 @@ def reward_model(
 ) -> list[float]:
     """Score B completions: the model's one logit, or the probability of `label` of several.
 
-    `model` is a sequence-classification folder of Hugging Face. It reads the row's messages and the
-    completion by its own chat template (without one, prompt and completion on lines of their own),
-    the last `max_length` tokens (0: what the model takes). `dtype` and `device` are as the machine
-    has them where they are empty. Raises RewardError for a folder that is no such model.
+    `model` is a sequence-classification folder. It reads the row's messages and the completion by
+    its own chat template (without one, prompt and completion on lines of their own), the last
+    `max_length` tokens (0: what it takes). Raises RewardError for a folder that is no such model.
     """
     loaded = load_scoring_model("SequenceClassification", model, dtype, device)
     texts = [loaded.text(m, c) for m, c in _conversations(prompts, completions, columns)]
@@ -76,10 +75,9 @@ def likelihood(
 ) -> list[float]:
     """Score B completions: β · log π(completion | messages), less `reference`'s where one is given.
 
-    A policy that was trained on preferences ranks completions so: without a reference as
-    `preference.loss=likelihood` and `simpo` train it, over a reference's as DPO does (its implicit
-    reward, arXiv 2305.18290, eq. 5). The log-prob is the sum over the completion's tokens and its
-    end token, or with `per_token` their mean. Raises RewardError for a folder that is no causal
+    So ranks a policy that was trained on preferences, with a reference by DPO (its implicit reward,
+    arXiv 2305.18290, eq. 5). The log-prob is the sum over the completion's tokens and its end
+    token, or with `per_token` their mean. Raises RewardError for a folder that is no causal
     language model, or has no chat template, and for a conversation that is longer than it reads.
     """
 
@@ -120,11 +118,10 @@ def process_reward_model(
 ) -> list[float]:
     """Score B completions from 0 to 1: `reduce` of the probabilities that their steps are right.
 
-    `model` is a token-classification folder of Hugging Face with one label, as
-    `reward_model.head=token` trains it. `separator` stands between steps (empty: what the model was
-    trained with, or a line break); empty ones don't count, and a completion without any scores 0.
-    Raises RewardError for a folder that is no such model, and for a conversation that is longer
-    than it reads.
+    `model` is a token-classification folder with one label, as `reward_model.head=token` trains it.
+    `separator` stands between steps (empty: what the model was trained with, or a line break); a
+    completion without steps scores 0. Raises RewardError for a folder that is no such model, and
+    for a conversation that is longer than it reads.
     """
     loaded = load_scoring_model("TokenClassification", model, dtype, device)
     between = separator or str(getattr(loaded.model.config, "step_separator", "\n"))

@@ -196,15 +196,18 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class RegisteredReward:
-    """A registered reward; see `register_reward`."""
+    """A registered reward. Options that are keywords of a function here are given to it."""
 
     function: RewardFunction
-    components: tuple[str, ...]
-    pooled: bool
-    imports: tuple[str, ...]
-    answer: Callable[..., str | None] | None
-    well_formed: Callable[..., bool] | None
-    right_from: str | Callable[..., float] | None
+    components: tuple[str, ...]  # that it returns, in order; () for a plain list
+    pooled: bool = False  # it runs in a `RewardPool`: its time depends on what a model writes
+    imports: tuple[str, ...] = ()  # modules that the pool's processes load once
+    answer: Callable[..., str | None] | None = None
+    """`answer(completion)` reads the answer that evaluation shows and votes on."""
+    well_formed: Callable[..., bool] | None = None
+    """`well_formed(completion)` says whether it keeps the format."""
+    right_from: str | Callable[..., float] | None = None
+    """The least score of a right completion (1 if None): the option that has it, or a function."""
 
 
 _registry: Registry[RegisteredReward] = Registry(
@@ -219,26 +222,14 @@ _registry: Registry[RegisteredReward] = Registry(
 
 
 def register_reward(
-    name: str,
-    components: tuple[str, ...] = (),
-    *,
-    pooled: bool = False,
-    imports: tuple[str, ...] = (),
-    answer: Callable[..., str | None] | None = None,
-    well_formed: Callable[..., bool] | None = None,
-    right_from: str | Callable[..., float] | None = None,
+    name: str, components: tuple[str, ...] = (), **details: Any
 ) -> Callable[[_F], _F]:
     """Make a reward function selectable as `reward.name=<name>`; a name can be taken once.
 
     `components` are the names that it returns, in order, e.g. ("answer", "format"); none for a
-    reward that returns a plain list. `pooled` is for the engine's own rewards whose time depends on
-    what a model writes: they run in a `RewardPool`, whose processes load `imports` once.
-    `answer(completion)` reads the answer that evaluation shows and votes on;
-    `well_formed(completion)` says whether it keeps the format. A completion is right from a score
-    of 1 on, or as `right_from` says: the option that has the least score of a right one, or a
-    function that returns it. What counts is the component `correct` (else `answer`), or the score
-    of a reward that has neither. Options of the reward that are keywords of these functions are
-    given to them. Raises ConfigError for a name that is taken and for a component that is named
+    reward that returns a plain list. `details` are the further fields of `RegisteredReward`. What
+    makes a completion right is the component `correct` (else `answer`), or the score of a reward
+    that has neither. Raises ConfigError for a name that is taken and for a component that is named
     twice.
     """
     if isinstance(components, str) or len(set(components)) < len(components):
@@ -247,10 +238,7 @@ def register_reward(
         )
 
     def add(function: _F) -> _F:
-        entry = RegisteredReward(
-            function, tuple(components), pooled, imports, answer, well_formed, right_from
-        )
-        _registry.add(name, entry, function)
+        _registry.add(name, RegisteredReward(function, tuple(components), **details), function)
         return function
 
     return add

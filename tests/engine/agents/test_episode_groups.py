@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from digit_games import DigitGame, NotedGame, SavedGame, UnsavableGame
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments, MakeEnvironment
+from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments
 from engine.agents.environment_pool import EnvironmentPool
 from engine.agents.episode import (
     Episode,
@@ -55,7 +56,7 @@ class Hall:
         self.opened: list[Environments] = []
 
     def groups(
-        self, made: MakeEnvironment | Environments, *, width: int = 16, n: int = N
+        self, made: Callable[[], Any] | Environments, *, width: int = 16, n: int = N
     ) -> EpisodeGroups:
         stop = (self.tokenizer.eos_token_id,)
         turns = EpisodeTokenizer(self.tokenizer, stop, plain_action)
