@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
+import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,11 +97,8 @@ def likelihood(
 
 
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "min": min,
-    "product": math.prod,
-    "mean": lambda steps: sum(steps) / len(steps),
-    "last": lambda steps: steps[-1],
-}
+    "min": min, "product": math.prod, "mean": statistics.fmean, "last": operator.itemgetter(-1),
+}  # fmt: skip
 
 
 @register_reward("process_reward_model", right_from="pass_from")
@@ -189,14 +188,14 @@ class ScoringModel:
             )
         )
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """The tokens of a text; with `special` those that the tokenizer puts around it, too."""
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with the tokenizer's around it unless its template has them."""
+        special = not self.tokenizer.chat_template
         return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=special)]
 
     def tokens(self, messages: Messages, completion: str) -> list[int]:
         """The conversation's tokens; padding ones at its end are left out."""
-        special = not self.tokenizer.chat_template  # which has them already
-        ids = self.encode(self.text(messages, completion), special)
+        ids = self.encode(self.text(messages, completion))
         while ids and ids[-1] == self.tokenizer.pad_token_id:
             ids.pop()
         return ids
@@ -225,10 +224,9 @@ class ScoringModel:
             add_special_tokens=not self.tokenizer.chat_template,  # which has them already
             return_tensors="pt",
         ).to(self.model.device)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         with torch.inference_mode():
-            logits = self.model(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-            ).logits.float()
+            logits = self.model(**inputs).logits.float()
         scores = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, label]
         return [float(score) for score in scores.cpu()]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from engine.errors import ConfigError
 from engine.redaction import redact_values
@@ -52,8 +52,8 @@ class CombinedReward(RewardScorer):
     """Several rewards as one: another one for each source of rows, and further components.
 
     The reward of a row's source gives the component `answer`, or those that it names itself; each
-    further reward adds a component of its own. All are called side by side; a row that one of them
-    fails on has failed. A component that a row's source doesn't have is 0 there.
+    further reward adds one. All are called side by side; a row that one of them fails on has
+    failed. A component that a row's source doesn't have is 0 there.
     """
 
     def __init__(
@@ -91,19 +91,22 @@ class CombinedReward(RewardScorer):
         parts += [(reward, all_rows, name) for name, reward in self._further.items()]
 
         def score_part(part: tuple[RewardScorer, list[int], str]) -> Scores:
-            return score_rows(part[0], rows.select(part[1]), timeout_s)[0]
+            reward, indices, label = part
+            scores = score_rows(reward, rows.select(indices), timeout_s)[0]
+            if not label or not scores.components:
+                return scores
+            failure = RewardFailure(
+                "malformed",
+                f"reward.components.{label} returned components, {list(scores.components)}; "
+                f"let reward {reward.name!r} return one list of scores",
+            )
+            return Scores.of((), {}, dict.fromkeys(all_rows, failure))
 
-        with ThreadPoolExecutor(len(parts)) as threads:
-            scores_by_part = list(threads.map(score_part, parts))
         by_name: list[dict[str, float]] = [{} for _ in all_rows]
         failures: dict[int, RewardFailure] = {}
-        for (reward, indices, label), scores in zip(parts, scores_by_part, strict=True):
-            if label and scores.components:
-                raise RewardFailure(
-                    "malformed",
-                    f"reward.components.{label} returned components, {list(scores.components)}; "
-                    f"let reward {reward.name!r} return one list of scores",
-                )
+        with ThreadPoolExecutor(len(parts)) as threads:
+            scores_by_part = list(threads.map(score_part, parts))
+        for (_, indices, label), scores in zip(parts, scores_by_part, strict=True):
             names = (label,) if label else scores.components or (ANSWER,)
             for i, row in enumerate(indices):
                 if i in scores.failures:
@@ -120,11 +123,7 @@ class CombinedReward(RewardScorer):
         return Scores.of(order or None, values, failures)
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
-        results: dict[int, RowResult] = {}
-        for row, single in rows.items():
-            scores = self.score_all(single, timeout_s)
-            results[row] = scores.failures.get(0, scores)
-        return results
+        return {row: self.score_all(single, timeout_s) for row, single in rows.items()}
 
     def close(self) -> None:
         for reward in (self._main, *self._sources.values(), *self._further.values()):
@@ -140,14 +139,11 @@ class CombinedReward(RewardScorer):
         return tuple(dict.fromkeys([*known, *self._further]))
 
 
-Isolation: TypeAlias = Literal["process", "none"]
-
-
 def open_reward(
     name: str,
     options: Mapping[str, object] | None = None,
     *,
-    isolation: Isolation = "process",
+    isolation: Literal["process", "none"] = "process",
     plugins: tuple[str, ...] = (),
     processes: int = 0,
     sample_timeout_s: float = 5.0,

@@ -107,6 +107,14 @@ def restrict() -> bool:
 
 def _filter(machine: _Machine, pid: int) -> bytes:
     refused, missing = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+
+    def allowed_if(number: int, *conditions: tuple[int, int, int]) -> list[tuple[int, ...]]:
+        """Allow a call if (test, place in `struct seccomp_data`, value) hold, else refuse it."""
+        lines: list[tuple[int, ...]] = [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, refused)]
+        for test, place, value in reversed(conditions):
+            lines = [(_LOAD, 0, 0, place), (test, 0, len(lines) - 1, value), *lines]
+        return [(_JEQ, 0, len(lines), number), *lines]
+
     lines = [
         (_LOAD, 0, 0, _ARCH),
         (_JEQ, 1, 0, machine.arch),
@@ -122,31 +130,11 @@ def _filter(machine: _Machine, pid: int) -> bytes:
     for number in map(int, machine.table.split()):
         if number >= 0:
             lines += [(_JEQ, 0, 1, number), (_RETURN, 0, 0, refused)]
-    lines += [
-        (_JEQ, 0, 4, machine.clone),
-        (_LOAD, 0, 0, _ARG0),
-        (_JSET, 1, 0, _CLONE_THREAD),
-        (_RETURN, 0, 0, refused),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    for number in (machine.kill, machine.tgkill):
-        lines += [
-            (_JEQ, 0, 4, number),
-            (_LOAD, 0, 0, _ARG0),
-            (_JEQ, 1, 0, pid),
-            (_RETURN, 0, 0, refused),
-            (_RETURN, 0, 0, _ALLOW),
-        ]
-    lines += [
-        (_JEQ, 0, 6, machine.sendto),  # to the other end alone, and to no address
-        (_LOAD, 0, 0, _ARG4),
-        (_JEQ, 0, 3, 0),
-        (_LOAD, 0, 0, _ARG4 + 4),
-        (_JEQ, 0, 1, 0),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, refused),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+    lines += allowed_if(machine.clone, (_JSET, _ARG0, _CLONE_THREAD))
+    lines += allowed_if(machine.kill, (_JEQ, _ARG0, pid))
+    lines += allowed_if(machine.tgkill, (_JEQ, _ARG0, pid))
+    lines += allowed_if(machine.sendto, (_JEQ, _ARG4, 0), (_JEQ, _ARG4 + 4, 0))  # no address
+    lines += [(_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
 
 
