@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.agents.environment_protocol import Action, Message, Observation, register_environment
-from engine.agents.mcp_servers import McpServers
-from engine.agents.tools import ToolLimits, ToolSpec, answer, resolve_tools, shorten, tool_message
+from engine.agents.mcp_servers import mcp_tools
+from engine.agents.tools import ToolSpec, answer, resolve_tools, shorten, tool_message
 from engine.errors import ConfigError, EpisodeError
 
 if TYPE_CHECKING:
@@ -55,10 +55,9 @@ class ToolEnvironment:
             )
         specs: list[ToolSpec] = list(tools)
         if mcp_servers:
-            specs += McpServers.of(mcp_servers).tools()
+            specs += mcp_tools(mcp_servers)
         self._tools = resolve_tools(specs)
-        self._limits = ToolLimits(timeout_s, max_output)
-        self._max_calls = max_calls
+        self._timeout_s, self._max_output, self._max_calls = timeout_s, max_output, max_calls
         self.row: Mapping[str, Any] = {}
         self.calls = 0  # that the episode has made so far, malformed ones included
 
@@ -83,13 +82,15 @@ class ToolEnvironment:
     async def results(self, action: Action) -> tuple[Message, ...]:
         """Run a turn's calls side by side; return the tool messages that answer them, in order."""
         run, left = action.tool_calls[: self._max_calls], action.tool_calls[self._max_calls :]
-        answers = await asyncio.gather(*(answer(self._tools, call, self._limits) for call in run))
+        answers = await asyncio.gather(
+            *(answer(self._tools, call, self._timeout_s, self._max_output) for call in run)
+        )
         refused = f"error: at most {self._max_calls} calls a turn are run"
         return (
             *answers,
             *(tool_message(refused, call) for call in left),
             *(
-                tool_message(f"error: {shorten(text, self._limits.max_output)}")
+                tool_message(f"error: {shorten(text, self._max_output)}")
                 for text in action.malformed[: self._max_calls]
             ),
         )

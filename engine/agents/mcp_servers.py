@@ -22,43 +22,45 @@ _START_S = 60.0
 _CLOSE_S = 10.0
 
 
-class McpServers:
+def mcp_tools(servers: Mapping[str, object]) -> list[Tool]:
+    """The tools of servers; this process starts each once, and asks it for its list.
+
+    Raises ConfigError for a wrong description, and for a server that doesn't answer.
+    """
+    for name, spec in servers.items():
+        if not isinstance(spec, Mapping) or ("command" in spec) == ("url" in spec):
+            raise ConfigError(
+                f"rollout.agent.environment.options.mcp_servers.{name}: give either "
+                "`command` (with `args`, `env`, `cwd`) or `url`"
+            )
+    return _listed_tools(json.dumps(servers, sort_keys=True))
+
+
+@lru_cache(maxsize=16)
+def _listed_tools(description: str) -> list[Tool]:
+    servers = _McpServers(json.loads(description))
+    # On a thread, in a loop of its own: the caller's may be running.
+    listing = on_daemon_thread(asyncio.run, servers.list_tools())
+    try:
+        return listing.result((_START_S + _CLOSE_S) * len(servers.specs))
+    except TimeoutError:
+        raise ConfigError(
+            f"rollout.agent.environment.options.mcp_servers: {', '.join(servers.specs)} "
+            f"neither answered nor ended within {_START_S:g} s each; check their commands"
+        ) from None
+
+
+class _McpServers:
     """The servers of one configuration; connections are kept a loop."""
 
-    def __init__(self, servers: Mapping[str, Mapping[str, object]]) -> None:
-        self._servers = servers
+    def __init__(self, specs: Mapping[str, Mapping[str, object]]) -> None:
+        self.specs = specs
         self._clients: dict[tuple[int, str], asyncio.Future[Client]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listed: list[Tool] | None = None
 
-    @classmethod
-    def of(cls, servers: Mapping[str, object]) -> McpServers:
-        """The one object of these servers in this process; ConfigError for a wrong description."""
-        for name, spec in servers.items():
-            if not isinstance(spec, Mapping) or ("command" in spec) == ("url" in spec):
-                raise ConfigError(
-                    f"rollout.agent.environment.options.mcp_servers.{name}: give either "
-                    "`command` (with `args`, `env`, `cwd`) or `url`"
-                )
-        return _opened(json.dumps(servers, sort_keys=True))
-
-    def tools(self) -> list[Tool]:
-        """The tools of all servers; each is started and asked once, for its list."""
-        if self._listed is None:
-            # On a thread, in a loop of its own: the caller's may be running.
-            listing = on_daemon_thread(asyncio.run, self._list())
-            try:
-                self._listed = listing.result((_START_S + _CLOSE_S) * len(self._servers))
-            except TimeoutError:
-                raise ConfigError(
-                    f"rollout.agent.environment.options.mcp_servers: {', '.join(self._servers)} "
-                    f"neither answered nor ended within {_START_S:g} s each; check their commands"
-                ) from None
-        return self._listed
-
-    async def _list(self) -> list[Tool]:
+    async def list_tools(self) -> list[Tool]:
         tools: list[Tool] = []
-        for name in self._servers:
+        for name in self.specs:
             try:
                 async with asyncio.timeout(_START_S), self._client(name) as client:
                     listed, cursor = [], None
@@ -107,7 +109,7 @@ class McpServers:
                 "rollout.agent.environment.options.mcp_servers needs the package mcp; install "
                 "hybridflyte[mcp]"
             ) from error
-        spec = self._servers[name]
+        spec = self.specs[name]
         server = spec["url"] if "url" in spec else StdioServerParameters(**spec)
         return Client(server)
 
@@ -133,11 +135,6 @@ class McpServers:
                 ready.set_exception(error)
         finally:
             self._clients.pop(key, None)
-
-
-@lru_cache(maxsize=16)
-def _opened(servers: str) -> McpServers:
-    return McpServers(json.loads(servers))
 
 
 def _checked(schema: Mapping[str, object], arguments: Mapping[str, object]) -> dict[str, object]:

@@ -216,21 +216,15 @@ def _made(spec: str | Mapping[str, Any] | Callable[..., object]) -> Tool:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolLimits:
-    """What a call may take."""
-
-    timeout_s: float = 10.0  # seconds
-    max_output: int = 4000  # characters of a result that the model reads
-
-
-async def answer(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -> Message:
-    """The tool message that answers a call.
+async def answer(
+    tools: Mapping[str, Tool], call: ToolCall, timeout_s: float = 10.0, max_output: int = 4000
+) -> Message:
+    """The tool message that answers a call in time, in at most `max_output` characters.
 
     An unknown tool, wrong arguments, an exception, a late and an over-long result are told to the
     model in it. Coroutine functions run in this loop, plain ones on a thread of their own.
     """
-    return tool_message(shorten(await _text(tools, call, limits), limits.max_output), call)
+    return tool_message(shorten(await _text(tools, call, timeout_s), max_output), call)
 
 
 def tool_message(text: str, call: ToolCall | None = None) -> Message:
@@ -250,7 +244,7 @@ def shorten(text: str, most: int) -> str:
     return f"{text[:most]}\n[cut: {len(text) - most} of {len(text)} characters left out]"
 
 
-async def _text(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -> str:
+async def _text(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float) -> str:
     tool = tools.get(call.name)
     if tool is None:
         return f"error: there is no tool {call.name!r}; call one of {', '.join(tools) or 'none'}"
@@ -259,27 +253,22 @@ async def _text(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -
     except (ValueError, TypeError) as error:
         return f"error: {text_of(error)}"
     function = getattr(tool.function, "func", tool.function)  # below a `partial`
-    deadline = asyncio.timeout(limits.timeout_s)
+    deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
             if inspect.iscoroutinefunction(inspect.unwrap(function)):
                 result = await tool.function(**arguments)
             else:
                 result = await on_thread(lambda: tool.function(**arguments))
-        return _readable(result)
+        if isinstance(result, str):
+            return result
+        return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
     except TimeoutError as error:
         if deadline.expired():
-            return f"error: {call.name} took longer than {limits.timeout_s:g} s"
+            return f"error: {call.name} took longer than {timeout_s:g} s"
         return f"error: TimeoutError: {text_of(error)}"
     except Exception as error:  # a user's tool may fail in any way
         return f"error: {type(error).__name__}: {text_of(error)}"
-
-
-def _readable(result: object) -> str:
-    """Text as it is; anything else as JSON, and what has no JSON by its own text."""
-    if isinstance(result, str):
-        return result
-    return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
 
 
 async def on_thread(function: Callable[[], T]) -> T:
