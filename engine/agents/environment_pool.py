@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from engine.agents.environment_protocol import (
@@ -531,10 +530,5 @@ class EnvironmentPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -2,13 +2,8 @@
 
 The program is the last fenced block of a completion, or the whole text. It runs in a sandbox
 (`sandbox`) of its own, and never meets the results that are expected of it. `read_tests` reads test
-cases as data sets write them, in three kinds, as JSON text or values:
-
-- input and output: `{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}` (APPS, TACO, verl), or a list of
-  `{"input": …, "output": …}` (LiveCodeBench);
-- calls: the same with `fn_name`, e.g. `{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}`;
-- assertions: Python text, a list of such lines (MBPP), or `{"test": …, "entry_point": "f"}`
-  (HumanEval, whose test calls `check(f)`).
+cases as data sets write them, as JSON text or values: input and output (APPS, TACO, verl,
+LiveCodeBench), calls of `fn_name`, and assertions (MBPP, HumanEval); see docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from engine.errors import RewardError
 from engine.rewards.reward_function import register_row_reward
@@ -44,14 +39,8 @@ class Verdict:
     layers: tuple[str, ...] | None = None
 
 
-class CodeTests(Protocol):
-    """The tests of one problem."""
-
-    def __len__(self) -> int: ...
-
-    def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
-        """Run them all within `seconds`, or with `stop` until one fails."""
-        ...
+# Three kinds of tests of one problem. `judge` runs them all within `seconds`, or with `stop` until
+# one fails.
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +139,9 @@ class Assertions:
         except ValueError:
             passed = []
         return Verdict([ok is True for ok in passed][: len(self)], ended.layers)
+
+
+CodeTests: TypeAlias = InputOutput | Calls | Assertions
 
 
 def read_tests(truth: object) -> CodeTests:

@@ -61,7 +61,8 @@ async def _ask_each(
             f"request_timeout_s={timeout_s:g}; they must be at least 1, at least 0, and above 0"
         )
     key = os.environ.get(api_key_env, "") if api_key_env else ""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Content-Type": "application/json"}
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
     slots = asyncio.Semaphore(concurrency)
 
     async def post(url: str, content: object) -> Any:
@@ -70,8 +71,9 @@ async def _ask_each(
             if attempt:
                 await asyncio.sleep(min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** (attempt - 1)))
             try:
+                body = json.dumps(content, default=_as_json, allow_nan=False)
                 async with slots, asyncio.timeout(timeout_s):
-                    response = await client.post(url, json=content)
+                    response = await client.post(url, content=body)
                 if response.status_code < 400:
                     return response.json()
                 problem = f"HTTP {response.status_code}: {response.text[:200]}"
@@ -139,7 +141,7 @@ async def remote(
         request = {
             "prompts": list(prompts[rows]),
             "completions": list(completions[rows]),
-            "columns": {name: _json_values(values[rows]) for name, values in table.items()},
+            "columns": {name: values[rows] for name, values in table.items()},
         }
         answer = await post(url, request)
         scores = answer.get("scores") if isinstance(answer, dict) else None
@@ -164,13 +166,9 @@ async def remote(
     return list(chain.from_iterable(scores))
 
 
-def _json_values(values: Sequence[object]) -> object:
-    """Values as JSON has them; arrays as lists, and what it has no form for as text."""
-
-    def listed(value: object) -> object:
-        return value.tolist() if hasattr(value, "tolist") else str(value)
-
-    return json.loads(json.dumps(list(values), default=listed))
+def _as_json(value: object) -> object:
+    """Arrays as lists, and what JSON has no form for as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 # A model that judges, behind an OpenAI-compatible endpoint: a rubric in, a number out.

@@ -287,14 +287,12 @@ def _tokenizer_class(folder: str) -> type[AutoTokenizer | PreTrainedTokenizerBas
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    files = Path(folder)
-    try:
-        saved = json.loads((files / "tokenizer_config.json").read_text()).get("tokenizer_class")
-    except OSError:  # a hub id, or a folder without
+    config = Path(folder) / "tokenizer_config.json"
+    if not config.is_file() or not (Path(folder) / "tokenizer.json").is_file():  # a hub id, say
         return AutoTokenizer
+    saved = json.loads(config.read_text()).get("tokenizer_class")
     generic = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    alone = generic and (files / "tokenizer.json").is_file()
-    return PreTrainedTokenizerFast if alone else AutoTokenizer
+    return PreTrainedTokenizerFast if generic else AutoTokenizer
 
 
 def _prompt_and_answer(

@@ -18,7 +18,6 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from engine.errors import RewardError
@@ -56,7 +55,6 @@ class Ended:
     output: str  # of standard output, at most `Limits.output_bytes`
     how: str  # "itself", or what it was cut for: "late", "output", "lost" with the sandbox
     status: int  # exit status, or minus a signal's number
-    seconds: float
     layers: tuple[str, ...] | None  # of containment, that the host gave; None: it is not known
 
     @property
@@ -108,7 +106,7 @@ class Sandbox:
         try:
             answer = programs.receive(self._control, self._deadline - time.monotonic())
         except programs.Closed:
-            return Ended("", "lost", -9, 0.0, None)
+            return Ended("", "lost", -9, None)
         layers = answer.pop("layers")
         return Ended(**answer, layers=None if layers is None else tuple(layers))
 
@@ -127,10 +125,5 @@ class Sandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -61,7 +61,7 @@ def _run(
     """Run one program to its end, or to its deadline; what it wrote, and how it ended."""
     report, report_write = os.pipe()
     output, output_write = os.pipe()
-    start = time.monotonic()
+    until = time.monotonic() + request["wall_s"]
     child = os.fork()
     if not child:
         try:
@@ -79,7 +79,7 @@ def _run(
     os.close(output_write)
     if request["kind"] != "stdin":  # the other end must learn when the program has ended
         os.close(program_fd)
-    text, how = _watch(child, output, start + request["wall_s"], setup["output_bytes"])
+    text, how = _watch(child, output, until, setup["output_bytes"])
     os.kill(child, signal.SIGKILL)  # of one that has ended already, a zombie, nothing changes
     _, status = os.waitpid(child, 0)
     contained = os.read(report, 1024).decode().split()
@@ -91,7 +91,6 @@ def _run(
         "output": text.decode("utf-8", "replace"),
         "how": how,
         "status": os.waitstatus_to_exitcode(status),
-        "seconds": time.monotonic() - start,
         "layers": contained[1:] if contained else None,
     }
 

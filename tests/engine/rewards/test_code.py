@@ -170,9 +170,10 @@ def test_a_sandbox_tells_what_the_host_gives() -> None:
         assert {"root", "landlock"} & {*first.layers}
         failed = sandbox.run("raise ValueError", 20)
         assert (failed.status, failed.well) == (1, False)
+        start = time.monotonic()
         late = sandbox.run("while True: pass", 0.3)
         assert (late.how, late.well) == ("late", False)
-        assert late.seconds < 5
+        assert time.monotonic() - start < 5
         waits = (
             "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print(1)))"
         )
