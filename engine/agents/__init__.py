@@ -2,7 +2,7 @@
 
 Read `environment_protocol` first: what an environment is. `agent_loop` plays episodes (`episode`)
 on a rollout's stream; `environment_pool` runs environments in processes of their own. Shipped
-`environments` are here, and `tools`, `builtin_tools` and `mcp_servers`, which a policy calls.
+`environments` are here, and `tools` and `builtin_tools`, which a policy calls.
 """
 
 from engine.agents.environment_pool import EnvironmentPool

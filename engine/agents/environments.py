@@ -18,8 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.agents.environment_protocol import Action, Message, Observation, register_environment
-from engine.agents.mcp_servers import mcp_tools
-from engine.agents.tools import ToolSpec, answer, resolve_tools, shorten, tool_message
+from engine.agents.tools import ToolSpec, answer, mcp_tools, resolve_tools, shorten, tool_message
 from engine.errors import ConfigError, EpisodeError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from engine.evaluation.results import Judged, ModelName, Problems, build_rows
 from engine.evaluation.summary import TEST
 from engine.registry import import_plugins
 from engine.rewards import Scorer
-from engine.rewards.formats import NAME as ENVIRONMENT
+from engine.rewards.answers import ENVIRONMENT
 from engine.rollout.protocol import SamplingParams
 
 if TYPE_CHECKING:

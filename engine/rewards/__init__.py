@@ -2,13 +2,11 @@
 
 Read `reward_function` first: what a reward is and what it returns. `scorer` is what trainers and
 evaluation use, `calls` calls a function on threads or in processes of its own.
-`answers`, `formats`, `code` (with `sandbox`), `http_rewards` and `model_based` are the rewards.
+`answers`, `code` (with `sandbox`), `http_rewards` and `model_based` are the rewards.
 """
 
-from engine.rewards.calls import RewardScorer, RewardThreads, score
+from engine.rewards.calls import RewardThreads, score
 from engine.rewards.reward_function import (
-    RewardFailure,
-    RewardFunction,
     Scores,
     declared_components,
     register_reward,
@@ -17,9 +15,6 @@ from engine.rewards.reward_function import (
 from engine.rewards.scorer import Scorer, open_reward, require_rewards, scorer_identity
 
 __all__ = [
-    "RewardFailure",
-    "RewardFunction",
-    "RewardScorer",
     "RewardThreads",
     "Scorer",
     "Scores",

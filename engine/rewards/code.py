@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 
 from engine.errors import RewardError
 from engine.rewards.reward_function import register_row_reward
-from engine.rewards.sandbox import Limits, Sandbox, programs
-from engine.rewards.sandbox.programs import Remote, ask
+from engine.rewards.sandbox import Limits, Sandbox, guest
+from engine.rewards.sandbox.guest import Remote, ask
 
 _CLOSE = 1e-6  # of two numbers, relative or absolute
 _FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -89,10 +89,10 @@ class Calls:
                 target = self._target(channel, until)
                 for arguments, expected in zip(self.inputs, self.outputs, strict=True):
                     try:
-                        details = programs.encode((tuple(arguments), {}), repr)
+                        details = guest.encode((tuple(arguments), {}), repr)
                         result = ask(channel, "call", target, details, until=until)
                         ok = not isinstance(result, Remote) and _is_right(result, expected)
-                    except programs.Closed:
+                    except guest.Closed:
                         raise
                     except Exception:  # the program's own, or no value at all
                         ok = False
@@ -107,14 +107,14 @@ class Calls:
 
     def _target(self, channel: socket.socket, until: float) -> object:
         """What the program calls the function; LookupError where it has none of that name."""
-        names = programs.receive(channel, until - time.monotonic())
+        names = guest.receive(channel, until - time.monotonic())
         first, _, method = self.name.partition(".")
         if not method and first not in names and "Solution" in names:  # LeetCode's form
             first, method = "Solution", first
         if first not in names:
             raise LookupError(self.name)
         function: Any = ask(channel, "name", first, until=until)
-        return programs.reference_of(getattr(function(), method) if method else function)
+        return guest.reference_of(getattr(function(), method) if method else function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Assertions:
 
     def __len__(self) -> int:
         statements = ast.parse(self.text).body
-        return sum(isinstance(statement, programs.TESTS) for statement in statements)
+        return sum(isinstance(statement, guest.TESTS) for statement in statements)
 
     def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
         for_program, for_tests = socket.socketpair()

@@ -29,7 +29,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from engine.errors import RewardError
 from engine.redaction import redact
-from engine.rewards.formats import compiled_pattern
+from engine.rewards.answers import compiled_pattern
 from engine.rewards.reward_function import register_reward
 
 T = TypeVar("T")

@@ -213,10 +213,7 @@ class RegisteredReward:
 _registry: Registry[RegisteredReward] = Registry(
     "reward",
     "reward.name",
-    [
-        f"engine.rewards.{module}"
-        for module in ("answers", "formats", "code", "http_rewards", "model_based")
-    ],
+    [f"engine.rewards.{module}" for module in ("answers", "code", "http_rewards", "model_based")],
     "@register_reward(name)",
 )
 

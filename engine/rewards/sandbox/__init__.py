@@ -1,7 +1,7 @@
 """Programs that nobody trusts, run where they can do no harm.
 
 A `Sandbox` is this side: it starts one, and speaks to it. In it, `guest` puts the layers of
-`containment` around a process and runs one of `programs`. What guests import is the standard
+`containment` around a process and runs a program. What guests import is the standard
 library alone, as they see nothing else. The right answers never enter a sandbox together with a
 program that is judged by them.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from engine.errors import RewardError
-from engine.rewards.sandbox import programs
+from engine.rewards.sandbox import guest
 from engine.rewards.sandbox.containment import LAYERS
 
 _START_S = 20.0
@@ -91,21 +91,21 @@ class Sandbox:
             if end is not None:
                 end.close()
         setup = asdict(limits) | {"folder": self._folder}
-        with suppress(programs.Closed):  # it has ended, which `run` says
-            programs.send(self._control, setup, _START_S)
+        with suppress(guest.Closed):  # it has ended, which `run` says
+            guest.send(self._control, setup, _START_S)
 
     def begin(self, kind: str, code: str, wall_s: float, **details: object) -> None:
-        """Start a program: kind `stdin`, `served` or `tests` (see `programs`)."""
+        """Start a program: kind `stdin`, `served` or `tests` (see `guest`)."""
         self._deadline = time.monotonic() + wall_s + _START_S
         request = {"kind": kind, "code": code, "wall_s": wall_s} | details
-        with suppress(programs.Closed):
-            programs.send(self._control, request, _START_S)
+        with suppress(guest.Closed):
+            guest.send(self._control, request, _START_S)
 
     def end(self) -> Ended:
         """Wait for the program that was started; it is "lost" where the sandbox is gone."""
         try:
-            answer = programs.receive(self._control, self._deadline - time.monotonic())
-        except programs.Closed:
+            answer = guest.receive(self._control, self._deadline - time.monotonic())
+        except guest.Closed:
             return Ended("", "lost", -9, None)
         layers = answer.pop("layers")
         return Ended(**answer, layers=None if layers is None else tuple(layers))
