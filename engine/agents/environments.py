@@ -342,7 +342,6 @@ class OpenEnvEnvironment:
 
 
 _TAKEN = (signal.SIGINT, signal.SIGTERM)  # signals that it handles itself, with an exit
-_INSTALL = "docs/agents.md says how to install it"
 
 
 @register_environment("verifiers")
@@ -493,16 +492,12 @@ def _loaded(id: str, arguments: str) -> Any:
     """The environment; one a process, which many rollouts share."""
     try:
         import verifiers
-    except ImportError as error:
-        raise ConfigError(
-            f"environment 'verifiers' needs the package verifiers; {_INSTALL}"
-        ) from error
-    try:
+
         load = verifiers.load_environment
     except (AttributeError, ImportError) as error:
         raise ConfigError(
-            f"verifiers {verifiers.__version__} has no load_environment that works here ({error}); "
-            f"0.1.14 has: {_INSTALL}"
+            "environment 'verifiers' needs the package verifiers, whose load_environment of 0.1.14 "
+            f"works here ({error}); docs/agents.md says how to install it"
         ) from error
     handlers = {kind: signal.getsignal(kind) or signal.SIG_DFL for kind in _TAKEN}
     try:

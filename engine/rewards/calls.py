@@ -392,7 +392,7 @@ def _log(name: str, scores: Scores, batch_failure: RewardFailure | None, on_erro
 
 # In the reward's process. The first message has the arguments of `RewardService`, which answers
 # with the reward's name and components. Each further one is (rows, timeout_s, tick_s), which
-# `RewardThreads.events` answers, and None where some calls don't end in time.
+# `RewardThreads.events` answers.
 
 
 class RewardService:
@@ -422,15 +422,11 @@ class RewardService:
         if len(rows) == 1:
             _seed(*rows.values())
         before = _generator_states()
-        left = len(rows)
         at_once = 1 if self._draws else AT_ONCE
-        for key, result in self._threads.events(rows, timeout_s, at_once, tick_s):
-            left -= result is not None
-            self._channel.send((key, result))
+        for event in self._threads.events(rows, timeout_s, at_once, tick_s):
+            self._channel.send(event)
         if len(rows) == 1 and not self._draws:
             self._draws = _generator_states() != before
-        if left:
-            self._channel.send(None)
 
 
 def _seed(rows: RewardRows) -> None:
@@ -552,8 +548,6 @@ class RewardProcess(RewardScorer):
         request = rows, round(deadline - time.monotonic(), 2), patience_s / 4
         try:
             self._process.send(request, min(deadline, time.monotonic() + patience_s))
-            if len(rows) == 1:
-                started.update(rows)
             while not rows.keys() <= results.keys():
                 message: Any = self._process.receive(min(deadline, time.monotonic() + patience_s))
                 if isinstance(message, ProcessEnded):
@@ -563,16 +557,13 @@ class RewardProcess(RewardScorer):
                         f"{counted(max(map(len, rows.values())))}",
                         message.stderr,
                     )
-                if message is None:
-                    self._process.end()  # what hangs must not go on beside the next call
-                    break
                 key, result = message
                 if result is not None:
                     results[key] = result
                 elif key in rows:
                     started.add(key)
         except TooLate:
-            self._process.end()
+            self._process.end()  # what hangs must not go on beside the next call
             if time.monotonic() < deadline:
                 return late(self.name, 1, patience_s)
         return None

@@ -15,7 +15,7 @@ import signal
 import struct
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 LAYERS = ("namespaces", "root", "user", "landlock", "seccomp")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -87,6 +87,9 @@ _MACHINES = {
     "aarch64": _Machine(0xC00000B7, _ARM, clone=220, kill=129, tgkill=131, sendto=206),
 }
 _CLONE3 = 435
+_Line: TypeAlias = tuple[
+    int, int, int, int
+]  # of a filter: instruction, jumps if true, false, value
 
 
 def restrict() -> bool:
@@ -108,14 +111,14 @@ def restrict() -> bool:
 def _filter(machine: _Machine, pid: int) -> bytes:
     refused, missing = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
 
-    def allowed_if(number: int, *conditions: tuple[int, int, int]) -> list[tuple[int, ...]]:
+    def allowed_if(number: int, *conditions: tuple[int, int, int]) -> list[_Line]:
         """Allow a call if (test, place in `struct seccomp_data`, value) hold, else refuse it."""
-        lines: list[tuple[int, ...]] = [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, refused)]
+        lines: list[_Line] = [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, refused)]
         for test, place, value in reversed(conditions):
             lines = [(_LOAD, 0, 0, place), (test, 0, len(lines) - 1, value), *lines]
         return [(_JEQ, 0, len(lines), number), *lines]
 
-    lines = [
+    lines: list[_Line] = [
         (_LOAD, 0, 0, _ARCH),
         (_JEQ, 1, 0, machine.arch),
         (_RETURN, 0, 0, _KILL),
