@@ -11,7 +11,10 @@ or, where the score has parts, one such list for each named component:
 
 It may be a coroutine function (`async def`) of the same signature. The names and their order must
 be the same at every call; `register_reward(..., components=...)` says them before the first one.
-Calling one is `calls`.
+
+A prompt is the text of its last message, e.g. "What is 2+3?"; a completion is the assistant's text,
+special tokens removed. Each completion is scored by itself: where a call on many fails, it is
+repeated on single ones, from several threads at once. Calling one is `calls`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from engine.errors import ConfigError, RewardError
 from engine.registry import Options, Registry, import_plugins, keyword_defaults
@@ -32,22 +35,7 @@ from engine.registry import Options, Registry, import_plugins, keyword_defaults
 RewardResult: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]]
 
 
-class RewardFunction(Protocol):
-    """`prompts`, `completions`, `ground_truth` and every column have B entries, as does the result.
-
-    A prompt is the text of its last message, e.g. "What is 2+3?"; a completion is the assistant's
-    text, special tokens removed. Each completion is scored by itself: where a call on many fails,
-    it is repeated on single ones, from several threads at once.
-    """
-
-    def __call__(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        *,
-        ground_truth: Sequence[Any],
-        **columns: Sequence[Any],
-    ) -> RewardResult | Awaitable[RewardResult]: ...
+RewardFunction: TypeAlias = Callable[..., RewardResult | Awaitable[RewardResult]]
 
 
 # What a reward function returned: one finite float per completion. Nothing is broadcast, cut or
@@ -134,9 +122,12 @@ def read_result(name: str, result: object, size: int, first_row: int = 0) -> Sco
         if wrong is not None:
             del scores[row]
             part = f" as {names[wrong]!r}" if names else ""
+            shown = type(values[wrong]).__name__
+            with suppress(ValueError):  # integers of thousands of digits have no text
+                shown = reprlib.repr(values[wrong])
             failures[row] = RewardFailure(
                 "not_finite",
-                f"{who} returned {_short(values[wrong])}{part} for completion {first_row + row}; "
+                f"{who} returned {shown}{part} for completion {first_row + row}; "
                 "it must be a finite float",
             )
     return Scores.of(names, scores, failures)
@@ -179,13 +170,6 @@ def float32_or_nan(value: Any) -> float:
     except Exception:  # any object may be here, and fail in its own way
         return math.nan
     return number if abs(number) <= _LARGEST else math.nan
-
-
-def _short(value: object) -> str:
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # integers of thousands of digits have no text
-        return type(value).__name__
 
 
 # Reward functions by name. The options of one are its keyword-only parameters with defaults;

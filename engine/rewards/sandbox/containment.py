@@ -87,9 +87,7 @@ _MACHINES = {
     "aarch64": _Machine(0xC00000B7, _ARM, clone=220, kill=129, tgkill=131, sendto=206),
 }
 _CLONE3 = 435
-_Line: TypeAlias = tuple[
-    int, int, int, int
-]  # of a filter: instruction, jumps if true, false, value
+_Line: TypeAlias = tuple[int, int, int, int]  # instruction, jumps if true and false, value
 
 
 def restrict() -> bool:
