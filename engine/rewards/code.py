@@ -163,10 +163,10 @@ def _tests(value: Any) -> CodeTests:
         if "inputs" in value:
             return _pairs(value["inputs"], value["outputs"], value.get("fn_name"))
         keys = ("test", "test_list", "asserts")
-        given = [value[key] for key in keys if value.get(key) is not None]
-        if not given:
+        assertions = [value[key] for key in keys if value.get(key) is not None]
+        if not assertions:
             raise ValueError(f"its keys are {sorted(map(str, value))}")
-        text = f"{value.get('test_setup_code') or ''}\n{_text(given[0])}"
+        text = f"{value.get('test_setup_code') or ''}\n{_text(assertions[0])}"
         entry_point = str(value.get("entry_point") or "")
         if entry_point and "check(" in text:
             text += f"\ncheck({entry_point})\n"
@@ -315,11 +315,11 @@ def require_containment(layers: tuple[str, ...] | None, weak: bool) -> None:
         logger.info("programs run behind: %s", ", ".join(layers))
         return
     lacking = "seccomp" if hides_files else "namespaces or Landlock"
-    given = ", ".join(layers) or "limits only"
+    described = ", ".join(layers) or "limits only"
     if not weak:
         raise RewardError(
             f"this host gives no {lacking}, so programs could reach what is not theirs (it gives: "
-            f"{given}); run as root or on another host, or set reward.options.weak=true in a "
+            f"{described}); run as root or on another host, or set reward.options.weak=true in a "
             "container of its own"
         )
-    logger.warning("programs run without %s: %s", lacking, given)
+    logger.warning("programs run without %s: %s", lacking, described)

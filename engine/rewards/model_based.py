@@ -176,10 +176,8 @@ class ScoringModel:
 
         Control tokens in it are broken up.
         """
-        turns = list(messages)
-        if completion is not None:
-            turns.append({"role": "assistant", "content": completion})
-        turns = self._plain(turns)
+        answer = [] if completion is None else [{"role": "assistant", "content": completion}]
+        turns = self._plain([*messages, *answer])
         if not self.tokenizer.chat_template:
             return "\n".join(str(turn["content"]) for turn in turns[-2:])
         return str(
@@ -200,10 +198,10 @@ class ScoringModel:
             ids.pop()
         return ids
 
-    def _plain(self, turns: Messages) -> list[Mapping[str, object]]:
+    def _plain(self, turns: Messages) -> list[dict[str, Any]]:
         """The turns with a blank in each control token that they spell: it is plain text then."""
         tokens = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}
-        plain: list[Mapping[str, object]] = []
+        plain = []
         for turn in turns:
             text = str(turn["content"])
             for token in tokens:

@@ -304,11 +304,11 @@ def main(control_fd: int, program_fd: int) -> None:
     setup = receive(control, 60.0)
     containment.die_with_parent()
     setup["uid"] = _FIRST_UID + os.getpid()
-    given = set[str]()  # layers of containment that the host gives
+    layers = set[str]()  # of containment, that the host gives
     if "namespaces" in setup["layers"] and containment.new_namespaces():
-        given.add("namespaces")
+        layers.add("namespaces")
     containment.hide()
-    child = os.fork() if given else 0
+    child = os.fork() if layers else 0
     if child:
         control.close()
         os.close(program_fd)
@@ -316,13 +316,13 @@ def main(control_fd: int, program_fd: int) -> None:
         os._exit(0 if status == 0 else 1)
     try:
         containment.die_with_parent()
-        if given and containment.own_root(setup["folder"], setup["disk_mb"]):
-            given.add("root")
+        if layers and containment.own_root(setup["folder"], setup["disk_mb"]):
+            layers.add("root")
         else:
             os.chdir(setup["folder"])
         while True:
             request = receive(control, 3600.0)
-            send(control, _run(request, setup, given, control, program_fd))
+            send(control, _run(request, setup, layers, control, program_fd))
     except Closed:  # the owner has gone
         pass
     os._exit(0)
@@ -331,7 +331,7 @@ def main(control_fd: int, program_fd: int) -> None:
 def _run(
     request: dict[str, Any],
     setup: dict[str, Any],
-    given: set[str],
+    layers: set[str],
     control: socket.socket,
     program_fd: int,
 ) -> dict[str, object]:
@@ -346,8 +346,7 @@ def _run(
             os.close(output)
             control.close()
             _connect(request, output_write)
-            layers = _contain(setup, given)
-            os.write(report_write, " ".join(["contained", *layers]).encode())
+            os.write(report_write, " ".join(["contained", *_contain(setup, layers)]).encode())
             os.close(report_write)
             _run_program(request, program_fd)
         finally:
@@ -362,7 +361,7 @@ def _run(
     contained = os.read(report, 1024).decode().split()
     os.close(report)
     os.close(output)
-    if "namespaces" in given:
+    if "namespaces" in layers:
         _end_all()
     return {
         "output": text.decode("utf-8", "replace"),
@@ -372,22 +371,22 @@ def _run(
     }
 
 
-def _contain(setup: dict[str, Any], given: set[str]) -> list[str]:
-    """Contain this process; the layers that the host has given."""
-    asked, folder, uid = setup["layers"], setup["folder"], setup["uid"]
-    given = set(given)
-    threads = setup["threads"] if "user" in asked and (os.geteuid() == 0 or given) else 0
-    if "root" not in given and os.geteuid() == 0:
+def _contain(setup: dict[str, Any], layers: set[str]) -> list[str]:
+    """Contain this process; the layers that it has then."""
+    requested, folder, uid = setup["layers"], setup["folder"], setup["uid"]
+    layers = set(layers)
+    threads = setup["threads"] if "user" in requested and (os.geteuid() == 0 or layers) else 0
+    if "root" not in layers and os.geteuid() == 0:
         os.chown(folder, uid, uid)
-    if "user" in asked and containment.other_user(uid):
-        given.add("user")
+    if "user" in requested and containment.other_user(uid):
+        layers.add("user")
     containment.die_with_parent()
     containment.limit(setup["memory_mb"], setup["cpu_s"], setup["disk_mb"], threads)
-    if "root" not in given and "landlock" in asked and containment.landlock(folder):
-        given.add("landlock")
-    if "seccomp" in asked and containment.restrict():
-        given.add("seccomp")
-    return [layer for layer in containment.LAYERS if layer in given]
+    if "root" not in layers and "landlock" in requested and containment.landlock(folder):
+        layers.add("landlock")
+    if "seccomp" in requested and containment.restrict():
+        layers.add("seccomp")
+    return [layer for layer in containment.LAYERS if layer in layers]
 
 
 def _watch(child: int, output: int, until: float, most: int) -> tuple[bytes, str]:
