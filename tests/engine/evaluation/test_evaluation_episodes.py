@@ -104,7 +104,7 @@ def test_a_failed_environment_is_a_wrong_answer_that_is_counted(tiny_folder: Pat
 def test_an_environment_s_own_prompt_takes_nothing_from_the_response(
     tiny_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EpisodePlayer, "_told", False)
+    monkeypatch.setattr(EpisodePlayer, "_warned", False)
     own = settings("digit_games:LongGame")
     assert set(table(tiny_folder, own)["greedy_end"]) == {"tokens"}
     [told] = [one.getMessage() for one in caplog.records if "episode begins" in one.getMessage()]
